@@ -115,6 +115,7 @@ void bind_ledger(nb::module_ &module);
 void bind_records(nb::module_ &module);
 void bind_transfers(nb::module_ &module);
 void bind_copies(nb::module_ &module);
+void bind_plane_copies(nb::module_ &module);
 void bind_slab(nb::module_ &module);
 void bind_swap_plan(nb::module_ &module);
 void bind_cuda(nb::module_ &module);

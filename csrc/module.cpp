@@ -13,6 +13,7 @@ NB_MODULE(_core, module) {
     fdcache::bind_records(module);
     fdcache::bind_transfers(module);
     fdcache::bind_copies(module);
+    fdcache::bind_plane_copies(module);
     fdcache::bind_slab(module);
     fdcache::bind_swap_plan(module);
     fdcache::bind_cuda(module);

@@ -1118,7 +1118,7 @@ class BackupPlanner:
 
 class PlanInFlight:
     """
-    A plan or a storage task that some of ``ranks`` ranks have not reported.
+    A plan or a task of one that some of ``ranks`` ranks have not reported.
     """
 
     def __init__(self, plan: object, deadline: float, ranks: int) -> None: ...
@@ -1495,6 +1495,32 @@ class BlockManager:
         (request id, first block, blocks copied, blocks planned) of each that a request waits for.
         """
 
+    def expect_from_peer(self, request: RequestState) -> int:
+        """
+        Extend a match by the blocks that only a peer has; return their number.
+        """
+
+    def take_fetches(
+        self,
+    ) -> list[
+        tuple[str, int, int, numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint32], bool]
+    ]:
+        """
+        Return (request id, lease, first block, slots, generations, True if the blocks below are
+        loaded) of the fetches that allocations have planned since the last call.
+        """
+
+    def send_fetch(self, plan: int, lease: int, first_block: int, count: int) -> None:
+        """Let a fetch wait for this plan's reports."""
+
+    def end_fetch(
+        self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]
+    ) -> tuple[str, int, bool, bool] | None:
+        """
+        End a plan's fetch after the load below it. Return (request id, first block it lacks, True if the
+        load failed, True if it got all), or None if no request waits for it.
+        """
+
     def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
         """
         Let the requests that wait for a plan's loads load nothing any more. Return (request id, first
@@ -1563,7 +1589,7 @@ class WholeReports:
         """
         Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is in
         the tier or None for a service, checksums or None) of copies to the host. Return None, and change
-        nothing, if one of the reports is another: unexpected, refused, of a failure or a storage task.
+        nothing, if one of the reports is another: unexpected, refused, of a failure or a task.
         """
 
     @property
@@ -1816,6 +1842,37 @@ class CopyStream:
         """
         Stop after the blocks in flight, abandon queued copies and set queued events.
         """
+
+def copy_planes(
+    source: PlaneTable,
+    source_blocks: int,
+    source_slots: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    target: PlaneTable,
+    target_blocks: int,
+    target_slots: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    first_plane: int,
+    last_plane: int,
+) -> None:
+    """
+    Copy planes [first_plane, last_plane) of blocks between two caches with equal planes, without the
+    GIL. Raises IndexError for a slot that a cache does not have.
+    """
+
+def sum_planes(
+    planes: PlaneTable,
+    num_blocks: int,
+    slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    first_plane: int,
+    last_plane: int,
+) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+    """
+    Sum planes [first_plane, last_plane) of blocks, without the GIL. Sums of ranges add up to the sum of
+    the record's checksum.
+    """
 
 class CancelFlag:
     """Set once, from any thread, to cancel requests that have not started."""

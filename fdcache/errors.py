@@ -41,6 +41,8 @@
     * StorageGoneError
     * StorageDeviceError
     * StorageTimeoutError
+  * TransferError
+    * TransferNotFoundError (also a ConfigurationError)
   * ServiceError
     * ServiceUnavailableError
     * ProtocolError
@@ -187,6 +189,14 @@ class StorageTimeoutError(StorageError, TimeoutError):
 
 class ConnectorNotFoundError(StorageError, ConfigurationError):
     """There is no connector of the configured name; the message says what to install."""
+
+
+class TransferError(FdcacheError):
+    """Blocks cannot be handed over between instances; engines compute them instead."""
+
+
+class TransferNotFoundError(TransferError, ConfigurationError):
+    """There is no transfer connector of the configured name; the message says what to install."""
 
 
 class ServiceError(FdcacheError):

@@ -26,6 +26,7 @@ __all__ = [
     "CacheSwapMetadata",
     "HashArray",
     "Int32Array",
+    "PeerTask",
     "StorageScan",
     "StorageTask",
     "SwapPurpose",
@@ -59,6 +60,8 @@ class CacheLevel(StrEnum):
     DEVICE = "device"
     HOST = "host"
     STORAGE = "storage"
+    PEER = "peer"
+    """The device of another instance."""
 
 
 class CacheStatus(StrEnum):
@@ -92,6 +95,8 @@ class SwapPurpose(StrEnum):
     BACKUP = "backup", CacheLevel.DEVICE, CacheLevel.HOST
     STORE = "store", CacheLevel.HOST, CacheLevel.STORAGE
     PREFETCH = "prefetch", CacheLevel.STORAGE, CacheLevel.HOST
+    SEND = "send", CacheLevel.DEVICE, CacheLevel.PEER
+    FETCH = "fetch", CacheLevel.PEER, CacheLevel.DEVICE
 
 
 class BlockNode(msgspec.Struct, kw_only=True, frozen=True):
@@ -274,6 +279,32 @@ class StorageTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         return (self.swap,)
 
 
+class PeerTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One hand-over to or from a peer instance, reported by itself. Positions in the peer are blocks of the transfer.
+
+    Args:
+        transfer: name of the hand-over, the same on both instances.
+        timeout: of a send, seconds until a peer has to ask; of a fetch, seconds until all blocks are here.
+        addresses: of a fetch, the address of each rank of the peer.
+        attempt: of a fetch, its number among those of the same transfer.
+        computed: of a send, how many leading blocks are computed already.
+        wanted: False for a fetch that only tells the peer that nothing is wanted.
+    """
+
+    plan_id: int
+    swap: CacheSwapMetadata
+    transfer: str
+    timeout: float
+    addresses: tuple[str, ...] = ()
+    attempt: int = 0
+    computed: int = 0
+    wanted: bool = True
+
+    def swaps(self) -> tuple[CacheSwapMetadata, ...]:
+        """Return the transfer."""
+        return (self.swap,)
+
+
 class StorageScan(
     ComparesArrays, msgspec.Struct, eq=False, kw_only=True, frozen=True, forbid_unknown_fields=True
 ):
@@ -301,7 +332,8 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     Args:
         arena: the shared arena that host slots refer to; None for the worker's own.
         storage: transfers between host and storage, each reported when it ends.
-        cancelled: ids of earlier storage transfers that are no longer needed.
+        peers: hand-overs to and from other instances, each reported when it ends.
+        cancelled: ids of earlier storage transfers and hand-overs that are no longer needed.
         clear_storage: empty the storage before anything else of this plan.
         after: ids of earlier plans whose reads of the device have to end before this plan's loads, and before the
             compute after it. Ids of plans that have ended have no effect.
@@ -313,6 +345,7 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     loads: CacheSwapMetadata | None = None
     backups: CacheSwapMetadata | None = None
     storage: tuple[StorageTask, ...] = ()
+    peers: tuple[PeerTask, ...] = ()
     cancelled: tuple[int, ...] = ()
     clear_storage: bool = False
     after: tuple[int, ...] = ()
@@ -327,13 +360,19 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
         parts = [str(self.plan_id)]
         parts += [f"{swap.purpose.value} of {len(swap)}" for swap in self.swaps()]
         parts += [f"{task.swap.purpose.value} of {len(task.swap)} as {task.plan_id}" for task in self.storage]
+        parts += [f"{task.swap.purpose.value} of {len(task.swap)} as {task.plan_id}" for task in self.peers]
         parts += [f"{name}={value!r}" for name, value in shown.items() if value]
         return f"TransferPlan({', '.join(parts)})"
 
     @property
+    def tasks(self) -> tuple[StorageTask | PeerTask, ...]:
+        """Tasks that are reported by themselves."""
+        return (*self.storage, *self.peers)
+
+    @property
     def plan_ids(self) -> tuple[int, ...]:
-        """Ids that every rank reports: of this plan and of its storage tasks."""
-        return (self.plan_id, *(task.plan_id for task in self.storage))
+        """Ids that every rank reports: of this plan and of its tasks."""
+        return (self.plan_id, *(task.plan_id for task in self.tasks))
 
 
 _NO_POSITIONS: Int32Array = np.empty(0, np.int32)
@@ -393,7 +432,7 @@ class TransferReport(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
         manager.apply(controller.poll())
 
-    ``refused``: the rank did not get the plan, and reports none of its storage tasks.
+    ``refused``: the rank did not get the plan, and reports none of its tasks.
     """
 
     plan_id: int

@@ -47,6 +47,7 @@ from fdcache.settings.sources import Source, Sourced
 from fdcache_cli import errors
 from fdcache_cli.errors import print_problems
 from fdcache_cli.output import progress_bars
+from fdcache_cli.replay_pd import refuse_with_pd, require_pd, run_and_print
 from fdcache_cli.replay_sweep import parse_policies, refuse_options, sweep_and_print
 from fdcache_cli.running_service import is_served
 
@@ -197,6 +198,23 @@ def replay(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes of a --sweep. Default: one for each CPU.")
     ] = None,
+    pd: Annotated[
+        bool,
+        typer.Option(
+            "--pd", help="Compute prompts in a prefill process and hand their blocks to a decode process."
+        ),
+    ] = False,
+    transfer: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Transfer connector of a --pd. Default: ipc.")
+    ] = None,
+    faults: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAULTS",
+            help="Faults of a --pd: a number of kills, stops, aborts and resets at random times, or kinds of kill, "
+            "stop, abort, reset and flip (a byte) such as kill=5,flip=3.",
+        ),
+    ] = None,
 ) -> None:
     """Replay a workload through the real cache, compare every reused byte, and report what was saved.
 
@@ -207,6 +225,9 @@ def replay(
 
     Example: `fdcache replay trace.jsonl --sweep device-blocks=1000..64000/x2 --optimum --plot sizes.svg`
     """
+    require_pd(pd, {"--transfer": transfer, "--faults": faults})
+    if pd:
+        refuse_with_pd(context)
     refuse_options(context, sweep)
     policies = parse_policies(eviction)
     if sweep is None and len(policies) > 1:
@@ -222,6 +243,7 @@ def replay(
         "--storage": storage,
         "--storage-size": storage_size,
         "--server": server,
+        "--transfer": transfer if transfer is not None or not pd else "ipc",
     }
     settings = _settings(options)
     print_problems(settings.misspelt, sys.stderr)
@@ -244,6 +266,20 @@ def replay(
             load_failures=load_failures,
             device=device,
         )
+        if pd:
+            count = requests or GENERATED_REQUESTS
+            items = read_trace(trace, requests) if trace else generate(workload, count, seed)
+            with _interrupts() as stop:
+                sys.exit(
+                    run_and_print(
+                        items,
+                        config,
+                        settings.peers,
+                        faults,
+                        json_output=json_output,
+                        should_stop=lambda: bool(stop),
+                    )
+                )
         if plot is not None:
             require_plotting(plot)
         total = requests if trace else requests or GENERATED_REQUESTS

@@ -287,7 +287,7 @@ class PlanLauncher {
         const nb::object after = nb::getattr(plan, "after", nb::none());
         if (!after.is_none() && nb::len(after) != 0) return false;
         return plan.attr("evictions").is_none() && plan.attr("arena").is_none() && is_empty("storage") &&
-               is_empty("cancelled") && !nb::cast<bool>(plan.attr("clear_storage"));
+               is_empty("peers") && is_empty("cancelled") && !nb::cast<bool>(plan.attr("clear_storage"));
     }
 
     std::optional<cuda::StreamHandle> handle_for(nb::handle stream) {

@@ -13,7 +13,7 @@
 namespace fdcache {
 
 // Index of a SwapPurpose, a str.
-enum Purpose : std::size_t { kLoad, kEvict, kBackup, kStore, kPrefetch, kPurposes };
+enum Purpose : std::size_t { kLoad, kEvict, kBackup, kStore, kPrefetch, kSend, kFetch, kPurposes };
 Purpose purpose_of(nb::handle value);
 
 // One transfer of a plan: a CacheSwapMetadata.
@@ -25,8 +25,8 @@ struct PlannedTransfer {
     nb::object checksums;  // of the first rank's result, once it has reported
 };
 
-// A TransferPlan or a StorageTask that some rank has not reported. Reports of whole plans are counted here;
-// once Python has counted one that is not, it counts all of this plan's.
+// A TransferPlan, a StorageTask or a PeerTask that some rank has not reported. Reports of whole plans are
+// counted here; once Python has counted one that is not, it counts all of this plan's.
 struct PlanInFlight {
     PlanInFlight(nb::object plan, double deadline, std::size_t ranks);
 
@@ -40,7 +40,7 @@ struct PlanInFlight {
     std::uint64_t plan_id;
     double deadline;
     bool is_overdue = false;
-    bool is_task = false;  // a StorageTask
+    bool is_task = false;  // a StorageTask or a PeerTask
     bool is_counted_in_python = false;
     std::vector<PlannedTransfer> transfers;
     std::vector<bool> waiting;  // by rank

@@ -19,7 +19,9 @@ Purpose purpose_of(nb::handle value) {
             case 'b':
                 return kBackup;
             case 's':
-                return kStore;
+                return PyUnicode_CompareWithASCIIString(value.ptr(), "send") ? kStore : kSend;
+            case 'f':
+                return kFetch;
             case 'p':
                 return kPrefetch;
         }
@@ -68,7 +70,7 @@ void PlanTable::remove(const PlanInFlight &flight) {
 
 void bind_ledger(nb::module_ &module) {
     nb::class_<PlanInFlight>(module, "PlanInFlight",
-                             "A plan or a storage task that some of ``ranks`` ranks have not reported.")
+                             "A plan or a task of one that some of ``ranks`` ranks have not reported.")
         .def(nb::init<nb::object, double, std::size_t>(), "plan"_a, "deadline"_a, "ranks"_a)
         .def_prop_ro(
             "plan", [](const PlanInFlight &self) { return self.plan; },

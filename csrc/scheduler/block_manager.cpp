@@ -99,7 +99,8 @@ bool BlockManager::begin(Tier::Session &tier, RequestState &request, std::size_t
     request.table_ = {};
     request.committed_tokens_ = request.allocated_tokens_ = 0;
     request.committed_blocks_ = request.returned_blocks_ = 0;
-    request.is_loading = request.is_counted_ = false;
+    request.is_loading = request.is_counted_ = request.lacks_blocks_below_ = false;
+    request.peer_blocks_ = 0;
     const bool pending = publishes(request) && extend_match(tier, request, limit);
     request.returned_blocks_ = request.committed_blocks_;
     request.num_cached_tokens = request.table_.size() * block_size_;
@@ -232,7 +233,7 @@ void BlockManager::finish(RequestState &request) {
 }
 
 void BlockManager::forget(RequestState &request) {
-    drop_host_run(request);
+    drop_run(request);
     if (request.is_loading) loading_.erase(request.lease_);
     request.lease_ = request.owner_ = 0;
     request.table_ = {};

@@ -80,6 +80,16 @@ struct Allocated {
 struct LoadRange {
     LeaseId lease;  // of the request when the load was planned
     std::uint32_t offset, count, first_block;
+    bool is_fetch = false;   // from a peer
+    bool has_fetch = false;  // the blocks above are fetched: the request waits for the end of both
+};
+
+// Device blocks reserved for what one request fetches from a peer.
+struct PlannedFetch {
+    LoadRange range;
+    std::vector<Slot> slots;
+    std::vector<std::uint32_t> generations;
+    bool has_load;  // of the blocks below, in the same plan
 };
 
 // How many leading blocks of a load were copied; `copied` has a flag for each block of its plan's loads.
@@ -167,6 +177,20 @@ class BlockManager {
     RequestState *waiting_for(const LoadRange &load) const;
     // Counts the leading blocks of a load that were copied, and publishes what waited for all of them.
     void end_load(RequestState &request, std::uint32_t copied, std::uint32_t planned);
+    // The same for a load whose request waits for a fetch as well: nothing ends but the load.
+    void end_load_below(RequestState &request, std::uint32_t copied, std::uint32_t planned);
+    // True if a load below the request's fetch failed: no block of the fetch has its parent.
+    bool lacks_blocks_below(const RequestState &request) const { return request.lacks_blocks_below_; }
+
+    // --- fetches from peers ------------------------------------------------------------------------------
+
+    // Extends a match by all further matchable blocks, which a peer has, and returns their number. Throws
+    // RequestStateError unless it follows a match, once.
+    std::size_t expect_from_peer(RequestState &request);
+    // The fetches that allocations have planned since the last call.
+    std::vector<PlannedFetch> take_fetches() { return std::exchange(open_fetches_, {}); }
+    // Lets a fetch wait for the reports of the plan of this number.
+    void send_fetch(std::uint64_t plan, const LoadRange &fetch) { loads_[plan] = {fetch}; }
 
     // Live requests keep their blocks and publish no more.
     void stop_publishing() { ++epoch_; }
@@ -189,6 +213,10 @@ class BlockManager {
     std::size_t ready_on_device(std::span<const Digest> path);
     bool shorten(RequestState &request, std::size_t limit);
     void drop_host_run(RequestState &request);
+    void drop_run(RequestState &request);
+    std::size_t run_length(const RequestState &request) const {
+        return request.host_run_.size() + request.peer_blocks_;
+    }
     bool refresh_host_run(Tier::Session &tier, RequestState &request);
     void plan_loads(Tier::Session &tier, RequestState &request, BlockCopies &loads);
     void count_hits(RequestState &request);
@@ -212,7 +240,8 @@ class BlockManager {
     std::vector<Digest> former_;
     Followed followed_;
     BlockManagerStats stats_;
-    std::vector<LoadRange> open_loads_;                                // of the present step
+    std::vector<LoadRange> open_loads_;  // of the present step
+    std::vector<PlannedFetch> open_fetches_;
     std::unordered_map<std::uint64_t, std::vector<LoadRange>> loads_;  // by the number of their plan
     std::unordered_map<LeaseId, RequestState *> loading_;              // requests that wait for loads
     std::vector<Slot> slots_;  // of the last call; kept for its capacity

@@ -114,6 +114,21 @@ void BlockManager::drop_host_run(RequestState &request) {
     request.host_run_ = {};
 }
 
+void BlockManager::drop_run(RequestState &request) {
+    drop_host_run(request);
+    request.peer_blocks_ = 0;
+}
+
+std::size_t BlockManager::expect_from_peer(RequestState &request) {
+    if (!owns(request) || request.peer_blocks_)
+        throw RequestStateError("request '" + request.id() + "': fetch follows a match, once");
+    const std::size_t start = request.table_.size() + request.host_run_.size(), stop = matchable(request);
+    if (start >= stop || !publishes(request) || request.device_only) return 0;
+    request.peer_blocks_ = static_cast<std::uint32_t>(stop - start);
+    request.num_cached_tokens = stop * block_size_;
+    return stop - start;
+}
+
 // --- allocate ----------------------------------------------------------------------------------------------
 
 Allocated BlockManager::allocate(RequestState &request, std::uint64_t num_tokens, BlockCopies *loads) {
@@ -121,8 +136,8 @@ Allocated BlockManager::allocate(RequestState &request, std::uint64_t num_tokens
     std::uint32_t missing = 0;
     {
         Tier::Session tier(tier_);
-        if (request.host_run_.lease) is_stale = !refresh_host_run(tier, request);
-        if (!is_stale && request.host_run_.lease) {
+        if (run_length(request)) is_stale = !refresh_host_run(tier, request);
+        if (!is_stale && run_length(request)) {
             const std::size_t blocks = blocks_for(num_tokens), have = request.table_.size();
             const std::size_t wanted = blocks > have ? blocks - have : 0;
             if (wanted > tier.available()) {
@@ -149,25 +164,26 @@ Allocated BlockManager::allocate(RequestState &request, std::uint64_t num_tokens
     return {};
 }
 
-// Takes blocks of the host run that others have loaded since the match as device hits. Returns false if the
+// Takes blocks of the run that others have loaded since the match as device hits. Returns false if the
 // request has to be matched again: another request is loading the next block, or a reset took the run away.
 bool BlockManager::refresh_host_run(Tier::Session &tier, RequestState &request) {
     if (!publishes(request)) return false;
     HostRun &run = request.host_run_;
-    const std::size_t start = request.table_.size();
-    const bool pending = extend_match(tier, request, start + run.size());
+    const std::size_t start = request.table_.size(), length = run_length(request);
+    const bool pending = extend_match(tier, request, start + length);
     const std::size_t found = request.table_.size() - start;
-    if (found == run.size())
+    if (found >= run.size())
         drop_host_run(request);
     else if (found)
         run.drop_first(found);
+    request.peer_blocks_ = std::min(request.peer_blocks_, static_cast<std::uint32_t>(length - found));
     return !pending;
 }
 
-// Reserves device blocks for the host run and plans its copies.
+// Reserves device blocks for the run, and plans its copies from the host and its fetch from a peer.
 void BlockManager::plan_loads(Tier::Session &tier, RequestState &request, BlockCopies &loads) {
     const HostRun &run = request.host_run_;
-    const std::size_t first = request.table_.size(), count = run.size();
+    const std::size_t first = request.table_.size(), on_host = run.size(), count = run_length(request);
     const std::span<const Digest> path{request.blocks().hashes().data(), first + count};
     std::span<const Digest> parents = path.subspan(first ? first - 1 : 0, count);
     if (!first) {
@@ -181,16 +197,31 @@ void BlockManager::plan_loads(Tier::Session &tier, RequestState &request, BlockC
                             std::to_string(taken_.slots.size()) + " device blocks");
     append_slots(request.table_, taken_.slots);
     if (follow_.evicted) append(followed_.evicted, taken_.evicted);
-    host_.begin_load(run);
-    const auto offset = static_cast<std::uint32_t>(loads.size());
-    loads.append({run.slots, run.generations, path.subspan(first), parents, run.unverified}, taken_.slots,
-                 taken_.generations);
-    open_loads_.push_back(
-        {request.lease_, offset, static_cast<std::uint32_t>(count), static_cast<std::uint32_t>(first)});
+    const std::span slots(taken_.slots);
+    const std::span generations(taken_.generations);
+    if (on_host) {
+        host_.begin_load(run);
+        const auto offset = static_cast<std::uint32_t>(loads.size());
+        loads.append({run.slots, run.generations, path.subspan(first, on_host), parents.first(on_host),
+                      run.unverified},
+                     slots.first(on_host), generations.first(on_host));
+        open_loads_.push_back({request.lease_, offset, static_cast<std::uint32_t>(on_host),
+                               static_cast<std::uint32_t>(first), false, request.peer_blocks_ != 0});
+    }
+    if (request.peer_blocks_) {
+        const LoadRange range{request.lease_, 0, request.peer_blocks_,
+                              static_cast<std::uint32_t>(first + on_host), true};
+        const auto at = static_cast<std::ptrdiff_t>(on_host);
+        open_fetches_.push_back({range,
+                                 {slots.begin() + at, slots.end()},
+                                 {generations.begin() + at, generations.end()},
+                                 on_host != 0});
+    }
     loading_.insert_or_assign(request.lease_, &request);
     request.is_loading = true;
-    host_.finish(run.lease);
+    if (run.lease) host_.finish(run.lease);
     request.host_run_ = {};
+    request.peer_blocks_ = 0;
 }
 
 // --- loads -------------------------------------------------------------------------------------------------
@@ -217,6 +248,11 @@ const std::vector<LoadRange> &BlockManager::loads_of(std::uint64_t plan) const {
 RequestState *BlockManager::waiting_for(const LoadRange &load) const {
     const auto found = loading_.find(load.lease);
     return found == loading_.end() ? nullptr : found->second;
+}
+
+void BlockManager::end_load_below(RequestState &request, std::uint32_t copied, std::uint32_t planned) {
+    request.committed_blocks_ += copied;
+    request.lacks_blocks_below_ = copied < planned;
 }
 
 void BlockManager::end_load(RequestState &request, std::uint32_t copied, std::uint32_t planned) {

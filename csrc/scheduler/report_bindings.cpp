@@ -4,6 +4,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -99,6 +100,9 @@ bool WholeReports::read(nb::handle value, Report &report) const {
     if (report.rank >= plans_.num_ranks || !report.flight->waits_for(report.rank)) return false;
     if (report.flight->is_task || report.flight->is_counted_in_python) return false;
     if (!value.attr("refused").is(nb::bool_(false))) return false;
+    const auto &loads = blocks_.loads_of(report.flight->plan_id);
+    if (std::any_of(loads.begin(), loads.end(), [](const LoadRange &each) { return each.has_fetch; }))
+        return false;
     report.keep = nb::borrow(plans_.plans[plan_id]);
     report.results = value.attr("results");
     const auto &transfers = report.flight->transfers;
@@ -227,7 +231,7 @@ void bind_whole_reports(nb::module_ &module) {
             "in\n"
             "the tier or None for a service, checksums or None) of copies to the host. Return None, and "
             "change\n"
-            "nothing, if one of the reports is another: unexpected, refused, of a failure or a storage task.")
+            "nothing, if one of the reports is another: unexpected, refused, of a failure or a task.")
         .def_prop_ro("copied", [](const Reports &self) -> const CopiedBlocks & { return self.copied(); });
 }
 

@@ -76,6 +76,7 @@ class RequestState {
     const AppendOnly<std::int32_t> &table() const { return table_; }
     // Found by the match, until their loads are planned.
     const HostRun &host_run() const { return host_run_; }
+    std::uint32_t peer_blocks() const { return peer_blocks_; }
 
     bool use_cache = true;  // false: finds no blocks and publishes none
     bool device_only = false;
@@ -100,6 +101,8 @@ class RequestState {
     LeaseId lease_ = 0;
     AppendOnly<std::int32_t> table_;
     HostRun host_run_;
+    std::uint32_t peer_blocks_ = 0;         // that follow the run on the host, until their fetch is planned
+    bool lacks_blocks_below_ = false;       // a load below its fetch failed
     std::uint32_t searched_from_ = 0;       // first block that the host was asked for
     std::optional<double> deferred_since_;  // seconds by the caller's clock
     std::uint64_t committed_tokens_ = 0;

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from fdcache.controller.device_planes import allocate_planes, bind_tensors
 from fdcache.controller.execution import PlansInFlight, reason_of, refused_executions
 from fdcache.controller.layers import LayerDoneCounter, LayerEvents
 from fdcache.controller.transfers import TransferQueue, check_countable
-from fdcache.devices.base import Device, DevicePlanes, Stream
+from fdcache.devices.base import Device, DevicePlanes, Event, PlaneBinding, Stream
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import (
     CacheNotReadyError,
@@ -28,7 +29,7 @@ from fdcache.errors import (
 )
 from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
-from fdcache.metadata import StorageScan, TransferPlan, TransferReport
+from fdcache.metadata import CacheLevel, StorageScan, TransferPlan, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.cache import TransferSettings, Verify
 from fdcache.settings.checks import log_misspelt, require_host_tier
@@ -40,6 +41,10 @@ from fdcache.tiers.host import HostCache
 
 if TYPE_CHECKING:
     from fdcache.service.client.arena import SharedHostArena
+    from fdcache.settings.peers import PeerSettings
+    from fdcache.transfer.endpoint import TransferEndpoint
+    from fdcache.transfer.shared_planes import SharedPlanes
+    from fdcache.transfer.statistics import TransferStats
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +86,9 @@ class CacheController:
         self._allocated: tuple[int, str | None] | None = None
         self._arena: HostArena | SharedHostArena | None = None
         self._storage: StorageQueue | None = None
+        self._bindings: list[PlaneBinding] = []
+        self._shared: SharedPlanes | None = None
+        self._transfer: TransferEndpoint | None = None
         self._num_layers = layout.total_layers
         self._is_shut_down = False
         self._loaded: Settings | None = None
@@ -125,17 +133,28 @@ class CacheController:
         """The host arena, None before ``initialize_host_cache``."""
         return self._arena
 
-    def initialize_kv_cache(self, num_blocks: int, framework: str | None = None) -> list[Any]:
+    def initialize_kv_cache(
+        self, num_blocks: int, framework: str | None = None, *, shared: Path | None = None
+    ) -> list[Any]:
         """Allocate zero-filled device planes; return one tensor for each of ``layout.planes``, in that order.
 
         Shapes are (blocks, *plane.shape); a draft layer has ``layout.draft_blocks(num_blocks)`` blocks.
-        ``framework``: numpy, cupy, torch or paddle, by default the device's own. Raises ``TensorError`` for a
-        framework that is not installed.
+        ``framework``: numpy, cupy, torch or paddle, by default the device's own. ``shared``: on the CPU, a folder for
+        shared memory that peers can map, by default that of the settings if FDCACHE_TRANSFER is ipc. Raises
+        ``TensorError`` for a framework that is not installed, ``HostMemoryError`` if the folder has no room.
         """
         with self._lock:
             self._check_usable()
             self._check_no_planes()
-            tensors = allocate_planes(self.device, self.layout, num_blocks, framework)
+            if shared is None and self._loaded is not None and self._loaded.peers.connector == "ipc":
+                shared = self._loaded.peers.directory
+            if shared is None or self.device.has_compute_streams:
+                tensors = allocate_planes(self.device, self.layout, num_blocks, framework)
+            else:
+                from fdcache.transfer.shared_planes import SharedPlanes
+
+                self._shared = SharedPlanes(self.layout, num_blocks, shared)
+                tensors = self._shared.tensors(framework or "numpy")
             self._bind(tensors)
             self._allocated = (num_blocks, framework)
             return tensors
@@ -236,6 +255,72 @@ class CacheController:
         with self._drained(self.settings.drain_timeout):
             return self._storage.clear() if self._storage else 0
 
+    def open_transfer(
+        self, peers: PeerSettings | None = None, *, lookahead_tokens: int = 0, verifies: bool | None = None
+    ) -> str | None:
+        """Begin to answer peers; return the address at which they reach this rank, None with FDCACHE_TRANSFER=none.
+
+        Requires the device planes, and ends with them. ``peers``: by default those of the settings of
+        ``from_settings``. ``lookahead_tokens``: those of the manager. ``verifies``: compare blocks with what prefill
+        computed, by default unless FDCACHE_VERIFY is off. Raises ``TransferError`` if the connector or the address
+        cannot be used, or the blocks are on a GPU.
+        """
+        with self._submission, self._lock:
+            self._check_usable()
+            peers = peers or self._settings_in_force().peers
+            if not peers.is_on:
+                return None
+            if self._planes is None:
+                raise CacheNotReadyError("no device planes: call initialize_kv_cache or register_kv_cache")
+            if self._transfer is not None:
+                raise CacheNotReadyError("the transfer is open already; call free_cache first")
+            from fdcache.controller.handover import open_endpoint
+
+            if verifies is None:
+                verifies = self.settings.verify is not Verify.OFF
+            self._transfer = open_endpoint(
+                self.device,
+                self.layout,
+                self._bindings,
+                self._planes,
+                peers=peers,
+                transfer=self.settings,
+                rank=self.rank,
+                lookahead_tokens=lookahead_tokens,
+                verifies=verifies,
+            )
+            return self._transfer.address
+
+    def layer_computed(self, layer: int, computed: Mapping[str, int], compute_stream: Any = None) -> None:
+        """Let peers read a layer of the leading blocks of transfers, after the work that ``compute_stream`` has now.
+
+        ::
+
+            controller.layer_computed(layer, {"request-1": num_full_blocks}, stream)
+
+        Call it for every layer of a step, in order; ``computed`` counts from the first block of the request. Transfers
+        that were not planned or have ended are ignored.
+        """
+        self._guard.check()
+        transfer = self._transfer
+        if transfer is None:
+            return
+
+        def record() -> Event | None:
+            if compute_stream is None:
+                return None
+            event = self.device.create_event()
+            event.record(self.device.as_stream(compute_stream))
+            return event
+
+        transfer.layer_computed(layer, computed, record)
+
+    def transfer_stats(self) -> TransferStats | None:
+        """Return counts, peers and hand-overs in flight of this rank, None without ``open_transfer``."""
+        with self._lock:
+            transfer = self._transfer
+        return None if transfer is None else transfer.stats()
+
     def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Any = None) -> LayerDoneCounter:
         """Enqueue the copies of a plan and return at once.
 
@@ -324,13 +409,36 @@ class CacheController:
             self._check_memory()
         stream, refusal = self._compute_stream(compute_stream, has_copies)
         prepared = self._prepare_storage(plan)
+        if plan.peers:
+            self._check_peers(plan)
         refusal = refusal or unattached
         if refusal is None and self._arena is not None:
             refusal = self._arena.prepare(plan)
         execution, layers = self._queue.launch(plan, self.rank, self._planes, self._arena, stream, refusal)
         self._in_flight.add(execution)
         self._launch_storage(plan, prepared)
+        if self._transfer is not None:
+            for plan_id in plan.cancelled:
+                self._transfer.cancel(plan_id)
+            for task in plan.peers:
+                self._in_flight.add(self._transfer.submit(task))
         return layers
+
+    def _check_peers(self, plan: TransferPlan) -> None:
+        """Raise ``CacheNotReadyError`` or ``PlanError`` for hand-overs that this rank cannot begin."""
+        if self._transfer is None or self._planes is None:
+            raise CacheNotReadyError("no transfer: call open_transfer")
+        for task in plan.peers:
+            slots = (
+                task.swap.dst_block_ids
+                if task.swap.dst_type is CacheLevel.DEVICE
+                else task.swap.src_block_ids
+            )
+            if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self._planes.num_blocks:
+                raise PlanError(
+                    f"{task.swap.purpose.value} {task.plan_id}: a slot is not one of the {self._planes.num_blocks} "
+                    "device blocks"
+                )
 
     def _compute_stream(self, compute_stream: Any, has_copies: bool) -> tuple[Stream | None, str | None]:
         """Return the stream to order copies with, or the device's reason to refuse it."""
@@ -418,8 +526,11 @@ class CacheController:
 
         Raises ``TransferTimeoutError`` if copies do not end within ``drain_timeout``; nothing is freed then.
         """
+        self._close_transfer()
         with self._drained(self.settings.drain_timeout):
             self._planes = self._launcher = None
+            self._bindings = []
+            self._free_shared()
 
     def wakeup(self) -> list[Any]:
         """Allocate the device planes that ``sleep`` freed again, zero-filled.
@@ -437,6 +548,7 @@ class CacheController:
 
         Raises ``TransferTimeoutError`` if copies do not end within ``drain_timeout``; nothing is freed then.
         """
+        self._close_transfer()
         with self._drained(self.settings.drain_timeout):
             self._free()
 
@@ -449,6 +561,7 @@ class CacheController:
         self._guard.check()
         if self._is_shut_down:
             return
+        self._close_transfer()
         with self._drained(self.settings.drain_timeout if timeout is None else timeout):
             self._is_shut_down = True
             self._queue.close()
@@ -480,13 +593,27 @@ class CacheController:
             self._storage.close()
             self._storage = None
         self._planes = self._launcher = None
+        self._bindings = []
         self._allocated = None
+        self._free_shared()
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close()
 
+    def _close_transfer(self) -> None:
+        """End all hand-overs and tell the peers. Plans in flight report what was handed over."""
+        with self._submission, self._lock:
+            transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.close()
+
+    def _free_shared(self) -> None:
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.close()
+
     def _bind(self, tensors: Sequence[Any]) -> None:
-        bindings = bind_tensors(self.device, self.layout, tensors)
+        bindings = self._bindings = bind_tensors(self.device, self.layout, tensors)
         self._planes = self.device.bind_planes(bindings, self.layout.record_bytes)
         self._allocated = None
 

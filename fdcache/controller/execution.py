@@ -12,7 +12,7 @@ from fdcache import _core
 from fdcache.devices.base import Device, Event, PendingCopy, Stream
 from fdcache.devices.cpu import CpuEvent, wait_any_cpu_event
 from fdcache.errors import FdcacheError, PlanError
-from fdcache.metadata import StorageTask, TransferPlan, TransferReport, TransferResult
+from fdcache.metadata import PeerTask, StorageTask, TransferPlan, TransferReport, TransferResult
 from fdcache.tasks import AsyncTask, AsyncTaskHandler, TransferStatus
 
 logger = logging.getLogger(__name__)
@@ -189,8 +189,8 @@ class PlanExecution:
 
 
 def refused_executions(plan: TransferPlan, rank: int, reason: str) -> list[PlanExecution]:
-    """Return failed executions of a plan and of each of its storage tasks."""
-    parts: tuple[TransferPlan | StorageTask, ...] = (plan, *plan.storage)
+    """Return failed executions of a plan and of each of its tasks."""
+    parts: tuple[TransferPlan | StorageTask | PeerTask, ...] = (plan, *plan.tasks)
     return [
         PlanExecution(
             each.plan_id,

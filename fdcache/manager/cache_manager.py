@@ -12,13 +12,14 @@ import msgspec
 
 from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
 from fdcache.devices.calibration import calibrated_link
-from fdcache.errors import PlanError, RequestStateError
+from fdcache.errors import PlanError, RequestStateError, TransferError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
+from fdcache.manager.handover import Handovers, PeerTerms
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
-from fdcache.manager.requests import LiveRequests, Request
+from fdcache.manager.requests import LiveRequests, PeerSource, Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
@@ -30,6 +31,7 @@ from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.host import HostCache, HostTier, LocalHostTier
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, Traffic
+from fdcache.transfer.factory import require_connector as require_transfer
 
 _ALLOCATIONS = AllocationForms(Allocation, AllocationFailure.NO_BLOCKS, AllocationFailure.DEFERRED)
 
@@ -59,9 +61,9 @@ class CacheManager:
 
     ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
-    ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``clock``
-    returns seconds. ``link_bandwidth``: bytes a second from host to device as calibrated, or 0.0; see
-    ``observe_prefill``.
+    ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``peers``:
+    turns hand-overs between instances on. ``clock`` returns seconds. ``link_bandwidth``: bytes a second from host to
+    device as calibrated, or 0.0; see ``observe_prefill``.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
@@ -73,6 +75,7 @@ class CacheManager:
         *,
         storage: StorageTierSettings | None = None,
         lookup: StorageConnector | None = None,
+        peers: PeerTerms | None = None,
         clock: Callable[[], float] = time.monotonic,
         link_bandwidth: float = 0.0,
     ) -> None:
@@ -92,7 +95,12 @@ class CacheManager:
             settings.load_or_recompute, layout, clock, self._blocks_being_loaded, link_bandwidth
         )
         self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock, self._choices)
-        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
+        handovers = None
+        if peers is not None and peers.settings.is_on:
+            require_transfer(peers.settings)
+            handovers = Handovers(peers, layout, self._requests, counters, lambda: self.num_device_blocks)
+        self._handovers = handovers
+        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
         self._clock = None if clock is time.monotonic else clock
         self._set_time()
 
@@ -133,6 +141,7 @@ class CacheManager:
                 layout,
                 storage=storage,
                 lookup=lookup,
+                peers=PeerTerms(settings.peers, settings.disaggregation.wait_decode),
                 clock=clock,
                 link_bandwidth=calibrated_link(settings.transfer.calibration_dir),
             )
@@ -206,7 +215,17 @@ class CacheManager:
                 self._reset_device_if_asked(self._service)
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
-            return self._matcher.match(requests)
+            if self._handovers is None or not any(map(self._requests.is_finishing, requests)):
+                return self._matcher.match(requests)
+            matched = iter(
+                self._matcher.match([each for each in requests if not self._requests.is_finishing(each)])
+            )
+            return [
+                MatchResult(each.request_id, MatchStatus.DEFERRED)
+                if self._requests.is_finishing(each)
+                else next(matched)
+                for each in requests
+            ]
 
     def unmatch(self, requests: Iterable[Request]) -> None:
         """Undo matches that no allocation followed: unpin their blocks. Reads from storage go on."""
@@ -252,6 +271,55 @@ class CacheManager:
         if self._tiers.backups:
             self._tiers.backups.give_way()
 
+    # --- hand-overs between instances -------------------------------------------------------------------------
+
+    def send(self, transfers: Iterable[tuple[Request, str]]) -> None:
+        """Hand over the full blocks of requests under these names, to the decode instance that asks for them.
+
+        Call it after the allocation: with the next plan the workers hand over what the engine then reports with
+        ``CacheController.layer_computed``. A request keeps its blocks until then, also after ``request_finish``; end
+        what will not be completed with ``end_transfers``. Raises ``RequestStateError`` for a request without blocks,
+        ``TransferError`` if FDCACHE_TRANSFER is none.
+        """
+        with self._lock:
+            handovers = self._required_handovers()
+            for request, transfer in transfers:
+                handovers.send(request, transfer)
+
+    def fetch(self, sources: Iterable[tuple[Request, PeerSource]]) -> list[int]:
+        """Let the allocation of matched requests fetch the blocks that they lack from a prefill instance.
+
+        Call it between match and allocation. Return how many blocks each request will fetch, 0 if it has all or may
+        hold no more; the peer is told. Compute the request once ``apply`` or ``expire`` has returned its outcome.
+        Raises ``RequestStateError`` for a request that is not matched, ``TransferError`` if FDCACHE_TRANSFER is none.
+        """
+        with self._lock:
+            handovers = self._required_handovers()
+            return [handovers.fetch(request, source) for request, source in sources]
+
+    def decline(self, sources: Iterable[PeerSource]) -> None:
+        """Tell prefill instances that transfers are not wanted.
+
+        Raises ``TransferError`` if FDCACHE_TRANSFER is none.
+        """
+        with self._lock:
+            handovers = self._required_handovers()
+            for source in sources:
+                handovers.decline(source)
+
+    def end_transfers(self, requests: Iterable[Request]) -> None:
+        """End the hand-overs of requests that are aborted or preempted, and tell the peers. Idempotent."""
+        with self._lock:
+            self._set_time()
+            if self._handovers is not None:
+                for request in requests:
+                    self._handovers.end(request)
+
+    def _required_handovers(self) -> Handovers:
+        if self._handovers is None:
+            raise TransferError("hand-overs are off: set FDCACHE_TRANSFER, for instance to ipc")
+        return self._handovers
+
     def take_plans(self) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
 
@@ -283,6 +351,8 @@ class CacheManager:
         with self._lock:
             self._set_time()
             self._requests.commit(progress)
+            if self._handovers is not None:
+                self._handovers.committed(progress)
             if self._choices.has_open:
                 self._choices.computed(progress)
 
@@ -354,6 +424,9 @@ class CacheManager:
         requests = list(requests)
         with self._lock:
             self._set_time()
+            if self._handovers is not None:
+                for request in requests:
+                    self._handovers.unwanted(request)
             self._requests.finish(requests)
             self._choices.forget(requests)
 
@@ -493,6 +566,9 @@ class CacheManager:
                 storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
                 reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
                 storage=usage.get(CacheLevel.STORAGE),
+                sending_blocks=self._plans.blocks_in_flight(SwapPurpose.SEND),
+                fetching_blocks=self._plans.blocks_in_flight(SwapPurpose.FETCH),
+                held_blocks=self._handovers.held_blocks if self._handovers else 0,
                 loads=self._choices.figures(),
             )
 

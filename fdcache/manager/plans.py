@@ -7,6 +7,7 @@ from typing import Protocol
 
 from fdcache._core import LoadForms, WholeReports
 from fdcache.layout import KVLayout
+from fdcache.manager.handover import Handovers
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import HashArray, SwapPurpose, TransferPlan, TransferReport
@@ -48,6 +49,7 @@ class Plans:
         requests: WaitingRequests,
         counters: Counters,
         clock: Callable[[], float],
+        handovers: Handovers | None = None,
     ) -> None:
         self._block_size = layout.block_size
         self._tiers = tiers
@@ -57,6 +59,7 @@ class Plans:
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
+        self.handovers = handovers
         self._whole = self._make_whole_reports()
         self.open = OpenPlan()
 
@@ -105,6 +108,13 @@ class Plans:
 
     def close(self, arena: str | None) -> list[TransferPlan]:
         """Close the step and return its plans; ``arena`` names the shared arena that host slots refer to."""
+        sent = self._close_copies(arena)
+        if self.handovers is None:
+            return sent
+        plan = self.handovers.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
+        return sent if plan is None else [plan, *sent]
+
+    def _close_copies(self, arena: str | None) -> list[TransferPlan]:
         step, background, storage = self.open, self._background, self._storage
         has_copies, is_empty, orders = not background.is_empty, step.is_empty, None
         if storage is not None and not storage.orders.is_empty:
@@ -163,7 +173,12 @@ class Plans:
         ]
 
     def _complete(self, flight: InFlightPlan) -> list[LoadOutcome]:
+        if self.handovers is not None and self.handovers.stash(flight):
+            return []
         self._tiers.complete(flight, self._counters)
+        return self._end_loads(flight) + self._end_handovers(flight)
+
+    def _end_loads(self, flight: InFlightPlan) -> list[LoadOutcome]:
         loads = flight.swaps.get(SwapPurpose.LOAD)
         if loads is None:
             return []
@@ -173,6 +188,19 @@ class Plans:
                 flight.plan.plan_id, loads.flags
             )
         ]
+
+    def _end_handovers(self, flight: InFlightPlan) -> list[LoadOutcome]:
+        """End a fetch, or the fetches that ended before the load of the blocks below them."""
+        if self.handovers is None:
+            return []
+        outcomes = []
+        if (ended := self.handovers.ended(flight)) is not None:
+            request_id, lacking, message = ended
+            status = LoadStatus.CONFIRMED if message is None else LoadStatus.FAILED
+            outcomes.append(self._outcome(request_id, status, lacking, message))
+        for fetch in self.handovers.take_stashed(flight):
+            outcomes += self._complete(fetch)
+        return outcomes
 
     def _ended(
         self, request_id: str, first: int, copied: int, planned: int, flight: InFlightPlan

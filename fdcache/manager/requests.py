@@ -8,6 +8,9 @@ the write policies follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 from fdcache._core import (
     AdvanceResult,
@@ -22,7 +25,7 @@ from fdcache.hashing import MultimodalItem, Tokens, encode_text, make_extra_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.results import Allocation, MatchResult
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import HashArray
+from fdcache.metadata import HashArray, Int32Array, UInt32Array
 from fdcache.plans.ledger import OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import HostMatch
@@ -54,6 +57,8 @@ class Request(RequestState):
 
     _fetch = 0
     tenant: str | None = None
+    _sends = 0
+    _is_finishing = False
 
     def __init__(
         self,
@@ -84,6 +89,38 @@ class Request(RequestState):
         return f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_blocks} blocks, {state}>"
 
 
+class PeerSource(msgspec.Struct, frozen=True):
+    """A hand-over that decode may fetch: its name, and the address of each rank of the prefill instance.
+
+    ``attempt`` is higher for each repetition by the same or another decode process.
+    """
+
+    transfer: str
+    addresses: tuple[str, ...]
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFetch:
+    """Blocks of one request from ``first_block`` on to fetch from a peer into these slots.
+
+    ``lease`` is that of the request when the fetch was planned. ``has_load``: the same plan loads the blocks below.
+    """
+
+    source: PeerSource
+    request: Request
+    lease: int
+    first_block: int
+    slots: Int32Array
+    generations: UInt32Array
+    has_load: bool
+
+    @property
+    def is_waited_for(self) -> bool:
+        """False once the request was released: the fetch ends without an outcome then."""
+        return self.request.lease == self.lease
+
+
 LoadLimit = Callable[[str, int, int, int, bytes], int]
 """Returns how many blocks are worth loading, given request id, tokens, blocks on the device and on the host, and the
 hash of the last of these."""
@@ -97,6 +134,8 @@ class LiveRequests:
         self._tiers = tiers
         self._fetches = tiers.fetches
         self._live: dict[str, Request] = {}
+        self._sources: dict[str, PeerSource] = {}  # of requests that will fetch, until their allocation
+        self._planned: list[PlannedFetch] = []
         backups = tiers.backups
         self._blocks = BlockManager(
             tiers.device,
@@ -208,6 +247,28 @@ class LiveRequests:
         """Count blocks of a request's host run as read from storage."""
         self._blocks.set_from_storage(request, blocks)
 
+    def expect_from_peer(self, request: Request, source: PeerSource) -> int:
+        """Extend a match by the blocks that only a peer has; return their number. Raises ``RequestStateError``."""
+        count = self._blocks.expect_from_peer(request)
+        if count:
+            self._sources[request.request_id] = source
+        return count
+
+    def begin_send(self, request: Request) -> None:
+        """Keep the blocks of a request until as many calls of ``end_send``."""
+        request._sends += 1
+
+    def end_send(self, request: Request) -> None:
+        """Release a request that has finished meanwhile."""
+        request._sends -= 1
+        if not request._sends and request._is_finishing:
+            request._is_finishing = False
+            self.finish([request])
+
+    def is_finishing(self, request: Request) -> bool:
+        """Return True for a request that has finished, and whose blocks are still being sent."""
+        return request._is_finishing
+
     # --- allocate -----------------------------------------------------------------------------------------
 
     def allocate(
@@ -218,10 +279,24 @@ class LiveRequests:
         Raises ``RequestStateError`` for a request that is not matched or demands less than its match found.
         """
         given: list[Allocation] = self._blocks.allocate(demands, plan.loads, self._live, forms)
+        if self._sources:
+            self._plan_fetches()
         # Copies of evicted blocks hold slots that were evictable: every slot is taken before the first copy is planned.
         if self._blocks.has_followed:
             self._pass_on(plan)
         return given
+
+    def _plan_fetches(self) -> None:
+        for request_id, lease, first_block, slots, generations, has_load in self._blocks.take_fetches():
+            source, request = self._sources.pop(request_id), self._live[request_id]
+            self._planned.append(
+                PlannedFetch(source, request, lease, first_block, slots, generations, has_load)
+            )
+
+    def take_fetches(self) -> list[PlannedFetch]:
+        """Return what allocations have planned to fetch from peers since the last call."""
+        fetches, self._planned = self._planned, []
+        return fetches
 
     # --- advance and commit -------------------------------------------------------------------------------
 
@@ -275,6 +350,20 @@ class LiveRequests:
         if self._blocks.has_followed:
             self._pass_on(None)
 
+    def send_fetch(self, plan: int, fetch: PlannedFetch) -> None:
+        """Let a fetch wait for this plan's reports."""
+        self._blocks.send_fetch(plan, fetch.lease, fetch.first_block, len(fetch.slots))
+
+    def end_fetch(self, plan: int, copied: HashArray) -> tuple[str, int, bool, bool] | None:
+        """End a fetch after the load below it, and publish what waited for both.
+
+        Return (request id, first block that is lacking, True if the load failed, True if nothing is lacking), or None
+        if no request waits for it.
+        """
+        ended = self._blocks.end_fetch(plan, copied)
+        self.pass_on_published()
+        return ended
+
     def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
         """Let the requests that wait for a plan's loads load nothing any more; return (request id, first block)."""
         return self._blocks.give_up_loads(plan)
@@ -298,6 +387,7 @@ class LiveRequests:
 
     def unmatch(self, request: Request) -> None:
         """Release a matched request; its reads from storage go on. Copies in flight hold their slots until reported."""
+        self._sources.pop(request.request_id, None)
         self._blocks.release(request, self._live)
 
     def wait_for_reads(self, request: Request) -> None:
@@ -305,10 +395,20 @@ class LiveRequests:
         self._blocks.wait_for_reads(request, self._live)
 
     def finish(self, requests: list[Request]) -> None:
-        """Release requests and end their reads from storage; copies in flight hold their slots until reported."""
+        """Release requests and end their reads from storage; copies in flight hold their slots until reported.
+
+        A request whose blocks are being sent to a peer is released with the end of the last send.
+        """
+        for request in requests:
+            if request._sends:
+                request._is_finishing = True
+        requests = [request for request in requests if not request._sends]
         if self._fetches is not None:
             for request in requests:
                 if request._fetch:
                     self._fetches.end(request._fetch)
                     request._fetch = 0
+        if self._sources:
+            for request in requests:
+                self._sources.pop(request.request_id, None)
         self._blocks.finish(requests, self._live)

@@ -17,7 +17,9 @@ from fdcache.metadata import (
     CacheLevel,
     CacheSwapMetadata,
     HashArray,
+    PeerTask,
     StorageTask,
+    SwapPurpose,
     UInt64Array,
 )
 from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, OpenPlan, all_of
@@ -185,6 +187,22 @@ class Tiers(LowerTiers):
     def pools(self) -> dict[CacheLevel, BlockPool | HostTier]:
         """The tiers that have slots, from the device down."""
         return {CacheLevel.DEVICE: self.device, **super().pools}
+
+    def complete(self, flight: InFlightPlan, counters: Counters) -> None:
+        """End the transfers of a plan that every rank has reported: blocks that arrived can be found."""
+        if isinstance(flight.plan, PeerTask):
+            self._complete_handover(flight, counters)
+        else:
+            super().complete(flight, counters)
+
+    def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
+        """Make fetched blocks findable. Sent blocks stay what they are."""
+        for purpose, result in flight.swaps.items():
+            counters.count_copies(purpose, result.num_copied, result.size)
+            if purpose is SwapPurpose.FETCH:
+                counters.blocks_corrupt_from_peer += int(np.count_nonzero(result.corrupt))
+                swap = result.swap
+                result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
 
     def _complete_copies(self, flight: InFlightPlan, host: HostTier, counters: Counters) -> None:
         complete_copies(flight, self.device, host, counters)

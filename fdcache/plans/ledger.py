@@ -14,6 +14,7 @@ from math import inf
 from operator import attrgetter
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fdcache._core import BlockCopies, PlanInFlight, PlanTable, take_transfers
@@ -22,6 +23,7 @@ from fdcache.metadata import (
     CacheSwapMetadata,
     HashArray,
     Int32Array,
+    PeerTask,
     StorageTask,
     SwapPurpose,
     TransferPlan,
@@ -156,6 +158,8 @@ class StorageOrders:
 NO_CHECKSUMS: UInt64Array = np.empty(0, np.uint64)
 _STORAGE_GRACE = 1.0
 """Seconds after a storage task's timeout in which its report is in time."""
+_PEER_GRACE = 1.0
+"""Seconds after a fetch's timeout in which its report is in time."""
 
 
 class SwapInFlight:
@@ -389,6 +393,15 @@ class PlanLedger(PlanTable):
         self._expect_tasks(tasks, now)
         return tasks
 
+    def send_peers(self, tasks: Sequence[PeerTask], now: float) -> tuple[PeerTask, ...]:
+        """Number hand-overs, and expect their reports. A fetch is overdue when its time is over."""
+        numbered = tuple(replace(task, plan_id=next(self._ids)) for task in tasks)
+        for task in numbered:
+            is_fetch = task.swap.purpose is SwapPurpose.FETCH
+            deadline = now + task.timeout + _PEER_GRACE if is_fetch else inf
+            self.expect(InFlightPlan(task, deadline, self.num_ranks))
+        return numbered
+
     def _number(self, storage: StorageOrders) -> tuple[StorageTask, ...]:
         for order in storage.orders:
             order.plan_id = next(self._ids)
@@ -431,7 +444,7 @@ class PlanLedger(PlanTable):
         flight.add(report)
         finished = self._take_if_finished(flight)
         if report.refused and isinstance(flight.plan, TransferPlan):
-            for task in flight.plan.storage:
+            for task in flight.plan.tasks:
                 if (other := self.plans.get(task.plan_id)) and other.waits_for(report.rank):
                     other.fail(report.rank, "the plan did not reach the rank")
                     finished += self._take_if_finished(other)

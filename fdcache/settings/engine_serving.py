@@ -297,11 +297,12 @@ class DisaggregationSettings(Group):
     wait_decode: WholeSeconds = variable(
         "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",
         30,
-        "Longest wait of prefill for blocks of the decode side.",
+        "Longest wait of prefill for a decode instance to ask for the blocks of a request.",
         old=OldType.INT,
         ge=0,
         unit="s",
         live=True,
+        used_in=(Component.MANAGER,),
     )
     reorder: Flag = variable(
         "FD_PD_REORDER", False, "Reorder requests between prefill and decode.", old=OldType.INT

@@ -38,6 +38,7 @@ from fdcache.settings.engine_serving import (
     StorageSettings,
 )
 from fdcache.settings.observability import LoggingSettings, TracingSettings, UsageSettings
+from fdcache.settings.peers import PeerSettings
 from fdcache.settings.problems import Problem, SettingsError, Severity, error
 from fdcache.settings.server import FileSettings, ServerSettings
 from fdcache.settings.sources import FILE_SUFFIX, OWN_PREFIX, Candidate, Source
@@ -60,6 +61,7 @@ class SettingsTree(BaseSettings):
     cache: CacheSettings = Field(default_factory=CacheSettings)
     server: ServerSettings = Field(default_factory=ServerSettings)
     transfer: TransferSettings = Field(default_factory=TransferSettings)
+    peers: PeerSettings = Field(default_factory=PeerSettings)
     storage_tier: StorageTierSettings = Field(default_factory=StorageTierSettings)
     mooncake: MooncakeSettings = Field(default_factory=MooncakeSettings)
     logging: LoggingSettings = Field(default_factory=LoggingSettings)

@@ -90,6 +90,10 @@ class Counters(msgspec.Struct):
     backups_dropped: int = 0
     blocks_stored: int = 0
     blocks_prefetched: int = 0
+    blocks_sent: int = 0
+    blocks_fetched: int = 0
+    blocks_corrupt_from_peer: int = 0
+    fetches_skipped: int = 0
     blocks_requested_from_storage: int = 0
     blocks_corrupt_in_storage: int = 0
     bad_storage_slots: int = 0
@@ -112,6 +116,8 @@ _COPIES = {
     SwapPurpose.BACKUP: "blocks_backed_up",
     SwapPurpose.STORE: "blocks_stored",
     SwapPurpose.PREFETCH: "blocks_prefetched",
+    SwapPurpose.SEND: "blocks_sent",
+    SwapPurpose.FETCH: "blocks_fetched",
 }
 
 
@@ -153,6 +159,8 @@ class Direction(StrEnum):
     DEVICE_TO_HOST = "device_to_host"
     HOST_TO_STORAGE = "host_to_storage"
     STORAGE_TO_HOST = "storage_to_host"
+    DEVICE_TO_PEER = "device_to_peer"
+    PEER_TO_DEVICE = "peer_to_device"
 
     @classmethod
     def of(cls, purpose: SwapPurpose) -> Direction:
@@ -275,8 +283,10 @@ class LoadFigures(msgspec.Struct):
 class CacheStats(msgspec.Struct, frozen=True):
     """A snapshot of a manager. A tier that does not exist is None, and so is the storage when others share it.
 
-    ``queued_stores`` blocks wait to be written to storage, ``storing_blocks`` are being written and
-    ``reading_blocks`` read. ``CacheController.storage_stats`` has the state and the errors of a rank's storage.
+    ``sending_blocks`` are being handed over to peers and ``fetching_blocks`` fetched from them; ``held_blocks`` of
+    these are slots of fetches that no request waits for any more. ``queued_stores`` blocks wait to be written to
+    storage, ``storing_blocks`` are being written and ``reading_blocks`` read. ``CacheController.storage_stats`` and
+    ``transfer_stats`` have the state and the errors of a rank.
     """
 
     device: TierUsage
@@ -289,5 +299,8 @@ class CacheStats(msgspec.Struct, frozen=True):
     storing_blocks: int = 0
     reading_blocks: int = 0
     storage: TierUsage | None = None
+    sending_blocks: int = 0
+    fetching_blocks: int = 0
+    held_blocks: int = 0
     traffic: Traffic = msgspec.field(default_factory=Traffic)
     loads: LoadFigures = msgspec.field(default_factory=LoadFigures)

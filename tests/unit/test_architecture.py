@@ -32,13 +32,14 @@ FLOORS = (
     {"storage"},
     {"tiers"},
     {"service"},
+    {"transfer"},
     {"manager", "controller"},
     {"replay", "integrations"},
 )
 """From the bottom up. A room imports the floors below its own; rooms of one floor do not import each other."""
 
 MAY_IMPORT = {
-    name: set().union(*FLOORS[:floor], FOUNDATION if name in FOUNDATION else {"envs"} if floor > 6 else set())
+    name: set().union(*FLOORS[:floor], FOUNDATION if name in FOUNDATION else {"envs"} if floor > 7 else set())
     for floor, rooms in enumerate(FLOORS)
     for name in rooms
 } | {"envs": FOUNDATION}

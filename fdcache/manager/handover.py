@@ -1,0 +1,238 @@
+"""Hand-overs of requests: what the next plan sends to peers or fetches from them, and what is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from fdcache.errors import RequestStateError
+from fdcache.layout import KVLayout
+from fdcache.manager.requests import LiveRequests, PeerSource, PlannedFetch, Request
+from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan
+from fdcache.plans.blocks import Blocks
+from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger, make_swap
+from fdcache.settings.peers import PeerSettings
+from fdcache.tiers.statistics import Counters
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTerms:
+    """Settings of hand-overs. ``wait``: seconds for which a send waits for a peer to ask."""
+
+    settings: PeerSettings
+    wait: float = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Unsent:
+    """A send that is not planned yet.
+
+    One that was ``delayed`` by a load, whose end decides what lies below the blocks, is planned once all are committed.
+    """
+
+    request: Request
+    transfer: str
+    delayed: bool
+    committed_tokens: int = 0
+
+
+class Handovers:
+    """The hand-overs of one manager. Sends keep the blocks of their request; fetches hold slots until their report."""
+
+    def __init__(
+        self,
+        terms: PeerTerms,
+        layout: KVLayout,
+        requests: LiveRequests,
+        counters: Counters,
+        num_device_blocks: Callable[[], int],
+    ) -> None:
+        self._terms = terms
+        self._layout = layout
+        self._requests = requests
+        self._counters = counters
+        self._num_device_blocks = num_device_blocks
+        self._unsent: list[_Unsent] = []
+        self._declined: list[PeerSource] = []
+        self._cancelled: list[int] = []
+        self._sends: dict[int, Request] = {}
+        self._fetches: dict[int, PlannedFetch] = {}
+        self._below: dict[int, int] = {}  # fetch to the plan with the loads below it, while that is in flight
+        self._stashed: dict[int, list[InFlightPlan]] = {}  # fetches that ended before that plan
+        self._failed_below: dict[int, str] = {}  # fetch to what failed in that plan
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the next plan has no hand-over."""
+        return not (self._unsent or self._declined or self._cancelled)
+
+    @property
+    def held_blocks(self) -> int:
+        """Slots of fetches that no request waits for any more."""
+        return sum(len(each.slots) for each in self._fetches.values() if not each.is_waited_for)
+
+    # --- prefill ----------------------------------------------------------------------------------------------
+
+    def send(self, request: Request, transfer: str) -> None:
+        """Hand over the full blocks of a request that has its device blocks, as they are computed."""
+        count = len(request.block_hashes)
+        if not request.is_live or request.num_blocks < count:
+            raise RequestStateError(
+                f"request {request.request_id!r} has {request.num_blocks} of the {count} blocks to hand over; allocate "
+                "them first"
+            )
+        self._unsent.append(_Unsent(request, transfer, delayed=request.is_loading))
+        self._requests.begin_send(request)
+
+    def end(self, request: Request) -> None:
+        """End the hand-overs of a request that will not be completed, and tell the peer."""
+        for each in [each for each in self._unsent if each.request is request]:
+            self._unsent.remove(each)
+            self._requests.end_send(request)
+        self._cancelled += [plan_id for plan_id, each in self._sends.items() if each is request]
+        self.unwanted(request)
+
+    # --- decode -----------------------------------------------------------------------------------------------
+
+    def fetch(self, request: Request, source: PeerSource) -> int:
+        """Let the allocation of a matched request fetch the blocks it lacks; return their number."""
+        allowed = self._terms.settings.held * self._num_device_blocks()
+        if self.held_blocks > allowed:
+            self._counters.fetches_skipped += 1
+            count = 0
+        else:
+            count = self._requests.expect_from_peer(request, source)
+        if not count:
+            self.decline(source)
+        return count
+
+    def decline(self, source: PeerSource) -> None:
+        """Tell a peer that a transfer is not wanted."""
+        self._declined.append(source)
+
+    def unwanted(self, request: Request) -> None:
+        """End the fetches that a request waits for; call it before the request is released."""
+        for plan_id, each in self._fetches.items():
+            if each.request is request and each.is_waited_for:
+                self._cancelled.append(plan_id)
+
+    # --- plans ------------------------------------------------------------------------------------------------
+
+    def attach(self, plan: TransferPlan | None, ledger: PlanLedger, now: float) -> TransferPlan | None:
+        """Add the hand-overs to a plan, an empty one if there is none; return it."""
+        sends, fetches = self._due_sends(), self._requests.take_fetches()
+        tasks = [
+            *map(self._send_task, sends),
+            *(self._fetch_task(each.source, each) for each in fetches),
+            *(self._fetch_task(source) for source in self._declined),
+        ]
+        cancelled, self._cancelled, self._declined = tuple(self._cancelled), [], []
+        if not tasks and not cancelled:
+            return plan
+        numbered = ledger.send_peers(tasks, now)
+        for task, sent in zip(numbered, sends, strict=False):
+            self._sends[task.plan_id] = sent.request
+        plan = plan or ledger.send(OpenPlan(), now)
+        for task, fetch in zip(numbered[len(sends) :], fetches, strict=False):
+            self._fetches[task.plan_id] = fetch
+            self._requests.send_fetch(task.plan_id, fetch)
+            if fetch.has_load:  # without the blocks below it a fetched block has no parent
+                self._below[task.plan_id] = plan.plan_id
+        return msgspec.structs.replace(plan, peers=numbered, cancelled=plan.cancelled + cancelled)
+
+    def stash(self, flight: InFlightPlan) -> bool:
+        """Keep a fetch for ``take_stashed`` and return True if the load of the blocks below it is in flight."""
+        below = self._below.get(flight.plan.plan_id)
+        if below is None:
+            return False
+        self._stashed.setdefault(below, []).append(flight)
+        return True
+
+    def take_stashed(self, flight: InFlightPlan) -> list[InFlightPlan]:
+        """Return the fetches that waited for this plan, whose loads have ended; others wait no more."""
+        plan_id = flight.plan.plan_id
+        for fetch in [fetch for fetch, below in self._below.items() if below == plan_id]:
+            del self._below[fetch]
+            self._failed_below[fetch] = "; ".join(flight.errors)
+        return self._stashed.pop(plan_id, [])
+
+    def ended(self, flight: InFlightPlan) -> tuple[str, int, str | None] | None:
+        """End a hand-over that every rank has reported, and that is settled in the tier.
+
+        Return (request id, first block that is lacking, the reason or None) of a fetch that a request waits for.
+        """
+        task = flight.plan
+        if not isinstance(task, PeerTask):
+            return None
+        if (request := self._sends.pop(task.plan_id, None)) is not None:
+            self._requests.end_send(request)
+        failed_below = self._failed_below.pop(task.plan_id, "")
+        if self._fetches.pop(task.plan_id, None) is None:
+            return None
+        ended = self._requests.end_fetch(task.plan_id, flight.swaps[SwapPurpose.FETCH].flags)
+        if ended is None:
+            return None
+        request_id, lacking, lacks_below, is_whole = ended
+        if is_whole:
+            return request_id, lacking, None
+        reason = failed_below if lacks_below else "; ".join(flight.errors)
+        return request_id, lacking, reason or "the cache was reset"
+
+    def committed(self, progress: Iterable[tuple[Request, int]]) -> None:
+        """Note the tokens of requests that have their KV."""
+        delayed = {each.request.request_id: each for each in self._unsent if each.delayed}
+        if delayed:
+            for request, num_tokens in progress:
+                if (each := delayed.get(request.request_id)) is not None:
+                    each.committed_tokens = num_tokens
+
+    def _due_sends(self) -> list[_Unsent]:
+        """Remove and return the sends that may be planned."""
+        size = self._layout.block_size
+        due = [
+            each
+            for each in self._unsent
+            if not each.request.is_loading
+            and (not each.delayed or each.committed_tokens // size >= len(each.request.block_hashes))
+        ]
+        if due:
+            self._unsent = [each for each in self._unsent if each not in due]
+        return due
+
+    def _send_task(self, unsent: _Unsent) -> PeerTask:
+        request = unsent.request
+        hashes = request.block_hashes
+        count = len(hashes)
+        slots = np.ascontiguousarray(request.block_table[:count])
+        source = Blocks.of_path(hashes, 0, slots, np.zeros(count, np.uint32))
+        swap = make_swap(
+            SwapPurpose.SEND, source, np.arange(count, dtype=np.int32), np.zeros(count, np.uint32)
+        )
+        return PeerTask(
+            plan_id=0,
+            swap=swap,
+            transfer=unsent.transfer,
+            timeout=self._terms.wait,
+            computed=count if unsent.delayed else request.num_cached_tokens // self._layout.block_size,
+        )
+
+    def _fetch_task(self, source: PeerSource, fetch: PlannedFetch | None = None) -> PeerTask:
+        hashes, first = np.empty((0, 32), np.uint8), 0
+        slots, generations = np.empty(0, np.int32), np.empty(0, np.uint32)
+        if fetch is not None:
+            slots, generations, first = fetch.slots, fetch.generations, fetch.first_block
+            hashes = fetch.request.block_hashes[: first + len(slots)]
+        positions = np.arange(first, first + len(slots), dtype=np.int32)
+        run = Blocks.of_path(hashes, first, positions, np.zeros(len(slots), np.uint32))
+        return PeerTask(
+            plan_id=0,
+            swap=make_swap(SwapPurpose.FETCH, run, slots, generations),
+            transfer=source.transfer,
+            timeout=self._terms.settings.timeout,
+            addresses=source.addresses,
+            attempt=source.attempt,
+            wanted=fetch is not None,
+        )

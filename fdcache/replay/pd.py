@@ -1,0 +1,427 @@
+"""Replay a workload on a prefill and a decode process, with faults, and compare every byte that was handed over."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fdcache.errors import ReplayError, ReplayOptionError
+from fdcache.layout import KVLayout
+from fdcache.replay.pd_instance import (
+    Abort,
+    Command,
+    Ended,
+    Flip,
+    Flipped,
+    InstanceSpec,
+    Left,
+    Reset,
+    Started,
+    Stop,
+    Work,
+    run_instance,
+)
+from fdcache.replay.workloads import WorkItem
+from fdcache.settings.cache import CacheSettings, TransferSettings
+from fdcache.settings.peers import PeerSettings, TransferRole
+from fdcache.transfer.factory import require_connector
+from fdcache.transfer.statistics import TransferCount
+
+_START_SECONDS = 60.0
+_STALL_SECONDS = 120.0
+_DRAIN_SECONDS = 30.0
+_MOST_STOPPED_SECONDS = 0.6
+PREFILL, DECODE = TransferRole.PREFILL, TransferRole.DECODE
+
+
+class FaultKind(StrEnum):
+    """A fault of one process or request."""
+
+    KILL = "kill"
+    STOP = "stop"
+    ABORT = "abort"
+    RESET = "reset"
+    FLIP = "flip"
+
+
+_RANDOM_FAULTS = (FaultKind.KILL, FaultKind.STOP, FaultKind.ABORT, FaultKind.RESET)
+
+
+def parse_faults(text: str) -> dict[FaultKind, int]:
+    """Read ``200``, in equal parts of all but flip, or ``kill=5,flip=3``. Raises ``ReplayOptionError``."""
+    if text.isdecimal():
+        count = int(text)
+        return {kind: count // 4 + (index < count % 4) for index, kind in enumerate(_RANDOM_FAULTS)}
+    faults = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        if name not in list(FaultKind) or not number.isdecimal():
+            kinds = ", ".join(FaultKind)
+            raise ReplayOptionError(
+                "--faults", f"{part!r} is none; write 200, or kinds of {kinds} as in kill=5,flip=3"
+            )
+        faults[FaultKind(name)] = int(number)
+    return faults
+
+
+@dataclass(frozen=True, slots=True)
+class PdConfig:
+    """A replay of prefill and decode."""
+
+    layout: KVLayout
+    cache: CacheSettings
+    transfer: TransferSettings
+    peers: PeerSettings
+    concurrency: int = 16
+    chunk_tokens: int = 1024
+    seed: int = 0
+    faults: dict[FaultKind, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PdReport:
+    """Counts of a replay of prefill and decode.
+
+    ``wrong_blocks`` of ``compared_blocks`` reused by decode had other bytes. ``left``: blocks, plans and requests that
+    an instance still held at the end. ``transfers``: by direction and result.
+    """
+
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    compared_blocks: int = 0
+    wrong_blocks: int = 0
+    fetched_blocks: int = 0
+    prompt_tokens: int = 0
+    decode_computed_tokens: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    transfers: Counter[str] = field(default_factory=Counter)
+    errors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    wall_seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def clean(self) -> bool:
+        """True if no block was wrong and nothing is left."""
+        return not self.wrong_blocks and not +self.left
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        names = [each.name for each in fields(self)]
+        values = {name: getattr(self, name) for name in names}
+        plain = {name: dict(each) if isinstance(each, dict) else each for name, each in values.items()}
+        return {**plain, "clean": self.clean}
+
+
+class _Process:
+    """A process of one instance. It can be killed, and started again at the same address."""
+
+    def __init__(self, role: TransferRole, spec: InstanceSpec) -> None:
+        self.role, self._spec = role, spec
+        self._context = multiprocessing.get_context("spawn")
+        self.pipe: Connection
+        self.process: BaseProcess
+        self.address = ""
+        self.start()
+
+    def start(self) -> None:
+        """Start the process and wait until it works."""
+        self.pipe, theirs = self._context.Pipe()
+        self.process = self._context.Process(
+            target=run_instance, args=(theirs, self._spec), name=f"fdcache-{self.role.value}", daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        started = self.receive(_START_SECONDS)
+        if not isinstance(started, Started):
+            raise ReplayError(f"the {self.role.value} process did not start; see its messages above")
+        self.address = started.address
+
+    def send(self, command: Command) -> None:
+        """Send a command, unless the process is gone."""
+        try:
+            self.pipe.send(command)
+        except OSError as error:
+            raise ReplayError(f"the {self.role.value} process has ended") from error
+
+    def receive(self, seconds: float) -> Any:
+        """Return the next answer, None after this many seconds. Raises ``ReplayError`` if the process has ended."""
+        if not self.pipe.poll(seconds):
+            return None
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise ReplayError(f"the {self.role.value} process has ended; see its messages above") from error
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.join(timeout=_DRAIN_SECONDS / 3)
+        if self.process.exitcode is None:
+            self.kill()
+        elif not self.pipe.closed:
+            self.pipe.close()
+
+
+@dataclass(slots=True)
+class _Request:
+    item: WorkItem
+    transfer: str
+    tokens: np.ndarray
+    attempt: int = 1
+    prefilled: bool = False
+    at_decode: bool = False
+    waits_for_prefill: bool = False
+
+
+def replay_pd(
+    items: Iterator[WorkItem],
+    config: PdConfig,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> PdReport:
+    """Run a workload on a prefill and a decode process to its end, and report on it.
+
+    Raises ``ReplayError`` if a process ends by itself or no request makes progress.
+    """
+    require_connector(config.peers)
+    with tempfile.TemporaryDirectory(prefix="fdcache-pd-") as folder:
+        driver = _Driver(items, config, Path(folder))
+        try:
+            return driver.run(should_stop)
+        finally:
+            driver.close()
+
+
+class _Driver:
+    """The router, and the source of faults."""
+
+    def __init__(self, items: Iterator[WorkItem], config: PdConfig, folder: Path) -> None:
+        self._items, self._config = items, config
+        self._random = np.random.default_rng(config.seed)
+        self._report = PdReport()
+        self._requests: dict[int, _Request] = {}
+        self._exhausted = False
+        self._faults = [kind for kind, count in config.faults.items() for _ in range(count)]
+        self._random.shuffle(self._faults)
+        self._next_fault = 0.0
+        self._stopped: tuple[int, float] | None = None
+        self._flipping: _Request | None = None
+        self._processes: dict[TransferRole, _Process] = {}
+        for role in (PREFILL, DECODE):
+            self._processes[role] = _Process(role, self._spec(role, folder))
+
+    def _spec(self, role: TransferRole, folder: Path) -> InstanceSpec:
+        config = self._config
+        peers = config.peers.model_copy(update={"role": role, "address": f"ipc://{folder}/{role.value}"})
+        shared = peers.directory if peers.connector == "ipc" else None
+        return InstanceSpec(
+            config.layout,
+            config.cache,
+            config.transfer,
+            peers,
+            config.chunk_tokens,
+            5 * peers.timeout,
+            shared,
+        )
+
+    def run(self, should_stop: Callable[[], bool]) -> PdReport:
+        """Run to the end."""
+        start = last_progress = time.monotonic()
+        while not (self._exhausted and not self._requests and not (self._faults and self._can_fault())):
+            if should_stop():
+                self._report.interrupted = True
+                break
+            self._admit()
+            if self._answers():
+                last_progress = time.monotonic()
+            self._continue_stopped()
+            self._inject()
+            if time.monotonic() - last_progress > _STALL_SECONDS:
+                raise ReplayError(f"no request has ended for {_STALL_SECONDS:g} s: {self._requests}")
+        self._finish()
+        self._report.wall_seconds = time.monotonic() - start
+        return self._report
+
+    def close(self) -> None:
+        """End both processes."""
+        if self._stopped is not None:
+            os.kill(self._stopped[0], signal.SIGCONT)
+        for process in self._processes.values():
+            process.close()
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while len(self._requests) < self._config.concurrency and not self._exhausted:
+            item = next(self._items, None)
+            if item is None:
+                self._exhausted = True
+                return
+            tokens = item.tokens(self._config.seed)[: item.prompt_length]
+            if -(-len(tokens) // self._config.layout.block_size) * 2 > self._config.cache.device_blocks:
+                continue  # larger than the pool can serve beside another
+            request = _Request(item, f"request-{item.index}", tokens)
+            self._requests[item.index] = request
+            self._report.requests += 1
+            self._report.prompt_tokens += len(tokens)
+            order = self._random.random()
+            request.waits_for_prefill = order < 0.3
+            if order > 0.7:
+                self._to_decode(request)
+            self._processes[PREFILL].send(Work(item.index, 1, tokens, request.transfer))
+            if 0.3 <= order <= 0.7:
+                self._to_decode(request)
+
+    def _to_decode(self, request: _Request) -> None:
+        request.at_decode = True
+        source = (self._processes[PREFILL].address,)
+        self._processes[DECODE].send(
+            Work(request.item.index, request.attempt, request.tokens, request.transfer, source)
+        )
+
+    def _answers(self) -> bool:
+        """Take what the instances have answered; return True if a request has ended."""
+        pipes = {process.pipe: process for process in self._processes.values()}
+        progress = False
+        for pipe in wait(list(pipes), timeout=0.005):
+            process = pipes[pipe]  # type: ignore[index]
+            while (answer := process.receive(0)) is not None:
+                progress = True
+                if isinstance(answer, Ended):
+                    self._ended(process.role, answer)
+                elif isinstance(answer, Flipped):
+                    self._flipped(answer)
+        return progress
+
+    def _ended(self, role: TransferRole, ended: Ended) -> None:
+        request = self._requests.get(ended.index)
+        if request is None:
+            return
+        if role is PREFILL:
+            request.prefilled = True
+            if request.waits_for_prefill and not request.at_decode:
+                if FaultKind.FLIP in self._faults and self._flipping is None and not ended.aborted:
+                    self._flipping = request
+                    self._faults.remove(FaultKind.FLIP)
+                    seed = int(self._random.integers(1 << 30))
+                    self._processes[PREFILL].send(Flip(request.transfer, seed))
+                else:
+                    self._to_decode(request)
+        elif ended.attempt == request.attempt:
+            report = self._report
+            report.finished += not ended.aborted
+            report.aborted += ended.aborted
+            report.compared_blocks += ended.compared
+            report.wrong_blocks += ended.wrong
+            report.fetched_blocks += ended.fetched
+            report.decode_computed_tokens += ended.computed_tokens
+            del self._requests[ended.index]
+
+    def _flipped(self, answer: Flipped) -> None:
+        request, self._flipping = self._flipping, None
+        self._report.faults["flip" if answer.done else "flip, too late"] += 1
+        if request is not None and request.item.index in self._requests:
+            self._to_decode(request)
+
+    # --- faults -----------------------------------------------------------------------------------------------
+
+    def _can_fault(self) -> bool:
+        return any(kind is not FaultKind.FLIP for kind in self._faults) and bool(self._requests)
+
+    def _inject(self) -> None:
+        now = time.monotonic()
+        kinds = [kind for kind in self._faults if kind is not FaultKind.FLIP]
+        if not kinds or now < self._next_fault or not self._requests or self._stopped is not None:
+            return
+        self._next_fault = now + float(self._random.exponential(0.03))
+        kind = kinds[0]
+        self._faults.remove(kind)
+        self._report.faults[kind.value] += 1
+        process = self._processes[PREFILL if self._random.random() < 0.5 else DECODE]
+        if kind is FaultKind.KILL:
+            self._kill(process)
+        elif kind is FaultKind.STOP:
+            assert process.process.pid is not None
+            os.kill(process.process.pid, signal.SIGSTOP)
+            self._stopped = (process.process.pid, now + float(self._random.uniform(0, _MOST_STOPPED_SECONDS)))
+        elif kind is FaultKind.RESET:
+            process.send(Reset())
+        else:
+            self._abort(int(self._random.choice(list(self._requests))))
+
+    def _kill(self, process: _Process) -> None:
+        """Kill a process and start it again at its address; the router repeats what it has lost."""
+        process.kill()
+        process.start()
+        self._flipping = None if process.role is PREFILL else self._flipping
+        for request in list(self._requests.values()):
+            if process.role is PREFILL:
+                process.send(Work(request.item.index, 1, request.tokens, request.transfer))
+            elif request.at_decode:
+                request.attempt += 1
+                self._to_decode(request)
+
+    def _abort(self, index: int) -> None:
+        request = self._requests[index]
+        for process in self._processes.values():
+            process.send(Abort(index))
+        if not request.at_decode:
+            self._report.aborted += 1
+            del self._requests[index]
+
+    def _continue_stopped(self) -> None:
+        if self._stopped is not None and time.monotonic() >= self._stopped[1]:
+            os.kill(self._stopped[0], signal.SIGCONT)
+            self._stopped = None
+
+    # --- end --------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        if self._stopped is not None:
+            os.kill(self._stopped[0], signal.SIGCONT)
+            self._stopped = None
+        for index in list(self._requests):
+            self._abort(index)
+        for role, process in self._processes.items():
+            process.send(Stop(_DRAIN_SECONDS))
+            left = self._left(process)
+            found = {"blocks": left.blocks_in_use, "plans": left.plans, "requests": left.requests}
+            self._report.left.update(
+                {f"{role.value} {what}": count for what, count in found.items() if count}
+            )
+            self._report.errors[role.value] = left.errors
+            self._count(left.counts)
+
+    def _count(self, counts: tuple[TransferCount, ...]) -> None:
+        for each in counts:
+            self._report.transfers[f"{each.direction} {each.result}"] += each.transfers
+
+    def _left(self, process: _Process) -> Left:
+        deadline = time.monotonic() + 2 * _DRAIN_SECONDS
+        while time.monotonic() < deadline:
+            answer = process.receive(1.0)
+            if isinstance(answer, Left):
+                return answer
+            if isinstance(answer, Ended):
+                self._ended(process.role, answer)
+        raise ReplayError(f"the {process.role.value} process does not stop")

@@ -1,0 +1,349 @@
+"""One instance of a replay of prefill and decode: its manager, its rank, and the steps that compute its requests."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.controller.cache_controller import CacheController
+from fdcache.layout import KVLayout
+from fdcache.manager import CacheManager, Request
+from fdcache.manager.handover import PeerTerms
+from fdcache.manager.requests import PeerSource
+from fdcache.manager.results import AllocationFailure, LoadStatus, MatchStatus
+from fdcache.replay._pattern import PatternModel
+from fdcache.settings.cache import CacheSettings, TransferSettings
+from fdcache.settings.peers import PeerSettings
+from fdcache.transfer.statistics import TransferCount
+
+_IDLE_SECONDS = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """Parameters of an instance; plain data that can be sent to its process."""
+
+    layout: KVLayout
+    cache: CacheSettings
+    transfer: TransferSettings
+    peers: PeerSettings
+    chunk_tokens: int
+    wait: float
+    shared: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request to compute: with a ``source`` by decode, without by prefill."""
+
+    index: int
+    attempt: int
+    tokens: NDArray[np.int32]
+    transfer: str
+    source: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Forget all blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """Change a byte of a block that is complete and waits to be read. It is answered with ``Flipped``."""
+
+    transfer: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the work and answer with ``Left``."""
+
+    seconds: float
+
+
+Command = Work | Abort | Reset | Flip | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The instance works; peers reach it at this address."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request has ended, or was aborted. ``wrong`` of the ``compared`` blocks that it reused had other bytes."""
+
+    index: int
+    attempt: int
+    compared: int = 0
+    wrong: int = 0
+    fetched: int = 0
+    computed_tokens: int = 0
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flipped:
+    """A byte was changed, or there was none to change."""
+
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What an instance has at its end: blocks that are neither free nor cached, plans, requests, and its counts."""
+
+    blocks_in_use: int
+    plans: int
+    requests: int
+    counts: tuple[TransferCount, ...]
+    errors: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Job:
+    work: Work
+    request: Request
+    computed: int = 0
+    sent_blocks: int = 0
+    verify: int = 0
+    compared: int = 0
+    wrong: int = 0
+    fetched: int = 0
+    waits: bool = False
+    allocated: bool = False
+    planned: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class _State:
+    jobs: dict[int, _Job] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
+    stopping: float | None = None
+
+
+class Instance:
+    """Computes requests chunk by chunk, and hands them over or fetches them. One step is planned at a time."""
+
+    def __init__(self, spec: InstanceSpec, answer: Callable[[Any], None]) -> None:
+        self._spec, self._answer = spec, answer
+        layout, blocks = spec.layout, spec.cache.device_blocks
+        self._size = layout.block_size
+        self.manager = CacheManager(spec.cache, layout, peers=PeerTerms(spec.peers, spec.wait))
+        self.controller = CacheController(spec.transfer, layout)
+        tensors = self.controller.initialize_kv_cache(blocks, shared=spec.shared)
+        self.planes = [each.reshape(each.shape[0], -1).view(np.uint8) for each in tensors]
+        self.controller.initialize_host_cache(self.manager.host_cache)
+        layers = np.array([plane.layer for plane in layout.planes], dtype=np.int32)
+        self._model = PatternModel(self.planes, layers, layout.total_layers, layout.block_size, 0)
+        self._state = _State()
+        self._sent: dict[str, NDArray[np.int32]] = {}
+        """Blocks of the requests that were computed for decode."""
+        address = self.controller.open_transfer(spec.peers)
+        assert address is not None
+        answer(Started(address))
+
+    def close(self) -> None:
+        """End all hand-overs and release all memory."""
+        self.controller.shutdown()
+        self.manager.close()
+
+    def take(self, command: Command) -> None:
+        """Carry out a command of the driver."""
+        match command:
+            case Work():
+                self._state.jobs[command.index] = _Job(command, Request(command.transfer, command.tokens))
+            case Abort():
+                if (job := self._state.jobs.get(command.index)) is not None:
+                    self.manager.end_transfers([job.request])
+                    self._end(job, aborted=True)
+            case Reset():
+                self.manager.reset_cache()
+            case Flip():
+                self._answer(Flipped(self._flip(command)))
+            case Stop():
+                self._state.stopping = time.monotonic() + command.seconds
+
+    def step(self) -> bool:
+        """Do one step; return False once the work is done and the driver has the answer."""
+        for job in list(self._state.jobs.values()):
+            if not job.allocated:
+                self._admit(job)
+        busy = self._compute()
+        self._apply()
+        stopping = self._state.stopping
+        if stopping is not None and not self._state.jobs:
+            self.manager.check_integrity()
+            stats = self.manager.get_stats()
+            if (not stats.plans_in_flight and not stats.live_requests) or time.monotonic() > stopping:
+                transfers = self.controller.transfer_stats()
+                in_use = self.manager.num_device_blocks - stats.device.free - stats.device.ready
+                counts = transfers.counts if transfers else ()
+                errors = tuple(f"{count} x {error}" for error, count in self._state.errors.most_common(5))
+                self._answer(Left(in_use, stats.plans_in_flight, stats.live_requests, counts, errors))
+                return False
+        if not busy:
+            time.sleep(_IDLE_SECONDS)
+        return True
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def _admit(self, job: _Job) -> None:
+        request, work = job.request, job.work
+        found = self.manager.match_prefix([request])[0]
+        if found.status is MatchStatus.DEFERRED:
+            return
+        fetched = 0
+        if work.source and not request.device_only:
+            source = PeerSource(work.transfer, work.source, work.attempt)
+            fetched = self.manager.fetch([(request, source)])[0]
+        got = self.manager.allocate_device_blocks([(request, request.num_tokens)])[0]
+        if got.failure is AllocationFailure.NO_BLOCKS:
+            self.manager.unmatch([request])
+        if not got.ok:
+            return
+        job.allocated, job.fetched = True, fetched
+        job.waits = request.is_loading
+        if not work.source:
+            self.manager.send([(request, work.transfer)])
+        self._begin(job, request.num_cached_tokens)
+
+    def _begin(self, job: _Job, tokens: int) -> None:
+        """Compute from this token on; the blocks below are reused and compared."""
+        job.computed, job.verify, job.sent_blocks = tokens, tokens // self._size, 0
+        self._model.begin(job.work.index, job.request.tokens)
+
+    def _end(self, job: _Job, *, aborted: bool = False) -> None:
+        del self._state.jobs[job.work.index]
+        self.manager.request_finish([job.request])
+        if job.allocated:
+            self._model.end(job.work.index)
+        self._answer(
+            Ended(
+                job.work.index,
+                job.work.attempt,
+                job.compared,
+                job.wrong,
+                job.fetched,
+                job.tokens,
+                aborted,
+            )
+        )
+
+    def _apply(self) -> None:
+        jobs = {job.work.transfer: job for job in self._state.jobs.values()}
+        for outcome in [*self.manager.apply(self.controller.poll()), *self.manager.expire()]:
+            job = jobs.get(outcome.request_id)
+            if outcome.error_message:
+                self._state.errors[outcome.error_message] += 1
+            if job is None:
+                continue
+            job.waits = False
+            if outcome.status is LoadStatus.OVERDUE:
+                self.manager.request_finish([job.request])
+                self._model.end(job.work.index)
+                job.allocated = False
+            else:
+                self._begin(job, outcome.recompute_from)
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def _compute(self) -> bool:
+        """Compute the next chunk of the requests that can be computed."""
+        running = [job for job in self._state.jobs.values() if job.allocated and not job.waits]
+        columns, blocks, left = [], [], self._spec.chunk_tokens
+        stepped: list[tuple[_Job, int]] = []
+        for job in running:
+            end = min(job.request.num_tokens, job.computed + left)
+            if end == job.computed:
+                continue
+            left -= end - job.computed
+            table = job.request.block_table
+            fresh = table[job.sent_blocks :]
+            columns.append((job.work.index, job.computed, end, job.sent_blocks, len(fresh), job.verify))
+            blocks.append(fresh)
+            job.sent_blocks = len(table)
+            stepped.append((job, end))
+        plans = self.manager.take_plans()
+        if not stepped and not plans:
+            return False
+        counters = [self.controller.submit_swap_tasks(plan) for plan in plans]
+        segments = np.array(columns, np.int32).reshape(-1, 6).T
+        table = np.concatenate(blocks) if blocks else np.empty(0, np.int32)
+        self._model.prepare(np.ascontiguousarray(segments), table.astype(np.int32), 1)
+        wrong: set[tuple[int, int]] = set()
+        done = {job.work.transfer: end // self._size for job, end in stepped if not job.work.source}
+        for layer in range(self._spec.layout.total_layers):
+            for counter in counters:
+                counter.wait_for_layer(layer)
+            wrong.update(self._model.run_layer(layer))
+            self.controller.layer_computed(layer, done)
+        for position, (job, end) in enumerate(stepped):
+            job.compared += job.verify
+            job.wrong += sum(segment == position for segment, _ in wrong)
+            job.tokens += end - job.computed
+            job.computed, job.verify = end, 0
+        self.manager.commit([(job.request, end) for job, end in stepped])
+        for job, end in stepped:
+            if end == job.request.num_tokens:
+                if not job.work.source:
+                    full = len(job.request.block_hashes)
+                    self._sent[job.work.transfer] = job.request.block_table[:full].copy()
+                self._end(job)
+        return True
+
+    def _flip(self, command: Flip) -> bool:
+        """Change a byte of a block of a transfer, and forget the block here, where it is not to be used again."""
+        stats = self.controller.transfer_stats()
+        views = stats.transfers if stats else ()
+        if not any(each.complete and each.transfer == command.transfer for each in views):
+            return False
+        # A block that another transfer shares may be summed after the change, as if it had been computed so.
+        others = [self._sent.get(each.transfer) for each in views if each.transfer != command.transfer]
+        others += [job.request.block_table for job in self._state.jobs.values()]
+        shared = np.concatenate([np.empty(0, np.int32), *(each for each in others if each is not None)])
+        slots = np.setdiff1d(self._sent[command.transfer], shared)
+        if not len(slots):
+            return False
+        random = np.random.default_rng(command.seed)
+        plane = self.planes[int(random.integers(len(self.planes)))]
+        plane[slots[int(random.integers(len(slots)))], int(random.integers(plane.shape[1]))] ^= 0x10
+        self.manager.reset_cache()
+        return True
+
+
+def run_instance(pipe: Connection, spec: InstanceSpec) -> None:
+    """Run an instance in this process until it has stopped, or the driver is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    instance = Instance(spec, pipe.send)
+    try:
+        while True:
+            while pipe.poll():
+                instance.take(pipe.recv())
+            if not instance.step():
+                return
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the driver is gone
+    finally:
+        instance.close()

@@ -1,0 +1,81 @@
+"""Settings of the hand-over of blocks between a prefill and a decode instance."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+from fdcache.settings.kinds import FilePath, Integer, Number, Seconds, Text
+from fdcache.settings.variable import Component, Group, variable
+
+
+class TransferRole(StrEnum):
+    """Part of an instance in hand-overs."""
+
+    MIXED = "mixed"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class PeerSettings(Group):
+    """Settings of hand-overs, for scheduler and workers. Creating them reads no environment."""
+
+    used_in = (Component.MANAGER, Component.CONTROLLER)
+
+    connector: Text = variable(
+        "FDCACHE_TRANSFER",
+        "none",
+        "How blocks are read from a prefill instance: none, ipc (shared memory of one node), or the name of an "
+        "installed connector. For blocks in CPU memory so far.",
+    )
+    role: TransferRole = variable(
+        "FDCACHE_TRANSFER_ROLE",
+        TransferRole.MIXED,
+        "Whether the instance hands blocks over (prefill), reads them (decode), or both (mixed).",
+    )
+    address: Text | None = variable(
+        "FDCACHE_TRANSFER_ADDRESS",
+        None,
+        "Address at which rank 0 answers peers, ipc:///directory/name or tcp://host:port. Rank r adds r to the port, "
+        "or .r to the name. Unset, a socket of its own in the user's runtime directory.",
+    )
+    directory: FilePath = variable(
+        "FDCACHE_TRANSFER_DIR",
+        Path("/dev/shm"),
+        "Folder of the shared memory of planes on the CPU with ipc, on a tmpfs.",
+    )
+    timeout: Seconds = variable(
+        "FDCACHE_TRANSFER_TIMEOUT",
+        30.0,
+        "Longest wait of decode for the blocks of a request, after which it computes them.",
+        gt=0,
+        unit="s",
+    )
+    lease: Seconds = variable(
+        "FDCACHE_TRANSFER_LEASE",
+        10.0,
+        "Time for which prefill holds blocks after each message of a decode peer that waits for them.",
+        gt=0,
+        le=600,
+        unit="s",
+    )
+    held: Number = variable(
+        "FDCACHE_TRANSFER_HELD",
+        0.25,
+        "Share of the device blocks that reads nobody waits for any more may hold; beyond it decode computes.",
+        ge=0,
+        le=1,
+    )
+    threads: Integer = variable(
+        "FDCACHE_TRANSFER_THREADS", 1, "Threads that read from peers with ipc.", ge=1, le=64, unit="threads"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """True if blocks are handed over."""
+        return self.connector.lower() not in ("", "none")
+
+    @property
+    def renew(self) -> float:
+        """Seconds between renewals of a lease."""
+        return self.lease / 5

@@ -1,0 +1,1 @@
+"""Hand-over of blocks between instances: decode reads what prefill computes, while it is computed."""

@@ -1,0 +1,146 @@
+"""The interface of a transfer connector: how one rank reads blocks out of the memory of a peer's rank.
+
+    def connect(context: TransferContext) -> TransferConnector:
+        return MyConnector(context.layout, context.planes)
+
+Only the reader moves bytes, and only into its own memory. A read that was begun cannot be taken back: its slots are in
+use until ``poll`` returns its end. All calls of a connector come from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from fdcache._core import PlaneTable
+from fdcache.layout import KVLayout
+from fdcache.metadata import Int32Array
+from fdcache.settings.peers import PeerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlanes:
+    """The planes of this rank: a plane's block b lies at its ``addresses`` entry plus b times its ``strides`` entry."""
+
+    layout: KVLayout
+    table: PlaneTable
+    num_blocks: int
+    addresses: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferContext:
+    """Everything a connector is made from. It may call ``wake`` from any thread when a read has ended."""
+
+    planes: LocalPlanes
+    settings: PeerSettings
+    boot: bytes
+    wake: Callable[[], None]
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of both sides."""
+        return self.planes.layout
+
+
+class ReadOutcome(StrEnum):
+    """Result of a read."""
+
+    OK = "ok"
+    ERROR = "error"
+    PEER_GONE = "peer_gone"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOrder:
+    """Read planes of ``len(slots)`` blocks of a published part into ``slots``.
+
+    ``places`` and ``count`` describe the part; its first ``skip`` blocks are left out.
+    """
+
+    read_id: int
+    peer: bytes
+    places: tuple[int, ...]
+    count: int
+    skip: int
+    first_plane: int
+    last_plane: int
+    slots: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnd:
+    """End of a read: nothing writes into its slots any more."""
+
+    read_id: int
+    outcome: ReadOutcome
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class ConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Snapshot of a connector. ``places_used`` bytes of ``places_total`` for published parts and reads are taken."""
+
+    name: str
+    reads: int = 0
+    reads_failed: int = 0
+    reads_in_flight: int = 0
+    read_bytes: int = 0
+    places_used: int = 0
+    places_total: int = 0
+
+
+@runtime_checkable
+class TransferConnector(Protocol):
+    """Reads of one rank out of its peers. No method blocks for longer than a copy takes."""
+
+    @property
+    def name(self) -> str:
+        """The connector in one word."""
+
+    @property
+    def memory(self) -> bytes:
+        """What a peer needs to reach the planes, for its ``connect``."""
+
+    @property
+    def needs_polling(self) -> bool:
+        """True while reads are in flight whose end ``wake`` does not announce."""
+
+    def most_blocks(self, first_plane: int, last_plane: int) -> int:
+        """Return the most blocks of a part that ``publish`` takes."""
+
+    def publish(self, slots: Int32Array, first_plane: int, last_plane: int) -> tuple[int, ...] | None:
+        """Make planes of these blocks readable; return their places, None while there is no room.
+
+        The blocks are computed, and stay unchanged until ``withdraw``.
+        """
+
+    def withdraw(self, places: tuple[int, ...]) -> None:
+        """Free places: a read of them from now on may find other bytes."""
+
+    def connect(self, peer: bytes, memory: bytes) -> str | None:
+        """Prepare reads from the peer of this boot id; return why that is not possible, None if it is."""
+
+    def read(self, order: ReadOrder) -> None:
+        """Begin a read. ``poll`` returns its end, also if it cannot be begun."""
+
+    def poll(self) -> list[ReadEnd]:
+        """Return the reads that have ended since the last call."""
+
+    def disconnect(self, peer: bytes) -> None:
+        """Forget a peer whose process is gone or replaced. Its reads end, and its memory is unmapped."""
+
+    def peers(self) -> list[bytes]:
+        """Return the boot ids of the connected peers."""
+
+    def stats(self) -> ConnectorStats:
+        """Return counts; never blocks."""
+
+    def close(self) -> None:
+        """Wait for the reads in flight that end by themselves, and release everything. Idempotent."""

@@ -1,0 +1,343 @@
+"""The decode side of transfers as a state machine without I/O.
+
+    side = DecodeSide(num_planes=4, lease=10.0, renew=1.0, verifies=True)
+    side.fetch(Fetch(plan_id=3, peer=peer, transfer="request-1", attempt=1, first=0, ...), now)
+    side.receive(peer, message, now)
+    for effect in side.take_effects(): ...
+
+A fetch is reported once no read into its slots is in flight, and never before. Cancelling it, its deadline and a
+failure of the peer only end the wait: no further read begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.metadata import HashArray, Int32Array, UInt64Array
+from fdcache.transfer.messages import Ask, End, EndReason, Failed, FromPrefill, Granted, Last, Ready, Renew
+from fdcache.transfer.prefill import Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Blocks that a decode plan reads: block ``first + i`` of the transfer, of hash i, into slot i."""
+
+    plan_id: int
+    peer: Peer
+    transfer: str
+    attempt: int
+    first: int
+    hashes: HashArray
+    slots: Int32Array
+    timeout: float
+
+
+class FetchEnd(StrEnum):
+    """How a fetch ended."""
+
+    DONE = "done"
+    CORRUPT = "corrupt"
+    """The bytes of some block differ from what prefill computed."""
+    FAILED = "failed"
+    """Prefill could not hand over, or a read failed."""
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    PEER_GONE = "peer_gone"
+    REFUSED = "refused"
+
+
+class SendToPrefill(NamedTuple):
+    """Effect: send a message to a peer."""
+
+    peer: Peer
+    message: Ask | Renew | End
+
+
+class BeginRead(NamedTuple):
+    """Effect: read ``take`` blocks of a part, from its block ``skip`` on, into ``slots``; then call ``read_ended``."""
+
+    read_id: int
+    peer: Peer
+    ready: Ready
+    skip: int
+    take: int
+    slots: Int32Array
+
+
+class ComputeTargetSums(NamedTuple):
+    """Effect: compute the sums of these slots, and pass them to ``sums``."""
+
+    plan_id: int
+    slots: Int32Array
+
+
+class FetchEnded(NamedTuple):
+    """Effect: report the plan; nothing accesses its slots any more. The first ``whole`` blocks are whole."""
+
+    plan_id: int
+    end: FetchEnd
+    whole: int
+    corrupt: tuple[int, ...]
+    error: str | None
+
+
+Effect = SendToPrefill | BeginRead | ComputeTargetSums | FetchEnded
+
+
+@dataclass(slots=True)
+class _State:
+    fetch: Fetch
+    deadline: float
+    next_renewal: float
+    arrived: NDArray[np.bool_]
+    """Planes of blocks that were read."""
+    begun: NDArray[np.bool_]
+    next_seq: int = 0
+    reads: dict[int, tuple[int, slice, slice]] = field(default_factory=dict)
+    """Reads in flight: number of the answer, blocks, planes."""
+    limit: int = 0
+    """Blocks from here on are lost: no read into them begins."""
+    last: Last | None = None
+    verifying: bool = False
+    end: FetchEnd | None = None
+    error: str | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.fetch.slots)
+
+    @property
+    def num_read(self) -> int:
+        """Answers that need no read any more."""
+        return min((seq for seq, _, _ in self.reads.values()), default=self.next_seq)
+
+
+class DecodeSide:
+    """Fetches of one rank.
+
+    ``lease``: seconds for which prefill is asked to hold its blocks after each message. ``renew``: seconds between
+    messages of a fetch that waits. Without ``verifies`` the sums are not compared.
+    """
+
+    def __init__(self, num_planes: int, *, lease: float, renew: float, verifies: bool) -> None:
+        self._num_planes = num_planes
+        self._lease_ms = int(lease * 1000)
+        self._renew = renew
+        self._verifies = verifies
+        self._fetches: dict[int, _State] = {}
+        self._by_transfer: dict[tuple[Peer, str, int], int] = {}
+        self._by_read: dict[int, int] = {}
+        self._read_ids = count(1)
+        self._effects: list[Effect] = []
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Reads that were begun and have not ended."""
+        return len(self._by_read)
+
+    @property
+    def blocks_in_flight(self) -> int:
+        """Slots of fetches that were not reported."""
+        return sum(state.size for state in self._fetches.values())
+
+    @property
+    def blocks_held(self) -> int:
+        """Slots of fetches that have ended and wait for reads in flight."""
+        return sum(state.size for state in self._fetches.values() if state.end is not None)
+
+    def take_effects(self) -> list[Effect]:
+        """Remove and return what is to be done, in order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # --- this instance ----------------------------------------------------------------------------------------
+
+    def fetch(self, fetch: Fetch, now: float) -> None:
+        """Ask a peer, which was accepted, for blocks."""
+        shape = (len(fetch.slots), self._num_planes)
+        state = _State(fetch, now + fetch.timeout, now, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_))
+        state.limit = state.size
+        self._fetches[fetch.plan_id] = state
+        self._by_transfer[fetch.peer, fetch.transfer, fetch.attempt] = fetch.plan_id
+        self._tell(state, now)
+
+    def decline(self, peer: Peer, transfer: str, attempt: int) -> None:
+        """Tell a peer that a transfer is not wanted."""
+        self._effects.append(SendToPrefill(peer, End(transfer, attempt, EndReason.NOT_WANTED)))
+
+    def cancel(self, plan_id: int, reason: str = "cancelled") -> None:
+        """End the wait of a fetch. It is reported once its reads have ended. Idempotent."""
+        if (state := self._fetches.get(plan_id)) is not None:
+            self._end(state, FetchEnd.CANCELLED, reason, EndReason.NOT_WANTED)
+
+    def read_ended(self, read_id: int, error: str | None) -> None:
+        """Take the end of a read: nothing writes for it any more."""
+        state = self._fetches[self._by_read.pop(read_id)]
+        _, blocks, planes = state.reads.pop(read_id)
+        if error is None:
+            state.arrived[blocks, planes] = True
+        elif state.end is None:
+            state.error = state.error or error
+            state.limit = min(state.limit, blocks.start)
+        self._advance(state)
+
+    def sums(self, plan_id: int, sums: UInt64Array) -> None:
+        """Take the sums of a fetch's slots."""
+        state = self._fetches[plan_id]
+        state.verifying = False
+        if state.end is not None:
+            self._report(state, 0)
+            return
+        assert state.last is not None
+        expected = np.frombuffer(state.last.sums, "<u8")
+        differs = sums != expected
+        self._complete(state, differs[: state.limit])
+
+    # --- peers ------------------------------------------------------------------------------------------------
+
+    def receive(self, peer: Peer, message: FromPrefill, now: float) -> None:
+        """Take a message of a peer. One of another attempt or of a fetch that has ended changes nothing."""
+        plan_id = self._by_transfer.get((peer, message.transfer, message.attempt))
+        if plan_id is None:
+            if not isinstance(message, Failed):
+                self.decline(peer, message.transfer, message.attempt)
+            return
+        state = self._fetches[plan_id]
+        if state.end is not None:
+            return
+        if isinstance(message, Failed):
+            self._end(state, FetchEnd.FAILED, f"prefill: {message.reason}", None)
+        elif message.seq == state.next_seq:
+            self._take(state, message)
+
+    def peer_gone(self, peer: Peer, reason: str, end: FetchEnd = FetchEnd.PEER_GONE) -> None:
+        """End the wait of every fetch from a peer. Reads in flight end by ``read_ended``, as always."""
+        for state in list(self._fetches.values()):
+            if state.fetch.peer == peer:
+                self._end(state, end, reason, None)
+
+    def tick(self, now: float) -> None:
+        """Give up what is late, and renew the leases of the others."""
+        for state in list(self._fetches.values()):
+            if state.end is not None:
+                continue
+            if now > state.deadline:
+                self._end(state, FetchEnd.TIMEOUT, "not handed over in time", EndReason.NOT_WANTED)
+            elif now >= state.next_renewal:
+                self._tell(state, now)
+
+    def _tell(self, state: _State, now: float) -> None:
+        """Ask, or renew the lease once the ask was answered."""
+        fetch = state.fetch
+        state.next_renewal = now + self._renew
+        if state.next_seq:
+            message: Ask | Renew = Renew(
+                fetch.transfer, fetch.attempt, state.next_seq, state.num_read, self._lease_ms
+            )
+        else:
+            hashes = np.ascontiguousarray(fetch.hashes).tobytes()
+            message = Ask(fetch.transfer, fetch.attempt, fetch.first, hashes, self._lease_ms)
+        self._effects.append(SendToPrefill(fetch.peer, message))
+
+    def _take(self, state: _State, message: Granted | Ready | Last) -> None:
+        state.next_seq += 1
+        if isinstance(message, Ready):
+            self._begin(state, message)
+        elif isinstance(message, Last):
+            state.last = message
+            self._advance(state)
+
+    def _begin(self, state: _State, ready: Ready) -> None:
+        """Read the blocks of a part that are wanted, each plane of each block once."""
+        if not ready.first_plane < ready.last_plane <= self._num_planes:
+            self._end(
+                state,
+                FetchEnd.FAILED,
+                f"planes {ready.first_plane} to {ready.last_plane} do not exist",
+                EndReason.FAILED,
+            )
+            return
+        first = max(ready.first - state.fetch.first, 0)
+        last = min(ready.first + ready.count - state.fetch.first, state.limit)
+        if first >= last:
+            return
+        blocks, planes = slice(first, last), slice(ready.first_plane, ready.last_plane)
+        if state.begun[blocks, planes].any():
+            self._end(state, FetchEnd.FAILED, "prefill announced a plane twice", EndReason.FAILED)
+            return
+        state.begun[blocks, planes] = True
+        read_id = next(self._read_ids)
+        state.reads[read_id] = (ready.seq, blocks, planes)
+        self._by_read[read_id] = state.fetch.plan_id
+        skip = state.fetch.first + first - ready.first
+        self._effects.append(
+            BeginRead(read_id, state.fetch.peer, ready, skip, last - first, state.fetch.slots[blocks])
+        )
+
+    def _advance(self, state: _State) -> None:
+        """Check or report a fetch whose reads have all ended."""
+        if state.reads or state.verifying:
+            return
+        if state.end is not None:
+            self._report(state, 0)
+            return
+        if state.last is None:
+            if state.limit == 0:
+                self._end(state, FetchEnd.FAILED, state.error, EndReason.FAILED)
+            return
+        if len(state.last.hashes) != 32 * state.size:
+            self._end(state, FetchEnd.FAILED, "prefill ended with other blocks", EndReason.FAILED)
+            return
+        hashes = np.frombuffer(state.last.hashes, np.uint8).reshape(-1, 32)
+        sound = (hashes == state.fetch.hashes).all(axis=1) & state.arrived.all(axis=1)
+        state.limit = min(state.limit, _leading(sound))
+        if state.limit < state.size:
+            state.error = state.error or f"block {state.fetch.first + state.limit} was not handed over"
+        if self._verifies and state.limit:
+            state.verifying = True
+            self._effects.append(ComputeTargetSums(state.fetch.plan_id, state.fetch.slots))
+        else:
+            self._complete(state, np.zeros(state.limit, np.bool_))
+
+    def _complete(self, state: _State, differs: NDArray[np.bool_]) -> None:
+        whole = _leading(~differs)
+        corrupt = tuple(np.flatnonzero(differs).tolist())
+        fetch = state.fetch
+        if corrupt:
+            state.end = FetchEnd.CORRUPT
+            state.error = f"the bytes of block {fetch.first + corrupt[0]} differ from those of prefill"
+        else:
+            state.end = FetchEnd.DONE if whole == state.size else FetchEnd.FAILED
+        reason = EndReason.DONE if state.end is FetchEnd.DONE else EndReason.FAILED
+        self._effects.append(SendToPrefill(fetch.peer, End(fetch.transfer, fetch.attempt, reason)))
+        self._report(state, whole, corrupt)
+
+    def _end(self, state: _State, end: FetchEnd, error: str | None, reason: EndReason | None) -> None:
+        if state.end is not None:
+            return
+        state.end, state.error = end, error
+        fetch = state.fetch
+        if reason is not None:
+            self._effects.append(SendToPrefill(fetch.peer, End(fetch.transfer, fetch.attempt, reason)))
+        self._advance(state)
+
+    def _report(self, state: _State, whole: int, corrupt: Sequence[int] = ()) -> None:
+        fetch = state.fetch
+        assert state.end is not None and not state.reads
+        del self._fetches[fetch.plan_id]
+        del self._by_transfer[fetch.peer, fetch.transfer, fetch.attempt]
+        self._effects.append(FetchEnded(fetch.plan_id, state.end, whole, tuple(corrupt), state.error))
+
+
+def _leading(flags: NDArray[np.bool_]) -> int:
+    return len(flags) if flags.all() else int(np.argmin(flags))

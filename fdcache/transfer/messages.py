@@ -1,0 +1,247 @@
+"""Messages between a prefill and a decode rank, and their bytes (docs/transfer.md).
+
+    data = encode(Envelope(mine.boot, theirs.boot), Renew("request-1", 1, received=3, read=2, lease_ms=2000))
+    envelope, message = decode(data)
+
+Times on the wire are durations, never points in time. A message says which boot it is for: one for a former process
+at the same address is answered with ``Stranger`` and has no other effect.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+
+from fdcache.errors import ProtocolError
+from fdcache.service.wire.liveness import Live
+
+PROTOCOL_VERSION = 1
+MAGIC = b"FDXT"
+BOOT_BYTES = 16
+NO_BOOT = bytes(BOOT_BYTES)
+"""Addressee of a message to a peer whose boot is not known yet."""
+MOST_BYTES = 16 << 20
+"""Longest message that is read."""
+
+_HEADER = struct.Struct("<4sHH16s16s")
+
+
+class Envelope(NamedTuple):
+    """Boot ids of the sender and of the process that the message is for."""
+
+    sender: bytes
+    target: bytes
+
+
+class Identity(msgspec.Struct, frozen=True, array_like=True):
+    """Description of one rank of an instance, compared by both sides before any block is asked for.
+
+    ``boot`` is new for every process at an ``address``. ``live`` proves to processes of the same ``machine`` that the
+    process is gone. ``memory`` tells the connector of a peer how to reach this rank's planes.
+    """
+
+    boot: bytes
+    address: str
+    role: str
+    connector: str
+    block_size: int
+    tp_size: int
+    rank: int
+    planes: int
+    draft_layers: int
+    lookahead_tokens: int
+    record_bytes: int
+    fingerprint: bytes
+    machine: str
+    live: Live | None
+    memory: bytes
+
+
+class EndReason(IntEnum):
+    """Why decode ends a transfer."""
+
+    DONE = 0
+    NOT_WANTED = 1
+    """The blocks are not needed: refused, aborted, preempted, or given up after the deadline."""
+    FAILED = 2
+    """Some blocks did not arrive whole; decode computes them."""
+
+
+_REASONS = frozenset(int(reason) for reason in EndReason)
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all messages: an array of its type's number and its fields, in this order."""
+
+
+class Hello(Message, frozen=True, array_like=True, tag=1):
+    """Decode introduces itself; prefill answers with ``Welcome`` or ``Refused``."""
+
+    side: Identity
+
+
+class Welcome(Message, frozen=True, array_like=True, tag=2):
+    """Prefill accepts the peer."""
+
+    side: Identity
+
+
+class Refused(Message, frozen=True, array_like=True, tag=3):
+    """Prefill does not hand over to this peer: ``field`` differs."""
+
+    field: str
+    mine: str
+    theirs: str
+
+
+class Ask(Message, frozen=True, array_like=True, tag=4):
+    """Decode wants the blocks of a transfer from ``first`` on; ``hashes`` are theirs, 32 bytes each.
+
+    A higher ``attempt`` replaces a lower one. The source blocks are held for ``lease_ms`` after this message.
+    """
+
+    transfer: str
+    attempt: int
+    first: int
+    hashes: bytes
+    lease_ms: int
+
+
+class Granted(Message, frozen=True, array_like=True, tag=5):
+    """Prefill has the blocks, or will have them. Number 0 of the answers to an ``Ask``."""
+
+    transfer: str
+    attempt: int
+    seq: int
+
+
+class Ready(Message, frozen=True, array_like=True, tag=6):
+    """Planes ``first_plane`` to ``last_plane`` of ``count`` blocks from ``first`` on can be read.
+
+    ``places`` says where, in the connector's terms.
+    """
+
+    transfer: str
+    attempt: int
+    seq: int
+    first: int
+    count: int
+    first_plane: int
+    last_plane: int
+    places: tuple[int, ...]
+
+
+class Last(Message, frozen=True, array_like=True, tag=7):
+    """All planes were announced: the blocks' hashes, and the sum of each block, 8 bytes each (little-endian)."""
+
+    transfer: str
+    attempt: int
+    seq: int
+    hashes: bytes
+    sums: bytes
+
+
+class Renew(Message, frozen=True, array_like=True, tag=8):
+    """Decode still waits. It has the answers below ``received``, and has read those below ``read``."""
+
+    transfer: str
+    attempt: int
+    received: int
+    read: int
+    lease_ms: int
+
+
+class End(Message, frozen=True, array_like=True, tag=9):
+    """Decode needs the source blocks no more."""
+
+    transfer: str
+    attempt: int
+    reason: int
+
+
+class Failed(Message, frozen=True, array_like=True, tag=10):
+    """Prefill cannot hand over: it was aborted, the lease is over, or it does not know the transfer."""
+
+    transfer: str
+    attempt: int
+    reason: str
+
+
+class Stranger(Message, frozen=True, array_like=True, tag=11):
+    """The message before was for another process than this one."""
+
+
+AnyMessage = Hello | Welcome | Refused | Ask | Granted | Ready | Last | Renew | End | Failed | Stranger
+FromPrefill = Granted | Ready | Last | Failed
+FromDecode = Ask | Renew | End
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(envelope: Envelope, message: AnyMessage) -> bytes:
+    """Return the bytes of a message."""
+    header = _HEADER.pack(MAGIC, PROTOCOL_VERSION, 0, envelope.sender, envelope.target)
+    return header + _encoder.encode(message)
+
+
+def decode(data: bytes) -> tuple[Envelope, AnyMessage]:
+    """Read a message. Raises ``ProtocolError`` for anything else."""
+    if not _HEADER.size < len(data) <= MOST_BYTES:
+        raise ProtocolError(f"a message of {len(data)} bytes; they have {_HEADER.size + 1} to {MOST_BYTES}")
+    magic, version, _, sender, target = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise ProtocolError("the message does not begin like one of a transfer")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"protocol: the peer speaks version {version}, this process {PROTOCOL_VERSION}; "
+            "run the same fdcache on both instances"
+        )
+    try:
+        message = _decoder.decode(memoryview(data)[_HEADER.size :])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a message cannot be read: {error}") from error
+    _check(message)
+    return Envelope(sender, target), message
+
+
+def _check(message: AnyMessage) -> None:
+    if isinstance(message, Ask | Last) and len(message.hashes) % 32:
+        raise ProtocolError(f"hashes: {len(message.hashes)} bytes are not a multiple of 32")
+    if isinstance(message, Last) and len(message.sums) * 4 != len(message.hashes):
+        raise ProtocolError(f"sums: {len(message.sums)} bytes for {len(message.hashes) // 32} blocks")
+    if isinstance(message, End) and message.reason not in _REASONS:
+        raise ProtocolError(f"reason: {message.reason} is none of {sorted(_REASONS)}")
+    numbers = [value for value in msgspec.structs.astuple(message) if isinstance(value, int)]
+    if numbers and min(numbers) < 0:
+        raise ProtocolError("a negative number")
+
+
+_SAME = (
+    "connector",
+    "block_size",
+    "tp_size",
+    "rank",
+    "planes",
+    "draft_layers",
+    "lookahead_tokens",
+    "record_bytes",
+    "fingerprint",
+)
+
+
+def difference(prefill: Identity, decode_side: Identity) -> Refused | None:
+    """Return the first field for which these two cannot hand over, None if they can."""
+    if prefill.role == "decode":
+        return Refused("role", prefill.role, "prefill or mixed")
+    if decode_side.role == "prefill":
+        return Refused("role", "decode or mixed", decode_side.role)
+    for name in _SAME:
+        mine, theirs = getattr(prefill, name), getattr(decode_side, name)
+        if mine != theirs:
+            shown = [each.hex() if isinstance(each, bytes) else str(each) for each in (mine, theirs)]
+            return Refused(name, *shown)
+    return None

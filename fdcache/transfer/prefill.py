@@ -1,0 +1,370 @@
+"""The prefill side of transfers as a state machine without I/O.
+
+    side = PrefillSide(peer_lease=30.0)
+    side.offer(Offer(plan_id=7, transfer="request-1", hashes=hashes, slots=slots, num_planes=4), now)
+    side.computed(7, Part(0, 8, 0, 2), places)
+    side.receive(peer, message, now)
+    for effect in side.take_effects(): ...
+
+It decides which messages are sent, when sums are needed and when an offer has ended. It reads no clock and copies
+nothing: the endpoint does both, and property tests drive it with lost, late, repeated and reordered messages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.metadata import HashArray, Int32Array, UInt64Array
+from fdcache.transfer.messages import Ask, End, EndReason, Failed, FromDecode, Granted, Last, Ready, Renew
+
+Peer = bytes
+"""Boot id of a peer."""
+
+MOST_LEASE_SECONDS = 600.0
+_MOST_REMEMBERED = 4096
+
+
+class Part(NamedTuple):
+    """Planes ``first_plane`` to ``last_plane`` of blocks ``first`` to ``last`` of a transfer."""
+
+    first: int
+    last: int
+    first_plane: int
+    last_plane: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks that a prefill plan hands over: block i of the transfer has hash i and lies in slot i."""
+
+    plan_id: int
+    transfer: str
+    hashes: HashArray
+    slots: Int32Array
+    num_planes: int
+    wait: float
+    """Seconds until decode has to ask."""
+
+
+class SendEnd(StrEnum):
+    """How an offer ended."""
+
+    DONE = "done"
+    NOT_WANTED = "not_wanted"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+    PEER_GONE = "peer_gone"
+
+
+class SendMessage(NamedTuple):
+    """Effect: send a message to a peer."""
+
+    peer: Peer
+    message: Granted | Ready | Last | Failed
+
+
+class ComputeSums(NamedTuple):
+    """Effect: compute the sums of an offer's blocks while it lasts, and pass them to ``sums``."""
+
+    plan_id: int
+    slots: Int32Array
+
+
+class OfferEnded(NamedTuple):
+    """Effect: report the plan; nothing of it is sent any more. ``places`` are free again."""
+
+    plan_id: int
+    end: SendEnd
+    error: str | None
+    places: tuple[tuple[int, ...], ...]
+    peer: Peer | None = None
+
+
+class PlacesRead(NamedTuple):
+    """Effect: decode has read these places."""
+
+    plan_id: int
+    places: tuple[int, ...]
+
+
+Effect = SendMessage | ComputeSums | OfferEnded | PlacesRead
+
+
+@dataclass(slots=True)
+class _Answers:
+    """The numbered answers to one attempt of one peer."""
+
+    peer: Peer
+    attempt: int
+    first: int
+    last: int
+    log: list[Granted | Ready | Last] = field(default_factory=list)
+    freed: int = 0
+
+
+@dataclass(slots=True)
+class _Send:
+    offer: Offer
+    lease_end: float
+    is_computed: NDArray[np.bool_]
+    parts: list[tuple[Part, tuple[int, ...]]] = field(default_factory=list)
+    sums: UInt64Array | None = None
+    summing: bool = False
+    answers: _Answers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    peer: Peer
+    ask: Ask
+    until: float
+
+
+class PrefillSide:
+    """Offers of one rank and the decode peers that ask for them."""
+
+    def __init__(self) -> None:
+        self._sends: dict[int, _Send] = {}
+        self._by_transfer: dict[str, int] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        """Highest attempt that decode has ended, of transfers that it ended before they were offered."""
+        self._over: OrderedDict[str, str] = OrderedDict()
+        """Transfers whose offer has ended, and why."""
+        self._effects: list[Effect] = []
+
+    def __len__(self) -> int:
+        return len(self._sends)
+
+    @property
+    def num_waiting(self) -> int:
+        """Asks for transfers that are not offered yet."""
+        return len(self._waiting)
+
+    @property
+    def blocks_held(self) -> int:
+        """Blocks of all offers."""
+        return sum(len(send.offer.slots) for send in self._sends.values())
+
+    def take_effects(self) -> list[Effect]:
+        """Remove and return what is to be done, in order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # --- this instance ----------------------------------------------------------------------------------------
+
+    def offer(self, offer: Offer, now: float) -> None:
+        """Hand over the blocks of a plan, as they are computed, to whoever asks for the transfer."""
+        if offer.transfer in self._by_transfer:
+            reason = f"transfer {offer.transfer!r} is offered already"
+            self._effects.append(OfferEnded(offer.plan_id, SendEnd.FAILED, reason, ()))
+            return
+        self._over.pop(offer.transfer, None)
+        if self._ended.pop(offer.transfer, None) is not None:
+            self._effects.append(OfferEnded(offer.plan_id, SendEnd.NOT_WANTED, "not wanted by decode", ()))
+            return
+        computed = np.zeros((len(offer.slots), offer.num_planes), np.bool_)
+        self._sends[offer.plan_id] = _Send(offer, now + offer.wait, computed)
+        self._by_transfer[offer.transfer] = offer.plan_id
+        if (waiting := self._waiting.pop(offer.transfer, None)) is not None:
+            self._grant(self._sends[offer.plan_id], waiting.peer, waiting.ask, now)
+
+    def is_live(self, plan_id: int) -> bool:
+        """Return True until the offer of a plan has ended."""
+        return plan_id in self._sends
+
+    def is_complete(self, plan_id: int) -> bool:
+        """Return True once the sums of a live offer are known."""
+        return plan_id in self._sends and self._sends[plan_id].sums is not None
+
+    def computed(self, plan_id: int, part: Part, places: tuple[int, ...]) -> None:
+        """Announce a part of an offer, which can be read at ``places``. Ignored once the offer has ended."""
+        if (send := self._sends.get(plan_id)) is None:
+            return
+        send.parts.append((part, places))
+        send.is_computed[part.first : part.last, part.first_plane : part.last_plane] = True
+        self._announce(send, part, places)
+        if not send.summing and send.is_computed.all():
+            send.summing = True
+            self._effects.append(ComputeSums(plan_id, send.offer.slots))
+
+    def sums(self, plan_id: int, sums: UInt64Array) -> None:
+        """Take the sums of an offer's blocks. Ignored once the offer has ended."""
+        if (send := self._sends.get(plan_id)) is not None:
+            send.sums = sums
+            self._finish(send)
+
+    def cancel(self, plan_id: int, reason: str) -> None:
+        """End an offer whose blocks will not be complete, and tell decode. Idempotent."""
+        if (send := self._sends.get(plan_id)) is not None:
+            self._fail(send, SendEnd.CANCELLED, reason)
+
+    # --- peers ------------------------------------------------------------------------------------------------
+
+    def receive(self, peer: Peer, message: FromDecode, now: float) -> None:
+        """Take a message of a peer that was accepted."""
+        if isinstance(message, Ask):
+            self._asked(peer, message, now)
+        elif isinstance(message, Renew):
+            self._renewed(peer, message, now)
+        else:
+            self._end_by_decode(peer, message)
+
+    def peer_gone(self, peer: Peer) -> None:
+        """End the offers that a peer, whose process is proved gone, has asked for."""
+        for transfer in [key for key, each in self._waiting.items() if each.peer == peer]:
+            del self._waiting[transfer]
+        for send in list(self._sends.values()):
+            if send.answers is not None and send.answers.peer == peer:
+                self._end(send, SendEnd.PEER_GONE, "the decode process is gone")
+
+    def tick(self, now: float) -> None:
+        """End what has lasted too long."""
+        for send in list(self._sends.values()):
+            if now > send.lease_end:
+                reason = "decode did not ask" if send.answers is None else "decode did not renew its lease"
+                self._fail(send, SendEnd.EXPIRED, reason)
+        for transfer in [key for key, each in self._waiting.items() if now > each.until]:
+            waiting = self._waiting.pop(transfer)
+            failed = Failed(transfer, waiting.ask.attempt, "prefill has no such transfer")
+            self._effects.append(SendMessage(waiting.peer, failed))
+
+    def _asked(self, peer: Peer, ask: Ask, now: float) -> None:
+        if ask.attempt <= self._ended.get(ask.transfer, -1):
+            return
+        plan_id = self._by_transfer.get(ask.transfer)
+        if plan_id is None and (reason := self._over.get(ask.transfer)) is not None:
+            self._effects.append(SendMessage(peer, Failed(ask.transfer, ask.attempt, reason)))
+            return
+        if plan_id is None:
+            waiting = self._waiting.get(ask.transfer)
+            if waiting is None or ask.attempt >= waiting.ask.attempt:
+                self._waiting[ask.transfer] = _Waiting(peer, ask, now + _lease(ask.lease_ms))
+            return
+        send = self._sends[plan_id]
+        answers = send.answers
+        if answers is None or ask.attempt > answers.attempt:
+            self._grant(send, peer, ask, now)
+        elif answers.peer == peer and answers.attempt == ask.attempt:
+            send.lease_end = now + _lease(ask.lease_ms)
+            self._resend(answers, 0)
+
+    def _grant(self, send: _Send, peer: Peer, ask: Ask, now: float) -> None:
+        wanted = np.frombuffer(ask.hashes, np.uint8).reshape(-1, 32)
+        mine = send.offer.hashes[ask.first : ask.first + len(wanted)]
+        if len(mine) != len(wanted) or not np.array_equal(mine, wanted):
+            reason = f"the blocks from {ask.first} on are not those of prefill"
+            self._effects.append(SendMessage(peer, Failed(ask.transfer, ask.attempt, reason)))
+            return
+        send.lease_end = now + _lease(ask.lease_ms)
+        send.answers = _Answers(peer, ask.attempt, ask.first, ask.first + len(wanted))
+        self._answer(send, Granted(ask.transfer, ask.attempt, 0))
+        for part, places in send.parts:
+            self._announce(send, part, places)
+        self._finish(send)
+
+    def _announce(self, send: _Send, part: Part, places: tuple[int, ...]) -> None:
+        answers = send.answers
+        if answers is not None:
+            seq = len(answers.log)
+            message = Ready(
+                send.offer.transfer,
+                answers.attempt,
+                seq,
+                part.first,
+                part.last - part.first,
+                part.first_plane,
+                part.last_plane,
+                places,
+            )
+            self._answer(send, message)
+
+    def _finish(self, send: _Send) -> None:
+        answers = send.answers
+        if answers is None or send.sums is None:
+            return
+        wanted = slice(answers.first, answers.last)
+        hashes = np.ascontiguousarray(send.offer.hashes[wanted]).tobytes()
+        sums = np.ascontiguousarray(send.sums[wanted]).astype("<u8").tobytes()
+        self._answer(send, Last(send.offer.transfer, answers.attempt, len(answers.log), hashes, sums))
+
+    def _answer(self, send: _Send, message: Granted | Ready | Last) -> None:
+        assert send.answers is not None
+        send.answers.log.append(message)
+        self._effects.append(SendMessage(send.answers.peer, message))
+
+    def _resend(self, answers: _Answers, received: int) -> None:
+        self._effects += [SendMessage(answers.peer, message) for message in answers.log[received:]]
+
+    def _renewed(self, peer: Peer, renew: Renew, now: float) -> None:
+        plan_id = self._by_transfer.get(renew.transfer)
+        send = None if plan_id is None else self._sends[plan_id]
+        answers = None if send is None else send.answers
+        if send is None or answers is None or answers.peer != peer or answers.attempt != renew.attempt:
+            if answers is None or answers.peer != peer or renew.attempt > answers.attempt:
+                failed = Failed(renew.transfer, renew.attempt, "prefill does not hold this transfer any more")
+                self._effects.append(SendMessage(peer, failed))
+            return
+        send.lease_end = now + _lease(renew.lease_ms)
+        read = min(renew.read, len(answers.log))
+        for message in answers.log[answers.freed : read]:
+            if isinstance(message, Ready):
+                self._effects.append(PlacesRead(send.offer.plan_id, message.places))
+        answers.freed = max(answers.freed, read)
+        self._resend(answers, renew.received)
+
+    def _end_by_decode(self, peer: Peer, end: End) -> None:
+        waiting = self._waiting.get(end.transfer)
+        if waiting is not None and waiting.peer == peer and waiting.ask.attempt <= end.attempt:
+            del self._waiting[end.transfer]
+        plan_id = self._by_transfer.get(end.transfer)
+        if plan_id is None:
+            if end.transfer not in self._over:
+                self._remember(end.transfer, end.attempt)
+            return
+        send = self._sends[plan_id]
+        answers = send.answers
+        if answers is not None and (answers.peer != peer or answers.attempt > end.attempt):
+            return
+        reasons = {
+            EndReason.DONE: (SendEnd.DONE, None),
+            EndReason.NOT_WANTED: (SendEnd.NOT_WANTED, "not wanted by decode"),
+        }
+        self._end(send, *reasons.get(EndReason(end.reason), (SendEnd.FAILED, "blocks did not arrive whole")))
+
+    def _remember(self, transfer: str, attempt: int) -> None:
+        self._ended[transfer] = max(attempt, self._ended.get(transfer, -1))
+        self._ended.move_to_end(transfer)
+        if len(self._ended) > _MOST_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _remember_over(self, transfer: str, reason: str) -> None:
+        self._over[transfer] = reason
+        self._over.move_to_end(transfer)
+        if len(self._over) > _MOST_REMEMBERED:
+            self._over.popitem(last=False)
+
+    def _fail(self, send: _Send, end: SendEnd, reason: str) -> None:
+        if (answers := send.answers) is not None:
+            failed = Failed(send.offer.transfer, answers.attempt, reason)
+            self._effects.append(SendMessage(answers.peer, failed))
+        self._end(send, end, reason)
+
+    def _end(self, send: _Send, end: SendEnd, error: str | None) -> None:
+        del self._sends[send.offer.plan_id]
+        del self._by_transfer[send.offer.transfer]
+        self._remember_over(send.offer.transfer, error or "the transfer has ended")
+        places = tuple(places for _, places in send.parts)
+        peer = None if send.answers is None else send.answers.peer
+        self._effects.append(OfferEnded(send.offer.plan_id, end, error, places, peer))
+
+
+def _lease(milliseconds: int) -> float:
+    return min(milliseconds / 1000, MOST_LEASE_SECONDS)

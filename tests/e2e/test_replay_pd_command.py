@@ -1,0 +1,67 @@
+"""``fdcache replay --pd``: every byte compared, with and without faults."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.commands import fdcache
+
+SMALL = ("replay", "--pd", "--device-blocks", "1200", "--block-size", "32", "--host-memory", "0")
+"""The arguments of a small replay."""
+
+
+def report(*arguments: str, status: int = 0, **environment: str) -> Any:
+    found = fdcache(
+        *SMALL,
+        "--json",
+        *arguments,
+        FDCACHE_TRANSFER_TIMEOUT="1",
+        FDCACHE_TRANSFER_LEASE="0.5",
+        **environment,
+    )
+    assert found.returncode == status, found.stderr
+    return json.loads(found.stdout)
+
+
+def test_blocks_are_handed_over_and_flipped_ones_are_computed() -> None:
+    found = report("--requests", "30", "--faults", "flip=3,abort=2", "--seed", "3")
+    assert found["clean"]
+    assert found["wrong_blocks"] == 0
+    assert found["finished"] + found["aborted"] == found["requests"] > 20
+    assert found["compared_blocks"] > 100
+    assert found["transfers"]["fetch done"] > 5
+
+
+@pytest.mark.slow
+def test_kills_stops_aborts_and_resets_leave_nothing_and_change_no_byte() -> None:
+    found = report("--requests", "400", "--faults", "40")
+    assert found["clean"]
+    assert sum(found["faults"].values()) == 40
+
+
+@pytest.mark.slow
+def test_without_verification_flipped_bytes_are_seen() -> None:
+    found = report("--requests", "300", "--faults", "flip=30", status=1, FDCACHE_VERIFY="off")
+    assert found["wrong_blocks"] > 0
+    verified = report("--requests", "300", "--faults", "flip=30")
+    assert verified["wrong_blocks"] == 0
+    assert verified["transfers"]["fetch corrupt"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("replay", "--faults", "3"), "only a --pd has it"),
+        (("replay", "--pd", "--sweep", "device-blocks=1,2"), "a --pd"),
+        (("replay", "--pd", "--faults", "fire=3"), "'fire=3' is none"),
+        (("replay", "--pd", "--transfer", "rdma"), "not supported yet"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(arguments: tuple[str, ...], words: str) -> None:
+    found = fdcache(*arguments)
+    assert found.returncode != 0
+    assert words in " ".join(found.stderr.split())
+    assert "Traceback" not in found.stderr

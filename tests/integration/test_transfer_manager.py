@@ -1,0 +1,301 @@
+"""Hand-overs between two instances of manager and controller in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fdcache.errors import RequestStateError, TransferError
+from fdcache.manager import CacheManager, Request
+from fdcache.manager.requests import PeerSource
+from fdcache.manager.results import LoadStatus, MatchStatus
+from fdcache.settings.cache import CacheSettings
+from tests.transfer_help import BLOCK, LAYOUT, Instance, prompt_of
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Instance, Instance]]:
+    with Instance("prefill", tmp_path, "p") as prefill, Instance("decode", tmp_path, "d") as decode:
+        yield prefill, decode
+
+
+def is_clean(*instances: Instance) -> bool:
+    for each in instances:
+        each.manager.check_integrity()
+    return all(
+        not each.manager.get_stats().plans_in_flight and not len(each.manager._requests) for each in instances
+    )
+
+
+def test_blocks_arrive_while_prefill_computes(pair: tuple[Instance, Instance]) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("r", prompt_of(1, 6)), Request("r", prompt_of(1, 6))
+    assert decode.fetch(theirs, prefill.source("r")) == 6
+    prefill.start(mine)
+    prefill.manager.send([(mine, "r")])
+    prefill.step()
+    prefill.compute(mine, "r", 0, 3)
+    decode.until(lambda: decode.transfers.connector.read_bytes == LAYOUT.payload_bytes * 3)
+    assert not decode.outcomes
+    prefill.compute(mine, "r", 3)
+    prefill.manager.request_finish([mine])
+    decode.until(lambda: decode.outcomes)
+    assert [(each.status, each.recompute_from) for each in decode.outcomes] == [
+        (LoadStatus.CONFIRMED, 6 * BLOCK)
+    ]
+    assert decode.wrong_blocks(theirs, 0, 6) == []
+    decode.manager.request_finish([theirs])
+    prefill.until(lambda: is_clean(prefill, decode))
+    again = Request("again", prompt_of(1, 6))
+    assert decode.start(again) == 6 * BLOCK
+    assert prefill.start(Request("too", prompt_of(1, 6))) == 6 * BLOCK
+
+
+def test_only_blocks_that_decode_lacks_are_read(pair: tuple[Instance, Instance]) -> None:
+    prefill, decode = pair
+    for name, blocks, lacking in (("a", 3, 3), ("b", 6, 3), ("c", 6, 0)):
+        mine, theirs = Request(name, prompt_of(2, blocks)), Request(name, prompt_of(2, blocks))
+        prefill.start(mine)
+        prefill.manager.send([(mine, name)])
+        prefill.step()
+        prefill.compute(mine, name)
+        prefill.manager.request_finish([mine])
+        assert decode.fetch(theirs, prefill.source(name)) == lacking
+        if lacking:
+            decode.until(lambda: decode.outcomes)
+        assert decode.wrong_blocks(theirs, 0, blocks) == []
+        decode.outcomes.clear()
+        decode.manager.request_finish([theirs])
+        prefill.until(lambda: is_clean(prefill, decode), decode)
+    assert decode.transfers.connector.read_bytes == 6 * LAYOUT.payload_bytes
+
+
+def test_a_prefix_on_the_host_is_loaded_and_the_rest_fetched(tmp_path: Path) -> None:
+    with (
+        Instance("prefill", tmp_path, "p") as prefill,
+        Instance("decode", tmp_path, "d", blocks=8, host_blocks=32) as decode,
+    ):
+        first = Request("first", prompt_of(3, 6)[: 3 * BLOCK + 1])
+        decode.start(first)
+        decode.compute(first, "none")
+        decode.manager.request_finish([first])
+        decode.until(lambda: decode.host_blocks == 3)
+        other = Request("other", prompt_of(4, 7))
+        decode.start(other)  # evicts what is on the device
+        decode.step()
+        decode.manager.request_finish([other])
+        mine, theirs = Request("r", prompt_of(3, 6)), Request("r", prompt_of(3, 6))
+        prefill.start(mine)
+        prefill.manager.send([(mine, "r")])
+        prefill.step()
+        prefill.compute(mine, "r")
+        assert decode.fetch(theirs, prefill.source("r")) == 3
+        decode.until(lambda: decode.outcomes)
+        assert [(each.status, each.recompute_from) for each in decode.outcomes] == [
+            (LoadStatus.CONFIRMED, 6 * BLOCK)
+        ]
+        assert decode.manager.get_stats().counters.blocks_loaded >= 1
+        assert decode.wrong_blocks(theirs, 0, 6) == []
+
+
+def test_a_changed_block_and_those_above_it_are_computed(pair: tuple[Instance, Instance]) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("r", prompt_of(5, 6)), Request("r", prompt_of(5, 6))
+    prefill.start(mine)
+    prefill.manager.send([(mine, "r")])
+    prefill.step()
+    prefill.compute(mine, "r")
+    prefill.until(lambda: prefill.transfers.sent_blocks_held == 6)
+    prefill.planes[3][mine.block_table[2]][7] ^= 4  # a bit flips
+    assert decode.fetch(theirs, prefill.source("r")) == 6
+    decode.until(lambda: decode.outcomes)
+    outcome = decode.outcomes[0]
+    assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 2 * BLOCK)
+    assert "block 2 differ" in (outcome.error_message or "")
+    assert decode.manager.get_stats().counters.blocks_corrupt_from_peer == 1
+    decode.compute(theirs, "none", 2)
+    assert decode.wrong_blocks(theirs, 0, 6) == []
+    decode.manager.request_finish([theirs])
+    prefill.manager.request_finish([mine])
+    prefill.until(lambda: is_clean(prefill, decode))
+    assert decode.start(Request("again", prompt_of(5, 6))) == 6 * BLOCK
+
+
+def test_without_verification_a_changed_block_is_used(tmp_path: Path) -> None:
+    with (
+        Instance("prefill", tmp_path, "p") as prefill,
+        Instance("decode", tmp_path, "d", verifies=False) as decode,
+    ):
+        mine, theirs = Request("r", prompt_of(5, 6)), Request("r", prompt_of(5, 6))
+        prefill.start(mine)
+        prefill.manager.send([(mine, "r")])
+        prefill.step()
+        prefill.compute(mine, "r")
+        prefill.until(lambda: prefill.transfers.sent_blocks_held == 6)
+        prefill.planes[3][mine.block_table[2]][7] ^= 4
+        decode.fetch(theirs, prefill.source("r"))
+        decode.until(lambda: decode.outcomes)
+        assert decode.outcomes[0].status is LoadStatus.CONFIRMED
+        assert decode.wrong_blocks(theirs, 0, 6) == [2]
+
+
+def test_decode_that_does_not_want_the_blocks_frees_them_at_once(pair: tuple[Instance, Instance]) -> None:
+    prefill, decode = pair
+    mine = Request("r", prompt_of(6, 6))
+    prefill.start(mine)
+    prefill.manager.send([(mine, "r")])
+    prefill.step()
+    prefill.manager.request_finish([mine])
+    assert prefill.manager.get_stats().sending_blocks == 6
+    decode.manager.decline([prefill.source("r")])
+    decode.step()
+    prefill.until(lambda: is_clean(prefill))
+    assert {each.result for each in prefill.transfers.counts} == {"not_wanted"}
+
+
+def test_an_aborted_fetch_tells_prefill_and_gives_its_slots_back(pair: tuple[Instance, Instance]) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("r", prompt_of(7, 6)), Request("r", prompt_of(7, 6))
+    prefill.start(mine)
+    prefill.manager.send([(mine, "r")])
+    prefill.step()
+    prefill.compute(mine, "r", 0, 2)
+    decode.fetch(theirs, prefill.source("r"))
+    decode.until(lambda: decode.transfers.connector.read_bytes)
+    decode.manager.end_transfers([theirs])
+    decode.manager.request_finish([theirs])
+    decode.until(lambda: is_clean(decode))
+    assert decode.manager.num_free_device_blocks == 64
+    prefill.manager.request_finish([mine])
+    prefill.until(lambda: is_clean(prefill))
+    assert {each.result for each in prefill.transfers.counts} == {"not_wanted"}
+
+
+def test_an_aborted_prefill_lets_decode_compute(pair: tuple[Instance, Instance]) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("r", prompt_of(8, 6)), Request("r", prompt_of(8, 6))
+    prefill.start(mine)
+    prefill.manager.send([(mine, "r")])
+    prefill.step()
+    decode.fetch(theirs, prefill.source("r"))
+    prefill.compute(mine, "r", 0, 2)
+    decode.until(lambda: decode.transfers.connector.read_bytes)
+    prefill.manager.end_transfers([mine])
+    prefill.manager.request_finish([mine])
+    prefill.until(lambda: is_clean(prefill))
+    decode.until(lambda: decode.outcomes)
+    assert (decode.outcomes[0].status, decode.outcomes[0].recompute_from) == (LoadStatus.FAILED, 0)
+    assert "given up" in (decode.outcomes[0].error_message or "")
+
+
+def test_a_request_that_is_still_sent_is_matched_again_later(pair: tuple[Instance, Instance]) -> None:
+    prefill, _ = pair
+    mine = Request("r", prompt_of(9, 6))
+    prefill.start(mine)
+    prefill.manager.send([(mine, "r")])
+    prefill.step()
+    prefill.manager.request_finish([mine])
+    assert prefill.manager.match_prefix([mine])[0].status is MatchStatus.DEFERRED
+    prefill.manager.end_transfers([mine])
+    prefill.until(lambda: is_clean(prefill))
+    assert prefill.manager.match_prefix([mine])[0].status is MatchStatus.MATCHED
+
+
+def test_a_lease_that_nobody_asks_for_ends(tmp_path: Path) -> None:
+    with Instance("prefill", tmp_path, "p", wait=0.05) as prefill:
+        mine = Request("r", prompt_of(10, 6))
+        prefill.start(mine)
+        prefill.manager.send([(mine, "r")])
+        prefill.step()
+        prefill.manager.request_finish([mine])
+        prefill.until(lambda: is_clean(prefill))
+        assert prefill.transfers.leases_expired == 1
+
+
+def test_a_fetch_without_an_answer_ends_at_its_deadline(tmp_path: Path) -> None:
+    with (
+        Instance("prefill", tmp_path, "p") as prefill,
+        Instance("decode", tmp_path, "d", timeout=0.2) as decode,
+    ):
+        for name, address in (("a", prefill.address), ("b", f"ipc://{tmp_path}/nobody")):
+            source = PeerSource(name, (address,))
+            request = Request(name, prompt_of(11, 4))
+            assert decode.fetch(request, source) == 4
+            decode.until(lambda: decode.outcomes)
+            assert decode.outcomes.pop().status is LoadStatus.FAILED
+            decode.manager.request_finish([request])
+            decode.until(lambda: is_clean(decode))
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [({"role": "decode"}, "role"), ({"connector": "ipc", "role": "prefill"}, None)],
+)
+def test_a_peer_of_another_kind_is_refused_with_the_field(
+    tmp_path: Path, settings: dict[str, str], field: str | None
+) -> None:
+    with (
+        Instance(settings["role"], tmp_path, "p") as peer,
+        Instance("decode", tmp_path, "d", timeout=2.0) as decode,
+    ):
+        request = Request("r", prompt_of(12, 4))
+        decode.fetch(request, peer.source("r"))
+        if field is None:
+            decode.until(lambda: decode.transfers.peers[0].state == "accepted")
+            return
+        decode.until(lambda: decode.outcomes)
+        assert f"refused: {field} is" in (decode.outcomes[0].error_message or "")
+
+
+def test_held_slots_beyond_the_limit_stop_fetches(tmp_path: Path) -> None:
+    with Instance("decode", tmp_path, "d", held=0.0) as decode:
+        first, second = Request("a", prompt_of(13, 4)), Request("b", prompt_of(14, 4))
+        nowhere = PeerSource("a", (f"ipc://{tmp_path}/nobody",))
+        assert decode.fetch(first, nowhere) == 4
+        decode.manager.request_finish([first])
+        assert decode.manager.get_stats().held_blocks == 4
+        assert decode.fetch(second, nowhere) == 0
+        assert decode.manager.get_stats().counters.fetches_skipped == 1
+        decode.until(lambda: decode.manager.get_stats().held_blocks == 0)
+
+
+def test_calls_without_transfers_are_refused() -> None:
+    manager = CacheManager(CacheSettings(device_blocks=8), LAYOUT)
+    with pytest.raises(TransferError, match="FDCACHE_TRANSFER"):
+        manager.send([(Request("r", prompt_of(1, 2)), "r")])
+
+
+def test_sending_before_the_allocation_is_refused(pair: tuple[Instance, Instance]) -> None:
+    prefill, _ = pair
+    with pytest.raises(RequestStateError, match="allocate"):
+        prefill.manager.send([(Request("r", prompt_of(1, 2)), "r")])
+
+
+def test_a_thousand_aborts_leave_nothing(tmp_path: Path) -> None:
+    count, blocks = 1000, 3200
+    with (
+        Instance("prefill", tmp_path, "p", blocks=blocks) as prefill,
+        Instance("decode", tmp_path, "d", blocks=blocks) as decode,
+    ):
+        mine = [Request(f"{i}", prompt_of(100 + i, 2)) for i in range(count)]
+        theirs = [Request(f"{i}", prompt_of(100 + i, 2)) for i in range(count)]
+        for each in mine:
+            prefill.start(each)
+            prefill.manager.send([(each, each.request_id)])
+        prefill.step()
+        for each in theirs:
+            decode.manager.match_prefix([each])
+            decode.manager.fetch([(each, prefill.source(each.request_id))])
+            assert decode.manager.allocate_device_blocks([(each, 2 * BLOCK)])[0].ok
+        decode.step()
+        for index in np.random.default_rng(0).permutation(count).tolist():
+            prefill.controller.layer_computed(0, {str(index): 2})
+            decode.manager.end_transfers([theirs[index]])
+            decode.manager.request_finish([theirs[index]])
+        prefill.manager.request_finish(mine)
+        decode.until(lambda: is_clean(decode))
+        prefill.until(lambda: is_clean(prefill))
+        assert decode.manager.num_free_device_blocks == prefill.manager.num_free_device_blocks == blocks
