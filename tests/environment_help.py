@@ -172,8 +172,43 @@ def formatter(server: Server) -> object:
         logger.handlers, logger.level, logger.propagate = before
 
 
+def embedded(read: Read) -> Callable[[], object]:
+    """Return an effect on a manager and a controller of the settings, with planes of their own."""
+
+    def observe() -> object:
+        settings = Settings.load()
+        layout = KVLayout.uniform(
+            model="m", revision="1", block_size=64, num_layers=2, kv_heads=1, head_dim=8, dtype="float16"
+        )
+        manager = CacheManager.from_settings(layout, settings, device_bytes=1 << 20)
+        controller = CacheController.from_settings(layout, settings)
+        try:
+            controller.initialize_kv_cache(8)
+            return read(Engine(manager, controller, 8))
+        finally:
+            controller.shutdown()
+            manager.close()
+
+    return observe
+
+
+def peer_terms(name: str) -> Callable[[], object]:
+    return embedded(lambda engine: getattr(engine.manager._handovers._terms.settings, name))
+
+
+def endpoint(read: Read) -> Callable[[], object]:
+    """Return an effect on the endpoint that answers peers."""
+
+    def observe(engine: Engine) -> object:
+        engine.controller.open_transfer()
+        return read(engine.controller._transfer)
+
+    return embedded(observe)
+
+
 STORAGE = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": "{dir}/blocks", "FDCACHE_STORAGE_SIZE": "1MiB"}
 SERVED = {"FDCACHE_SERVER": "{service}"}
+PEERS = {"FDCACHE_TRANSFER": "ipc"}
 
 CASES: dict[str, Case] = {
     "FDCACHE_ENV_FILE": Case("{dir}/file.env", device_blocks, lambda server: server.arena.total_bytes),
@@ -294,6 +329,26 @@ CASES: dict[str, Case] = {
         lambda engine: engine.manager._storage.writes._write_blocks,
         storage_in_service("write_blocks"),
         beside=STORAGE,
+    ),
+    "FDCACHE_TRANSFER": Case(
+        "ipc", elsewhere=embedded(lambda engine: engine.controller.open_transfer() is None)
+    ),
+    "FDCACHE_TRANSFER_ROLE": Case(
+        "decode", elsewhere=endpoint(lambda opened: opened._settings.role), beside=PEERS
+    ),
+    "FDCACHE_TRANSFER_ADDRESS": Case(
+        "ipc://{dir}/peers.sock", elsewhere=endpoint(lambda opened: opened.address), beside=PEERS
+    ),
+    "FDCACHE_TRANSFER_DIR": Case(
+        "{dir}/blocks", elsewhere=endpoint(lambda opened: opened._connector.memory), beside=PEERS
+    ),
+    "FDCACHE_TRANSFER_TIMEOUT": Case("7s", elsewhere=peer_terms("timeout"), beside=PEERS),
+    "FDCACHE_TRANSFER_LEASE": Case(
+        "7s", elsewhere=endpoint(lambda opened: opened._decode._lease_ms), beside=PEERS
+    ),
+    "FDCACHE_TRANSFER_HELD": Case("0.5", elsewhere=peer_terms("held"), beside=PEERS),
+    "FDCACHE_TRANSFER_THREADS": Case(
+        "3", elsewhere=endpoint(lambda opened: opened._connector._threads._max_workers), beside=PEERS
     ),
     "FDCACHE_MOONCAKE_LOG_LEVEL": Case(
         "0",

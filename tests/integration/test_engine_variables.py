@@ -7,6 +7,7 @@ import logging
 import logging.handlers
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ import pytest
 
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy import CacheController, CacheManager, layout_from_config
-from fdcache.layout import PlaneKind
+from fdcache.layout import KVLayout, PlaneKind
 from fdcache.manager import CacheManager as Manager
+from fdcache.manager import Request
 from fdcache.replay.scheduler import Scheduler
 from fdcache.settings import VARIABLES, Settings
 from fdcache.settings.legacy import OLD_VARIABLES
@@ -209,6 +211,25 @@ class TestService:
         finally:
             logger.handlers[:], logger.propagate = former[0], former[2]
             logger.setLevel(former[1])
+
+
+class TestHandOver:
+    @pytest.mark.parametrize(
+        ("values", "seconds"), [({}, 30), ({"FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS": "7"}, 7)]
+    )
+    def test_prefill_waits_for_decode_as_configured(self, values: dict[str, str], seconds: float) -> None:
+        settings = Settings.load(environ={"FDCACHE_TRANSFER": "ipc", "FDCACHE_DEVICE_BLOCKS": "8", **values})
+        layout = KVLayout.uniform(
+            model="m", revision="1", block_size=64, num_layers=1, kv_heads=1, head_dim=8, dtype="float16"
+        )
+        with closing(Manager.from_settings(layout, settings)) as manager:
+            request = Request("a", list(range(100)))
+            manager.match_prefix([request])
+            assert manager.allocate_device_blocks([(request, 100)])[0].ok
+            manager.send([(request, "transfer")])
+            (plan,) = manager.take_plans()
+            (task,) = plan.peers
+            assert task.timeout == seconds
 
 
 class TestDeterministicMode:

@@ -153,7 +153,7 @@ class TestMisses:
         with local_service(tmp_path / "s", **small) as service:
             engine = Engine(service.address, device_blocks=64)
             engine.serve(PROMPT)
-            until(lambda: ready_blocks(service), "its first blocks are stored")
+            until(lambda: ready_blocks(service) > 0, "its first blocks are stored")
             starts = iter(range(1000, 10**6, 1000))
 
             def has_evicted() -> bool:
@@ -165,7 +165,9 @@ class TestMisses:
             until(has_evicted, "the blocks are evicted")
             assert self.look_up(engine, PROMPT) == 0
             engine.close()
-            until(lambda: self.missed(service).get("evicted") == 10, "the misses are counted as evictions")
+            # Not all: blocks of the prompt may have found no room.
+            until(lambda: self.missed(service).get("evicted", 0) > 0, "misses are counted as evictions")
+            assert set(self.missed(service)) <= {"not_stored", "evicted"}
 
     def test_corrupt_blocks_and_their_descendants(self, tmp_path: Path) -> None:
         (tmp_path / "s").mkdir()
