@@ -39,11 +39,11 @@ class Instance:
         blocks: int = 64,
         host_blocks: int = 0,
         verifies: bool = True,
-        wait: float = 20.0,
+        wait: float = 120.0,
         rank_settings: TransferSettings | None = None,
         **peers: Any,
     ) -> None:
-        options = {"timeout": 20.0, "lease": 2.0, "connector": "ipc", **peers}
+        options = {"timeout": 120.0, "lease": 120.0, "connector": "ipc", **peers}
         self.settings = PeerSettings(
             role=role, address=f"ipc://{directory}/{name}", directory=directory, **options
         )

@@ -239,7 +239,7 @@ def test_a_peer_of_another_kind_is_refused_with_the_field(
 ) -> None:
     with (
         Instance(settings["role"], tmp_path, "p") as peer,
-        Instance("decode", tmp_path, "d", timeout=2.0) as decode,
+        Instance("decode", tmp_path, "d") as decode,
     ):
         request = Request("r", prompt_of(12, 4))
         decode.fetch(request, peer.source("r"))
