@@ -40,6 +40,7 @@ class Instance:
         host_blocks: int = 0,
         verifies: bool = True,
         wait: float = 120.0,
+        server: str | None = None,
         rank_settings: TransferSettings | None = None,
         **peers: Any,
     ) -> None:
@@ -47,8 +48,12 @@ class Instance:
         self.settings = PeerSettings(
             role=role, address=f"ipc://{directory}/{name}", directory=directory, **options
         )
-        host_memory = host_blocks * LAYOUT.record_bytes
-        cache = CacheSettings(device_blocks=blocks, host_memory=host_memory, write_policy="write_through")
+        cache = CacheSettings(
+            device_blocks=blocks,
+            host_memory=host_blocks * LAYOUT.record_bytes,
+            server=server,
+            write_policy="write_through",
+        )
         self.manager = CacheManager(cache, LAYOUT, peers=PeerTerms(self.settings, wait))
         self.controller = CacheController(rank_settings or TransferSettings(group_layers=1), LAYOUT)
         self.planes = [

@@ -570,6 +570,7 @@ class CacheManager:
                 fetching_blocks=self._plans.blocks_in_flight(SwapPurpose.FETCH),
                 held_blocks=self._handovers.held_blocks if self._handovers else 0,
                 loads=self._choices.figures(),
+                handovers=self._handovers.tally.counts() if self._handovers else [],
             )
 
     def _blocks_being_loaded(self) -> int:

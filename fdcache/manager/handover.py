@@ -15,6 +15,7 @@ from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan
 from fdcache.plans.blocks import Blocks
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger, make_swap
 from fdcache.settings.peers import PeerSettings
+from fdcache.tiers.handovers import HandoverTally
 from fdcache.tiers.statistics import Counters
 
 
@@ -55,6 +56,7 @@ class Handovers:
         self._requests = requests
         self._counters = counters
         self._num_device_blocks = num_device_blocks
+        self.tally = HandoverTally()
         self._unsent: list[_Unsent] = []
         self._declined: list[PeerSource] = []
         self._cancelled: list[int] = []

@@ -37,8 +37,8 @@ from fdcache.replay.pd_instance import (
 from fdcache.replay.workloads import WorkItem
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings, TransferRole
+from fdcache.tiers.statistics import HandoverCount
 from fdcache.transfer.factory import require_connector
-from fdcache.transfer.statistics import TransferCount
 
 _START_SECONDS = 60.0
 _STALL_SECONDS = 120.0
@@ -243,7 +243,7 @@ class _Faults:
             if kind is not FaultKind.FLIP
             for _ in range(count * bool(requests))
         ]
-        random.shuffle(kinds)  # type: ignore[arg-type]
+        random.shuffle(kinds)
         after = np.sort(random.integers(0, requests, len(kinds)) + 1) if kinds else ()
         flipped = random.choice(requests, flips, replace=False) if flips else ()
         return cls(deque(zip(map(int, after), kinds, strict=True)), frozenset(map(int, flipped)))
@@ -452,7 +452,7 @@ class _Driver:
             self._report.errors[role.value] = left.errors
             self._count(left.counts)
 
-    def _count(self, counts: tuple[TransferCount, ...]) -> None:
+    def _count(self, counts: tuple[HandoverCount, ...]) -> None:
         for each in counts:
             self._report.transfers[f"{each.direction} {each.result}"] += each.transfers
 

@@ -23,7 +23,7 @@ from fdcache.manager.results import AllocationFailure, LoadStatus, MatchStatus
 from fdcache.replay._pattern import PatternModel
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.statistics import TransferCount
+from fdcache.tiers.statistics import HandoverCount
 
 _IDLE_SECONDS = 0.001
 
@@ -117,7 +117,7 @@ class Left:
     blocks_in_use: int
     plans: int
     requests: int
-    counts: tuple[TransferCount, ...]
+    counts: tuple[HandoverCount, ...]
     errors: tuple[str, ...]
 
 
