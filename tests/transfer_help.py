@@ -40,6 +40,7 @@ class Instance:
         host_blocks: int = 0,
         verifies: bool = True,
         wait: float = 120.0,
+        keeps_asking: bool = True,
         server: str | None = None,
         rank_settings: TransferSettings | None = None,
         **peers: Any,
@@ -54,7 +55,7 @@ class Instance:
             server=server,
             write_policy="write_through",
         )
-        self.manager = CacheManager(cache, LAYOUT, peers=PeerTerms(self.settings, wait))
+        self.manager = CacheManager(cache, LAYOUT, peers=PeerTerms(self.settings, wait, keeps_asking))
         self.controller = CacheController(rank_settings or TransferSettings(group_layers=1), LAYOUT)
         self.planes = [
             each.reshape(blocks, -1).view(np.uint8)

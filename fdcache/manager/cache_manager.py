@@ -231,6 +231,8 @@ class CacheManager:
         """Undo matches that no allocation followed: unpin their blocks. Reads from storage go on."""
         with self._lock:
             for request in requests:
+                if self._handovers is not None:
+                    self._handovers.unmatched(request)
                 self._requests.unmatch(request)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
@@ -426,7 +428,7 @@ class CacheManager:
             self._set_time()
             if self._handovers is not None:
                 for request in requests:
-                    self._handovers.unwanted(request)
+                    self._handovers.released(request)
             self._requests.finish(requests)
             self._choices.forget(requests)
 
