@@ -39,17 +39,23 @@ class Instance:
         blocks: int = 64,
         host_blocks: int = 0,
         verifies: bool = True,
-        wait: float = 20.0,
+        wait: float = 120.0,
+        keeps_asking: bool = True,
+        server: str | None = None,
         rank_settings: TransferSettings | None = None,
         **peers: Any,
     ) -> None:
-        options = {"timeout": 20.0, "lease": 2.0, "connector": "ipc", **peers}
+        options = {"timeout": 120.0, "lease": 120.0, "connector": "ipc", **peers}
         self.settings = PeerSettings(
             role=role, address=f"ipc://{directory}/{name}", directory=directory, **options
         )
-        host_memory = host_blocks * LAYOUT.record_bytes
-        cache = CacheSettings(device_blocks=blocks, host_memory=host_memory, write_policy="write_through")
-        self.manager = CacheManager(cache, LAYOUT, peers=PeerTerms(self.settings, wait))
+        cache = CacheSettings(
+            device_blocks=blocks,
+            host_memory=host_blocks * LAYOUT.record_bytes,
+            server=server,
+            write_policy="write_through",
+        )
+        self.manager = CacheManager(cache, LAYOUT, peers=PeerTerms(self.settings, wait, keeps_asking))
         self.controller = CacheController(rank_settings or TransferSettings(group_layers=1), LAYOUT)
         self.planes = [
             each.reshape(blocks, -1).view(np.uint8)

@@ -59,7 +59,7 @@ def test_the_runs_reach_every_end() -> None:
         network.run()
         ends.update(network.ends)
         send_ends.update(network.send_ends)
-    assert set(ends) == set(FetchEnd) - {FetchEnd.REFUSED}
+    assert set(ends) == set(FetchEnd) - {FetchEnd.REFUSED, FetchEnd.DECLINED}
     assert set(send_ends) == set(SendEnd) - {SendEnd.PEER_GONE}
 
 
