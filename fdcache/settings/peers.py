@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from fdcache.settings.kinds import FilePath, Integer, Number, Seconds, Text
+from fdcache.settings.kinds import FilePath, Integer, Number, Seconds, Size, Text
 from fdcache.settings.variable import Component, Group, variable
 
 
@@ -25,8 +25,8 @@ class PeerSettings(Group):
     connector: Text = variable(
         "FDCACHE_TRANSFER",
         "none",
-        "How blocks are read from a prefill instance: none, ipc (shared memory of one node), or the name of an "
-        "installed connector. For blocks in CPU memory so far.",
+        "How blocks are read from a prefill instance: none, ipc (shared memory of one node), rdma (NIXL), or the name of "
+        "an installed connector. For blocks in CPU memory so far.",
     )
     role: TransferRole = variable(
         "FDCACHE_TRANSFER_ROLE",
@@ -68,6 +68,13 @@ class PeerSettings(Group):
     )
     threads: Integer = variable(
         "FDCACHE_TRANSFER_THREADS", 1, "Threads that read from peers with ipc.", ge=1, le=64, unit="threads"
+    )
+    ring: Size = variable(
+        "FDCACHE_TRANSFER_RING",
+        256 << 20,
+        "Memory in which rdma packs blocks for its peers, and as much again into which it reads.",
+        ge=1 << 20,
+        unit="bytes",
     )
 
     @property
