@@ -97,6 +97,23 @@ class ConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @runtime_checkable
+class Notifier(Protocol):
+    """Part of a connector that also carries messages from the rank that is read to the ranks that read from it.
+
+    A message may be lost. ``notifications`` is called often while a read is expected.
+    """
+
+    def listen(self, peer: bytes, memory: bytes) -> None:
+        """Prepare messages to the peer of this boot id."""
+
+    def notify(self, peer: bytes, data: bytes) -> bool:
+        """Send a message; return False if it has to go another way."""
+
+    def notifications(self) -> list[bytes]:
+        """Return the messages that have arrived since the last call."""
+
+
+@runtime_checkable
 class TransferConnector(Protocol):
     """Reads of one rank out of its peers. No method blocks for longer than a copy takes."""
 

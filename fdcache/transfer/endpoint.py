@@ -26,12 +26,12 @@ from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import decode, prefill
-from fdcache.transfer.connector import LocalPlanes, ReadOrder, ReadOutcome, TransferContext
+from fdcache.transfer.connector import LocalPlanes, Notifier, ReadOrder, ReadOutcome, TransferContext
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fetch, FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
 from fdcache.transfer.links import Links, LinkState, Outgoing, machine_id, rank_address
-from fdcache.transfer.messages import Granted, Identity
+from fdcache.transfer.messages import Envelope, Granted, Identity, encode
 from fdcache.transfer.prefill import (
     ComputeSums,
     Offer,
@@ -39,8 +39,10 @@ from fdcache.transfer.prefill import (
     Part,
     PlacesRead,
     PrefillSide,
+    Publish,
     SendMessage,
 )
+from fdcache.transfer.publishing import ComputedPart, Publisher
 from fdcache.transfer.statistics import PeerView, TransferStats, TransferView
 
 logger = logging.getLogger(__name__)
@@ -65,15 +67,6 @@ class EndpointOptions:
 
 
 @dataclass(slots=True)
-class _Ready:
-    """A part that is computed once ``event`` is reached."""
-
-    plan_id: int
-    part: Part
-    event: Event | None
-
-
-@dataclass(slots=True)
 class _Sending:
     """A send: what was marked as computed, by group."""
 
@@ -94,7 +87,7 @@ class _Fetching:
 @dataclass(slots=True)
 class _Queues:
     commands: deque[Callable[[float], None]] = field(default_factory=deque)
-    parts: deque[_Ready] = field(default_factory=deque)
+    parts: deque[ComputedPart] = field(default_factory=deque)
 
 
 class TransferEndpoint:
@@ -112,9 +105,6 @@ class TransferEndpoint:
         self._groups = options.groups or ((0, layout.total_layers),)
         self._group_ending_at = {last - 1: index for index, (_, last) in enumerate(self._groups)}
         self.address = rank_address(settings.address, options.rank)
-        self._decode = DecodeSide(
-            layout.num_planes, lease=settings.lease, renew=settings.renew, verifies=options.verifies
-        )
         self._prefill = PrefillSide()
         self._queues = _Queues()
         self._sends: dict[int, _Sending] = {}
@@ -181,7 +171,7 @@ class TransferEndpoint:
         if parts and record is not None:
             event = record()
         for plan_id, part in parts:
-            self._queues.parts.append(_Ready(plan_id, part, event))
+            self._queues.parts.append(ComputedPart(plan_id, part, event))
         if parts:
             self._wake()
 
@@ -244,6 +234,16 @@ class TransferEndpoint:
         boot = uuid.uuid4().bytes
         context = TransferContext(self._planes, self._settings, boot, self._wake)
         self._connector = open_connector(context)
+        self._decode = DecodeSide(
+            layout.num_planes,
+            lease=self._settings.lease,
+            renew=self._settings.renew,
+            verifies=options.verifies,
+            acknowledges=self._connector.stats().places_total > 0,
+        )
+        self._publisher = Publisher(
+            self._connector, self._prefill, lambda plan_id: self._sends[plan_id].task.swap.src_block_ids
+        )
         try:
             directory = _live_directory(self.address)
             deque(live_processes(directory), maxlen=0)  # removes the files of dead ones
@@ -286,17 +286,21 @@ class TransferEndpoint:
         for _ in range(len(commands)):
             commands.popleft()(now)
         self._links.tick(now)
+        for data in self._notifications():
+            self._links.take(data, now)
         self._take_links(now)
-        self._publish()
+        self._take_computed()
         for end in self._connector.poll():
             self._decode.read_ended(end.read_id, None if end.outcome is ReadOutcome.OK else end.error)
         self._prefill.tick(now)
         self._decode.tick(now)
         self._expire_unconnected(now)
         self._settle()
+        self._publisher.tick()
+        self._settle()
 
     def _patience(self) -> int:
-        if self._connector.needs_polling:
+        if self._connector.needs_polling or (self._fetches and isinstance(self._connector, Notifier)):
             return _POLLING_MS
         return _BUSY_MS if self._sends or self._fetches or self._queues.parts else _IDLE_MS
 
@@ -317,6 +321,9 @@ class TransferEndpoint:
                 self._ask(fetching, link.boot, now)
             for transfer, attempt in self._unwanted.pop(link.address, ()):
                 self._decode.decline(link.boot, transfer, attempt)
+        if isinstance(self._connector, Notifier):
+            for peer in events.greeted:
+                self._connector.listen(peer.boot, peer.memory)
         for each in events.received:
             if each.peer in self._links.incoming:
                 self._prefill.receive(each.peer, each.message, now)  # type: ignore[arg-type]
@@ -342,8 +349,8 @@ class TransferEndpoint:
         )
         self._prefill.offer(offer, now)
 
-    def _publish(self) -> None:
-        """Announce the parts that are computed, in order, as far as the connector has room."""
+    def _take_computed(self) -> None:
+        """Announce the parts that are computed, in order."""
         parts = self._queues.parts
         for _ in range(len(parts)):
             ready = parts.popleft()
@@ -351,21 +358,10 @@ class TransferEndpoint:
                 continue
             if not self._prefill.is_live(ready.plan_id):  # its offer is among the commands
                 parts.append(ready)
-                continue
-            if ready.event is not None and not ready.event.query():
+            elif ready.event is not None and not ready.event.query():
                 parts.append(ready)
-                continue
-            part = ready.part
-            most = self._connector.most_blocks(part.first_plane, part.last_plane)
-            head = part._replace(last=min(part.last, part.first + most))
-            slots = self._sends[ready.plan_id].task.swap.src_block_ids[head.first : head.last]
-            places = self._connector.publish(slots, part.first_plane, part.last_plane)
-            if places is None:
-                parts.append(ready)
-                continue
-            self._prefill.computed(ready.plan_id, head, places)
-            if head.last < part.last:
-                parts.append(_Ready(ready.plan_id, part._replace(first=head.last), None))
+            else:
+                self._prefill.computed(ready.plan_id, ready.part)
 
     def _end_send(
         self,
@@ -489,7 +485,9 @@ class TransferEndpoint:
             case SendMessage():
                 if isinstance(effect.message, Granted):
                     self._granted(effect.message.transfer)
-                self._links.to_decode(effect.peer, effect.message)
+                self._answer(effect)
+            case Publish():
+                self._publisher.publish(effect)
             case ComputeSums():
                 self._prefill.sums(effect.plan_id, self._sums(effect.slots))
             case OfferEnded():
@@ -506,6 +504,17 @@ class TransferEndpoint:
                 self._end_fetch(effect)
             case _:
                 self._links.to_prefill(effect.peer, effect.message)
+
+    def _answer(self, effect: SendMessage) -> None:
+        """Send a message to decode: by the connector, if it can, else by the links."""
+        if isinstance(self._connector, Notifier):
+            envelope = Envelope(self._links.mine.boot, effect.peer)
+            if self._connector.notify(effect.peer, encode(envelope, effect.message)):
+                return
+        self._links.to_decode(effect.peer, effect.message)
+
+    def _notifications(self) -> list[bytes]:
+        return self._connector.notifications() if isinstance(self._connector, Notifier) else []
 
     def _begin_read(self, effect: BeginRead) -> None:
         ready = effect.ready

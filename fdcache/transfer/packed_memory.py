@@ -84,7 +84,9 @@ class Packing:
             memory.bytes,
         )
 
-    def pack(self, planes: PlaneTable, num_blocks: int, slots: np.ndarray, to: PackedMemory, start: int) -> None:
+    def pack(
+        self, planes: PlaneTable, num_blocks: int, slots: np.ndarray, to: PackedMemory, start: int
+    ) -> None:
         """Copy blocks out of planes, one after the other. Raises ``IndexError`` for a slot that does not exist."""
         count = len(slots)
         ranks = np.arange(count, dtype=np.int32)

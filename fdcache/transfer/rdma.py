@@ -36,7 +36,6 @@ _kept: list[object] = []
 """Memory and agents of closed connectors into which a read may still write: it cannot be taken back."""
 
 
-
 def find_nixl() -> Any:
     """Import and return the installed NIXL package. Raises ``TransferNotFoundError`` if there is none."""
     for name in _PACKAGES:
