@@ -99,7 +99,7 @@ MESSAGES = st.one_of(
     st.builds(Renew, st.text(), NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     st.builds(End, st.text(), NUMBERS, st.sampled_from([0, 1, 2])),
     st.builds(Failed, st.text(), NUMBERS, st.text()),
-    st.just(Stranger()),
+    st.builds(Stranger, st.binary(min_size=16, max_size=16)),
 )
 
 
