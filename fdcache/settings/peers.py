@@ -44,6 +44,13 @@ class PeerSettings(Group):
         Path("/dev/shm"),
         "Folder of the shared memory of planes on the CPU with ipc, on a tmpfs.",
     )
+    peer_ranks: Integer | None = variable(
+        "FDCACHE_TRANSFER_PEER_RANKS",
+        None,
+        "Tensor-parallel ranks of the peer instances, a multiple or a divisor of the own. Unset, as many.",
+        ge=1,
+        unit="ranks",
+    )
     timeout: Seconds = variable(
         "FDCACHE_TRANSFER_TIMEOUT",
         30.0,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fdcache.devices.base import Event
 from fdcache.metadata import Int32Array
-from fdcache.transfer.connector import TransferConnector
+from fdcache.transfer.connector import Pieces, TransferConnector
 from fdcache.transfer.prefill import Part, PrefillSide, Publish
 
 
@@ -25,9 +25,13 @@ class Publisher:
     """Publishes the parts for which a peer asks, in order, as far as the connector has room."""
 
     def __init__(
-        self, connector: TransferConnector, side: PrefillSide, slots_of: Callable[[int], Int32Array]
+        self,
+        connector: TransferConnector,
+        side: PrefillSide,
+        slots_of: Callable[[int], Int32Array],
+        pieces: Pieces | None,
     ) -> None:
-        self._connector, self._side, self._slots_of = connector, side, slots_of
+        self._connector, self._side, self._slots_of, self._pieces = connector, side, slots_of, pieces
         self._wanted: deque[Publish] = deque()
 
     def publish(self, wanted: Publish) -> None:
@@ -54,7 +58,7 @@ class Publisher:
             most = self._connector.most_blocks(part.first_plane, part.last_plane)
             head = part._replace(last=min(part.last, part.first + most))
             slots = self._slots_of(wanted.plan_id)[head.first : head.last]
-            places = self._connector.publish(slots, part.first_plane, part.last_plane)
+            places = self._connector.publish(slots, part.first_plane, part.last_plane, self._pieces)
             if places is None:
                 break
             self._side.published(wanted.plan_id, wanted.peer, wanted.attempt, head, places)

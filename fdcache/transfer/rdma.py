@@ -11,6 +11,7 @@ import importlib
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -18,9 +19,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fdcache._core import PlaneTable
 from fdcache.errors import TransferError, TransferNotFoundError
 from fdcache.metadata import Int32Array
-from fdcache.transfer.connector import ConnectorStats, ReadEnd, ReadOrder, ReadOutcome, TransferContext
+from fdcache.transfer.connector import (
+    ConnectorStats,
+    Joint,
+    Pieces,
+    ReadEnd,
+    ReadOrder,
+    ReadOutcome,
+    TransferContext,
+)
 from fdcache.transfer.packed_memory import CHUNK_BYTES, PackedMemory, Packing, Region
 
 logger = logging.getLogger(__name__)
@@ -91,15 +101,17 @@ class _Read:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A peer that is read from. It was ``lost`` if it is kept only until its last run in flight has ended."""
+    """A peer that is read from."""
 
     name: str
     memory: _Memory
     chunks: Any
+    sizes: Sequence[int]
+    target: PlaneTable
+    """Planes, or pieces of them, into which it is read."""
     waiting: deque[_Run] = field(default_factory=deque)
     flying: list[_Run] = field(default_factory=list)
     chunks_flying: int = 0
-    lost: bool = False
 
 
 class RdmaConnector:
@@ -153,15 +165,17 @@ class RdmaConnector:
         record = Packing(self._sizes, first_plane, last_plane).record_bytes
         return max(self._out.nbytes // _PART_SHARE // record, 1)
 
-    def publish(self, slots: Int32Array, first_plane: int, last_plane: int) -> tuple[int, ...] | None:
+    def publish(
+        self, slots: Int32Array, first_plane: int, last_plane: int, pieces: Pieces | None = None
+    ) -> tuple[int, ...] | None:
         """Pack the blocks; return the ticket and the first chunk, None while there is no room."""
-        packing = Packing(self._sizes, first_plane, last_plane)
+        sizes, planes = self._sizes if pieces is None else pieces.sizes, self._planes
+        packing = Packing(sizes, first_plane, last_plane)
         region = self._out.take(len(slots) * packing.record_bytes)
         if region is None:
             return None
-        planes = self._planes
         packing.pack(
-            planes.table,
+            planes.table_of(pieces),
             planes.num_blocks,
             np.ascontiguousarray(slots),
             self._out,
@@ -179,12 +193,14 @@ class RdmaConnector:
 
     # --- the side that reads ------------------------------------------------------------------------------------
 
-    def connect(self, peer: bytes, memory: bytes) -> str | None:
+    def connect(self, peer: bytes, memory: bytes, joint: Joint | None = None) -> str | None:
         """Load the agent of a peer, and describe the chunks of its memory in one row."""
         if peer in self._peers:
             return None
-        if any(each.name == peer.hex() for each in self._lost):
-            return "memory: reads of the connection before are still in flight"
+        for lost in [each for each in self._lost if each.name == peer.hex()]:  # its agent is in use
+            self._lost.remove(lost)
+            self._peers[peer] = lost
+            return None
         try:
             described = msgspec.msgpack.decode(memory, type=_Memory)
             name = self._load(peer, described)
@@ -193,7 +209,9 @@ class RdmaConnector:
             return f"memory: the peer's description cannot be read: {error}"
         except Exception as error:  # noqa: BLE001 - NIXL has no common base of its errors
             return f"memory: NIXL cannot reach the peer: {type(error).__name__}: {error}"
-        self._peers[peer] = _Peer(name, described, chunks)
+        own = None if joint is None else joint.own
+        sizes = self._sizes if own is None else own.sizes
+        self._peers[peer] = _Peer(name, described, chunks, sizes, self._planes.table_of(own))
         return None
 
     def read(self, order: ReadOrder) -> None:
@@ -203,7 +221,7 @@ class RdmaConnector:
         if peer is None:
             self._end(order, ReadOutcome.PEER_GONE, "the peer is gone")
             return
-        packing = Packing(self._sizes, order.first_plane, order.last_plane)
+        packing = Packing(peer.sizes, order.first_plane, order.last_plane)
         record, size = packing.record_bytes, len(order.slots)
         first = order.places[1] if len(order.places) == 2 else peer.memory.chunks
         start = first * CHUNK_BYTES
@@ -241,7 +259,6 @@ class RdmaConnector:
             if name is not None:
                 self._unload(name)
             return
-        found.lost = True
         for run in (*found.waiting, *found.flying):
             self._fail(run.read, ReadOutcome.PEER_GONE, "the peer is gone")
         found.waiting.clear()
@@ -414,17 +431,17 @@ class RdmaConnector:
         if error is not None:
             self._fail(read, ReadOutcome.ERROR, error)
         elif not read.ended:
-            self._unpack(run, run.region)
+            self._unpack(peer, run, run.region)
         self._in.free(run.region)
 
-    def _unpack(self, run: _Run, region: Region) -> None:
-        read, planes = run.read, self._planes
+    def _unpack(self, peer: _Peer, run: _Run, region: Region) -> None:
+        read = run.read
         order, record = read.order, read.packing.record_bytes
         inside = (read.start + (order.skip + run.first_block) * record) % CHUNK_BYTES
         slots = np.ascontiguousarray(order.slots[run.first_block : run.last_block])
         start = region.first * CHUNK_BYTES + inside
-        read.packing.unpack(self._in, start, planes.table, planes.num_blocks, slots)
-        read.moved += len(slots) * sum(self._sizes[order.first_plane : order.last_plane])
+        read.packing.unpack(self._in, start, peer.target, self._planes.num_blocks, slots)
+        read.moved += len(slots) * sum(peer.sizes[order.first_plane : order.last_plane])
         read.unfinished -= 1
         if not read.unfinished:
             read.ended = True
