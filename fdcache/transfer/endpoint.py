@@ -361,7 +361,9 @@ class TransferEndpoint:
             ready = parts.popleft()
             if ready.plan_id not in self._sends:
                 continue
-            if not self._prefill.is_live(ready.plan_id) or (ready.event is not None and not ready.event.query()):  # its offer is among the commands
+            if not self._prefill.is_live(ready.plan_id) or (
+                ready.event is not None and not ready.event.query()
+            ):  # its offer is among the commands
                 parts.append(ready)
             else:
                 self._prefill.computed(ready.plan_id, ready.part)
