@@ -40,15 +40,14 @@ class InstanceRanks:
         self.planes: list[Planes] = []
         self._models: list[PatternModel] = []
         layers = np.array([plane.layer for plane in layout.planes], dtype=np.int32)
-        is_latent = layout.with_tp_size(shards).payload_bytes == layout.payload_bytes
-        parts = 1 if is_latent else shards // layout.tp_size
+        parts = 1 if layout.is_latent else shards // layout.tp_size
         for rank, controller in enumerate(self.controllers):
             tensors = controller.initialize_kv_cache(manager.num_device_blocks, shared=shared)
             planes = [each.reshape(each.shape[0], -1).view(np.uint8) for each in tensors]
             self.planes.append(planes)
             controller.initialize_host_cache(manager.host_cache)
             for part in range(parts):
-                number = 0 if is_latent else rank * parts + part
+                number = 0 if layout.is_latent else rank * parts + part
                 heads = [_part(plane, part, parts) for plane in planes]
                 model = PatternModel(heads, layers, layout.total_layers, layout.block_size, number)
                 self._models.append(model)

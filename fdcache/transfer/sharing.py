@@ -61,7 +61,7 @@ def share(layout: KVLayout, rank: int, peer_ranks: int | None) -> Sharing:
         theirs = layout.with_tp_size(peer_ranks)
     except LayoutError as error:
         raise TransferError(f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: {error}") from error
-    if theirs.payload_bytes == layout.payload_bytes:
+    if layout.is_latent:
         return _replicated(layout, theirs, rank)
     return _split(layout, theirs, rank)
 

@@ -35,6 +35,37 @@ def test_blocks_are_handed_over_and_flipped_ones_are_computed() -> None:
     assert sum(found["faults"].values()) == 5
 
 
+def test_head_ranges_are_handed_over_to_fewer_ranks_and_flipped_ones_are_computed() -> None:
+    found = report("--requests", "30", "--kv-heads", "2", "--pd-ranks", "2:1", "--faults", "flip=3,abort=2")
+    assert found["clean"]
+    assert found["compared_blocks"] > 100
+    assert found["transfers"]["fetch done"] > 5
+    assert found["transfers"]["fetch corrupt"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ("--pd-ranks", "1:2"),
+        ("--pd-ranks", "2:1", "--layout", "mla"),
+        ("--pd-ranks", "1:2", "--layout", "mla"),
+    ],
+)
+def test_ranks_of_unequal_instances_leave_nothing_and_change_no_byte(ranks: tuple[str, ...]) -> None:
+    heads = () if "mla" in ranks else ("--kv-heads", "2")
+    found = report("--requests", "150", *heads, *ranks, "--faults", "kill=2,stop=2,abort=2,reset=2")
+    assert found["clean"]
+    assert found["transfers"]["fetch done"] > 5
+
+
+@pytest.mark.slow
+def test_head_ranges_without_verification_show_flipped_bytes() -> None:
+    few = ("--requests", "100", "--kv-heads", "2", "--pd-ranks", "1:2", "--faults", "flip=20")
+    assert report(*few, status=1, FDCACHE_VERIFY="off")["wrong_blocks"] > 0
+    assert report(*few)["wrong_blocks"] == 0
+
+
 @pytest.mark.slow
 def test_blocks_are_handed_over_through_nixl_with_and_without_faults() -> None:
     require_nixl()
@@ -68,6 +99,9 @@ def test_without_verification_flipped_bytes_are_seen() -> None:
         (("replay", "--faults", "3"), "only a --pd has it"),
         (("replay", "--pd", "--sweep", "device-blocks=1,2"), "a --pd"),
         (("replay", "--pd", "--faults", "fire=3"), "'fire=3' is none"),
+        (("replay", "--pd", "--pd-ranks", "2"), "write the ranks of prefill and decode"),
+        (("replay", "--pd", "--pd-ranks", "3:1"), "cannot be divided evenly"),
+        (("replay", "--pd-ranks", "2:1"), "only a --pd has it"),
         (("replay", "--pd", "--transfer", "pigeons"), "no such connector"),
     ],
 )
