@@ -39,6 +39,7 @@ _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 _RUN_BYTES = 4 << 20
 _RUNS_PER_POLL = 8
 _CLOSE_SECONDS = 2.0
+_SPIN_SECONDS = 0.02
 _PEERS_SHARE = 2
 _PART_SHARE = 4
 
@@ -134,9 +135,9 @@ class RdmaConnector:
             )
         self._out, self._in = PackedMemory(size), PackedMemory(size)
         try:
-            self._agent = nixl.nixl_agent(
-                context.boot.hex(), nixl.nixl_agent_config(backends=["UCX"], num_threads=0)
-            )
+            # A progress thread of NIXL takes a core for ever; `poll` makes progress instead.
+            options = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent = nixl.nixl_agent(context.boot.hex(), options)
             self._registered = self._agent.register_memory(
                 [(each.address, each.nbytes, 0, "") for each in (self._out, self._in)], "DRAM"
             )
@@ -155,15 +156,17 @@ class RdmaConnector:
         self._loaded: dict[bytes, str] = {}
         """Agents of peers that read from this rank or are read from, each loaded once: twice would end its reads."""
         self._ended: list[ReadEnd] = []
+        self._arrived: list[bytes] = []
+        self._last_end = self._last_notice = 0.0
         self._reads = self._failed = self._bytes = self._in_flight = 0
         self._closed = False
 
     # --- the side that is read ----------------------------------------------------------------------------------
 
     def most_blocks(self, first_plane: int, last_plane: int) -> int:
-        """Return the blocks of a quarter of the memory."""
+        """Return the blocks of one run, so that decode reads one while the next is packed."""
         record = Packing(self._sizes, first_plane, last_plane).record_bytes
-        return max(self._out.nbytes // _PART_SHARE // record, 1)
+        return max(min(self._out.nbytes // _PART_SHARE, _RUN_BYTES) // record, 1)
 
     def publish(
         self, slots: Int32Array, first_plane: int, last_plane: int, pieces: Pieces | None = None
@@ -235,6 +238,7 @@ class RdmaConnector:
 
     def poll(self) -> list[ReadEnd]:
         """Move every read on; return those that have ended."""
+        self._take_notifications()
         for peer in (*self._peers.values(), *self._lost):
             self._advance(peer)
         self._forget_lost()
@@ -248,8 +252,9 @@ class RdmaConnector:
 
     @property
     def needs_polling(self) -> bool:
-        """True while reads have not ended."""
-        return self._in_flight > 0
+        """True while reads have not ended, here or perhaps at a peer, for which this side makes progress as well."""
+        sending = time.perf_counter() < self._last_notice + _SPIN_SECONDS
+        return self._in_flight > 0 or bool(self._published) or sending
 
     def disconnect(self, peer: bytes) -> None:
         """End the reads of a peer. Its agent is removed once NIXL has ended the runs in flight: until then they write."""
@@ -319,16 +324,23 @@ class RdmaConnector:
         except Exception as error:  # noqa: BLE001 - the peer may be gone; the message goes another way
             logger.info("transfer peer %s takes no notifications: %s", peer.hex()[:8], error)
             return False
+        self._last_notice = time.perf_counter()
         return True
 
     def notifications(self) -> list[bytes]:
         """Return the messages that have arrived since the last call."""
+        self._take_notifications()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _take_notifications(self) -> None:
+        """Let NIXL make progress, and take what has arrived."""
         try:
             arrived = self._agent.get_new_notifs()
         except Exception as error:  # noqa: BLE001 - NIXL has no common base of its errors
             logger.info("no notifications: %s", error)
-            return []
-        return [message for messages in arrived.values() for message in messages]
+            return
+        self._arrived += [message for messages in arrived.values() for message in messages]
 
     # --- agents -------------------------------------------------------------------------------------------------
 
@@ -364,7 +376,7 @@ class RdmaConnector:
             ended = [run for run in tuple(peer.flying) if self._has_ended(peer, run)]
             if not (self._begin_next(peer) or ended):
                 return
-        if peer.waiting:
+        if peer.waiting or (peer.flying and time.perf_counter() < self._last_end + _SPIN_SECONDS):
             self._wake()
 
     def _begin_next(self, peer: _Peer) -> bool:
@@ -417,6 +429,7 @@ class RdmaConnector:
     def _take_end(self, peer: _Peer, run: _Run, error: str | None) -> None:
         """Take the end of a run: copy its blocks into their slots, unless nobody wants them any more."""
         peer.flying.remove(run)
+        self._last_end = time.perf_counter()
         assert run.region is not None
         peer.chunks_flying -= run.region.count
         read = run.read

@@ -46,7 +46,7 @@ LARGE = KVLayout.uniform(
 """Blocks of 1 MiB."""
 
 SOURCE = """
-import json, pathlib, sys
+import json, pathlib, select, sys
 import numpy as np
 from tests.integration.test_transfer_rdma import LARGE, RDMA
 from fdcache.transfer.conformance import PeerPlanes
@@ -57,7 +57,8 @@ connector = RdmaConnector(planes.context(RDMA.model_copy(update={"ring": 32 << 2
 places = connector.publish(np.arange(8, dtype=np.int32), 0, LARGE.num_planes)
 sums = planes.sums(np.arange(8, dtype=np.int32)).tolist()
 print(json.dumps([planes.boot.hex(), connector.memory.hex(), places, sums]), flush=True)
-sys.stdin.read()
+while not select.select([sys.stdin], [], [], 0.001)[0]:
+    connector.poll()
 """
 
 
@@ -171,7 +172,13 @@ def test_messages_arrive_and_a_full_memory_publishes_nothing(tmp_path: Path) -> 
     source.listen(two.boot, target.memory)
     arrived: list[bytes] = []
     assert source.notify(two.boot, b"ready")
-    until(lambda: arrived.extend(target.notifications()) or arrived == [b"ready"], "the message arrives")
+
+    def has_arrived() -> bool:
+        source.poll()
+        arrived.extend(target.notifications())
+        return arrived == [b"ready"]
+
+    until(has_arrived, "the message arrives")
     most = source.most_blocks(0, one.layout.num_planes)
     slots = np.arange(12, dtype=np.int32)[:most]
     published = []

@@ -1,0 +1,321 @@
+"""Measure hand-overs from a prefill to a decode process: speed beside plain copies, and what they add to a first token.
+
+    python -m benchmarks.pd [--transfer ipc,rdma] [--mebibytes 64] [--layers 16] [--layer-ms 5] [--rounds 5]
+
+All of a run move the same bytes, in turns. ``copy`` is one copy of as many bytes within a process, ``nixl`` one READ of
+NIXL between the processes (with rdma). A hand-over of blocks that are computed already is as fast as it gets; one of
+blocks that are computed layer by layer shows what a decode instance adds to the time to first token of a mixed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import machine
+from fdcache.controller.cache_controller import CacheController
+from fdcache.layout import KVLayout
+from fdcache.manager import CacheManager, Request
+from fdcache.manager.handover import PeerTerms
+from fdcache.manager.requests import PeerSource
+from fdcache.settings.cache import CacheSettings, TransferSettings
+from fdcache.settings.peers import PeerSettings
+from fdcache.transfer.connector import ReadEnd, ReadOrder
+from fdcache.transfer.rdma import find_nixl
+
+MIB = 1 << 20
+CHUNK = 64 << 10
+
+
+def layout_of(layers: int) -> KVLayout:
+    """Return a layout with planes of 64 KiB."""
+    return KVLayout.uniform(
+        model="bench",
+        revision="1",
+        num_layers=layers,
+        block_size=32,
+        kv_heads=8,
+        head_dim=128,
+        dtype="bfloat16",
+    )
+
+
+class Instance:
+    """One instance with one rank."""
+
+    def __init__(
+        self, role: str, connector: str, layout: KVLayout, blocks: int, folder: Path, verify: bool
+    ) -> None:
+        peers = PeerSettings(
+            role=role, connector=connector, address=f"ipc://{folder}/{role}-{connector}-{verify}"
+        )
+        cache = CacheSettings(device_blocks=2 * blocks + 16)
+        self.manager = CacheManager(cache, layout, peers=PeerTerms(peers))
+        self.controller = CacheController(TransferSettings(first_group_layers=1, group_layers=4), layout)
+        shared = peers.directory if connector == "ipc" else None
+        for plane in self.controller.initialize_kv_cache(cache.device_blocks, shared=shared):
+            plane.reshape(-1).view(np.uint8)[:] = 7
+        self.controller.initialize_host_cache(self.manager.host_cache)
+        self.address = self.controller.open_transfer(peers, verifies=verify) or ""
+
+    def submit(self) -> None:
+        """Submit what is planned."""
+        for plan in self.manager.take_plans():
+            self.controller.submit_swap_tasks(plan)
+
+    def close(self) -> None:
+        """Release everything."""
+        self.controller.shutdown()
+        self.manager.close()
+
+
+def serve(
+    pipe: Connection, connector: str, layout: KVLayout, blocks: int, folder: Path, verify: bool
+) -> None:
+    """Be the prefill process: compute what is asked for, and answer with the time of the last layer."""
+    instance = Instance("prefill", connector, layout, blocks, folder, verify)
+    raw = _Raw(blocks * layout.payload_bytes) if connector == "rdma" else None
+    pipe.send((instance.address, raw.description if raw else None))
+    while (work := _receive(pipe, raw)) is not None:
+        name, tokens, layer_seconds = work
+        request = Request(name, tokens)
+        instance.manager.match_prefix([request])
+        assert instance.manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
+        instance.manager.send([(request, name)])
+        instance.submit()
+        start = time.monotonic()
+        for layer in range(layout.total_layers):
+            while time.monotonic() < start + (layer + 1) * layer_seconds:
+                time.sleep(0.0002)
+            instance.controller.layer_computed(layer, {name: len(request.block_hashes)})
+        pipe.send(time.monotonic())
+        instance.manager.request_finish([request])
+        while instance.manager.get_stats().plans_in_flight:
+            instance.manager.apply(instance.controller.poll())
+            time.sleep(0.0005)
+        instance.manager.reset_cache()
+        pipe.send("ready")
+    instance.close()
+
+
+def _receive(pipe: Connection, raw: _Raw | None) -> Any:
+    """Return what comes next, and let NIXL serve its readers until then."""
+    while not pipe.poll(0.001):
+        if raw is not None:
+            raw.agent.get_new_notifs()
+    return pipe.recv()
+
+
+class _Raw:
+    """Memory that NIXL reads as it is."""
+
+    def __init__(self, nbytes: int) -> None:
+        nixl = find_nixl()
+        self.chunks = -(-nbytes // CHUNK)
+        self.bytes = np.full(self.chunks * CHUNK, 7, np.uint8)
+        self.agent = nixl.nixl_agent(
+            f"raw-{time.monotonic_ns()}", nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        )
+        self.agent.register_memory([(self.bytes.ctypes.data, self.bytes.nbytes, 0, "")], "DRAM")
+        self.description = (self.agent.get_agent_metadata(), self.bytes.ctypes.data)
+
+    def _row(self, name: str, address: int) -> Any:
+        row = np.array([[address, CHUNK, 0, CHUNK, self.chunks]], np.uint64)
+        return self.agent.prep_xfer_dlist(name, row, "DRAM")
+
+    def reader(self, metadata: bytes, address: int) -> Callable[[], None]:
+        """Return a function that reads all of a peer's memory."""
+        name = self.agent.add_remote_agent(metadata)
+        mine, theirs = self._row("NIXL_INIT_AGENT", self.bytes.ctypes.data), self._row(name, address)
+        all_of_it = np.arange(self.chunks, dtype=np.int32)
+
+        def read() -> None:
+            handle = self.agent.make_prepped_xfer("READ", mine, all_of_it, theirs, all_of_it)
+            state = self.agent.transfer(handle)
+            while state == "PROC":
+                state = self.agent.check_xfer_state(handle)
+            assert state == "DONE", state
+            handle.release()
+
+        return read
+
+
+@dataclass
+class Recorder:
+    """A connector that notes when its reads begin and end."""
+
+    connector: Any
+    begun: list[float] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.connector, name)
+
+    def read(self, order: ReadOrder) -> None:
+        """Begin a read."""
+        self.begun.append(time.monotonic())
+        self.connector.read(order)
+
+    def poll(self) -> list[ReadEnd]:
+        """Return the reads that have ended."""
+        ended: list[ReadEnd] = self.connector.poll()
+        self.ended += [time.monotonic()] * len(ended)
+        return ended
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Seconds of one hand-over. ``added``: from the last layer of prefill to the blocks at decode, checked."""
+
+    total: float
+    wait: float
+    first: float
+    rest: float
+    check: float
+    added: float
+    ahead: float
+    """From the first group at decode to the last layer of prefill."""
+
+
+class Pair:
+    """A prefill process, and a decode instance in this one."""
+
+    def __init__(self, connector: str, layout: KVLayout, blocks: int, folder: Path, verify: bool) -> None:
+        self._layout, self._blocks = layout, blocks
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, connector, layout, blocks, folder, verify)
+        self._process = context.Process(target=serve, args=arguments, daemon=True)
+        self._process.start()
+        self._decode = Instance("decode", connector, layout, blocks, folder, verify)
+        self._address, raw = self._pipe.recv()
+        self._raw = _Raw(blocks * layout.payload_bytes) if raw else None
+        self.nixl = self._raw.reader(*raw) if self._raw and raw else None
+        endpoint = self._decode.controller._transfer
+        assert endpoint is not None
+        self._recorder = endpoint._connector = Recorder(endpoint._connector)
+        self._count = 0
+
+    def hand_over(self, layer_seconds: float) -> HandOver:
+        """Compute a prompt and hand it over."""
+        self._count += 1
+        decode, name = self._decode, f"bench-{self._count}"
+        random = np.random.default_rng(self._count)
+        tokens = random.integers(0, 50_000, self._blocks * self._layout.block_size + 1).astype(np.int32)
+        self._recorder.begun.clear()
+        self._recorder.ended.clear()
+        request = Request(name, tokens)
+        decode.manager.match_prefix([request])
+        assert decode.manager.fetch([(request, PeerSource(name, (self._address,)))])[0] == self._blocks
+        assert decode.manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
+        start = time.monotonic()
+        self._pipe.send((name, tokens, layer_seconds))
+        decode.submit()
+        while not (outcomes := decode.manager.apply(decode.controller.poll())):
+            time.sleep(0.0002)
+        end = time.monotonic()
+        assert outcomes[0].recompute_from == self._blocks * self._layout.block_size, outcomes
+        computed = self._pipe.recv()
+        assert self._pipe.recv() == "ready"
+        decode.manager.request_finish([request])
+        decode.manager.reset_cache()
+        begun, ended = self._recorder.begun[0], self._recorder.ended
+        return HandOver(
+            total=end - start,
+            wait=begun - start,
+            first=ended[0] - begun,
+            rest=ended[-1] - ended[0],
+            check=end - ended[-1],
+            added=end - computed,
+            ahead=computed - ended[0],
+        )
+
+    def close(self) -> None:
+        """End both."""
+        self._pipe.send(None)
+        self._process.join()
+        self._decode.close()
+
+
+@contextmanager
+def pair(connector: str, layout: KVLayout, blocks: int, verify: bool = True) -> Iterator[Pair]:
+    """Yield a pair of instances."""
+    with tempfile.TemporaryDirectory(prefix="fdcache-bench-") as folder:
+        made = Pair(connector, layout, blocks, Path(folder), verify)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start
+
+
+def measure(connector: str, layout: KVLayout, blocks: int, layer_seconds: float, rounds: int) -> None:
+    """Measure one connector, and print it."""
+    nbytes = blocks * layout.payload_bytes
+    source, target = np.full(nbytes, 7, np.uint8), np.zeros(nbytes, np.uint8)
+    times: dict[str, list[float]] = {"copy": [], "nixl": [], "reads": [], "hand-over": [], "unverified": []}
+    with pair(connector, layout, blocks) as verified, pair(connector, layout, blocks, verify=False) as other:
+        for each in (verified, other):
+            each.hand_over(0.0)  # connects
+        for _ in range(rounds):
+            times["copy"].append(timed(lambda: np.copyto(target, source)))
+            if verified.nixl is not None:
+                times["nixl"].append(timed(verified.nixl))
+            done = verified.hand_over(0.0)
+            times["reads"].append(done.first + done.rest)
+            times["hand-over"].append(done.total)
+            times["unverified"].append(other.hand_over(0.0).total)
+        layered = [verified.hand_over(layer_seconds) for _ in range(rounds)]
+    best = {name: min(values) for name, values in times.items() if values}
+    print(
+        f"\n{connector}: {nbytes / MIB:.0f} MiB, {blocks} blocks, planes of {layout.planes[0].nbytes >> 10} KiB"
+    )
+    for name, seconds in best.items():
+        shares = [f"{best[base] / seconds:.2f} of {base}" for base in ("copy", "nixl") if base in best]
+        print(f"  {name:<11}{nbytes / seconds / 1e9:6.2f} GB/s  {', '.join(shares)}")
+    print(f"  layer by layer, {layer_seconds * 1e3:g} ms a layer, medians of {rounds} in ms:")
+    parts = {name: median(getattr(each, name) for each in layered) for name in HandOver.__dataclass_fields__}
+    for name in ("wait", "first", "rest", "check"):
+        print(f"    {name:<8}{parts[name] * 1e3:8.2f}")
+    print(f"    added to the time to first token {parts['added'] * 1e3:.2f} of {parts['total'] * 1e3:.2f}")
+    print(f"    check: {100 * parts['check'] / parts['total']:.1f}% of the time to first token")
+    print(f"    the first group is at decode {parts['ahead'] * 1e3:.2f} ms before the last layer of prefill")
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--transfer", default="ipc,rdma")
+    parser.add_argument("--mebibytes", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layer-ms", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    layout = layout_of(options.layers)
+    print(machine())
+    for connector in options.transfer.split(","):
+        blocks = max(options.mebibytes * MIB // layout.payload_bytes, 1)
+        measure(connector, layout, blocks, options.layer_ms / 1e3, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
