@@ -238,8 +238,8 @@ class KVLayout:
     def with_tp_size(self, tp_size: int) -> KVLayout:
         """Return the layout of a rank of the same model with another tensor parallelism.
 
-        Planes are split, or joined, by the first dimension of their shape, the KV heads; those of latent attention stay.
-        They are packed, in the record and on the device. Raises ``LayoutError`` for heads that cannot be divided evenly.
+        Planes are split, or joined, by the first dimension of their shape, the KV heads; those of latent attention
+        stay. They are packed, in the record and on the device. Raises ``LayoutError`` for heads that cannot be divided.
         """
         _require_int("tp_size", tp_size, least=1)
         if tp_size == self.tp_size:

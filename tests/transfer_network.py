@@ -287,10 +287,8 @@ class Network:
             self.end_read(error="refused")
         elif choice < 0.06:
             self.stop_decode()
-        elif choice < 0.25:
-            self.compute()
         elif choice < 0.27:
-            self.publish()
+            self.random.choices((self.compute, self.publish), (10, 1))[0]()
         elif choice < 0.295:
             self.tick(self.random.choice((0.1, 0.3, 1.0)))
         elif choice < 0.39:

@@ -25,8 +25,8 @@ class PeerSettings(Group):
     connector: Text = variable(
         "FDCACHE_TRANSFER",
         "none",
-        "How blocks are read from a prefill instance: none, ipc (shared memory of one node), rdma (NIXL), or the name of "
-        "an installed connector. For blocks in CPU memory so far.",
+        "How blocks are read from a prefill instance: none, ipc (shared memory of one node), rdma (NIXL), or the name "
+        "of an installed connector. For blocks in CPU memory so far.",
     )
     role: TransferRole = variable(
         "FDCACHE_TRANSFER_ROLE",

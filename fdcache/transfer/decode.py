@@ -125,8 +125,8 @@ class DecodeSide:
     """Fetches of one rank.
 
     ``lease``: seconds for which prefill is asked to hold its blocks after each message. ``renew``: seconds between
-    messages of a fetch that waits. Without ``verifies`` the sums are not compared. With ``acknowledges`` prefill is told
-    at once what was read, as it has no other room for what comes next.
+    messages of a fetch that waits. Without ``verifies`` the sums are not compared. With ``acknowledges`` prefill is
+    told at once what was read, as it has no other room for what comes next.
     """
 
     def __init__(

@@ -240,6 +240,11 @@ def difference(prefill: Identity, decode_side: Identity) -> Refused | None:
         if mine != theirs:
             shown = [each.hex() if isinstance(each, bytes) else str(each) for each in (mine, theirs)]
             return Refused(name, *shown)
+    return _unequal_ranks(prefill, decode_side)
+
+
+def _unequal_ranks(prefill: Identity, decode_side: Identity) -> Refused | None:
+    """Return what differs of the ranks and their planes."""
     if prefill.peer_tp_size != decode_side.tp_size or decode_side.peer_tp_size != prefill.tp_size:
         return Refused(
             "tp_size", *(f"{each.tp_size} for {each.peer_tp_size}" for each in (prefill, decode_side))

@@ -257,7 +257,7 @@ class RdmaConnector:
         return self._in_flight > 0 or bool(self._published) or sending
 
     def disconnect(self, peer: bytes) -> None:
-        """End the reads of a peer. Its agent is removed once NIXL has ended the runs in flight: until then they write."""
+        """End the reads of a peer. Its agent stays until NIXL has ended the runs in flight, which write until then."""
         name = self._loaded.get(peer)
         found = self._peers.pop(peer, None)
         if found is None:

@@ -109,8 +109,8 @@ def _piece(small: KVLayout, large: KVLayout, index: int, prefill: KVLayout) -> P
     for part, whole, record in zip(small.planes, large.planes, prefill.planes, strict=True):
         if part.nbytes % _WORD:
             raise TransferError(
-                f"FDCACHE_TRANSFER_PEER_RANKS: plane {part.kind.value} has {part.nbytes} bytes of a rank's heads, which "
-                f"are no multiple of {_WORD}"
+                f"FDCACHE_TRANSFER_PEER_RANKS: plane {part.kind.value} has {part.nbytes} bytes of a rank's heads, "
+                f"which are no multiple of {_WORD}"
             )
         start = index * part.nbytes
         assert start + part.nbytes <= whole.nbytes

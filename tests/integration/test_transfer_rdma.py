@@ -187,7 +187,8 @@ def test_messages_arrive_and_a_full_memory_publishes_nothing(tmp_path: Path) -> 
     assert len(published) >= 4
     source.withdraw(published[1])
     source.withdraw(published[1])
-    assert (again := source.publish(slots, 0, one.layout.num_planes)) is not None
+    again = source.publish(slots, 0, one.layout.num_planes)
+    assert again is not None
     source.withdraw(published[1])
     assert source.publish(slots, 0, one.layout.num_planes) is None, "the room of another part was freed"
     source.withdraw(again)
@@ -198,5 +199,5 @@ def test_messages_arrive_and_a_full_memory_publishes_nothing(tmp_path: Path) -> 
 
 def test_memory_for_less_than_four_blocks_is_refused(tmp_path: Path) -> None:
     planes = PeerPlanes(LARGE, 1, tmp_path)
-    with pytest.raises(TransferError, match="FDCACHE_TRANSFER_RING=3145728.*at least 4194304"):
+    with pytest.raises(TransferError, match=r"FDCACHE_TRANSFER_RING=3145728.*at least 4194304"):
         RdmaConnector(planes.context(RDMA.model_copy(update={"ring": 3 << 20})))
