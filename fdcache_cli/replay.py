@@ -211,8 +211,8 @@ def replay(
         str | None,
         typer.Option(
             metavar="FAULTS",
-            help="Faults of a --pd: a number of kills, stops, aborts and resets at random times, or kinds of kill, "
-            "stop, abort, reset and flip (a byte) such as kill=5,flip=3.",
+            help="Faults of a --pd: a number of kills, stops, aborts and resets between random requests, or kinds of "
+            "kill, stop, abort, reset and flip (a byte) such as kill=5,flip=3.",
         ),
     ] = None,
 ) -> None:

@@ -231,6 +231,8 @@ class CacheManager:
         """Undo matches that no allocation followed: unpin their blocks. Reads from storage go on."""
         with self._lock:
             for request in requests:
+                if self._handovers is not None:
+                    self._handovers.unmatched(request)
                 self._requests.unmatch(request)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
@@ -426,7 +428,7 @@ class CacheManager:
             self._set_time()
             if self._handovers is not None:
                 for request in requests:
-                    self._handovers.unwanted(request)
+                    self._handovers.released(request)
             self._requests.finish(requests)
             self._choices.forget(requests)
 
@@ -570,6 +572,7 @@ class CacheManager:
                 fetching_blocks=self._plans.blocks_in_flight(SwapPurpose.FETCH),
                 held_blocks=self._handovers.held_blocks if self._handovers else 0,
                 loads=self._choices.figures(),
+                handovers=self._handovers.tally.counts() if self._handovers else [],
             )
 
     def _blocks_being_loaded(self) -> int:

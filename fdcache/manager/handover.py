@@ -15,15 +15,20 @@ from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan
 from fdcache.plans.blocks import Blocks
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger, make_swap
 from fdcache.settings.peers import PeerSettings
+from fdcache.tiers.handovers import HandoverTally
 from fdcache.tiers.statistics import Counters
 
 
 @dataclass(frozen=True, slots=True)
 class PeerTerms:
-    """Settings of hand-overs. ``wait``: seconds for which a send waits for a peer to ask."""
+    """Settings of hand-overs. ``wait``: seconds for which a send waits for a peer to ask.
+
+    ``keeps_asking``: a fetch that finds no room is tried again; without it prefill is told that it is not wanted.
+    """
 
     settings: PeerSettings
     wait: float = 30.0
+    keeps_asking: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +60,7 @@ class Handovers:
         self._requests = requests
         self._counters = counters
         self._num_device_blocks = num_device_blocks
+        self.tally = HandoverTally()
         self._unsent: list[_Unsent] = []
         self._declined: list[PeerSource] = []
         self._cancelled: list[int] = []
@@ -106,6 +112,7 @@ class Handovers:
         else:
             count = self._requests.expect_from_peer(request, source)
         if not count:
+            self._requests.take_unasked(request)
             self.decline(source)
         return count
 
@@ -113,8 +120,23 @@ class Handovers:
         """Tell a peer that a transfer is not wanted."""
         self._declined.append(source)
 
+    def unmatched(self, request: Request) -> None:
+        """Take note that a request found no room, or is not wanted; call it before the request is released."""
+        if not self._terms.keeps_asking:
+            self._decline_unasked(request)
+
+    def released(self, request: Request) -> None:
+        """End what a request fetches, or would fetch; call it before the request is released."""
+        self._decline_unasked(request)
+        self.unwanted(request)
+
+    def _decline_unasked(self, request: Request) -> None:
+        if (source := self._requests.take_unasked(request)) is not None:
+            self.decline(source)
+
     def unwanted(self, request: Request) -> None:
-        """End the fetches that a request waits for; call it before the request is released."""
+        """End the fetches that a request waits for."""
+        self._requests.give_up_fetch(request)
         for plan_id, each in self._fetches.items():
             if each.request is request and each.is_waited_for:
                 self._cancelled.append(plan_id)
@@ -234,5 +256,5 @@ class Handovers:
             timeout=self._terms.settings.timeout,
             addresses=source.addresses,
             attempt=source.attempt,
-            wanted=fetch is not None,
+            wanted=fetch is not None and fetch.is_waited_for and not fetch.given_up,
         )

@@ -57,6 +57,7 @@ class Request(RequestState):
 
     _fetch = 0
     tenant: str | None = None
+    _unasked: PeerSource | None = None
     _sends = 0
     _is_finishing = False
 
@@ -100,11 +101,12 @@ class PeerSource(msgspec.Struct, frozen=True):
     attempt: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PlannedFetch:
     """Blocks of one request from ``first_block`` on to fetch from a peer into these slots.
 
     ``lease`` is that of the request when the fetch was planned. ``has_load``: the same plan loads the blocks below.
+    ``given_up`` before the peer was asked: it is told that they are not wanted.
     """
 
     source: PeerSource
@@ -114,6 +116,7 @@ class PlannedFetch:
     slots: Int32Array
     generations: UInt32Array
     has_load: bool
+    given_up: bool = False
 
     @property
     def is_waited_for(self) -> bool:
@@ -250,6 +253,7 @@ class LiveRequests:
     def expect_from_peer(self, request: Request, source: PeerSource) -> int:
         """Extend a match by the blocks that only a peer has; return their number. Raises ``RequestStateError``."""
         count = self._blocks.expect_from_peer(request)
+        request._unasked = source if count else None
         if count:
             self._sources[request.request_id] = source
         return count
@@ -289,9 +293,20 @@ class LiveRequests:
     def _plan_fetches(self) -> None:
         for request_id, lease, first_block, slots, generations, has_load in self._blocks.take_fetches():
             source, request = self._sources.pop(request_id), self._live[request_id]
+            request._unasked = None
             self._planned.append(
                 PlannedFetch(source, request, lease, first_block, slots, generations, has_load)
             )
+
+    def give_up_fetch(self, request: Request) -> None:
+        """Do not ask a peer for blocks that an allocation has planned to fetch."""
+        for each in self._planned:
+            each.given_up |= each.request is request
+
+    def take_unasked(self, request: Request) -> PeerSource | None:
+        """Return the peer that a request would fetch from, once, if it got no room for that so far."""
+        source, request._unasked = request._unasked, None
+        return source
 
     def take_fetches(self) -> list[PlannedFetch]:
         """Return what allocations have planned to fetch from peers since the last call."""

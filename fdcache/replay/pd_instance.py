@@ -23,7 +23,7 @@ from fdcache.manager.results import AllocationFailure, LoadStatus, MatchStatus
 from fdcache.replay._pattern import PatternModel
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.statistics import TransferCount
+from fdcache.tiers.statistics import HandoverCount
 
 _IDLE_SECONDS = 0.001
 
@@ -68,7 +68,7 @@ class Reset:
 class Flip:
     """Change a byte of a block that is complete and waits to be read. It is answered with ``Flipped``."""
 
-    transfer: str
+    index: int
     seed: int
 
 
@@ -104,8 +104,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Flipped:
-    """A byte was changed, or there was none to change."""
+    """A byte of a request's blocks was changed, or there was none to change."""
 
+    index: int
     done: bool
 
 
@@ -116,7 +117,7 @@ class Left:
     blocks_in_use: int
     plans: int
     requests: int
-    counts: tuple[TransferCount, ...]
+    counts: tuple[HandoverCount, ...]
     errors: tuple[str, ...]
 
 
@@ -139,6 +140,7 @@ class _Job:
 @dataclass(slots=True)
 class _State:
     jobs: dict[int, _Job] = field(default_factory=dict)
+    flips: list[Flip] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     stopping: float | None = None
 
@@ -158,8 +160,8 @@ class Instance:
         layers = np.array([plane.layer for plane in layout.planes], dtype=np.int32)
         self._model = PatternModel(self.planes, layers, layout.total_layers, layout.block_size, 0)
         self._state = _State()
-        self._sent: dict[str, NDArray[np.int32]] = {}
-        """Blocks of the requests that were computed for decode."""
+        self._sent: dict[int, Request] = {}
+        """Requests that were computed for decode. They are live as long as their blocks are held for it."""
         address = self.controller.open_transfer(spec.peers)
         assert address is not None
         answer(Started(address))
@@ -178,10 +180,12 @@ class Instance:
                 if (job := self._state.jobs.get(command.index)) is not None:
                     self.manager.end_transfers([job.request])
                     self._end(job, aborted=True)
+                elif (sent := self._sent.get(command.index)) is not None:
+                    self.manager.end_transfers([sent])
             case Reset():
                 self.manager.reset_cache()
             case Flip():
-                self._answer(Flipped(self._flip(command)))
+                self._state.flips.append(command)
             case Stop():
                 self._state.stopping = time.monotonic() + command.seconds
 
@@ -192,6 +196,7 @@ class Instance:
                 self._admit(job)
         busy = self._compute()
         self._apply()
+        self._state.flips = [flip for flip in self._state.flips if not self._is_flipped(flip)]
         stopping = self._state.stopping
         if stopping is not None and not self._state.jobs:
             self.manager.check_integrity()
@@ -308,22 +313,28 @@ class Instance:
         for job, end in stepped:
             if end == job.request.num_tokens:
                 if not job.work.source:
-                    full = len(job.request.block_hashes)
-                    self._sent[job.work.transfer] = job.request.block_table[:full].copy()
+                    self._sent[job.work.index] = job.request
                 self._end(job)
         return True
 
-    def _flip(self, command: Flip) -> bool:
+    def _is_flipped(self, command: Flip) -> bool:
+        """Flip a byte of a transfer and answer; return False while the sums of its blocks are not computed."""
+        request = self._sent[command.index]
+        if request.is_live:
+            stats = self.controller.transfer_stats()
+            views = stats.transfers if stats else ()
+            if not any(each.complete and each.transfer == request.request_id for each in views):
+                return False
+        self._answer(Flipped(command.index, request.is_live and self._flip(command, request)))
+        return True
+
+    def _flip(self, command: Flip, request: Request) -> bool:
         """Change a byte of a block of a transfer, and forget the block here, where it is not to be used again."""
-        stats = self.controller.transfer_stats()
-        views = stats.transfers if stats else ()
-        if not any(each.complete and each.transfer == command.transfer for each in views):
-            return False
         # A block that another transfer shares may be summed after the change, as if it had been computed so.
-        others = [self._sent.get(each.transfer) for each in views if each.transfer != command.transfer]
-        others += [job.request.block_table for job in self._state.jobs.values()]
-        shared = np.concatenate([np.empty(0, np.int32), *(each for each in others if each is not None)])
-        slots = np.setdiff1d(self._sent[command.transfer], shared)
+        others = [each for each in self._sent.values() if each.is_live and each is not request]
+        others += [job.request for job in self._state.jobs.values()]
+        shared = np.concatenate([np.empty(0, np.int32), *(each.block_table for each in others)])
+        slots = np.setdiff1d(request.block_table[: len(request.block_hashes)], shared)
         if not len(slots):
             return False
         random = np.random.default_rng(command.seed)

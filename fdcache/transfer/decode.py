@@ -51,6 +51,8 @@ class FetchEnd(StrEnum):
     CANCELLED = "cancelled"
     PEER_GONE = "peer_gone"
     REFUSED = "refused"
+    DECLINED = "declined"
+    """The blocks were not wanted; prefill was told."""
 
 
 class SendToPrefill(NamedTuple):

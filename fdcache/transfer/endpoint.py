@@ -20,17 +20,18 @@ from fdcache import _core
 from fdcache.devices.base import Event
 from fdcache.errors import TransferError
 from fdcache.layout import KVLayout
-from fdcache.metadata import Int32Array, PeerTask, SwapPurpose, UInt64Array
+from fdcache.metadata import HandoverEnd, Int32Array, PeerTask, SwapPurpose, UInt64Array
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
+from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import decode, prefill
 from fdcache.transfer.connector import LocalPlanes, ReadOrder, ReadOutcome, TransferContext
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fetch, FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
 from fdcache.transfer.links import Links, LinkState, Outgoing, machine_id, rank_address
-from fdcache.transfer.messages import Identity
+from fdcache.transfer.messages import Granted, Identity
 from fdcache.transfer.prefill import (
     ComputeSums,
     Offer,
@@ -40,7 +41,7 @@ from fdcache.transfer.prefill import (
     PrefillSide,
     SendMessage,
 )
-from fdcache.transfer.statistics import PeerView, TransferStats, TransferTally, TransferView
+from fdcache.transfer.statistics import PeerView, TransferStats, TransferView
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,7 @@ class TransferEndpoint:
         self._fetches: dict[int, _Fetching] = {}
         self._unwanted: dict[str, deque[tuple[str, int]]] = {}
         """Transfers given up before their peer has answered, to tell it once it does."""
-        self._tally = TransferTally()
-        self._expired = 0
+        self._tally = HandoverTally()
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -368,34 +368,47 @@ class TransferEndpoint:
                 parts.append(_Ready(ready.plan_id, part._replace(first=head.last), None))
 
     def _end_send(
-        self, plan_id: int, end: prefill.SendEnd, error: str | None, to: bytes | None = None
+        self,
+        plan_id: int,
+        end: prefill.SendEnd,
+        error: str | None,
+        to: bytes | None = None,
+        blocks: int = 0,
     ) -> None:
+        """Report a send, of which decode asked for so many blocks."""
         with self._lock:
             send = self._sends.pop(plan_id)
             if self._send_of.get(send.task.transfer) == plan_id:
                 del self._send_of[send.task.transfer]
-        self._expired += end is prefill.SendEnd.EXPIRED
-        blocks = len(send.task.swap)
-        whole = blocks if end is prefill.SendEnd.DONE else 0
-        send.execution.finish(whole, (), 0, error)
+        is_done = end is prefill.SendEnd.DONE
         peer = self._links.incoming.get(to) if to is not None else None
         address = "" if peer is None else peer.identity.address
-        self._tally.add("send", address, end.value, blocks, 0, 0.0, send.execution.age)
+        ended = HandoverEnd(address, end.value, blocks * is_done)
+        whole, moved = len(send.task.swap) * is_done, ended.blocks * self._planes.layout.payload_bytes
+        send.execution.finish(ended, whole, (), moved, error)
+        self._tally.record(send.execution.result())
+
+    def _granted(self, transfer: str) -> None:
+        send = self._sends.get(self._send_of.get(transfer, 0))
+        if send is not None:
+            send.execution.begin()
 
     # --- fetches ----------------------------------------------------------------------------------------------
 
     def _fetch(self, task: PeerTask, execution: TransferExecution, now: float) -> None:
         rank = self._options.rank
         if TransferRole(self._settings.role) is TransferRole.PREFILL:
-            execution.finish(0, (), 0, "FDCACHE_TRANSFER_ROLE=prefill reads from nobody")
-            return
-        if rank >= len(task.addresses):
-            execution.finish(
-                0, (), 0, f"{len(task.addresses)} addresses of the peer, and none for rank {rank}"
-            )
-            return
-        fetching = _Fetching(execution, task, now + task.timeout, task.addresses[rank])
+            refusal = "FDCACHE_TRANSFER_ROLE=prefill reads from nobody"
+        elif rank >= len(task.addresses):
+            refusal = f"{len(task.addresses)} addresses of the peer, and none for rank {rank}"
+        else:
+            refusal = None
+        address = task.addresses[rank] if rank < len(task.addresses) else ""
+        fetching = _Fetching(execution, task, now + task.timeout, address)
         self._fetches[task.plan_id] = fetching
+        if refusal is not None:
+            self._end_unasked(task.plan_id, FetchEnd.REFUSED, refusal)
+            return
         try:
             link = self._links.connect(fetching.address, now, fetching.deadline)
         except TransferError as error:
@@ -411,7 +424,7 @@ class TransferEndpoint:
         fetching.boot = boot
         if not task.wanted:
             self._decode.decline(boot, task.transfer, task.attempt)
-            self._end_unasked(task.plan_id, FetchEnd.DONE, None)
+            self._end_unasked(task.plan_id, FetchEnd.DECLINED, None)
             return
         swap = task.swap
         first = int(swap.src_block_ids[0]) if len(swap) else 0
@@ -446,13 +459,11 @@ class TransferEndpoint:
 
     def _end_fetch(self, effect: FetchEnded) -> None:
         fetching = self._fetches.pop(effect.plan_id)
-        execution, swap = fetching.execution, fetching.task.swap
+        execution = fetching.execution
         moved = effect.whole * self._planes.layout.payload_bytes
-        execution.finish(effect.whole, effect.corrupt, moved, effect.error)
-        waited = execution.waited
-        self._tally.add(
-            "fetch", fetching.address, effect.end.value, len(swap), moved, waited, execution.age - waited
-        )
+        ended = HandoverEnd(fetching.address, effect.end.value, effect.whole)
+        execution.finish(ended, effect.whole, effect.corrupt, moved, effect.error)
+        self._tally.record(execution.result())
 
     def _cancel(self, plan_id: int, now: float) -> None:
         if plan_id in self._sends:
@@ -476,13 +487,15 @@ class TransferEndpoint:
     def _carry_out(self, effect: prefill.Effect | decode.Effect) -> None:
         match effect:
             case SendMessage():
+                if isinstance(effect.message, Granted):
+                    self._granted(effect.message.transfer)
                 self._links.to_decode(effect.peer, effect.message)
             case ComputeSums():
                 self._prefill.sums(effect.plan_id, self._sums(effect.slots))
             case OfferEnded():
                 for places in effect.places:
                     self._connector.withdraw(places)
-                self._end_send(effect.plan_id, effect.end, effect.error, effect.peer)
+                self._end_send(effect.plan_id, effect.end, effect.error, effect.peer, effect.blocks)
             case PlacesRead():
                 self._connector.withdraw(effect.places)
             case BeginRead():
@@ -565,6 +578,7 @@ class TransferEndpoint:
             )
             for plan_id, each in self._sends.items()
         ]
+        counts = self._tally.counts()
         return TransferStats(
             rank=self._options.rank,
             role=TransferRole(self._settings.role).value,
@@ -572,11 +586,11 @@ class TransferEndpoint:
             connector=self._connector.stats(),
             peers=tuple(peers),
             transfers=tuple(transfers),
-            counts=self._tally.counts(),
+            counts=tuple(counts),
             sent_blocks_held=self._prefill.blocks_held,
             fetched_blocks_in_flight=self._decode.blocks_in_flight,
             held_blocks=self._decode.blocks_held,
-            leases_expired=self._expired,
+            leases_expired=sum(each.transfers for each in counts if each.is_expired_lease),
             protocol_errors=self._links.protocol_errors,
         )
 

@@ -171,7 +171,10 @@ class Failed(Message, frozen=True, array_like=True, tag=10):
 
 
 class Stranger(Message, frozen=True, array_like=True, tag=11):
-    """The message before was for another process than this one."""
+    """A message was for another process than this one, or this one does not know its sender."""
+
+    target: bytes
+    """Boot id that the message was for."""
 
 
 AnyMessage = Hello | Welcome | Refused | Ask | Granted | Ready | Last | Renew | End | Failed | Stranger

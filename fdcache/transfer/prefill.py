@@ -78,13 +78,17 @@ class ComputeSums(NamedTuple):
 
 
 class OfferEnded(NamedTuple):
-    """Effect: report the plan; nothing of it is sent any more. ``places`` are free again."""
+    """Effect: report the plan; nothing of it is sent any more. ``places`` are free again.
+
+    ``peer`` has asked for ``blocks`` of it, None if no peer has.
+    """
 
     plan_id: int
     end: SendEnd
     error: str | None
     places: tuple[tuple[int, ...], ...]
     peer: Peer | None = None
+    blocks: int = 0
 
 
 class PlacesRead(NamedTuple):
@@ -362,8 +366,10 @@ class PrefillSide:
         del self._by_transfer[send.offer.transfer]
         self._remember_over(send.offer.transfer, error or "the transfer has ended")
         places = tuple(places for _, places in send.parts)
-        peer = None if send.answers is None else send.answers.peer
-        self._effects.append(OfferEnded(send.offer.plan_id, end, error, places, peer))
+        peer, blocks = None, 0
+        if (answers := send.answers) is not None:
+            peer, blocks = answers.peer, answers.last - answers.first
+        self._effects.append(OfferEnded(send.offer.plan_id, end, error, places, peer, blocks))
 
 
 def _lease(milliseconds: int) -> float:

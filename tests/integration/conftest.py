@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tests.manager_world import Worlds
 from tests.native_build import build_once, make_driver
 from tests.service_help import LocalService, local_service
 from tests.service_line import Line
+from tests.transfer_peer import Clock, install_gate, renew_often
+from tests.transfer_world import World
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +43,29 @@ def line(tmp_path: Path) -> Iterator[Line]:
         connection = Connection(service.address)
         yield service, connection
         connection.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The monotonic clock of this process, which a test can put forward."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+@pytest.fixture
+def make_world(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., World]]:
+    """A function that starts an instance of a role in this process, and its peer in another."""
+    monkeypatch.syspath_prepend(install_gate(tmp_path))
+    renew_often(monkeypatch.setattr)
+    worlds: list[World] = []
+
+    def make(role: str, **options: object) -> World:
+        worlds.append(World(tmp_path, clock, role, **options))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()

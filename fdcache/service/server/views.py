@@ -35,6 +35,7 @@ from fdcache.service.wire.storage_views import (
 from fdcache.service.wire.views import (
     ArenaView,
     BlockView,
+    ClientFigures,
     ClientView,
     ConfigView,
     CopiedView,
@@ -247,6 +248,10 @@ class Views:
                     pinned_runs=len(client.runs),
                     plans_in_flight=figures.get("plans_in_flight", 0),
                     queued_backups=figures.get("queued_backups", 0),
+                    sending_blocks=figures.get("sending_blocks", 0),
+                    fetching_blocks=figures.get("fetching_blocks", 0),
+                    held_blocks=figures.get("held_blocks", 0),
+                    handovers=ClientFigures.of(figures).handover_counts(),
                     copied={
                         direction: CopiedView(copied.bytes, copied.durations.total)
                         for direction, copied in client.traffic.copied.items()
