@@ -115,14 +115,14 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """Start to read the request's blocks from storage."""
         if self._scheduler is not None:
-            with self._scheduler.guarded("on_new_request"):
+            with self._scheduler.guarded("on_new_request", follows_blocks=False):
                 self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded, None to be asked again; loads are asynchronous."""
         found: int | None = 0
         if self._scheduler is not None:
-            with self._scheduler.guarded("get_num_new_matched_tokens"):
+            with self._scheduler.guarded("get_num_new_matched_tokens", follows_blocks=False):
                 found = self._scheduler.matched(request, num_computed_tokens)
         return found, bool(found)
 
@@ -156,7 +156,11 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         """Return True while copies are in flight, so that vLLM goes on stepping."""
-        return self._scheduler is not None and self._scheduler.has_pending_work
+        is_pending = False
+        if self._scheduler is not None:
+            with self._scheduler.guarded("has_pending_push_work", follows_blocks=False):
+                is_pending = self._scheduler.has_pending_work
+        return is_pending
 
     def reset_cache(self) -> bool | None:
         """Forget every block of this engine."""
@@ -166,15 +170,21 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[Any]:
         """Return which blocks entered and left host memory and storage, under vLLM's hashes."""
-        return self._scheduler.take_events() if self._scheduler is not None else ()
+        events: Iterable[Any] = ()
+        if self._scheduler is not None:
+            with self._scheduler.guarded("take_events", follows_blocks=False):
+                events = self._scheduler.take_events()
+        return events
 
     # --- both ---------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> FdcacheStats | None:
         """Return what has changed since the last call, at most once a second; in the scheduler."""
-        if self._scheduler is None:
-            return None
-        return self._stats.take(self._scheduler.inconsistencies)
+        taken: FdcacheStats | None = None
+        if self._scheduler is not None:
+            with self._scheduler.guarded("get_kv_connector_stats", follows_blocks=False):
+                taken = self._stats.take(self._scheduler.inconsistencies)
+        return taken
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FdcacheStats | None:
