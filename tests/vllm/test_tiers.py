@@ -82,6 +82,24 @@ def test_blocks_whose_step_went_without_its_plan_are_not_stored_with_the_next(
         assert engine.counters.host_hit_tokens > 0
 
 
+def test_a_failure_policy_of_the_user_is_honoured(
+    model: Path, prompts: Answers, computed: Answers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request whose load fails ends with an error, as vLLM has it by default."""
+    transfer = connector_config(
+        FDCACHE_HOST_MEMORY="16MiB", FDCACHE_VERIFY="all", kv_load_failure_policy="fail"
+    )
+    with running_engine(model, transfer) as llm:
+        engine = Observed(llm)
+        assert engine.answers(prompts[:1]) == computed[:1]
+        engine.forget_device()
+        engine.corrupt_host_records()
+        assert engine.answers(prompts[:1]) != computed[:1]
+        assert engine.counters.loads_failed == 1
+        engine.assert_nothing_is_held()
+    assert "kv_load_failure_policy" not in caplog.text
+
+
 def test_engines_share_a_service_and_outlive_it(
     model: Path, prompts: Answers, computed: Answers, tmp_path: Path
 ) -> None:

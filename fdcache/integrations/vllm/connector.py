@@ -15,15 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from fdcache.integrations.vllm.config import layout_from_config, load_settings, recompute_failed_loads
+from fdcache.integrations.vllm.config import choose_failure_policy, layout_from_config, load_settings
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports, WorkerStorage
 from fdcache.integrations.vllm.scheduler import SchedulerSide
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide
 from fdcache.manager import OffloadManager
-
-logger = logging.getLogger(__name__)
 
 
 class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -35,12 +33,13 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_where_vllm_logs()
         layout = layout_from_config(vllm_config, kv_cache_config)
         settings = load_settings(vllm_config, layout)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            recompute_failed_loads(self._kv_transfer_config)
+            choose_failure_policy(self._kv_transfer_config)
             events = vllm_config.kv_events_config
             self._events = EventTranslator() if events is not None and events.enable_kv_cache_events else None
             if self._events is not None:
@@ -204,3 +203,13 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker.shutdown()
         if self._scheduler is not None:
             self._scheduler.manager.close()
+
+
+def _log_where_vllm_logs() -> None:
+    """Let fdcache's log lines appear in vLLM's log, unless the application has a place for them."""
+    ours, theirs = logging.getLogger("fdcache"), logging.getLogger("vllm")
+    if not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.getEffectiveLevel())
