@@ -400,7 +400,9 @@ class CacheManager:
             self._choices.record(reports)
             return outcomes
 
-    def observe_prefill(self, chunks: Iterable[tuple[Request, int, int]], seconds: float) -> None:
+    def observe_prefill(
+        self, chunks: Iterable[tuple[Request, int, int]], seconds: float | None, *, steps: int = 1
+    ) -> None:
         """Learn how fast the engine computes: a step took ``seconds`` for tokens ``start`` to ``stop`` of requests.
 
         ::
@@ -408,11 +410,12 @@ class CacheManager:
             manager.observe_prefill([(request, request.num_cached_tokens, request.num_tokens)], seconds)
 
         From the third call on a match loads no more of a prefix than takes less time to load than to compute, unless
-        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills whose layers waited for no load, once
-        their results are there. Raises ``RequestStateError`` for tokens that a request does not have.
+        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills once their results are there: with None
+        if their layers waited for loads, as those seconds are not the engine's. ``steps``: how many steps in a row
+        computed the chunks. Raises ``RequestStateError`` for tokens that a request does not have.
         """
         with self._lock:
-            self._choices.observe_prefill(chunks, seconds)
+            self._choices.observe_prefill(chunks, seconds, steps)
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""

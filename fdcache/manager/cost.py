@@ -166,11 +166,11 @@ class PrefillSpeed:
         self._fit = SpeedFit(3, scale=1)
         self.most_tokens = 1
 
-    def observe(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Count a step that computed the tokens ``start`` to ``stop`` of each chunk."""
+    def observe(self, chunks: Sequence[tuple[int, int]], seconds: float, steps: int = 1) -> None:
+        """Count steps that computed the tokens ``start`` to ``stop`` of each chunk."""
         tokens = float(sum(stop - start for start, stop in chunks))
-        self.most_tokens = max(self.most_tokens, int(tokens))
-        self._fit.observe((1.0, tokens, sum(_pairs(start, stop) for start, stop in chunks)), seconds)
+        self.most_tokens = max(self.most_tokens, int(tokens / steps))
+        self._fit.observe((float(steps), tokens, sum(_pairs(start, stop) for start, stop in chunks)), seconds)
 
     @property
     def is_known(self) -> bool:

@@ -167,6 +167,14 @@ def test_prefill_speed_is_learnt_with_its_context() -> None:
     assert known.seconds(1000, 9000) == pytest.approx(exact, rel=1e-3)
 
 
+def test_a_prompt_in_several_steps_teaches_the_speed_of_one() -> None:
+    known = PrefillSpeed()
+    for steps in (1, 4, 2, 8, 3, 5):
+        known.observe([(0, steps * 512)], steps * (4e-3 + 512 * 2e-5), steps)
+    assert known.most_tokens == 512
+    assert known.seconds(0, 2048) == pytest.approx(4 * (4e-3 + 512 * 2e-5), rel=1e-3)
+
+
 def test_noise_of_equal_steps_is_no_speed_that_ignores_the_tokens() -> None:
     known = PrefillSpeed()
     for tokens, seconds in ((64, 0.037), (64, 0.036), (22, 0.035), (64, 0.038), (64, 0.040)):
