@@ -61,7 +61,7 @@ def test_three_ways_are_measured_from_each_tier(tmp_path: Path, monkeypatch: pyt
         ("host", "own"),
     ]
     assert all(row["always reuses"] == 0.75 for row in rows)  # the last block is computed
-    assert all(row["samples"] == "2 2 2" for row in rows)
+    assert all(row["samples"] == "2/2/2" for row in rows)
     assert not list(tmp_path.glob("64/*.kv"))
 
 
