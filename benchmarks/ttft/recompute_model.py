@@ -21,7 +21,7 @@ from benchmarks.ttft.recompute import Row
 from benchmarks.ttft.server import Server, Tokens, prompt
 
 PROMPTS = 3
-LEARNING_SECONDS = 4.0
+LEARNING_SECONDS = 2.0
 """Prompts are served for this long, at least two of them, before the times of a manager that decides count."""
 
 
@@ -49,6 +49,9 @@ class Samples:
 
     seconds: list[float] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        return zip(self.seconds, self.reused, strict=True)
 
     @property
     def median(self) -> float:
@@ -93,7 +96,16 @@ class Bench:
         while learnt < 2 or (learnt < 2 * PROMPTS and time.perf_counter() - started < LEARNING_SECONDS):
             self._serve(next(turns), case)
             learnt += 1
-        return self._measure(lambda: self._serve(next(turns), case))
+        found = self._measure(lambda: self._serve(next(turns), case))
+        loads = self.server.manager.get_stats().loads
+        print(case.name, case.gb_per_s, loads.recent[-1:], loads.host, loads.storage, file=sys.stderr)
+        print(
+            loads.prefill_step_seconds,
+            loads.prefill_token_seconds,
+            loads.prefill_context_seconds,
+            file=sys.stderr,
+        )
+        return found
 
     def always(self, case: Case) -> Samples:
         """Serve prompts with managers that load everything."""
@@ -147,6 +159,7 @@ class Bench:
             yield from self.texts
 
     def _measure(self, serve: Callable[[], tuple[float, int]]) -> Samples:
+        """Serve prompts; print each time, so that a run that is stopped has told what it found."""
         found, started = Samples(), time.perf_counter()
         for _ in range(self._samples):
             seconds, reused = serve()
@@ -154,6 +167,7 @@ class Bench:
             found.reused.append(reused)
             if time.perf_counter() - started > self._limit:
                 break
+        print(self.length, [(round(1e3 * each, 1), reused) for each, reused in found], file=sys.stderr)
         return found
 
     def _serve(self, text: Tokens, case: Case) -> tuple[float, int]:

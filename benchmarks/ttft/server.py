@@ -224,7 +224,8 @@ class Server:
         computed = len(prompt) - self.reused
         self.manager.observe_prefill(
             [(request, self.reused, len(prompt))],
-            None if waits else spent,
+            spent,
+            waited=waits,
             steps=-(-computed // PREFILL_CHUNK),
         )
         self.settle()

@@ -401,7 +401,12 @@ class CacheManager:
             return outcomes
 
     def observe_prefill(
-        self, chunks: Iterable[tuple[Request, int, int]], seconds: float | None, *, steps: int = 1
+        self,
+        chunks: Iterable[tuple[Request, int, int]],
+        seconds: float | None,
+        *,
+        waited: bool = False,
+        steps: int = 1,
     ) -> None:
         """Learn how fast the engine computes: a step took ``seconds`` for tokens ``start`` to ``stop`` of requests.
 
@@ -410,12 +415,12 @@ class CacheManager:
             manager.observe_prefill([(request, request.num_cached_tokens, request.num_tokens)], seconds)
 
         From the third call on a match loads no more of a prefix than takes less time to load than to compute, unless
-        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills once their results are there: with None
-        if their layers waited for loads, as those seconds are not the engine's. ``steps``: how many steps in a row
+        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills once their results are there.
+        ``seconds``: None if unknown. ``waited``: their layers waited for loads. ``steps``: how many steps in a row
         computed the chunks. Raises ``RequestStateError`` for tokens that a request does not have.
         """
         with self._lock:
-            self._choices.observe_prefill(chunks, seconds, steps)
+            self._choices.observe_prefill(chunks, seconds, waited=waited, steps=steps)
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""

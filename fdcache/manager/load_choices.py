@@ -77,7 +77,12 @@ class LoadChoices:
                     link.observe(result.copied_bytes, result.seconds, self._clock())
 
     def observe_prefill(
-        self, chunks: Iterable[tuple[OffloadRequest, int, int]], seconds: float | None, steps: int
+        self,
+        chunks: Iterable[tuple[OffloadRequest, int, int]],
+        seconds: float | None,
+        *,
+        waited: bool,
+        steps: int,
     ) -> None:
         """Learn the engine's speed from steps, and which decisions have come true.
 
@@ -92,9 +97,19 @@ class LoadChoices:
                     f"request {request.request_id!r}: tokens {start} to {stop} are not among its {request.num_tokens}; "
                     "give the first token computed in the step and the one after the last"
                 )
-        if seconds is not None:
-            self.model.prefill.observe([(start, stop) for _, start, stop in chunks], seconds, steps)
+        spans = [(start, stop) for _, start, stop in chunks]
+        if seconds is not None and not waited:
+            self.model.prefill.observe(spans, seconds, steps)
+        elif seconds is not None:
+            self.model.observe_waiting(
+                spans, seconds, sum(self._loaded(each) for each, _, _ in chunks), steps
+            )
         self.computed((request, stop) for request, _, stop in chunks)
+
+    def _loaded(self, request: OffloadRequest) -> int:
+        """Return how many blocks a request loads, by the decision on it."""
+        found = self._open.get(request.request_id)
+        return found.decision.reused_blocks - found.decision.device_blocks if found is not None else 0
 
     @property
     def has_open(self) -> bool:

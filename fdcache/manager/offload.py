@@ -331,14 +331,19 @@ class OffloadManager:
             return outcomes
 
     def observe_prefill(
-        self, chunks: Iterable[tuple[OffloadRequest, int, int]], seconds: float | None, *, steps: int = 1
+        self,
+        chunks: Iterable[tuple[OffloadRequest, int, int]],
+        seconds: float | None,
+        *,
+        waited: bool = False,
+        steps: int = 1,
     ) -> None:
         """Learn how fast the engine computes; see ``CacheManager.observe_prefill``.
 
         Raises ``RequestStateError`` for tokens that a request does not have.
         """
         with self._lock:
-            self._choices.observe_prefill(chunks, seconds, steps)
+            self._choices.observe_prefill(chunks, seconds, waited=waited, steps=steps)
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once, and unpin matches that nothing has asked for lately.

@@ -127,6 +127,29 @@ def test_a_part_is_loaded_while_the_rest_is_computed(stored: Path) -> None:
         )
 
 
+def test_a_step_that_waited_for_a_load_shorter_than_it_is_observed(stored: Path) -> None:
+    with engine_of(stored) as engine:
+        fill_host(engine)
+        learn(engine, compute=1.0, load=FAST)
+        observed = model_of(engine).prefill._fit.observations
+        request = Request("a", tokens_of(1, BLOCKS))
+        first = engine.match(request).num_cached_tokens
+        assert engine.allocate(request).ok
+        engine.settle()
+        engine.manager.observe_prefill([(request, first, request.num_tokens)], BLOCKS * FAST, waited=True)
+        assert model_of(engine).prefill._fit.observations == observed
+        engine.manager.request_finish([request])
+        engine.manager.sleep()
+        engine.manager.wakeup()
+        again = Request("b", tokens_of(1, BLOCKS))
+        engine.match(again)
+        assert engine.allocate(again).ok
+        engine.settle()
+        engine.manager.observe_prefill([(again, first, again.num_tokens)], 3.0, waited=True)
+        assert model_of(engine).prefill._fit.observations == observed + 1
+        engine.manager.request_finish([again])
+
+
 def test_an_old_speed_of_the_link_decides_nothing(stored: Path) -> None:
     with engine_of(stored) as engine:
         fill_host(engine)
