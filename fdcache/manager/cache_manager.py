@@ -402,7 +402,14 @@ class CacheManager:
             self._choices.record(reports)
             return outcomes
 
-    def observe_prefill(self, chunks: Iterable[tuple[Request, int, int]], seconds: float) -> None:
+    def observe_prefill(
+        self,
+        chunks: Iterable[tuple[Request, int, int]],
+        seconds: float | None,
+        *,
+        waited: bool = False,
+        steps: int = 1,
+    ) -> None:
         """Learn how fast the engine computes: a step took ``seconds`` for tokens ``start`` to ``stop`` of requests.
 
         ::
@@ -410,11 +417,12 @@ class CacheManager:
             manager.observe_prefill([(request, request.num_cached_tokens, request.num_tokens)], seconds)
 
         From the third call on a match loads no more of a prefix than takes less time to load than to compute, unless
-        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills whose layers waited for no load, once
-        their results are there. Raises ``RequestStateError`` for tokens that a request does not have.
+        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills once their results are there.
+        ``seconds``: None if unknown. ``waited``: their layers waited for loads. ``steps``: how many steps in a row
+        computed the chunks. Raises ``RequestStateError`` for tokens that a request does not have.
         """
         with self._lock:
-            self._choices.observe_prefill(chunks, seconds)
+            self._choices.observe_prefill(chunks, seconds, waited=waited, steps=steps)
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""
