@@ -16,6 +16,7 @@ from fdcache.service.wire.protocol import to_number
 from fdcache.service.wire.records import Unit, counter, gauge, histogram, shown
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
 from fdcache.settings.effective import EffectiveValue
+from fdcache.tiers.reuse import ReuseReport
 from fdcache.tiers.statistics import Histogram, LoadDecision, Traffic
 
 # --- the host tier -----------------------------------------------------------------------------------------
@@ -255,6 +256,7 @@ class ClientFigures(msgspec.Struct):
     counters: dict[str, Any] | None = None
     device: dict[str, Any] | None = None
     loads: dict[str, Any] | None = None
+    reuse: Any = None
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> ClientFigures:
@@ -283,6 +285,13 @@ class ClientFigures(msgspec.Struct):
             return msgspec.convert((self.loads or {}).get("recent", []), list[LoadDecision])
         except msgspec.ValidationError:
             return []
+
+    def learned(self) -> dict[str, ReuseReport]:
+        """Return what the client's tiers have learned of reuse; nothing where it makes no sense."""
+        try:
+            return msgspec.convert(self.reuse or {}, dict[str, ReuseReport])
+        except msgspec.ValidationError:
+            return {}
 
     def hit_shares(self) -> dict[str, float]:
         """Return the share of prompt tokens found in each tier; empty where the figures contradict each other."""
@@ -507,6 +516,15 @@ class ExplainView(msgspec.Struct):
     namespace: str
     blocks: list[ExplainedBlock]
     broken_at: int | None
+
+
+class ReuseView(msgspec.Struct):
+    """What the order of eviction of one tier has learned. ``learned`` is None for an order that learns nothing."""
+
+    tier: Annotated[str, shown("Kind of the tier.")]
+    of: Annotated[str, shown("The client that it belongs to, or the service.")]
+    namespace: Annotated[str, shown("Name of the namespace.")]
+    learned: ReuseReport | None
 
 
 # --- resets ------------------------------------------------------------------------------------------------
