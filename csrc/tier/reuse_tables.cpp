@@ -43,6 +43,16 @@ Row smoothed(const Row &reused, const Row &at_risk, const Row &parent, double we
     return rate;
 }
 
+// Numbers that counting can give.
+bool are_counts(std::span<const std::uint8_t> bytes) {
+    for (; !bytes.empty(); bytes = bytes.subspan(sizeof(double))) {
+        double value;
+        std::memcpy(&value, bytes.data(), sizeof value);
+        if (!std::isfinite(value) || value < 0) return false;
+    }
+    return true;
+}
+
 }  // namespace
 
 ReuseTables::ReuseTables() {
@@ -150,6 +160,7 @@ bool ReuseTables::load(std::span<const std::uint8_t> bytes) {
     if (bytes.size() != save().size()) return false;
     std::memcpy(&version, bytes.data(), sizeof version);
     if (version != kVersion) return false;
+    if (!are_counts(bytes.subspan(sizeof version))) return false;
     const std::uint8_t *in = bytes.data() + sizeof version;
     const auto get = [&in](auto &value) {
         std::memcpy(&value, in, sizeof value);

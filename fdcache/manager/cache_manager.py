@@ -30,6 +30,7 @@ from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.host import HostCache, HostTier, LocalHostTier
+from fdcache.tiers.reuse import RecentReuse, ReuseReport
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, Traffic
 from fdcache.transfer.factory import require_connector as require_transfer
 
@@ -101,6 +102,7 @@ class CacheManager:
             handovers = Handovers(peers, layout, self._requests, counters, lambda: self.num_device_blocks)
         self._handovers = handovers
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
+        self._reuse = RecentReuse(tiers.reuse)
         self._clock = None if clock is time.monotonic else clock
         self._set_time()
 
@@ -341,7 +343,9 @@ class CacheManager:
             return self._plans.close(self._service.arena)
 
     def _figures(self) -> bytes:
-        return msgspec.json.encode(self.get_stats())
+        return msgspec.json.encode(
+            {**msgspec.structs.asdict(self.get_stats()), "reuse": self._reuse.recent()}
+        )
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Publish the full blocks of each request's first ``num_tokens`` tokens, which have their KV on every rank.
@@ -582,6 +586,11 @@ class CacheManager:
                 loads=self._choices.figures(),
                 handovers=self._handovers.tally.counts() if self._handovers else [],
             )
+
+    def get_reuse(self) -> dict[CacheLevel, ReuseReport]:
+        """Return what each tier has learned of reuse, for ``FDCACHE_EVICTION=learned``; {} for other policies."""
+        with self._lock:
+            return self._tiers.reuse()
 
     def _blocks_being_loaded(self) -> int:
         return self._plans.blocks_in_flight(SwapPurpose.LOAD) + len(self._plans.open.loads)

@@ -38,6 +38,7 @@ from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.host import HostCache, HostTier
+from fdcache.tiers.reuse import ReuseReport
 from fdcache.tiers.statistics import CacheStats, Counters, TierUsage
 
 
@@ -428,6 +429,11 @@ class OffloadManager:
 
     def _blocks_being_loaded(self) -> int:
         return self._plans.blocks_in_flight(SwapPurpose.LOAD) + len(self._plans.open.loads)
+
+    def get_reuse(self) -> dict[CacheLevel, ReuseReport]:
+        """Return what each tier of this process has learned of reuse; {} for policies that do not learn."""
+        with self._lock:
+            return self._tiers.reuse()
 
     def find_blocks(self, request: OffloadRequest) -> dict[CacheLevel, list[BlockNode]]:
         """Return the full blocks of a request's tokens by tier of this process, in path order; pin nothing."""

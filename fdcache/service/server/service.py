@@ -268,6 +268,8 @@ class Service:
         self.clients.reap(self.settings.session_timeout)
         self.open_tables()
         self.work()
+        for namespace in self.namespaces.values():
+            namespace.save_learned()
         self.send_events(send)
         for namespace, recall in self.namespaces.reclaims.take_new():
             for client in self.clients.of(namespace):
