@@ -274,6 +274,10 @@ class CostModel:
         """Return True if reads from storage can be compared with computing."""
         return self.loads_are_known() and self.storage.is_known
 
+    def observe_read(self, num_blocks: int, seconds: float, now: float) -> None:
+        """Count a read from storage."""
+        self.storage.observe(num_blocks * self._record_bytes, seconds, now)
+
     def seconds_of_read(self, num_blocks: int) -> float:
         """Return the expected seconds of one read from storage."""
         return self.storage.seconds(num_blocks * self._record_bytes)

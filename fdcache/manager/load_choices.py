@@ -13,6 +13,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LinkSpeed, LoadChoice
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import LoadLimit
+from fdcache.manager.service_reads import ServiceReads
 from fdcache.metadata import SwapPurpose, TransferReport
 from fdcache.settings.cache import LoadOrRecompute
 from fdcache.tiers.statistics import LoadDecision, LoadFigures, SpeedFigures
@@ -63,6 +64,7 @@ class LoadChoices:
         self._open: dict[str, _Open] = {}
         self._recent: deque[LoadDecision] = deque(maxlen=_MOST_RECENT)
         self._figures = LoadFigures()
+        self.service_reads = ServiceReads(self, clock)
 
     # --- observations ---------------------------------------------------------------------------------------
 
@@ -75,6 +77,11 @@ class LoadChoices:
             for result in report.results:
                 if (link := links.get(result.purpose)) is not None:
                     link.observe(result.copied_bytes, result.seconds, self._clock())
+
+    def observe_read(self, num_blocks: int, seconds: float) -> None:
+        """Learn how long a service took to read blocks, unless the engine does not tell how fast it computes."""
+        if self._is_auto and self.model.prefill.is_known:
+            self.model.observe_read(num_blocks, seconds, self._clock())
 
     def observe_prefill(
         self,
@@ -168,9 +175,9 @@ class LoadChoices:
 
     def forget(self, requests: Iterable[OffloadRequest]) -> None:
         """Forget requests that have ended before they computed their prompt."""
-        if self._open:
-            for request in requests:
-                self._open.pop(request.request_id, None)
+        for request in requests:
+            self._open.pop(request.request_id, None)
+            self.service_reads.forget(request)
 
     def figures(self) -> LoadFigures:
         """Return totals, speeds and recent decisions."""

@@ -14,6 +14,7 @@ from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import ReuseLimit
 from fdcache.manager.requests import Request
+from fdcache.manager.service_reads import Wait
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.blocks import ROOT, Blocks
 from fdcache.plans.ledger import PlanLedger
@@ -250,6 +251,14 @@ class OffloadedRequests:
             if fetches.must_wait(number, hashes, lambda _: tracked.device_blocks, judge):
                 return None
         (found,) = self._host.match_paths([(hashes, start)], [number])
+        reads = self._choices.service_reads
+        if found.fetching:
+            wait = reads.judge(tracked.request, start, found.fetched.start, found.fetched.stop)
+            if wait is not Wait.WAIT and fetches is not None:
+                fetches.leave(number, keep=wait is Wait.LEAVE)
+                (found,) = self._host.match_paths([(hashes, start)], [0])
+        if not found.fetching:
+            reads.found(tracked.request)
         if found.fetching:
             return None
         if found.pending and self._deferred_for(tracked) < self._defer_timeout:

@@ -79,12 +79,15 @@ def make_model(folder: Path, seed: int = 0) -> Path:
 
 
 def connector_config(connector: str | None = "fdcache.integrations.vllm", **extra: object) -> dict[str, Any]:
-    """Return ``kv_transfer_config`` for fdcache's connector, with settings as its extra configuration."""
+    """Return ``kv_transfer_config`` for fdcache's connector, with settings as its extra configuration.
+
+    What is cached is loaded, however fast this machine computes the small model.
+    """
     return {
         "kv_connector": "FdcacheConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": connector,
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {"FDCACHE_LOAD_OR_RECOMPUTE": "always", **extra},
     }
 
 

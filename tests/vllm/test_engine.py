@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -45,6 +46,27 @@ def test_whole_prompts_come_from_the_host_once_the_device_has_forgotten_them(
     before = engine.counters
     assert engine.answers(prompts[:1]) == computed[:1]
     assert loaded(before, engine.counters) == (len(prompts[0]) - 1) // 16 * 16
+    engine.assert_nothing_is_held()
+
+
+def test_prefills_are_timed_and_blocks_that_are_sooner_computed_are_not_loaded(
+    engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    choices = engine.manager._choices
+    assert choices.model.prefill.is_known
+    assert engine.manager.get_stats().loads.prefill_token_seconds > 0
+    assert len(engine.side.times._steps) <= 2, "no step waits for its time for long"
+    monkeypatch.setattr(choices, "_is_auto", True)
+    for _ in range(40):
+        choices.model.link.observe(1 << 10, 100.0, time.monotonic())
+    before = engine.counters
+    assert engine.answers(prompts[:1]) == computed[:1]
+    assert loaded(before, engine.counters) == 0
+    (decision,) = engine.manager.get_stats().loads.recent
+    assert (decision.choice, decision.num_tokens) == ("nothing", len(prompts[0]))
+    assert decision.true_seconds > 0
     engine.assert_nothing_is_held()
 
 

@@ -74,7 +74,9 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Do nothing: blocks are stored after the step that computed them."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: the order of streams keeps blocks until they are stored."""
+        """Note the end of the step. The order of streams keeps blocks until they are stored."""
+        if self._worker is not None:
+            self._worker.computed()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose load has ended on this rank, well or not."""
@@ -87,8 +89,10 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this rank's reports."""
-        reports = self._worker.take_reports() if self._worker is not None else []
-        return WorkerReports(reports) if reports else None
+        if self._worker is None:
+            return None
+        reports, seconds = self._worker.take_reports(), self._worker.take_seconds()
+        return WorkerReports(reports, seconds) if reports or seconds else None
 
     # --- scheduler ----------------------------------------------------------------------------------------
 
@@ -145,6 +149,8 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is not None and isinstance(reports, WorkerReports):
             with self._scheduler.guarded("update_connector_output"):
                 self._scheduler.reported(reports.reports)
+            with self._scheduler.guarded("update_connector_output", follows_blocks=False):
+                self._scheduler.times.ended(reports.seconds)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Offer the request's last blocks. vLLM may reuse them at once."""

@@ -14,6 +14,7 @@ from fdcache.errors import FdcacheError
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.keys import known_tokens, request_of
 from fdcache.integrations.vllm.metadata import StepMetadata
+from fdcache.integrations.vllm.timing import StepTimes
 from fdcache.manager import MatchStatus, OffloadManager, Request
 from fdcache.metadata import Int32Array, TransferReport, decode_report, decode_scan, encode
 from fdcache.settings.cache import WritePolicy
@@ -50,6 +51,7 @@ class SchedulerSide:
         self.manager = manager
         self._events = events
         self.inconsistencies = 0
+        self.times = StepTimes(manager)
         self._block_size = manager.layout.block_size
         self._running: dict[str, _Running] = {}
         self._loads: list[str] = []
@@ -145,7 +147,7 @@ class SchedulerSide:
 
         Loads whose plan could not be taken wait for the plan of the next step.
         """
-        computed: list[tuple[_Running, int]] = []
+        computed: list[tuple[_Running, int, int]] = []
         with self.guarded("following the block tables"):
             computed = self._learn_blocks(output)
         made = StepMetadata()
@@ -157,10 +159,18 @@ class SchedulerSide:
             self._is_late = False
         made.is_late = was_late or self._is_late
         made.unloaded, self._unloaded = self._unloaded, {}
-        for known, num_tokens in computed:
+        with self.guarded("timing", follows_blocks=False):
+            made.timed = self._timed(output, computed)
+        for known, _, num_tokens in computed:
             with self.guarded("offering"):
                 self._offer(known, num_tokens)
         return made
+
+    def _timed(self, output: Any, computed: Sequence[tuple[_Running, int, int]]) -> int:
+        """Return the number for the step's time; 0 if requests that are not followed have a part in it."""
+        if len(computed) < len(output.num_scheduled_tokens):
+            return 0
+        return self.times.begin((known.request, start, stop) for known, start, stop in computed)
 
     def _plan(self, made: StepMetadata) -> None:
         if not self._sent_host_cache:
@@ -190,9 +200,9 @@ class SchedulerSide:
             (self.manager.evicted if are_blocks_known else self.manager.forget)(everything)
         self._is_lost = False
 
-    def _learn_blocks(self, output: Any) -> list[tuple[_Running, int]]:
-        """Follow the block tables; return the scheduled requests with their tokens after the step."""
-        computed: list[tuple[_Running, int]] = []
+    def _learn_blocks(self, output: Any) -> list[tuple[_Running, int, int]]:
+        """Follow the block tables; return the scheduled requests with their tokens before and after the step."""
+        computed: list[tuple[_Running, int, int]] = []
         scheduled = output.num_scheduled_tokens
         given: list[int] = []
         for request_id in output.preempted_req_ids or ():
@@ -203,7 +213,7 @@ class SchedulerSide:
             given += blocks[start // self._block_size :]
             if (known := self._running.get(new.req_id)) is not None:
                 known.blocks = list(blocks)
-                computed.append((known, start + scheduled.get(new.req_id, 0)))
+                computed.append((known, start, start + scheduled.get(new.req_id, 0)))
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             start, added = cached.num_computed_tokens[i], cached.new_block_ids[i]
@@ -212,7 +222,7 @@ class SchedulerSide:
             given += blocks[start // self._block_size :] if resumed else blocks
             if (known := self._running.get(request_id)) is not None:
                 known.blocks = list(blocks) if resumed else known.blocks + blocks
-                computed.append((known, start + scheduled.get(request_id, 0)))
+                computed.append((known, start, start + scheduled.get(request_id, 0)))
         if given:
             self.manager.evicted(_ids(given))
         return computed

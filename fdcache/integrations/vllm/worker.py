@@ -13,6 +13,7 @@ from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import ConfigurationError, FdcacheError
 from fdcache.integrations.vllm.metadata import StepMetadata
+from fdcache.integrations.vllm.timing import StepTimer
 from fdcache.layout import KVLayout
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport, TransferResult, decode_plan, encode
 from fdcache.settings import Settings
@@ -51,6 +52,7 @@ class WorkerSide:
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._on_gpu = False
+        self._timer = StepTimer()
         self.scan: bytes | None = None
 
     def register(
@@ -105,6 +107,15 @@ class WorkerSide:
             except FdcacheError as error:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
+        self._timer.begin(step.timed, on_gpu=self._on_gpu)
+
+    def computed(self) -> None:
+        """End the time of a step whose work is submitted."""
+        self._timer.end(on_gpu=self._on_gpu)
+
+    def take_seconds(self) -> dict[int, float]:
+        """Return the seconds of timed steps that have ended since the last call, by number."""
+        return self._timer.take()
 
     def poll(self) -> set[str]:
         """Collect what has ended; return the requests whose loads have, well or not."""
