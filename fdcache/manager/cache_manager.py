@@ -143,7 +143,7 @@ class CacheManager:
                 layout,
                 storage=storage,
                 lookup=lookup,
-                peers=PeerTerms(settings.peers, settings.disaggregation.wait_decode),
+                peers=PeerTerms.of(settings),
                 clock=clock,
                 link_bandwidth=calibrated_link(settings.transfer.calibration_dir),
             )
@@ -300,6 +300,15 @@ class CacheManager:
         with self._lock:
             handovers = self._required_handovers()
             return [handovers.fetch(request, source) for request, source in sources]
+
+    @property
+    def fetch_room(self) -> int:
+        """Number of requests that may begin to fetch now, so that at most FD_EP_MAX_PREFETCH_TASK_NUM wait for peers.
+
+        Admit the others in a later step. Always 0 with FDCACHE_TRANSFER=none.
+        """
+        with self._lock:
+            return self._handovers.fetch_room if self._handovers is not None else 0
 
     def decline(self, sources: Iterable[PeerSource]) -> None:
         """Tell prefill instances that transfers are not wanted.

@@ -157,6 +157,11 @@ class TransferEndpoint:
         """End a hand-over that is not needed any more, and tell the peer."""
         self._command(partial(self._cancel, plan_id))
 
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to the rank of a prefill instance that this one will read from, before the first fetch."""
+        if self._options.rank < len(addresses):
+            self._command(partial(self._connect, addresses[self._options.rank]))
+
     def layer_computed(
         self, layer: int, computed: Mapping[str, int], record: Callable[[], Event | None] | None = None
     ) -> None:
@@ -418,6 +423,12 @@ class TransferEndpoint:
             self._ask(fetching, link.boot, now)
         elif link.state is LinkState.REFUSED:
             self._end_unasked(task.plan_id, FetchEnd.REFUSED, link.error)
+
+    def _connect(self, address: str, now: float) -> None:
+        try:
+            self._links.connect(address, now, now + self._settings.timeout)
+        except TransferError as error:
+            logger.warning("%s", error)  # and a fetch from it is refused for the same reason
 
     def _ask(self, fetching: _Fetching, boot: bytes, now: float) -> None:
         task = fetching.task
