@@ -376,8 +376,9 @@ class Tier {
     std::vector<Slot> subtree(const std::vector<Slot> &named) const;
     void remove_subtrees(const std::vector<Slot> &doomed);
     void pin(Lease &lease, Slot slot);
-    void pin_ready(Lease &lease, Slot slot);
+    void pin_path(Lease &lease, std::span<const Slot> path, std::size_t known, std::uint32_t now);
     void unpin(Slot slot);
+    std::size_t unpin_path(std::span<const Slot> pinned);
     void free_slot(Slot slot);
     void free_if_unused(Slot slot);
     void link(Slot slot, const Digest &digest, Slot parent, Tenant tenant = 0);

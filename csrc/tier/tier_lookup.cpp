@@ -58,15 +58,7 @@ bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t
         table.resize(first);
         throw std::invalid_argument("hashes are not one path");
     }
-    for (std::size_t i = 0; i < count; ++i) {
-        Entry &entry = entries_[run[i]];
-        entry.touched_ms = now;
-        if (start + i >= known && entry.hits != UINT32_MAX) ++entry.hits;
-        if (i == 0)
-            pin(lease, run[i]);  // its parent may not be used
-        else
-            pin_ready(lease, run[i]);
-    }
+    pin_path(lease, run, known > start ? known - start : 0, now);
     return pending;
 }
 
