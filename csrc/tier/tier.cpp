@@ -49,21 +49,31 @@ bool Tier::end_use(LeaseId lease, const RequestEnd *end) {
     const auto found = leases_.find(lease);
     if (found == leases_.end()) return false;
     if (!learns_) return end_lease(lease);
-    std::size_t count = 0;
-    Slot deepest = kNoSlot;
-    for (const Slot slot : found->second.slots) {
-        const Entry &entry = entries_[slot];
-        if (!entry.findable || entry.state != SlotState::kReady) continue;
-        ++count;
-        if (deepest == kNoSlot || entry.depth > entries_[deepest].depth) deepest = slot;
-    }
-    path_.clear();
-    make_room(path_, count);
-    for (Slot slot = deepest; path_.size() < count && slot != kRoot; slot = entries_[slot].parent)
-        path_.push_back(slot);
+    path_of(found->second);
     order_->set_time(now_ms());
     order_->use(path_, end);
     return end_lease(lease);
+}
+
+// Sets `path_` to the entries that the lease pins, from the deepest one up.
+void Tier::path_of(const Lease &lease) {
+    path_.clear();
+    make_room(path_, lease.slots.size());
+    bool in_order = true;
+    for (std::size_t i = 0; i < lease.slots.size(); ++i) {
+        if (i + kAhead < lease.slots.size()) __builtin_prefetch(&entries_[lease.slots[i + kAhead]], 1);
+        const Slot slot = lease.slots[i];
+        const Entry &entry = entries_[slot];
+        if (!entry.findable || entry.state != SlotState::kReady) continue;
+        in_order = in_order && (path_.empty() || entry.parent == path_.back());
+        path_.push_back(slot);
+    }
+    if (in_order) return std::reverse(path_.begin(), path_.end());
+    const std::size_t count = path_.size();
+    Slot slot = *std::max_element(path_.begin(), path_.end(),
+                                  [this](Slot a, Slot b) { return entries_[a].depth < entries_[b].depth; });
+    path_.clear();
+    for (; path_.size() < count && slot != kRoot; slot = entries_[slot].parent) path_.push_back(slot);
 }
 
 bool Tier::end_lease(LeaseId lease) {
@@ -177,7 +187,8 @@ void Tier::pin(Lease &lease, Slot slot) {
     if (entries_[slot].pins++ == 0) refresh(slot);
 }
 
-// Uses the READY blocks of a path, each the parent of the next one. `known`: the leading blocks without a hit.
+// Uses the READY blocks of a path, each the parent of the next one. `known`: the leading blocks without a
+// hit.
 void Tier::pin_path(Lease &lease, std::span<const Slot> path, std::size_t known, std::uint32_t now) {
     pins_ += path.size();
     lease.slots.insert(lease.slots.end(), path.begin(), path.end());
@@ -357,7 +368,7 @@ void Tier::evict_coldest(std::size_t count, BlockList *evicted) {
     for (const Slot slot : victims_) {
         if (evicted) append(*evicted, slot);
         index_.prefetch(digests_[slot]);
-        if (learns_) order_->prefetch(digests_[slot]);
+        if (learns_) order_->prefetch(slot, digests_[slot]);
     }
     for (const Slot slot : victims_) {
         remove_entry(slot);
@@ -480,14 +491,16 @@ std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std:
     check_hashes(hashes);
     make_room(lease.slots, hashes.size());
     if (status) make_room(*status, hashes.size());
+    const auto prefetch = [&](std::size_t at) {
+        index_.prefetch(hashes[at]);
+        if (learns_) order_->prefetch(slots[at], hashes[at]);
+        __builtin_prefetch(&digests_[slots[at]], 1);
+    };
+    for (std::size_t at = 0; at < std::min(kAhead, hashes.size()); ++at) prefetch(at);
     std::size_t i = 0;
     Slot parent = resolve_parent(parent_hash);
     for (; i < hashes.size() && parent != kNoSlot; ++i) {
-        if (i + kAhead < hashes.size()) {
-            index_.prefetch(hashes[i + kAhead]);
-            if (learns_) order_->prefetch(hashes[i + kAhead]);
-            __builtin_prefetch(&digests_[slots[i + kAhead]], 1);
-        }
+        if (i + kAhead < hashes.size()) prefetch(i + kAhead);
         const Entry &entry = entries_[slots[i]];
         if (entry.children || entry.holds) break;  // a copy into it, or into its children, is in flight
         const Slot present = index_.find(hashes[i]);

@@ -341,6 +341,7 @@ class Tier {
     LeaseId add_lease();
     bool end_lease(LeaseId lease);
     bool end_use(LeaseId lease, const RequestEnd *end);
+    void path_of(const Lease &lease);
     bool pin_run(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known,
                  std::uint32_t now, std::vector<Slot> &table);
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,

@@ -197,7 +197,8 @@ class CacheManager:
 
         The blocks are pinned there until the request is matched or finished.
         """
-        if not self.reads_storage:
+        fetches = self._tiers.fetches
+        if fetches is None or not fetches.is_on:
             return
         with self._lock:
             if self._state is ManagerState.RUNNING:
