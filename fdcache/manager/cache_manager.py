@@ -99,7 +99,14 @@ class CacheManager:
         handovers = None
         if peers is not None and peers.settings.is_on:
             require_transfer(peers.settings)
-            handovers = Handovers(peers, layout, self._requests, counters, lambda: self.num_device_blocks)
+            handovers = Handovers(
+                peers,
+                layout,
+                self._requests,
+                counters,
+                lambda: self.num_device_blocks,
+                settings.lookahead_tokens,
+            )
         self._handovers = handovers
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
         self._reuse = RecentReuse(tiers.reuse)
