@@ -115,7 +115,8 @@ def compare_tokens(run: Runs, shape: Shape, names: Sequence[str]) -> None:
                     expect(f"{shown}: from the host as from the device", host, device)
                 if name == STORAGE:
                     first = found
-                process.leave(30)
+                    process.leave(30)
+                process.end()
 
     def restarted(label: str) -> Answer | None:
         with run.started(shape, [STORAGE], places, False) as ready:
