@@ -5,12 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fdcache.manager.keyed import OffloadRequest
+from fdcache.tiers.storage_reads import ReadJudge
 
-if TYPE_CHECKING:
-    from fdcache.manager.load_choices import LoadChoices, RequestReads
+
+class RequestJudge(ReadJudge, Protocol):
+    """Judge of one request's reads, which has ``on_device`` blocks."""
+
+    on_device: int
+
+
+class Choices(Protocol):
+    """Decisions and observations of an engine."""
+
+    def reads_for(self, request: OffloadRequest) -> RequestJudge | None:
+        """Return the judge of a request's reads; None if it waits for all of them."""
+
+    def observe_read(self, num_blocks: int, seconds: float) -> None:
+        """Learn how long a read took."""
 
 
 class Wait(Enum):
@@ -41,7 +55,7 @@ class ServiceReads:
     the reads that were waited for, their queue included, and from those that were late.
     """
 
-    def __init__(self, choices: LoadChoices, clock: Callable[[], float]) -> None:
+    def __init__(self, choices: Choices, clock: Callable[[], float]) -> None:
         self._choices = choices
         self._clock = clock
         self._reads: dict[str, _Read] = {}
@@ -79,7 +93,7 @@ class ServiceReads:
         self._reads.pop(request.request_id, None)
 
 
-def _begun(judge: RequestReads, on_device: int, arrived: int, stop: int) -> Wait:
+def _begun(judge: ReadJudge, on_device: int, arrived: int, stop: int) -> Wait:
     """Decide on a read that has begun: it is taken back if it is not worth it, unless its speed is worth knowing."""
     worth, waits = judge.worth_reading(on_device, arrived, stop, 0)
     if worth <= arrived:
