@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -56,7 +56,7 @@ class Instance:
         self.settings = PeerSettings(
             role=role, address=f"ipc://{directory}/{name}", directory=directory, **options
         )
-        layout = LAYOUT if ranks == 1 else msgspec.structs.replace(LAYOUT, tp_size=ranks)
+        layout = LAYOUT if ranks == 1 else dataclasses.replace(LAYOUT, tp_size=ranks)
         cache = CacheSettings(
             device_blocks=blocks,
             host_memory=host_blocks * layout.record_bytes,

@@ -44,7 +44,7 @@ class Gate:
         self.reset()
 
     def reset(self) -> None:
-        self.fails: Callable[[IpcConnector, ReadOrder], bool] = lambda connector, order: False
+        self.fails: Callable[[GatedConnector, ReadOrder], bool] = lambda connector, order: False
         self.open()
 
     def open(self) -> None:
@@ -64,6 +64,10 @@ GATE = Gate()
 
 class GatedConnector(IpcConnector):
     """The connector ``ipc``, whose reads begin and then wait at the gate."""
+
+    @property
+    def first_address(self) -> int:
+        return self._planes.addresses[0]
 
     def _copy(self, source: MappedPlanes, order: ReadOrder) -> None:
         GATE.wait(order)
@@ -94,11 +98,13 @@ class Commands:
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
         self._requests: dict[str, Request] = {}
+        self._slots: dict[str, list[int]] = {}
 
     def send(self, name: str, seed: int, blocks: int, computed: int | None = None) -> None:
         """Hand blocks over, the first ``computed`` of which are computed; by default all, and the request ends."""
         request = self._requests[name] = Request(name, prompt_of(seed, blocks))
         self._instance.start(request)
+        self._slots[name] = request.block_table[:blocks].tolist()
         self._instance.manager.send([(request, name)])
         self._instance.step()
         self.compute(name, 0, blocks if computed is None else computed)
@@ -111,6 +117,10 @@ class Commands:
             self._instance.start(request)
             self._instance.manager.send([(request, request.request_id)])
         self._instance.manager.request_finish(requests)
+
+    def compute_many(self, count: int) -> None:
+        """Announce the first layer of all, some of whose requests are gone."""
+        self._instance.controller.layer_computed(0, {f"{index}": 2 for index in range(count)})
 
     def compute(self, name: str, first: int, last: int) -> None:
         if first < last:
@@ -130,7 +140,20 @@ class Commands:
     def overwrite(self, name: str) -> None:
         """Use the blocks of a request for other bytes."""
         for plane in self._instance.planes:
-            plane[self._requests[name].block_table] ^= 0xA5
+            plane[self._slots[name]] ^= 0xA5
+
+    def slots(self, name: str) -> list[int]:
+        return self._slots[name]
+
+    def flip(self, name: str, rank: int, block: int) -> None:
+        """Flip a bit of a block on one rank."""
+        self._instance.rank_planes[rank][1][self._slots[name][block], 7] ^= 4
+
+    def is_offered(self, name: str) -> bool:
+        """Return True if every rank has summed all blocks of a transfer."""
+        stats = [each.transfer_stats() for each in self._instance.ranks]
+        views = [view for each in stats if each is not None for view in each.transfers]
+        return sum(view.transfer == name and view.complete for view in views) == len(self._instance.ranks)
 
     def outcomes(self) -> list[tuple[str, int, str]]:
         outcomes = self._instance.outcomes
@@ -147,6 +170,9 @@ class Commands:
     def is_clean(self) -> bool:
         return self._instance.is_clean
 
+    def free_blocks(self) -> int:
+        return self._instance.manager.num_free_device_blocks
+
     def reads_waiting(self) -> int:
         return len(GATE.waiting)
 
@@ -156,10 +182,11 @@ class Commands:
     def close_gate(self) -> None:
         GATE.close()
 
-    def advance(self, seconds: float) -> None:
-        """Put the clock forward."""
+    def expire(self) -> bool:
+        """Let time pass; return True once that has ended every lease."""
         assert isinstance(time.monotonic, Clock)
-        time.monotonic.ahead += seconds
+        time.monotonic.ahead += 300.0
+        return self._instance.is_clean
 
 
 def _serve(pipe: Connection, role: str, folder: Path, name: str, options: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -49,20 +50,20 @@ class Wire:
         """Pass on everything that is under way."""
         while self._router.poll(0):
             route, data = self._router.recv_multipart()
-            self._pass(data, lambda route=route, data=data: self._to_prefill(route, data))  # type: ignore[misc]
+            self._pass(data, partial(self._to_prefill, route, data))
         for route, dealer in self._dealers.items():
             while dealer.poll(0):
                 data = dealer.recv()
-                self._pass(
-                    data,
-                    lambda route=route, data=data: self._router.send_multipart([route, data]),  # type: ignore[misc]
-                )
+                self._pass(data, partial(self._to_decode, route, data))
 
     def close(self) -> None:
         self._context.destroy()
 
     def _pass(self, data: bytes, deliver: Callable[[], None]) -> None:
         self.fault(Parcel(decode(data)[1], deliver))
+
+    def _to_decode(self, route: bytes, data: bytes) -> None:
+        self._router.send_multipart([route, data])
 
     def _to_prefill(self, route: bytes, data: bytes) -> None:
         if route not in self._dealers:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadOutcome, LoadStatus
@@ -17,21 +19,28 @@ from tests.transfer_wire import Fault, Parcel, Wire
 
 BLOCKS = 6
 LATE_SECONDS = 300.0
+MESSAGES = ("Hello", "Welcome", "Ask", "Granted", "Ready", "Last", "Renew", "End")
+
+
+def quick(*names: str, of: tuple[str, ...] = MESSAGES) -> list[object]:
+    """Return parameters: these in every run, the others in the long one."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in of]
 
 
 class World:
     """``mine``, an instance of this process, ``peer``, one of another process, and the ``wire`` between them."""
 
-    def __init__(self, folder: Path, clock: Clock, role: str, **options: Any) -> None:
+    def __init__(self, folder: Path, clock: Clock, role: str, peer_blocks: int = 64, **options: Any) -> None:
+        self._peer_blocks = peer_blocks
         self._folder, self._other_role = folder, "decode" if role == "prefill" else "prefill"
         self.clock = clock
         self.mine = Instance(role, folder, role, connector="gated", clock=clock.__call__, **options)
         self.peer = self.start_peer()
         self.wire = Wire(folder, self.mine.address if role == "prefill" else self.peer.addresses[0])
 
-    def start_peer(self) -> Peer:
+    def start_peer(self, name: str = "peer") -> Peer:
         """Start the other process, at the same address each time."""
-        self.peer = Peer(self._other_role, self._folder, self._other_role, connector="gated")
+        self.peer = Peer(self._other_role, self._folder, name, connector="gated", blocks=self._peer_blocks)
         return self.peer
 
     def close(self) -> None:
@@ -70,6 +79,21 @@ class World:
 
         self.wire.fault = handle
         return lambda: bool(done)
+
+    def kill_at(self, kind: str) -> Callable[[], bool]:
+        """Kill the other process just before the first message of a kind arrives."""
+        return self._end_at(kind, self.peer.kill)
+
+    def stop_at(self, kind: str) -> Callable[[], bool]:
+        """Stop the other process just before the first message of a kind arrives."""
+        return self._end_at(kind, self.peer.stop)
+
+    def _end_at(self, kind: str, end: Callable[[], None]) -> Callable[[], bool]:
+        def fault(parcel: Parcel) -> None:
+            end()
+            parcel.deliver()
+
+        return self.at(kind, fault)
 
     # --- with decode in this process --------------------------------------------------------------------------
 

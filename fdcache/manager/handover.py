@@ -14,6 +14,7 @@ from fdcache.manager.requests import LiveRequests, PeerSource, PlannedFetch, Req
 from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan
 from fdcache.plans.blocks import Blocks
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger, make_swap
+from fdcache.settings import Settings
 from fdcache.settings.peers import PeerSettings
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.tiers.statistics import Counters
@@ -24,11 +25,19 @@ class PeerTerms:
     """Settings of hand-overs. ``wait``: seconds for which a send waits for a peer to ask.
 
     ``keeps_asking``: a fetch that finds no room is tried again; without it prefill is told that it is not wanted.
+    ``most_ahead``: requests that should wait for peers at a time.
     """
 
     settings: PeerSettings
     wait: float = 30.0
     keeps_asking: bool = True
+    most_ahead: int = 8
+
+    @classmethod
+    def of(cls, settings: Settings) -> PeerTerms:
+        """Return the terms of settings."""
+        terms = settings.disaggregation
+        return cls(settings.peers_in_force, terms.wait_decode, terms.keep_asking_decode, terms.max_prefetch)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +91,12 @@ class Handovers:
     def held_blocks(self) -> int:
         """Slots of fetches that no request waits for any more."""
         return sum(len(each.slots) for each in self._fetches.values() if not each.is_waited_for)
+
+    @property
+    def fetch_room(self) -> int:
+        """Requests that may begin to wait for a peer."""
+        waiting = sum(each.is_waited_for for each in self._fetches.values())
+        return max(max(self._terms.most_ahead, 1) - waiting, 0)
 
     # --- prefill ----------------------------------------------------------------------------------------------
 

@@ -153,6 +153,7 @@ class LiveRequests:
         self._fetches = tiers.fetches
         self._live: dict[str, Request] = {}
         self._sources: dict[str, PeerSource] = {}  # of requests that will fetch, until their allocation
+        self._num_sends = 0
         self._planned: list[PlannedFetch] = []
         backups = tiers.backups
         self._blocks = BlockManager(
@@ -276,10 +277,12 @@ class LiveRequests:
     def begin_send(self, request: Request) -> None:
         """Keep the blocks of a request until as many calls of ``end_send``."""
         request._sends += 1
+        self._num_sends += 1
 
     def end_send(self, request: Request) -> None:
         """Release a request that has finished meanwhile."""
         request._sends -= 1
+        self._num_sends -= 1
         if not request._sends and request._is_finishing:
             request._is_finishing = False
             self.finish([request])
@@ -429,10 +432,11 @@ class LiveRequests:
 
         A request whose blocks are being sent to a peer is released with the end of the last send.
         """
-        for request in requests:
-            if request._sends:
-                request._is_finishing = True
-        requests = [request for request in requests if not request._sends]
+        if self._num_sends:
+            for request in requests:
+                if request._sends:
+                    request._is_finishing = True
+            requests = [request for request in requests if not request._sends]
         if self._fetches is not None:
             for request in requests:
                 if request._fetch:

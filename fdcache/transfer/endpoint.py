@@ -144,6 +144,12 @@ class TransferEndpoint:
         """End a hand-over that is not needed any more, and tell the peer."""
         self._command(partial(self._cancel, plan_id))
 
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to the ranks of a prefill instance that this one will read from, before the first fetch."""
+        for rank, _ in self._sharing.sources:
+            if rank < len(addresses):
+                self._command(partial(self._connect_early, addresses[rank]))
+
     def layer_computed(
         self, layer: int, computed: Mapping[str, int], record: Callable[[], Event | None] | None = None
     ) -> None:
@@ -427,6 +433,12 @@ class TransferEndpoint:
             self._ask(leg, link.boot, now)
         elif link.state is LinkState.REFUSED:
             self._end_unasked(leg.number, FetchEnd.REFUSED, link.error)
+
+    def _connect_early(self, address: str, now: float) -> None:
+        try:
+            self._links.connect(address, now, now + self._settings.timeout)
+        except TransferError as error:
+            logger.warning("%s", error)  # and a fetch from it is refused for the same reason
 
     def _ask(self, leg: Leg, boot: bytes, now: float) -> None:
         task = leg.task

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.manager_world import Worlds
 from tests.native_build import build_once, make_driver
 from tests.service_help import LocalService, local_service
 from tests.service_line import Line
-from tests.transfer_peer import Clock, install_gate, renew_often
+from tests.transfer_peer import GATE, Clock, install_gate, renew_often
 from tests.transfer_world import World
 
 
@@ -54,15 +55,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
+def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the connector ``gated`` known; its gate is open after the test."""
+    monkeypatch.syspath_prepend(install_gate(tmp_path))
+    yield
+    GATE.reset()
+
+
+@pytest.fixture
 def make_world(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock, gated: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., World]]:
     """A function that starts an instance of a role in this process, and its peer in another."""
-    monkeypatch.syspath_prepend(install_gate(tmp_path))
     renew_often(monkeypatch.setattr)
     worlds: list[World] = []
 
-    def make(role: str, **options: object) -> World:
+    def make(role: str, **options: Any) -> World:
         worlds.append(World(tmp_path, clock, role, **options))
         return worlds[-1]
 

@@ -13,26 +13,15 @@ from fdcache.transfer import links
 from tests.transfer_help import prompt_of
 from tests.transfer_peer import GATE
 from tests.transfer_wire import Parcel
-from tests.transfer_world import BLOCKS, World
+from tests.transfer_world import BLOCKS, MESSAGES, World, quick
 
 MakeWorld = Callable[..., World]
-MESSAGES = ("Hello", "Welcome", "Ask", "Granted", "Ready", "Last", "Renew", "End")
 
 
-def quick(*names: str, of: tuple[str, ...] = MESSAGES) -> list[object]:
-    """Return parameters: these in every run, the others in the long one."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in of]
-
-
-@pytest.mark.parametrize("kind", quick("Hello", "Ready", "Renew"))
+@pytest.mark.parametrize("kind", quick("Ready", "Renew"))
 def test_decode_goes_on_when_prefill_is_killed_at_a_message(make_world: MakeWorld, kind: str) -> None:
     world = make_world("decode")
-
-    def kill(parcel: Parcel) -> None:
-        world.peer.kill()
-        parcel.deliver()
-
-    reached = world.at(kind, kill)
+    reached = world.kill_at(kind)
     world.peer.ask("send", "r", 1, BLOCKS, 2 if kind == "Renew" else None)
     request = world.fetch("r", 1)
     world.until(reached)
@@ -44,17 +33,12 @@ def test_decode_goes_on_when_prefill_is_killed_at_a_message(make_world: MakeWorl
     world.read_by_mine("next", 2)
 
 
-@pytest.mark.parametrize("kind", quick("Ask", "Ready", "a read", of=(*MESSAGES, "a read")))
+@pytest.mark.parametrize("kind", quick("Ready", "a read", of=(*MESSAGES, "a read")))
 def test_prefill_frees_its_blocks_when_decode_is_killed_at_a_message(
     make_world: MakeWorld, kind: str
 ) -> None:
     world = make_world("prefill")
-
-    def kill(parcel: Parcel) -> None:
-        world.peer.kill()
-        parcel.deliver()
-
-    reached = world.at(kind, kill)
+    reached = world.kill_at(kind)
     request = world.send("r", 1, 2 if kind == "Renew" else BLOCKS)
     if kind == "a read":
         world.peer.ask("close_gate")
@@ -78,7 +62,7 @@ def test_prefill_frees_its_blocks_when_decode_is_killed_at_a_message(
     world.read_by_peer("next", 2)
 
 
-@pytest.mark.parametrize("kind", quick("Ask", "Ready", of=("Hello", "Ask", "Ready", "Renew")))
+@pytest.mark.parametrize("kind", quick("Ready", of=("Hello", "Ask", "Ready", "Renew")))
 def test_decode_computes_when_prefill_is_stopped_and_nothing_late_hurts(
     make_world: MakeWorld, kind: str
 ) -> None:
@@ -86,11 +70,7 @@ def test_decode_computes_when_prefill_is_stopped_and_nothing_late_hurts(
     if kind == "Ready":
         GATE.close()
 
-    def stop(parcel: Parcel) -> None:
-        world.peer.stop()
-        parcel.deliver()
-
-    reached = world.at(kind, stop)
+    reached = world.stop_at(kind)
     world.peer.ask("send", "r", 1, BLOCKS, 2 if kind == "Renew" else BLOCKS)
     request = world.fetch("r", 1)
     world.until(reached)
@@ -120,12 +100,7 @@ def test_prefill_serves_others_when_decode_is_stopped_and_late_reads_hurt_nobody
     make_world: MakeWorld, kind: str
 ) -> None:
     world = make_world("prefill", blocks=8)
-
-    def stop(parcel: Parcel) -> None:
-        world.peer.stop()
-        parcel.deliver()
-
-    reached = world.at(kind, stop)
+    reached = world.stop_at(kind)
     world.send("r", 1)
     world.peer.ask("fetch", "r", 1, BLOCKS, world.source("r"))
     world.until(reached)
@@ -198,7 +173,7 @@ def test_a_replaced_decode_gets_nothing_of_the_former(
     assert "peer_gone" in world.mine.results
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", quick("decode", of=("decode", "prefill")))
 def test_late_messages_of_a_killed_process_do_not_disturb_its_successor(
     make_world: MakeWorld, role: str
 ) -> None:

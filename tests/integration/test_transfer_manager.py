@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fdcache.errors import RequestStateError, TransferError
@@ -268,33 +267,6 @@ def test_sending_before_the_allocation_is_refused(pair: tuple[Instance, Instance
     prefill, _ = pair
     with pytest.raises(RequestStateError, match="allocate"):
         prefill.manager.send([(Request("r", prompt_of(1, 2)), "r")])
-
-
-def test_a_thousand_aborts_leave_nothing(tmp_path: Path) -> None:
-    count, blocks = 1000, 3200
-    with (
-        Instance("prefill", tmp_path, "p", blocks=blocks) as prefill,
-        Instance("decode", tmp_path, "d", blocks=blocks) as decode,
-    ):
-        mine = [Request(f"{i}", prompt_of(100 + i, 2)) for i in range(count)]
-        theirs = [Request(f"{i}", prompt_of(100 + i, 2)) for i in range(count)]
-        for each in mine:
-            prefill.start(each)
-            prefill.manager.send([(each, each.request_id)])
-        prefill.step()
-        for each in theirs:
-            decode.manager.match_prefix([each])
-            decode.manager.fetch([(each, prefill.source(each.request_id))])
-            assert decode.manager.allocate_device_blocks([(each, 2 * BLOCK)])[0].ok
-        decode.step()
-        for index in np.random.default_rng(0).permutation(count).tolist():
-            prefill.controller.layer_computed(0, {str(index): 2})
-            decode.manager.end_transfers([theirs[index]])
-            decode.manager.request_finish([theirs[index]])
-        prefill.manager.request_finish(mine)
-        decode.until(lambda: is_clean(decode))
-        prefill.until(lambda: is_clean(prefill))
-        assert decode.manager.num_free_device_blocks == prefill.manager.num_free_device_blocks == blocks
 
 
 @pytest.mark.parametrize("point", ["matched", "no room", "allocated", "planned"])
