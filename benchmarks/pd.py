@@ -107,6 +107,8 @@ def serve(
         instance.manager.reset_cache()
         pipe.send("ready")
     instance.close()
+    if raw is not None:
+        raw.close()
 
 
 def _receive(pipe: Connection, raw: _Raw | None) -> Any:
@@ -127,12 +129,21 @@ class _Raw:
         self.agent = nixl.nixl_agent(
             f"raw-{time.monotonic_ns()}", nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         )
-        self.agent.register_memory([(self.bytes.ctypes.data, self.bytes.nbytes, 0, "")], "DRAM")
+        self._registered = self.agent.register_memory([(self.bytes.ctypes.data, self.bytes.nbytes, 0, "")], "DRAM")
         self.description = (self.agent.get_agent_metadata(), self.bytes.ctypes.data)
+
+        self._rows: list[Any] = []
+
+    def close(self) -> None:
+        """Release what was prepared, then the memory."""
+        for row in self._rows:
+            row.release()
+        self.agent.deregister_memory(self._registered)
 
     def _row(self, name: str, address: int) -> Any:
         row = np.array([[address, CHUNK, 0, CHUNK, self.chunks]], np.uint64)
-        return self.agent.prep_xfer_dlist(name, row, "DRAM")
+        self._rows.append(self.agent.prep_xfer_dlist(name, row, "DRAM"))
+        return self._rows[-1]
 
     def reader(self, metadata: bytes, address: int) -> Callable[[], None]:
         """Return a function that reads all of a peer's memory."""
@@ -244,6 +255,8 @@ class Pair:
     def close(self) -> None:
         """End both."""
         self._pipe.send(None)
+        if self._raw is not None:
+            self._raw.close()
         self._process.join()
         self._decode.close()
 

@@ -303,8 +303,8 @@ class TransferEndpoint:
         self._expire_unconnected(now)
         self._settle()
         for publisher in self._publishers:
-            publisher.tick()
-        self._settle()
+            while publisher.publish_next():  # announced at once: decode reads one while the next is packed
+                self._settle()
 
     def _patience(self) -> int:
         if self._connector.needs_polling or (self._fetches and isinstance(self._connector, Notifier)):

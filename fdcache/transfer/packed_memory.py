@@ -22,7 +22,7 @@ class Region(NamedTuple):
     """Adjoining chunks."""
 
     first: int
-    count: int
+    chunks: int
 
 
 class PackedMemory:
@@ -44,7 +44,7 @@ class PackedMemory:
     @property
     def bytes_taken(self) -> int:
         """Bytes of the regions in use."""
-        return sum(each.count for each in self._taken) * CHUNK_BYTES
+        return sum(each.chunks for each in self._taken) * CHUNK_BYTES
 
     def take(self, nbytes: int) -> Region | None:
         """Return the first region of so many bytes that is free, None if there is none."""
@@ -55,7 +55,7 @@ class PackedMemory:
                 region = Region(end, count)
                 self._taken.insert(index, region)
                 return region
-            end = each.first + each.count
+            end = each.first + each.chunks
         return None
 
     def free(self, region: Region) -> None:

@@ -401,7 +401,8 @@ class PrefillSide:
         del self._sends[send.offer.plan_id]
         del self._by_transfer[send.offer.transfer]
         self._remember_over(send.offer.transfer, error or "the transfer has ended")
-        peer, blocks, places = None, 0, ()
+        peer, blocks = None, 0
+        places: tuple[tuple[int, ...], ...] = ()
         if (answers := send.answers) is not None:
             peer, blocks = answers.peer, answers.last - answers.first
             places = tuple(answers.take_places(len(answers.log)))

@@ -38,31 +38,35 @@ class Publisher:
         """Publish a part as soon as there is room."""
         self._wanted.append(wanted)
 
-    def tick(self) -> None:
-        """Publish what there is room for. A peer that waits for room does not hold up others."""
+    def publish_next(self) -> bool:
+        """Publish the leading blocks of the next part for which there is room; return False if there is none.
+
+        A peer that waits for room does not hold up others.
+        """
         waiting: set[bytes] = set()
-        for _ in range(len(self._wanted)):
+        passed: list[Publish] = []
+        published = False
+        while self._wanted and not published:
             wanted = self._wanted.popleft()
             if not self._side.is_asked(wanted.plan_id, wanted.peer, wanted.attempt):
                 continue
-            if wanted.peer in waiting or (rest := self._publish(wanted)) is wanted:
+            published = wanted.peer not in waiting and self._publish(wanted)
+            if not published:
                 waiting.add(wanted.peer)
-                self._wanted.append(wanted)
-            elif rest is not None:
-                self._wanted.append(rest)
+                passed.append(wanted)
+        self._wanted.extendleft(reversed(passed))
+        return published
 
-    def _publish(self, wanted: Publish) -> Publish | None:
-        """Publish the leading blocks of a part; return what is left of it."""
+    def _publish(self, wanted: Publish) -> bool:
+        """Publish the leading blocks of a part if there is room, and keep the rest of it."""
         part = wanted.part
-        while part.first < part.last:
-            most = self._connector.most_blocks(part.first_plane, part.last_plane)
-            head = part._replace(last=min(part.last, part.first + most))
-            slots = self._slots_of(wanted.plan_id)[head.first : head.last]
-            places = self._connector.publish(slots, part.first_plane, part.last_plane, self._pieces)
-            if places is None:
-                break
-            self._side.published(wanted.plan_id, wanted.peer, wanted.attempt, head, places)
-            part = part._replace(first=head.last)
-        if part == wanted.part:
-            return wanted
-        return wanted._replace(part=part) if part.first < part.last else None
+        most = self._connector.most_blocks(part.first_plane, part.last_plane)
+        head = part._replace(last=min(part.last, part.first + most))
+        slots = self._slots_of(wanted.plan_id)[head.first : head.last]
+        places = self._connector.publish(slots, part.first_plane, part.last_plane, self._pieces)
+        if places is None:
+            return False
+        if head.last < part.last:
+            self._wanted.appendleft(wanted._replace(part=part._replace(first=head.last)))
+        self._side.published(wanted.plan_id, wanted.peer, wanted.attempt, head, places)
+        return True

@@ -398,12 +398,12 @@ class RdmaConnector:
         peer.waiting.popleft()
         run.region = region
         peer.flying.append(run)
-        peer.chunks_flying += region.count
+        peer.chunks_flying += region.chunks
         try:
             run.handle = self._agent.make_prepped_xfer(
                 "READ",
                 self._mine,
-                np.arange(region.first, region.first + region.count, dtype=np.int32),
+                np.arange(region.first, region.first + region.chunks, dtype=np.int32),
                 peer.chunks,
                 np.arange(first, last, dtype=np.int32),
             )
@@ -431,7 +431,7 @@ class RdmaConnector:
         peer.flying.remove(run)
         self._last_end = time.perf_counter()
         assert run.region is not None
-        peer.chunks_flying -= run.region.count
+        peer.chunks_flying -= run.region.chunks
         read = run.read
         try:
             if run.handle is not None:

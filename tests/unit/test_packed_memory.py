@@ -28,16 +28,16 @@ def test_regions_never_overlap_and_are_refused_only_without_a_gap(steps: list[tu
             memory.free(taken.pop(nbytes % len(taken)))
         used = np.zeros(16, np.bool_)
         for each in taken:
-            assert not used[each.first : each.first + each.count].any()
-            used[each.first : each.first + each.count] = True
+            assert not used[each.first : each.first + each.chunks].any()
+            used[each.first : each.first + each.chunks] = True
         region = memory.take(nbytes)
         chunks = -(-nbytes // CHUNK_BYTES)
         gaps = np.lib.stride_tricks.sliding_window_view(~used, chunks).all(axis=1)
         assert (region is None) == (not gaps.any())
         if region is not None:
-            assert region.count == chunks
+            assert region.chunks == chunks
             taken.append(region)
-    assert memory.bytes_taken == sum(each.count for each in taken) * CHUNK_BYTES
+    assert memory.bytes_taken == sum(each.chunks for each in taken) * CHUNK_BYTES
 
 
 def test_planes_are_packed_one_block_after_the_other() -> None:
