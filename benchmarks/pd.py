@@ -129,7 +129,9 @@ class _Raw:
         self.agent = nixl.nixl_agent(
             f"raw-{time.monotonic_ns()}", nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         )
-        self._registered = self.agent.register_memory([(self.bytes.ctypes.data, self.bytes.nbytes, 0, "")], "DRAM")
+        self._registered = self.agent.register_memory(
+            [(self.bytes.ctypes.data, self.bytes.nbytes, 0, "")], "DRAM"
+        )
         self.description = (self.agent.get_agent_metadata(), self.bytes.ctypes.data)
 
         self._rows: list[Any] = []
@@ -139,6 +141,8 @@ class _Raw:
         for row in self._rows:
             row.release()
         self.agent.deregister_memory(self._registered)
+        self._rows.clear()
+        del self.agent
 
     def _row(self, name: str, address: int) -> Any:
         row = np.array([[address, CHUNK, 0, CHUNK, self.chunks]], np.uint64)
@@ -255,6 +259,7 @@ class Pair:
     def close(self) -> None:
         """End both."""
         self._pipe.send(None)
+        self.nixl = None
         if self._raw is not None:
             self._raw.close()
         self._process.join()

@@ -16,8 +16,7 @@ from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
-from fdcache.transfer.ipc import IpcConnector
-XX
+from fdcache.transfer.ipc import IpcConnector, _Peer
 from tests.transfer_help import BLOCK, Instance, prompt_of
 
 AHEAD = 3600.0

@@ -304,6 +304,8 @@ class RdmaConnector:
             return
         self._mine.release()
         self._agent.deregister_memory(self._registered)
+        self._loaded.clear()
+        del self._agent  # now, and not with the interpreter, when NIXL's libraries are being unloaded
 
     # --- notifications ------------------------------------------------------------------------------------------
 
@@ -335,6 +337,8 @@ class RdmaConnector:
 
     def _take_notifications(self) -> None:
         """Let NIXL make progress, and take what has arrived."""
+        if self._closed:
+            return
         try:
             arrived = self._agent.get_new_notifs()
         except Exception as error:  # noqa: BLE001 - NIXL has no common base of its errors
