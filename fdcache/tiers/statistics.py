@@ -280,6 +280,16 @@ class LoadFigures(msgspec.Struct):
     recent: list[LoadDecision] = msgspec.field(default_factory=list)
 
 
+class HintFigures(msgspec.Struct):
+    """Number of hints by outcome, a value of ``HintStatus``; one that was taken may have a second outcome later."""
+
+    outcomes: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def copy(self) -> HintFigures:
+        """Return a snapshot."""
+        return HintFigures(dict(self.outcomes))
+
+
 class CacheStats(msgspec.Struct, frozen=True):
     """A snapshot of a manager. A tier that does not exist is None, and so is the storage when others share it.
 
@@ -304,3 +314,4 @@ class CacheStats(msgspec.Struct, frozen=True):
     held_blocks: int = 0
     traffic: Traffic = msgspec.field(default_factory=Traffic)
     loads: LoadFigures = msgspec.field(default_factory=LoadFigures)
+    hints: HintFigures = msgspec.field(default_factory=HintFigures)
