@@ -29,6 +29,8 @@ class Demo:
     model: ModelConfig
     engine: EngineConfig
     traffic: Traffic
+    listen: str | None = None
+    """Address at which it serves a router instead of the traffic."""
 
     def check(self) -> None:
         """Raise ``ValueError`` or ``FdcacheError`` if the traffic cannot be served; allocates nothing."""
@@ -123,11 +125,10 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
             model,
             EngineConfig.load(model, cache, grid=0 if flags["ordinary"] else 32),
             Traffic.generate(flags["workload"], flags["requests"], **traffic),
+            flags["listen"],
         )
-        if flags["role"]:
-            serve(demo.model, demo.engine, flags["listen"])
-            parser.exit(0)
-        demo.check()
+        if demo.listen is None:
+            demo.check()
     except (ValueError, FdcacheError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     return demo, flags["plot"]
@@ -137,6 +138,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the demo; return 1 if a token differs or the demo fails."""
     demo, path = parse(arguments)
     try:
+        if demo.listen is not None:
+            serve(demo.model, demo.engine, demo.listen)
+            return 0
         return compare(demo, path)
     except FdcacheError as error:
         print(f"error: {error}", file=sys.stderr)
