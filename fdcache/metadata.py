@@ -289,6 +289,7 @@ class PeerTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
         attempt: of a fetch, its number among those of the same transfer.
         computed: of a send, how many leading blocks are computed already.
         wanted: False for a fetch that only tells the peer that nothing is wanted.
+        peer_hashes: of a fetch from an instance of another tensor parallelism, its hashes of the blocks, 32 bytes each.
     """
 
     plan_id: int
@@ -299,6 +300,7 @@ class PeerTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     attempt: int = 0
     computed: int = 0
     wanted: bool = True
+    peer_hashes: bytes = b""
 
     def swaps(self) -> tuple[CacheSwapMetadata, ...]:
         """Return the transfer."""

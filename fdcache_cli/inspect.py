@@ -43,6 +43,12 @@ COMMANDS = (
     Command("transfers", __name__, "transfers", "Copies in flight, and bytes copied so far."),
     Command("namespaces", __name__, "namespaces", "Memory and hits of each model."),
     Command("tenants", __name__, "tenants", "Blocks and quota of each tenant."),
+    Command(
+        "eviction",
+        "fdcache_cli.inspect_eviction",
+        "eviction",
+        "How often blocks are used again, by class and age.",
+    ),
     Command("block", "fdcache_cli.inspect_blocks", "block", "Find a block by the beginning of its hash."),
     Command(
         "explain",

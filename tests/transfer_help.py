@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fdcache.controller.cache_controller import CacheController
+from fdcache.errors import TransferNotFoundError
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.handover import PeerTerms
 from fdcache.manager.requests import PeerSource
@@ -18,6 +20,7 @@ from fdcache.manager.results import LoadOutcome
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.conformance import transfer_layout
+from fdcache.transfer.rdma import find_nixl
 from fdcache.transfer.statistics import TransferStats
 from tests.service_help import until
 
@@ -173,3 +176,11 @@ def expected(request: Request, block: int, plane: int, rank: int = 0) -> np.ndar
     """Return the bytes that computing a block writes into a plane of a rank."""
     seed = int.from_bytes(request.block_hashes[block, :8].tobytes(), "little")
     return np.random.default_rng((seed, plane, rank)).integers(0, 256, LAYOUT.planes[plane].nbytes, np.uint8)
+
+
+def require_nixl() -> None:
+    """Skip the test without NIXL."""
+    try:
+        find_nixl()
+    except TransferNotFoundError:
+        pytest.skip("NIXL is not installed")

@@ -63,9 +63,12 @@ class Handovers:
         requests: LiveRequests,
         counters: Counters,
         num_device_blocks: Callable[[], int],
+        lookahead_tokens: int,
     ) -> None:
+        self._lookahead_tokens = lookahead_tokens
         self._terms = terms
         self._layout = layout
+        self._peer_layout = layout.with_tp_size(terms.settings.peer_ranks or layout.tp_size)
         self._requests = requests
         self._counters = counters
         self._num_device_blocks = num_device_blocks
@@ -257,11 +260,14 @@ class Handovers:
         )
 
     def _fetch_task(self, source: PeerSource, fetch: PlannedFetch | None = None) -> PeerTask:
-        hashes, first = np.empty((0, 32), np.uint8), 0
+        hashes, first, peer_hashes = np.empty((0, 32), np.uint8), 0, b""
         slots, generations = np.empty(0, np.int32), np.empty(0, np.uint32)
         if fetch is not None:
             slots, generations, first = fetch.slots, fetch.generations, fetch.first_block
             hashes = fetch.request.block_hashes[: first + len(slots)]
+            if self._peer_layout is not self._layout:
+                theirs = fetch.request.hashes_for(self._peer_layout, self._lookahead_tokens)
+                peer_hashes = theirs[first : first + len(slots)].tobytes()
         positions = np.arange(first, first + len(slots), dtype=np.int32)
         run = Blocks.of_path(hashes, first, positions, np.zeros(len(slots), np.uint32))
         return PeerTask(
@@ -271,5 +277,6 @@ class Handovers:
             timeout=self._terms.settings.timeout,
             addresses=source.addresses,
             attempt=source.attempt,
+            peer_hashes=peer_hashes,
             wanted=fetch is not None and fetch.is_waited_for and not fetch.given_up,
         )

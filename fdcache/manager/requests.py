@@ -21,7 +21,7 @@ from fdcache._core import (
     RequestState,
     WholeReports,
 )
-from fdcache.hashing import MultimodalItem, Tokens, encode_text, make_extra_keys
+from fdcache.hashing import MultimodalItem, Tokens, encode_text, hash_blocks, make_extra_keys, root_hash
 from fdcache.layout import KVLayout
 from fdcache.manager.results import Allocation, MatchResult
 from fdcache.manager.tiers import Tiers
@@ -57,6 +57,7 @@ class Request(RequestState):
 
     _fetch = 0
     tenant: str | None = None
+    _keys: tuple[str | None, Sequence[MultimodalItem]] = (None, ())
     _unasked: PeerSource | None = None
     _sends = 0
     _is_finishing = False
@@ -84,6 +85,20 @@ class Request(RequestState):
         )
 
         self.tenant = tenant
+        if multimodal or adapter_id is not None:
+            self._keys = (adapter_id, multimodal)
+
+    def hashes_for(self, layout: KVLayout, lookahead: int) -> HashArray:
+        """Return the hashes that an instance of another layout has for its full blocks."""
+        adapter_id, multimodal = self._keys
+        return hash_blocks(
+            self.tokens,
+            layout.block_size,
+            parent=root_hash(layout.fingerprint, self.tenant),
+            adapter_id=adapter_id,
+            multimodal=multimodal,
+            lookahead=lookahead,
+        )
 
     def __repr__(self) -> str:
         state = "running" if self.is_live else "not matched"
@@ -138,6 +153,7 @@ class LiveRequests:
         self._fetches = tiers.fetches
         self._live: dict[str, Request] = {}
         self._sources: dict[str, PeerSource] = {}  # of requests that will fetch, until their allocation
+        self._num_sends = 0
         self._planned: list[PlannedFetch] = []
         backups = tiers.backups
         self._blocks = BlockManager(
@@ -261,10 +277,12 @@ class LiveRequests:
     def begin_send(self, request: Request) -> None:
         """Keep the blocks of a request until as many calls of ``end_send``."""
         request._sends += 1
+        self._num_sends += 1
 
     def end_send(self, request: Request) -> None:
         """Release a request that has finished meanwhile."""
         request._sends -= 1
+        self._num_sends -= 1
         if not request._sends and request._is_finishing:
             request._is_finishing = False
             self.finish([request])
@@ -414,10 +432,11 @@ class LiveRequests:
 
         A request whose blocks are being sent to a peer is released with the end of the last send.
         """
-        for request in requests:
-            if request._sends:
-                request._is_finishing = True
-        requests = [request for request in requests if not request._sends]
+        if self._num_sends:
+            for request in requests:
+                if request._sends:
+                    request._is_finishing = True
+            requests = [request for request in requests if not request._sends]
         if self._fetches is not None:
             for request in requests:
                 if request._fetch:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fdcache.errors import ReplayError, ReplayOptionError
+from fdcache.errors import LayoutError, ReplayError, ReplayOptionError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.replay.pd_instance import (
     Abort,
@@ -39,6 +39,7 @@ from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.statistics import HandoverCount
 from fdcache.transfer.factory import require_connector
+from fdcache.transfer.sharing import share
 
 _START_SECONDS = 60.0
 _STALL_SECONDS = 120.0
@@ -60,6 +61,16 @@ class FaultKind(StrEnum):
 _RANDOM_FAULTS = (FaultKind.KILL, FaultKind.STOP, FaultKind.ABORT, FaultKind.RESET)
 
 
+def parse_ranks(text: str) -> tuple[int, int]:
+    """Read ``2:1``, the ranks of prefill and decode. Raises ``ReplayOptionError``."""
+    prefill, _, decode = text.partition(":")
+    if not (prefill.isdecimal() and decode.isdecimal() and int(prefill) and int(decode)):
+        raise ReplayOptionError(
+            "--pd-ranks", f"{text!r} is none; write the ranks of prefill and decode, as in 2:1"
+        )
+    return int(prefill), int(decode)
+
+
 def parse_faults(text: str) -> dict[FaultKind, int]:
     """Read ``200``, in equal parts of all but flip, or ``kill=5,flip=3``. Raises ``ReplayOptionError``."""
     if text.isdecimal():
@@ -79,7 +90,7 @@ def parse_faults(text: str) -> dict[FaultKind, int]:
 
 @dataclass(frozen=True, slots=True)
 class PdConfig:
-    """A replay of prefill and decode."""
+    """A replay of prefill and decode. ``ranks``: those of each, by default as many as the layout has."""
 
     layout: KVLayout
     cache: CacheSettings
@@ -89,6 +100,7 @@ class PdConfig:
     chunk_tokens: int = 1024
     seed: int = 0
     faults: dict[FaultKind, int] = field(default_factory=dict)
+    ranks: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -135,7 +147,7 @@ class _Process:
         self._context = multiprocessing.get_context("spawn")
         self.pipe: Connection
         self.process: BaseProcess
-        self.address = ""
+        self.addresses: tuple[str, ...] = ()
         self.start()
 
     def start(self) -> None:
@@ -149,7 +161,7 @@ class _Process:
         started = self.receive(_START_SECONDS)
         if not isinstance(started, Started):
             raise ReplayError(f"the {self.role.value} process did not start; see its messages above")
-        self.address = started.address
+        self.addresses = started.addresses
 
     def send(self, command: Command) -> None:
         """Send a command, unless the process is gone."""
@@ -207,6 +219,7 @@ def replay_pd(
     flips than requests.
     """
     require_connector(config.peers)
+    _require_shares(config)
     served = [item for item in items if _fits(item, config)]
     with tempfile.TemporaryDirectory(prefix="fdcache-pd-") as folder:
         driver = _Driver(served, config, Path(folder))
@@ -249,6 +262,15 @@ class _Faults:
         return cls(deque(zip(map(int, after), kinds, strict=True)), frozenset(map(int, flipped)))
 
 
+def _require_shares(config: PdConfig) -> None:
+    """Raise ``ReplayOptionError`` for ranks of which one instance cannot read from the other."""
+    if config.ranks is not None:
+        try:
+            share(config.layout.with_tp_size(config.ranks[0]), 0, config.ranks[1])
+        except (LayoutError, TransferError) as error:
+            raise ReplayOptionError("--pd-ranks", str(error)) from error
+
+
 class _Driver:
     """The router, and the source of faults."""
 
@@ -266,16 +288,21 @@ class _Driver:
 
     def _spec(self, role: TransferRole, folder: Path) -> InstanceSpec:
         config = self._config
-        peers = config.peers.model_copy(update={"role": role, "address": f"ipc://{folder}/{role.value}"})
+        prefill, decode = config.ranks or (config.layout.tp_size,) * 2
+        own, theirs = (prefill, decode) if role is PREFILL else (decode, prefill)
+        peers = config.peers.model_copy(
+            update={"role": role, "address": f"ipc://{folder}/{role.value}", "peer_ranks": theirs}
+        )
         shared = peers.directory if peers.connector == "ipc" else None
         return InstanceSpec(
-            config.layout,
+            config.layout.with_tp_size(own),
             config.cache,
             config.transfer,
             peers,
             config.chunk_tokens,
             5 * peers.timeout,
             shared,
+            max(own, theirs),
         )
 
     def run(self, should_stop: Callable[[], bool]) -> PdReport:
@@ -330,7 +357,7 @@ class _Driver:
 
     def _to_decode(self, request: _Request) -> None:
         request.at_decode = True
-        source = (self._processes[PREFILL].address,)
+        source = self._processes[PREFILL].addresses
         self._processes[DECODE].send(
             Work(request.item.index, request.attempt, request.tokens, request.transfer, source)
         )

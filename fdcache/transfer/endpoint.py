@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -26,21 +27,25 @@ from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import decode, prefill
-from fdcache.transfer.connector import LocalPlanes, ReadOrder, ReadOutcome, TransferContext
+from fdcache.transfer.connector import LocalPlanes, Notifier, Pieces, ReadOrder, ReadOutcome, TransferContext
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fetch, FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
+from fdcache.transfer.gathering import Gathering, Leg
 from fdcache.transfer.links import Links, LinkState, Outgoing, machine_id, rank_address
-from fdcache.transfer.messages import Granted, Identity
+from fdcache.transfer.messages import Envelope, Granted, Identity, encode
 from fdcache.transfer.prefill import (
     ComputeSums,
     Offer,
     OfferEnded,
     Part,
     PlacesRead,
-    PrefillSide,
+    Publish,
     SendMessage,
 )
+from fdcache.transfer.publishing import ComputedPart, Publisher
+from fdcache.transfer.readers import Readers
+from fdcache.transfer.sharing import share
 from fdcache.transfer.statistics import PeerView, TransferStats, TransferView
 
 logger = logging.getLogger(__name__)
@@ -65,15 +70,6 @@ class EndpointOptions:
 
 
 @dataclass(slots=True)
-class _Ready:
-    """A part that is computed once ``event`` is reached."""
-
-    plan_id: int
-    part: Part
-    event: Event | None
-
-
-@dataclass(slots=True)
 class _Sending:
     """A send: what was marked as computed, by group."""
 
@@ -83,18 +79,9 @@ class _Sending:
 
 
 @dataclass(slots=True)
-class _Fetching:
-    execution: TransferExecution
-    task: PeerTask
-    deadline: float
-    address: str
-    boot: bytes = b""
-
-
-@dataclass(slots=True)
 class _Queues:
     commands: deque[Callable[[float], None]] = field(default_factory=deque)
-    parts: deque[_Ready] = field(default_factory=deque)
+    parts: deque[ComputedPart] = field(default_factory=deque)
 
 
 class TransferEndpoint:
@@ -112,14 +99,14 @@ class TransferEndpoint:
         self._groups = options.groups or ((0, layout.total_layers),)
         self._group_ending_at = {last - 1: index for index, (_, last) in enumerate(self._groups)}
         self.address = rank_address(settings.address, options.rank)
-        self._decode = DecodeSide(
-            layout.num_planes, lease=settings.lease, renew=settings.renew, verifies=options.verifies
-        )
-        self._prefill = PrefillSide()
+        self._sharing = share(layout, options.rank, settings.peer_ranks)
+        self._prefill = Readers(len(self._sharing.readers))
         self._queues = _Queues()
         self._sends: dict[int, _Sending] = {}
         self._send_of: dict[str, int] = {}
-        self._fetches: dict[int, _Fetching] = {}
+        self._fetches: dict[int, Gathering] = {}
+        self._legs: dict[int, Leg] = {}
+        self._leg_numbers = count(1)
         self._unwanted: dict[str, deque[tuple[str, int]]] = {}
         """Transfers given up before their peer has answered, to tell it once it does."""
         self._tally = HandoverTally()
@@ -158,9 +145,10 @@ class TransferEndpoint:
         self._command(partial(self._cancel, plan_id))
 
     def connect(self, addresses: Sequence[str]) -> None:
-        """Connect to the rank of a prefill instance that this one will read from, before the first fetch."""
-        if self._options.rank < len(addresses):
-            self._command(partial(self._connect, addresses[self._options.rank]))
+        """Connect to the ranks of a prefill instance that this one will read from, before the first fetch."""
+        for rank, _ in self._sharing.sources:
+            if rank < len(addresses):
+                self._command(partial(self._connect_early, addresses[rank]))
 
     def layer_computed(
         self, layer: int, computed: Mapping[str, int], record: Callable[[], Event | None] | None = None
@@ -186,7 +174,7 @@ class TransferEndpoint:
         if parts and record is not None:
             event = record()
         for plan_id, part in parts:
-            self._queues.parts.append(_Ready(plan_id, part, event))
+            self._queues.parts.append(ComputedPart(plan_id, part, event))
         if parts:
             self._wake()
 
@@ -249,6 +237,17 @@ class TransferEndpoint:
         boot = uuid.uuid4().bytes
         context = TransferContext(self._planes, self._settings, boot, self._wake)
         self._connector = open_connector(context)
+        self._decode = DecodeSide(
+            layout.num_planes,
+            lease=self._settings.lease,
+            renew=self._settings.renew,
+            verifies=options.verifies,
+            acknowledges=self._connector.stats().places_total > 0,
+        )
+        self._publishers = [
+            Publisher(self._connector, side, self._slots_of, pieces)
+            for side, pieces in zip(self._prefill.sides, self._sharing.readers, strict=True)
+        ]
         try:
             directory = _live_directory(self.address)
             deque(live_processes(directory), maxlen=0)  # removes the files of dead ones
@@ -271,6 +270,8 @@ class TransferEndpoint:
                         machine=machine_id(),
                         live=self._live.live,
                         memory=self._connector.memory,
+                        peer_tp_size=self._sharing.layout.tp_size,
+                        peer_fingerprint=self._sharing.layout.fingerprint,
                     )
                 )
             except BaseException:
@@ -291,17 +292,22 @@ class TransferEndpoint:
         for _ in range(len(commands)):
             commands.popleft()(now)
         self._links.tick(now)
+        for data in self._notifications():
+            self._links.take(data, now)
         self._take_links(now)
-        self._publish()
+        self._take_computed()
         for end in self._connector.poll():
             self._decode.read_ended(end.read_id, None if end.outcome is ReadOutcome.OK else end.error)
         self._prefill.tick(now)
         self._decode.tick(now)
         self._expire_unconnected(now)
         self._settle()
+        for publisher in self._publishers:
+            publisher.tick()
+        self._settle()
 
     def _patience(self) -> int:
-        if self._connector.needs_polling:
+        if self._connector.needs_polling or (self._fetches and isinstance(self._connector, Notifier)):
             return _POLLING_MS
         return _BUSY_MS if self._sends or self._fetches or self._queues.parts else _IDLE_MS
 
@@ -316,12 +322,19 @@ class TransferEndpoint:
             self._refuse_waiting(link, FetchEnd.REFUSED, link.error)
         for link in events.accepted:
             assert link.identity is not None
-            if (problem := self._connector.connect(link.boot, link.identity.memory)) is not None:
+            joint = self._sharing.joints.get(link.identity.rank)
+            if (problem := self._connector.connect(link.boot, link.identity.memory, joint)) is not None:
                 self._refuse_waiting(link, FetchEnd.REFUSED, problem)
-            for fetching in self._waiting_for(link.address):
-                self._ask(fetching, link.boot, now)
+            for leg in self._waiting_for(link.address):
+                self._ask(leg, link.boot, now)
             for transfer, attempt in self._unwanted.pop(link.address, ()):
                 self._decode.decline(link.boot, transfer, attempt)
+        for peer in events.greeted:
+            self._prefill.greet(
+                peer.boot, (peer.rank - self._sharing.first_reader) % len(self._prefill.sides)
+            )
+            if isinstance(self._connector, Notifier):
+                self._connector.listen(peer.boot, peer.memory)
         for each in events.received:
             if each.peer in self._links.incoming:
                 self._prefill.receive(each.peer, each.message, now)  # type: ignore[arg-type]
@@ -347,30 +360,19 @@ class TransferEndpoint:
         )
         self._prefill.offer(offer, now)
 
-    def _publish(self) -> None:
-        """Announce the parts that are computed, in order, as far as the connector has room."""
+    def _take_computed(self) -> None:
+        """Announce the parts that are computed, in order."""
         parts = self._queues.parts
         for _ in range(len(parts)):
             ready = parts.popleft()
             if ready.plan_id not in self._sends:
                 continue
-            if not self._prefill.is_live(ready.plan_id):  # its offer is among the commands
+            if not self._prefill.is_live(ready.plan_id) or (
+                ready.event is not None and not ready.event.query()
+            ):  # its offer is among the commands
                 parts.append(ready)
-                continue
-            if ready.event is not None and not ready.event.query():
-                parts.append(ready)
-                continue
-            part = ready.part
-            most = self._connector.most_blocks(part.first_plane, part.last_plane)
-            head = part._replace(last=min(part.last, part.first + most))
-            slots = self._sends[ready.plan_id].task.swap.src_block_ids[head.first : head.last]
-            places = self._connector.publish(slots, part.first_plane, part.last_plane)
-            if places is None:
-                parts.append(ready)
-                continue
-            self._prefill.computed(ready.plan_id, head, places)
-            if head.last < part.last:
-                parts.append(_Ready(ready.plan_id, part._replace(first=head.last), None))
+            else:
+                self._prefill.computed(ready.plan_id, ready.part)
 
     def _end_send(
         self,
@@ -401,128 +403,172 @@ class TransferEndpoint:
     # --- fetches ----------------------------------------------------------------------------------------------
 
     def _fetch(self, task: PeerTask, execution: TransferExecution, now: float) -> None:
-        rank = self._options.rank
+        sharing = self._sharing
+        gathering = Gathering(execution, task, self._planes.layout.payload_bytes)
+        self._fetches[task.plan_id] = gathering
+        ranks = [(rank, task.wanted) for rank, _ in sharing.sources]
+        ranks += [(rank, False) for rank in sharing.declined]
+        for rank, wanted in ranks:
+            address = task.addresses[rank] if rank < len(task.addresses) else ""
+            leg = Leg(next(self._leg_numbers), gathering, address, now + task.timeout, wanted)
+            gathering.legs[leg.number] = self._legs[leg.number] = leg
         if TransferRole(self._settings.role) is TransferRole.PREFILL:
             refusal = "FDCACHE_TRANSFER_ROLE=prefill reads from nobody"
-        elif rank >= len(task.addresses):
-            refusal = f"{len(task.addresses)} addresses of the peer, and none for rank {rank}"
+        elif len(task.addresses) != sharing.layout.tp_size:
+            refusal = f"{len(task.addresses)} addresses of a peer with {sharing.layout.tp_size} ranks"
         else:
-            refusal = None
-        address = task.addresses[rank] if rank < len(task.addresses) else ""
-        fetching = _Fetching(execution, task, now + task.timeout, address)
-        self._fetches[task.plan_id] = fetching
-        if refusal is not None:
-            self._end_unasked(task.plan_id, FetchEnd.REFUSED, refusal)
+            for leg in list(gathering.legs.values()):
+                self._connect(leg, now)
             return
+        for number in list(gathering.legs):
+            self._end_unasked(number, FetchEnd.REFUSED, refusal)
+
+    def _connect(self, leg: Leg, now: float) -> None:
         try:
-            link = self._links.connect(fetching.address, now, fetching.deadline)
+            link = self._links.connect(leg.address, now, leg.deadline)
         except TransferError as error:
-            self._end_unasked(task.plan_id, FetchEnd.REFUSED, str(error))
+            self._end_unasked(leg.number, FetchEnd.REFUSED, str(error))
             return
         if link.state is LinkState.ACCEPTED:
-            self._ask(fetching, link.boot, now)
+            self._ask(leg, link.boot, now)
         elif link.state is LinkState.REFUSED:
-            self._end_unasked(task.plan_id, FetchEnd.REFUSED, link.error)
+            self._end_unasked(leg.number, FetchEnd.REFUSED, link.error)
 
-    def _connect(self, address: str, now: float) -> None:
+    def _connect_early(self, address: str, now: float) -> None:
         try:
             self._links.connect(address, now, now + self._settings.timeout)
         except TransferError as error:
             logger.warning("%s", error)  # and a fetch from it is refused for the same reason
 
-    def _ask(self, fetching: _Fetching, boot: bytes, now: float) -> None:
-        task = fetching.task
-        fetching.boot = boot
-        if not task.wanted:
+    def _ask(self, leg: Leg, boot: bytes, now: float) -> None:
+        task = leg.task
+        leg.boot = boot
+        if not leg.wanted:
             self._decode.decline(boot, task.transfer, task.attempt)
-            self._end_unasked(task.plan_id, FetchEnd.DECLINED, None)
+            self._end_unasked(leg.number, FetchEnd.DECLINED, None)
             return
         swap = task.swap
         first = int(swap.src_block_ids[0]) if len(swap) else 0
-        timeout = max(fetching.deadline - now, 0.0)
+        timeout = max(leg.deadline - now, 0.0)
+        hashes = swap.hash_values
+        if task.peer_hashes:
+            hashes = np.frombuffer(task.peer_hashes, np.uint8).reshape(-1, 32)
         fetch = Fetch(
-            task.plan_id,
-            boot,
-            task.transfer,
-            task.attempt,
-            first,
-            swap.hash_values,
-            swap.dst_block_ids,
-            timeout,
+            leg.number, boot, task.transfer, task.attempt, first, hashes, swap.dst_block_ids, timeout
         )
         self._decode.fetch(fetch, now)
 
-    def _waiting_for(self, address: str) -> list[_Fetching]:
-        return [each for each in self._fetches.values() if not each.boot and each.address == address]
+    def _waiting_for(self, address: str) -> list[Leg]:
+        return [each for each in self._legs.values() if not each.boot and each.address == address]
 
     def _refuse_waiting(self, link: Outgoing, end: FetchEnd, error: str | None) -> None:
-        for fetching in self._waiting_for(link.address):
-            self._end_unasked(fetching.task.plan_id, end, error)
+        for leg in self._waiting_for(link.address):
+            self._end_unasked(leg.number, end, error)
 
     def _expire_unconnected(self, now: float) -> None:
-        for plan_id, fetching in list(self._fetches.items()):
-            if not fetching.boot and now > fetching.deadline:
-                self._end_unasked(plan_id, FetchEnd.TIMEOUT, f"no peer answers at {fetching.address}")
+        for leg in list(self._legs.values()):
+            if not leg.boot and now > leg.deadline:
+                self._end_unasked(leg.number, FetchEnd.TIMEOUT, f"no peer answers at {leg.address}")
 
-    def _end_unasked(self, plan_id: int, end: FetchEnd, error: str | None) -> None:
-        """Report a fetch of which nothing was read."""
-        self._end_fetch(FetchEnded(plan_id, end, 0, (), error))
+    def _end_unasked(self, number: int, end: FetchEnd, error: str | None) -> None:
+        """End a leg of which nothing was read."""
+        self._end_leg(FetchEnded(number, end, 0, (), error))
 
-    def _end_fetch(self, effect: FetchEnded) -> None:
-        fetching = self._fetches.pop(effect.plan_id)
-        execution = fetching.execution
-        moved = effect.whole * self._planes.layout.payload_bytes
-        ended = HandoverEnd(fetching.address, effect.end.value, effect.whole)
-        execution.finish(ended, effect.whole, effect.corrupt, moved, effect.error)
-        self._tally.record(execution.result())
+    def _end_leg(self, effect: FetchEnded) -> None:
+        leg = self._legs.pop(effect.plan_id, None)
+        if leg is None:
+            return
+        gathering, plan_id = leg.gathering, leg.task.plan_id
+        if gathering.take(leg, effect) is not None:
+            self._tally.record(gathering.execution.result())
+        if gathering.is_failing:
+            for other in [each for each in gathering.legs.values() if each.wanted]:
+                self._cancel_leg(other)
+        if not gathering.legs:
+            self._fetches.pop(plan_id, None)
+
+    def _cancel_leg(self, leg: Leg) -> None:
+        if leg.boot:
+            self._decode.cancel(leg.number)
+        elif leg.wanted:
+            unwanted = self._unwanted.setdefault(leg.address, deque(maxlen=_MOST_UNWANTED))
+            unwanted.append((leg.task.transfer, leg.task.attempt))
+            self._end_unasked(leg.number, FetchEnd.CANCELLED, "cancelled")
 
     def _cancel(self, plan_id: int, now: float) -> None:
         if plan_id in self._sends:
             self._prefill.cancel(plan_id, "prefill has given up the request")
-        elif (fetching := self._fetches.get(plan_id)) is not None:
-            if fetching.boot:
-                self._decode.cancel(plan_id)
-            elif fetching.task.wanted:
-                unwanted = self._unwanted.setdefault(fetching.address, deque(maxlen=_MOST_UNWANTED))
-                unwanted.append((fetching.task.transfer, fetching.task.attempt))
-                self._end_unasked(plan_id, FetchEnd.CANCELLED, "cancelled")
+        elif (gathering := self._fetches.get(plan_id)) is not None:
+            for leg in list(gathering.legs.values()):
+                self._cancel_leg(leg)
 
     # --- effects ----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Carry out what the state machines ask for."""
-        while effects := [*self._prefill.take_effects(), *self._decode.take_effects()]:
-            for effect in effects:
-                self._carry_out(effect)
+        while True:
+            effects: list[tuple[int, prefill.Effect | decode.Effect]] = [*self._prefill.take_effects()]
+            effects += [(0, effect) for effect in self._decode.take_effects()]
+            if not effects:
+                return
+            for reader, effect in effects:
+                self._carry_out(reader, effect)
 
-    def _carry_out(self, effect: prefill.Effect | decode.Effect) -> None:
+    def _carry_out(self, reader: int, effect: prefill.Effect | decode.Effect) -> None:
         match effect:
             case SendMessage():
                 if isinstance(effect.message, Granted):
                     self._granted(effect.message.transfer)
-                self._links.to_decode(effect.peer, effect.message)
+                self._answer(effect)
+            case Publish():
+                self._publishers[reader].publish(effect)
             case ComputeSums():
-                self._prefill.sums(effect.plan_id, self._sums(effect.slots))
+                self._prefill.sums(
+                    reader, effect.plan_id, self._sums(effect.slots, self._sharing.readers[reader])
+                )
             case OfferEnded():
-                for places in effect.places:
-                    self._connector.withdraw(places)
                 self._end_send(effect.plan_id, effect.end, effect.error, effect.peer, effect.blocks)
             case PlacesRead():
                 self._connector.withdraw(effect.places)
             case BeginRead():
                 self._begin_read(effect)
             case ComputeTargetSums():
-                self._decode.sums(effect.plan_id, self._sums(effect.slots))
+                self._decode.sums(effect.plan_id, self._sums(effect.slots, self._pieces_of(effect.plan_id)))
             case FetchEnded():
-                self._end_fetch(effect)
+                self._end_leg(effect)
             case _:
                 self._links.to_prefill(effect.peer, effect.message)
 
+    def _answer(self, effect: SendMessage) -> None:
+        """Send a message to decode: by the connector, if it can, else by the links."""
+        if isinstance(self._connector, Notifier):
+            envelope = Envelope(self._links.mine.boot, effect.peer)
+            if self._connector.notify(effect.peer, encode(envelope, effect.message)):
+                return
+        self._links.to_decode(effect.peer, effect.message)
+
+    def _notifications(self) -> list[bytes]:
+        return self._connector.notifications() if isinstance(self._connector, Notifier) else []
+
+    def _slots_of(self, plan_id: int) -> Int32Array:
+        return self._sends[plan_id].task.swap.src_block_ids
+
+    def _pieces_of(self, leg: int) -> Pieces | None:
+        """Return the pieces of the own planes that a leg reads, None for all."""
+        link = self._legs[leg].boot
+        rank = next(
+            each.identity.rank
+            for each in self._links.outgoing.values()
+            if each.identity and each.boot == link
+        )
+        joint = self._sharing.joints[rank]
+        return None if joint is None else joint.own
+
     def _begin_read(self, effect: BeginRead) -> None:
         ready = effect.ready
-        for fetching in self._fetches.values():
-            if fetching.task.transfer == ready.transfer and fetching.boot == effect.peer:
-                fetching.execution.begin()
+        for leg in self._legs.values():
+            if leg.task.transfer == ready.transfer and leg.boot == effect.peer:
+                leg.gathering.execution.begin()
         self._connector.read(
             ReadOrder(
                 effect.read_id,
@@ -536,10 +582,14 @@ class TransferEndpoint:
             )
         )
 
-    def _sums(self, slots: Int32Array) -> UInt64Array:
+    def _sums(self, slots: Int32Array, pieces: Pieces | None) -> UInt64Array:
         planes = self._planes
         return _core.sum_planes(
-            planes.table, planes.num_blocks, np.ascontiguousarray(slots), 0, planes.layout.num_planes
+            planes.table_of(pieces),
+            planes.num_blocks,
+            np.ascontiguousarray(slots),
+            0,
+            planes.layout.num_planes,
         )
 
     def _end_all(self, reason: str) -> None:
@@ -555,8 +605,8 @@ class TransferEndpoint:
         self._settle()
         for plan_id in list(self._sends):
             self._end_send(plan_id, prefill.SendEnd.CANCELLED, reason)
-        for plan_id in list(self._fetches):
-            self._end_unasked(plan_id, FetchEnd.CANCELLED, reason)
+        for number in list(self._legs):
+            self._end_unasked(number, FetchEnd.CANCELLED, reason)
         for command in self._queues.commands:
             command(0.0)
 
@@ -573,9 +623,15 @@ class TransferEndpoint:
         ]
         transfers = [
             TransferView(
-                plan_id, "fetch", each.task.transfer, each.address, len(each.task.swap), each.execution.age
+                each.task.plan_id,
+                "fetch",
+                each.task.transfer,
+                each.address,
+                len(each.task.swap),
+                each.gathering.execution.age,
             )
-            for plan_id, each in self._fetches.items()
+            for each in self._legs.values()
+            if each.wanted or not each.task.wanted
         ]
         transfers += [
             TransferView(

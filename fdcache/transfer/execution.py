@@ -34,6 +34,11 @@ class TransferExecution:
         """Seconds since it was submitted."""
         return time.monotonic() - self._start
 
+    @property
+    def has_ended(self) -> bool:
+        """True once it is reported."""
+        return self._report is not None
+
     def begin(self) -> None:
         """Note the begin of the first read, or that decode has asked."""
         if self._begun is None:

@@ -109,6 +109,8 @@ class LinkEvents:
     received: list[Received] = field(default_factory=list)
     accepted: list[Outgoing] = field(default_factory=list)
     refused: list[Outgoing] = field(default_factory=list)
+    greeted: list[Identity] = field(default_factory=list)
+    """Decode peers that were accepted."""
     gone: list[tuple[bytes, str]] = field(default_factory=list)
 
 
@@ -198,6 +200,16 @@ class Links:
         events, self.events = self.events, LinkEvents()
         return events
 
+    def take(self, data: bytes, now: float) -> None:
+        """Take a message of a prefill peer that did not come through a socket."""
+        try:
+            link = self._link_of(decode(data)[0].sender)
+        except ProtocolError:
+            self.protocol_errors += 1
+            return
+        if link is not None:
+            self._from_prefill(link, data, now)
+
     def close(self) -> None:
         """Close all sockets and stop watching."""
         for link in self.outgoing.values():
@@ -238,6 +250,7 @@ class Links:
                 if each.identity.address == side.address:
                     self._forget(boot, "another process has its address")
             self.incoming[side.boot] = Incoming(side, route, self._watch(side))
+            self.events.greeted.append(side)
         self._answer(route, side.boot, Welcome(self.mine))
 
     def _from_prefill(self, link: Outgoing, data: bytes, now: float) -> None:

@@ -115,8 +115,9 @@ class MappedPlanes:
         data = np.frombuffer(self._map, np.uint8)
         _check(file, layout)
         self.num_blocks = file.num_blocks
+        self.addresses = [data.ctypes.data + offset for offset in file.offsets]
         self.table = PlaneTable(
-            [data.ctypes.data + offset for offset in file.offsets],
+            self.addresses,
             list(file.strides),
             [plane.nbytes for plane in layout.planes],
             [plane.offset for plane in layout.planes],

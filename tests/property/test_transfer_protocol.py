@@ -70,7 +70,9 @@ def test_a_transfer_on_a_lossy_network_is_whole_if_nobody_gives_up(seed: int, fi
     network.offer(1)
     network.fetch(1, first=first)
     for _ in range(150):
-        network.random.choice((network.deliver, network.end_read, network.end_sums, network.compute))()
+        network.random.choice(
+            (network.deliver, network.end_read, network.end_sums, network.compute, network.publish)
+        )()
         network.tick(0.01)
     network.run(steps=0)
     assert network.ends == [FetchEnd.DONE]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from benchmarks.peers.environments import MARKER
+
 REQUIREMENTS = Path(__file__).parent / "requirements"
 VERSIONS = tuple(sorted(path.stem for path in REQUIREMENTS.glob("*.txt")))
 """The versions of vLLM that the connector is tested with, the oldest first."""
 
 PACKAGES = "TEST_PACKAGES"
 """Variable with the folder of packages that an environment sees after its own: fdcache and pytest are there."""
-
-MARKER = "complete"
 
 
 def default_home() -> Path:

@@ -16,6 +16,7 @@ from fdcache.service.wire.protocol import to_number
 from fdcache.service.wire.records import Unit, counter, gauge, histogram, shown
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
 from fdcache.settings.effective import EffectiveValue
+from fdcache.tiers.reuse import ReuseReport
 from fdcache.tiers.statistics import HandoverCount, Histogram, LoadDecision, Traffic
 
 # --- the host tier -----------------------------------------------------------------------------------------
@@ -266,6 +267,7 @@ class ClientFigures(msgspec.Struct):
     device: dict[str, Any] | None = None
     loads: dict[str, Any] | None = None
     handovers: list[Any] = []
+    reuse: Any = None
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> ClientFigures:
@@ -302,6 +304,13 @@ class ClientFigures(msgspec.Struct):
         except msgspec.ValidationError:
             return []
         return list({(each.direction, each.peer, each.result): each for each in counts}.values())
+
+    def learned(self) -> dict[str, ReuseReport]:
+        """Return what the client's tiers have learned of reuse; nothing where it makes no sense."""
+        try:
+            return msgspec.convert(self.reuse or {}, dict[str, ReuseReport])
+        except msgspec.ValidationError:
+            return {}
 
     def hit_shares(self) -> dict[str, float]:
         """Return the share of prompt tokens found in each tier; empty where the figures contradict each other."""
@@ -534,6 +543,15 @@ class ExplainView(msgspec.Struct):
     namespace: str
     blocks: list[ExplainedBlock]
     broken_at: int | None
+
+
+class ReuseView(msgspec.Struct):
+    """What the order of eviction of one tier has learned. ``learned`` is None for an order that learns nothing."""
+
+    tier: Annotated[str, shown("Kind of the tier.")]
+    of: Annotated[str, shown("The client that it belongs to, or the service.")]
+    namespace: Annotated[str, shown("Name of the namespace.")]
+    learned: ReuseReport | None
 
 
 # --- resets ------------------------------------------------------------------------------------------------

@@ -1,0 +1,114 @@
+"""Requests with keys of the engine, whose runs begin anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fdcache.errors import HashingError
+from fdcache.manager import KeyedRequest, LoadStatus, Request
+from tests.offload_engine import BLOCK, OffloadEngine, ids
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = OffloadEngine()
+    yield engine
+    engine.close()
+
+
+def loaded(engine: OffloadEngine, request: Request, into: np.ndarray) -> Any:
+    assert engine.manager.load(request, into) == len(into)
+    engine.step()
+    (outcome,) = engine.collect()
+    return outcome
+
+
+KEYS = np.frombuffer(
+    b"".join(hashlib.sha256(bytes([number])).digest() for number in range(6)), np.uint8
+).reshape(6, 32)
+
+
+def keyed(name: str, keys: np.ndarray, **options: Any) -> KeyedRequest:
+    return KeyedRequest(name, keys, BLOCK, **options)
+
+
+def store_keys(engine: OffloadEngine, request: KeyedRequest, into: list[int]) -> int:
+    """Offer all blocks of a request; return how many more the host tier has afterwards."""
+    before = engine.manager.get_stats().host.ready  # type: ignore[union-attr]
+    engine.manager.begin(request)
+    engine.manager.evicted(ids(*into))
+    engine.step()
+    engine.manager.offer(request, request.num_tokens, ids(*into))
+    for block_id, key in zip(into, request.block_hashes, strict=True):
+        engine.fill(block_id, key.tobytes())
+    engine.settle()
+    engine.manager.finish(request)
+    return engine.manager.get_stats().host.ready - before  # type: ignore[union-attr]
+
+
+def test_an_engine_may_bring_keys_of_its_own(engine: OffloadEngine) -> None:
+    assert store_keys(engine, keyed("first", KEYS[:4]), [0, 1, 2, 3]) == 4
+    request = keyed("second", KEYS)
+    engine.manager.begin(request)
+    assert engine.manager.match(request, 0).num_tokens == 4 * BLOCK
+    assert loaded(engine, request, ids(7, 8, 9, 5)).recompute_from == 4 * BLOCK  # type: ignore[arg-type]
+    assert engine.holds(request, [7, 8, 9, 5])  # type: ignore[arg-type]
+    engine.manager.finish(request)
+
+
+def test_a_run_that_begins_anywhere_is_found_and_loaded(engine: OffloadEngine) -> None:
+    store_keys(engine, keyed("first", KEYS[:4]), [0, 1, 2, 3])
+    request = keyed("second", KEYS[2:], parent=None)
+    engine.manager.begin(request)
+    assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
+    assert loaded(engine, request, ids(7, 8)).status is LoadStatus.CONFIRMED  # type: ignore[arg-type]
+    assert engine.holds(request, [7, 8])  # type: ignore[arg-type]
+    engine.manager.finish(request)
+
+
+def test_a_run_is_stored_below_the_block_that_precedes_it(engine: OffloadEngine) -> None:
+    store_keys(engine, keyed("first", KEYS[:2]), [0, 1])
+    assert store_keys(engine, keyed("second", KEYS[2:4], parent=KEYS[1].tobytes()), [2, 3]) == 2
+    whole = keyed("third", KEYS)
+    assert engine.manager.match(whole, 0).num_tokens == 4 * BLOCK
+    engine.manager.finish(whole)
+
+
+def test_a_run_of_unknown_parent_is_stored_below_the_first_block_that_the_host_has(
+    engine: OffloadEngine,
+) -> None:
+    store_keys(engine, keyed("first", KEYS[:3]), [0, 1, 2])
+    assert store_keys(engine, keyed("second", KEYS[2:5], parent=None), [3, 4, 5]) == 2
+    assert (
+        store_keys(engine, keyed("orphan", np.ascontiguousarray(KEYS[::-1]), parent=None), list(range(6, 12)))
+        == 0
+    )
+    whole = keyed("third", KEYS)
+    assert engine.manager.match(whole, 0).num_tokens == 5 * BLOCK
+    engine.manager.finish(whole)
+
+
+def test_keys_grow_with_their_request(engine: OffloadEngine) -> None:
+    request = keyed("first", KEYS[:1])
+    engine.manager.begin(request)
+    for count in (1, 2, 3):
+        engine.fill(count - 1, KEYS[count - 1].tobytes())
+        engine.manager.offer(request, request.num_tokens, ids(0, 1, 2))
+        engine.settle()
+        request.append_keys(KEYS[count : count + 1])
+    assert engine.manager.get_stats().host.ready == 3  # type: ignore[union-attr]
+    engine.manager.finish(request)
+    assert engine.wrong_records() == 0
+
+
+@pytest.mark.parametrize("keys", [KEYS[0], KEYS[:, :16], KEYS.astype(np.int32), b"key", None])
+def test_keys_that_are_none_are_refused(keys: Any) -> None:
+    with pytest.raises(HashingError, match=r"shape \(blocks, 32\)"):
+        keyed("wrong", keys)
+    with pytest.raises(HashingError, match="parent"):
+        keyed("wrong", KEYS, parent=b"short")
