@@ -49,6 +49,8 @@ class Sizes:
     server: str | None = None
     storage: Path | None = None
     load_or_recompute: str = "always"
+    peers: tuple[str, Path] | None = None
+    """Role in hand-overs, and the folder of their sockets and planes."""
 
     def load(self, model: ModelConfig) -> EngineConfig:
         """Return the engine's configuration, independent of the environment."""
@@ -62,8 +64,17 @@ class Sizes:
         }
         if self.storage:
             cache |= {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": self.storage}
+        if self.peers:
+            role, folder = self.peers
+            cache |= {
+                "FDCACHE_TRANSFER": "ipc",
+                "FDCACHE_TRANSFER_ROLE": role,
+                "FDCACHE_TRANSFER_DIR": folder,
+            }
+            cache |= {"FDCACHE_TRANSFER_ADDRESS": f"ipc://{folder}/{role}"}
         limits = {"step_tokens": self.step_tokens, "max_running": self.max_running}
-        return EngineConfig.load(model, cache, grid=self.grid, **limits)
+        config = EngineConfig.load(model, cache, grid=self.grid, **limits)
+        return replace(config, idle_seconds=0.01) if self.peers else config
 
 
 ENGINE = Sizes()

@@ -13,11 +13,13 @@ from examples.paddle_engine.config import EngineConfig, ModelConfig
 from examples.paddle_engine.engine import Engine, KVCache
 from examples.paddle_engine.kv_cache import FdcacheBlocks, FreshBlocks, Prompt
 from examples.paddle_engine.ranks import RankProcesses
+from examples.paddle_engine.server import serve
 from examples.paddle_engine.worker import Worker
 from examples.paddle_engine.workload import Traffic
 from fdcache import WritePolicy
 from fdcache.errors import FdcacheError
 from fdcache.service.client.connection import Client
+from fdcache.settings.peers import TransferRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class Demo:
     model: ModelConfig
     engine: EngineConfig
     traffic: Traffic
+    listen: str | None = None
+    """Address at which it serves a router instead of the traffic."""
 
     def check(self) -> None:
         """Raise ``ValueError`` or ``FdcacheError`` if the traffic cannot be served; allocates nothing."""
@@ -98,21 +102,33 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
     add("--write-policy", choices=list(map(str, WritePolicy)))
     add("--storage", type=Path, metavar="DIR", help="a directory that keeps blocks from run to run")
     add("--server", metavar="ADDRESS", help="use the host tier of a running `fdcache serve`")
+    add(
+        "--role",
+        choices=list(map(str, TransferRole)),
+        help="serve a router (examples/pd_router.py) in this role",
+    )
+    add("--listen", metavar="ADDRESS", help="with --role: where the router reaches this engine")
     flags = vars(parser.parse_args(arguments))
+    if (flags["role"] is None) != (flags["listen"] is None):
+        parser.error("--role and --listen: give both or none")
     traffic = {
         name: flags[name] for name in ("scale", "answer_scale", "vocab", "seed", "users", "temperature")
     }
     cache = {f"FDCACHE_{name.upper()}": flags[name] for name in _CACHE_FLAGS}
     if flags["storage"]:
         cache |= {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": flags["storage"]}
+    if flags["role"]:
+        cache |= {"FDCACHE_TRANSFER": "ipc", "FDCACHE_TRANSFER_ROLE": flags["role"]}
     try:
         model = ModelConfig(**{field.name: flags[field.name] for field in fields(ModelConfig)})
         demo = Demo(
             model,
             EngineConfig.load(model, cache, grid=0 if flags["ordinary"] else 32),
             Traffic.generate(flags["workload"], flags["requests"], **traffic),
+            flags["listen"],
         )
-        demo.check()
+        if demo.listen is None:
+            demo.check()
     except (ValueError, FdcacheError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     return demo, flags["plot"]
@@ -122,6 +138,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the demo; return 1 if a token differs or the demo fails."""
     demo, path = parse(arguments)
     try:
+        if demo.listen is not None:
+            serve(demo.model, demo.engine, demo.listen)
+            return 0
         return compare(demo, path)
     except FdcacheError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -96,6 +96,7 @@ class EngineConfig:
         split_kv: number of keys that attention reads at a time; divides ``grid``.
         scheduling: blocks that a decode takes at a time, and blocks reserved for decodes after a preemption.
         log_digests: write a digest of all logits to standard error.
+        idle_seconds: how long a step without tokens waits for copies.
     """
 
     layout: KVLayout
@@ -106,6 +107,7 @@ class EngineConfig:
     split_kv: int = 16
     scheduling: SchedulingSettings = PLAIN_SCHEDULING
     log_digests: bool = False
+    idle_seconds: float = 1.0
 
     def __post_init__(self) -> None:
         if self.grid % self.split_kv:

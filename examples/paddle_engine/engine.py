@@ -21,7 +21,10 @@ from fdcache.replay.scheduler import DecodeReserve
 
 @dataclass(eq=False)
 class Task:
-    """A prompt in the engine. ``computed`` tokens have KV; ``held`` is a result that waits for a load's report."""
+    """A prompt in the engine. ``computed`` tokens have KV; ``held`` is a result that waits for a load's report.
+
+    ``waits`` for blocks of a prefill instance before anything of it is computed.
+    """
 
     prompt: Prompt
     arrival: float
@@ -32,6 +35,7 @@ class Task:
     first_token: float | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    waits: bool = False
 
     @property
     def name(self) -> str:
@@ -143,7 +147,7 @@ class Engine:
         chunks: list[Chunk] = []
         budget = self._config.step_tokens
         for task in list(self.running):
-            if task in self.running and task.held is None and budget > 0:
+            if task in self.running and task.held is None and not task.waits and budget > 0:
                 chunk = self._chunk(task, budget)
                 if chunk:
                     chunks.append(chunk)
@@ -156,12 +160,19 @@ class Engine:
                 break
             task.computed = cached
             chunk = task.next_chunk(budget, self._config.grid)
-            if not self._leaves_reserve(chunk) or not self._cache.grow(task.name, chunk.stop):
+            waits = None
+            if self._leaves_reserve(chunk):
+                waits = self._cache.admit_blocks(task.prompt, chunk.stop)
+            else:
                 self._cache.release(task.name, resumes=True)
+            if waits is None:
                 self._check_fits(task)
                 break
+            task.waits = waits
             task.cached_tokens = max(task.cached_tokens, cached)
             self.running.append(self.waiting.popleft())
+            if waits:
+                continue
             chunks.append(self._with_table(chunk))
             budget -= len(chunk.tokens)
         return chunks
@@ -200,6 +211,7 @@ class Engine:
         self._cache.release(task.name, resumes=True)
         task.computed = 0
         task.held = task.draft = None
+        task.waits = False
         task.preemptions += 1
         self.waiting.appendleft(task)
 
@@ -216,10 +228,11 @@ class Engine:
 
     def _resolve(self, task: Task, outcome: LoadOutcome) -> None:
         """Apply the outcome of a load. Tokens computed after a failed load are dropped."""
-        if outcome.status is LoadStatus.FAILED:
-            self.loads_failed += 1
+        if outcome.status is LoadStatus.FAILED or (task.waits and outcome.status is LoadStatus.CONFIRMED):
+            self.loads_failed += outcome.status is LoadStatus.FAILED
             task.computed = outcome.recompute_from
             task.held = None
+            task.waits = False
         elif outcome.status is LoadStatus.OVERDUE:
             self._preempt(task)
 

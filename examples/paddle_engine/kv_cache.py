@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,13 +20,17 @@ from fdcache import (
     TransferPlan,
     TransferReport,
 )
+from fdcache.manager.requests import PeerSource
 from fdcache.metadata import StorageScan
 from fdcache.tiers.host import HostCache
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of a user. ``images`` are items whose placeholders are among the tokens."""
+    """A prompt of a user. ``images`` are items whose placeholders are among the tokens.
+
+    ``hands_over`` its blocks to a decode instance, under its name; or reads them from the prefill instance ``source``.
+    """
 
     name: str
     tokens: Sequence[int]
@@ -33,6 +38,8 @@ class Prompt:
     temperature: float = 0.0
     seed: int = 0
     images: tuple[MultimodalItem, ...] = ()
+    hands_over: bool = False
+    source: PeerSource | None = None
 
 
 class FdcacheBlocks:
@@ -42,6 +49,7 @@ class FdcacheBlocks:
         layout, settings = engine.layout, engine.settings
         self.manager = CacheManager.from_settings(layout, settings, device_bytes=engine.device_bytes)
         self._requests: dict[str, Request] = {}
+        self._handed_over: set[str] = set()  # sequences whose hand-over has begun; there is one for each
 
     @property
     def host_cache(self) -> HostCache:
@@ -62,8 +70,34 @@ class FdcacheBlocks:
             request = Request(prompt.name, list(prompt.tokens), multimodal=prompt.images)
             self._requests[prompt.name] = request
             self.manager.prefetch([request])
+        if self._fetches(prompt) and not self.manager.fetch_room:
+            return None
         match = self.manager.match_prefix([request])[0]
         return match.num_cached_tokens if match.status is MatchStatus.MATCHED else None
+
+    def admit_blocks(self, prompt: Prompt, num_tokens: int) -> bool | None:
+        """Take the first blocks of a matched sequence, and begin its hand-over. None: no room, and it is not matched.
+
+        Return True if its computation waits for blocks of a prefill instance.
+        """
+        request, fetched = self._requests[prompt.name], 0
+        if source := self._fetches(prompt):
+            fetched = self.manager.fetch([(request, source)])[0]
+        if (source or self._sends(prompt)) and num_tokens < request.num_tokens:
+            num_tokens = request.num_tokens
+        if not self.grow(prompt.name, num_tokens):
+            self.manager.unmatch([request])
+            return None
+        if self._sends(prompt):
+            self.manager.send([(request, prompt.name)])
+        self._handed_over.add(prompt.name)
+        return fetched > 0
+
+    def _fetches(self, prompt: Prompt) -> PeerSource | None:
+        return None if prompt.name in self._handed_over else prompt.source
+
+    def _sends(self, prompt: Prompt) -> bool:
+        return prompt.hands_over and prompt.name not in self._handed_over
 
     def grow(self, name: str, num_tokens: int) -> bool:
         """Extend the block table to cover ``num_tokens`` tokens; the first time also plan the loads. False: no room."""
@@ -103,9 +137,24 @@ class FdcacheBlocks:
 
     def release(self, name: str, *, resumes: bool) -> None:
         """Release the blocks, at the end or, if the sequence ``resumes``, until it is admitted again."""
+        if resumes:
+            self.manager.end_transfers([self._requests[name]])
         self.manager.request_finish([self._requests[name]])
         if not resumes:
             del self._requests[name]
+            self._handed_over.discard(name)
+
+    @property
+    def is_handing_over(self) -> bool:
+        """True while blocks are handed over to another instance."""
+        return self.manager.get_stats().sending_blocks > 0
+
+    def handovers(self) -> dict[str, int]:
+        """Return how many hand-overs have ended in which way."""
+        counts: Counter[str] = Counter()
+        for each in self.manager.get_stats().handovers:
+            counts[f"{each.direction} {each.result}"] += each.transfers
+        return dict(counts)
 
     def close(self) -> None:
         """Disconnect from the service, if any; call it after the workers have ended."""
@@ -139,6 +188,13 @@ class FreshBlocks:
             return False
         table.extend(self._free.pop() for _ in range(missing))
         return True
+
+    def admit_blocks(self, prompt: Prompt, num_tokens: int) -> bool | None:
+        """Take the first blocks of a sequence; None without room for them, False as it waits for nothing."""
+        if self.grow(prompt.name, num_tokens):
+            return False
+        self.release(prompt.name, resumes=True)
+        return None
 
     def has_room(self, num_blocks: int) -> bool:
         """Return True if that many blocks are free."""

@@ -72,6 +72,14 @@ class RankProcesses:
         """Return the scans of the ranks' storage at the start."""
         return [scan for scans in self._call("storage_scans") for scan in scans]
 
+    def addresses(self) -> list[str]:
+        """Return the address of each rank for peers."""
+        return [address for addresses in self._call("addresses") for address in addresses]
+
+    def connect_peers(self, addresses: Sequence[str]) -> None:
+        """Name a prefill instance that blocks will be fetched from."""
+        self._call("connect_peers", addresses)
+
     def update_weights(self, seed: int) -> None:
         """Replace the weights on every rank."""
         self._call("update_weights", seed)

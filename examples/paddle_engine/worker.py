@@ -62,18 +62,26 @@ class Worker:
     ) -> None:
         self._engine = engine
         self._model = Model(model, rank, engine.ranks, reduce)
-        planes = allocate_planes(engine.layout, engine.device_blocks)
-        self._kv = PagedKV(engine.layout, planes)
         self.logits: dict[tuple[str, int], NDArray[np.float32]] | None = None
         self.controller: CacheController | None = None
+        self.address: str | None = None
         self._scan: StorageScan | None = None
-        if host_cache is not None:
-            self.controller = CacheController.from_settings(
-                engine.layout, engine.settings, rank=rank, device=device or current_device
-            )
+        if host_cache is None:
+            self._kv = PagedKV(engine.layout, allocate_planes(engine.layout, engine.device_blocks))
+            return
+        self.controller = CacheController.from_settings(
+            engine.layout, engine.settings, rank=rank, device=device or current_device
+        )
+        if engine.settings.peers.is_on:  # peers read the planes in memory that they can map
+            planes = self.controller.initialize_kv_cache(engine.device_blocks, "paddle")
+            self._kv = PagedKV(engine.layout, planes)
+        else:
+            planes = allocate_planes(engine.layout, engine.device_blocks)
             self.controller.register_kv_cache(planes)
-            self.controller.initialize_host_cache(host_cache)
-            self._scan = self.controller.open_storage()
+            self._kv = PagedKV(engine.layout, planes)
+        self.controller.initialize_host_cache(host_cache)
+        self._scan = self.controller.open_storage()
+        self.address = self.controller.open_transfer(lookahead_tokens=engine.settings.cache.lookahead_tokens)
 
     def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
         """Submit the plans and compute the chunks, each layer as soon as its blocks are loaded."""
@@ -86,12 +94,27 @@ class Worker:
 
         engine = self._engine
         batches = make_batches(chunks, engine.block_size, engine.grid, engine.split_kv)
+        computed = {chunk.sequence: chunk.stop // engine.block_size for chunk in chunks}
+
+        def hand_over(layer: int) -> None:
+            if self.controller and self.address and layer >= 0:
+                self.controller.layer_computed(layer, computed, stream)
+
+        def last_batch(layer: int) -> None:
+            hand_over(layer - 1)
+            wait_for_layer(layer)
+
         with paddle.no_grad():
-            hidden = [self._model.forward(batch, self._kv, wait_for_layer) for batch in batches]
+            hidden = [
+                self._model.forward(batch, self._kv, last_batch if batch is batches[-1] else wait_for_layer)
+                for batch in batches
+            ]
+            hand_over(self._model.config.layers - 1)
             accepted = self._accept(chunks, batches, hidden)
             drafts: Sequence[int | None] = [None] * len(chunks)
             if self._model.config.draft_layers:
                 drafts = propose(self._model, self._kv, chunks, batches, hidden, accepted, wait_for_layer)
+                hand_over(self._model.config.layers)
         results = tuple(
             ChunkResult(
                 sequence=chunk.sequence,
@@ -102,6 +125,15 @@ class Worker:
             for chunk, samples, draft in zip(chunks, accepted, drafts, strict=True)
         )
         return StepResult(results, self._reports(wait=not chunks))
+
+    def addresses(self) -> list[str]:
+        """Return the address at which peers reach this rank; [] if blocks are not handed over."""
+        return [] if self.address is None else [self.address]
+
+    def connect_peers(self, addresses: Sequence[str]) -> None:
+        """Name a prefill instance that blocks will be fetched from."""
+        if self.controller:
+            self.controller.connect_peers(addresses)
 
     def storage_scans(self) -> list[StorageScan]:
         """Return the scan of this rank's storage at the start; [] without storage."""
@@ -119,7 +151,8 @@ class Worker:
     def _reports(self, *, wait: bool) -> tuple[TransferReport, ...]:
         if self.controller is None:
             return ()
-        return tuple(self.controller.wait_reports(timeout=1.0) if wait else self.controller.poll())
+        patience = self._engine.idle_seconds
+        return tuple(self.controller.wait_reports(timeout=patience) if wait else self.controller.poll())
 
     def _accept(
         self, chunks: Sequence[Chunk], batches: Sequence[Batch], hidden: Sequence[Tensor]

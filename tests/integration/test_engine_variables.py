@@ -285,7 +285,12 @@ class TestHandOver:
                 assert not [each for each in controller.poll() if each.handover]
             else:
                 reports: list[TransferReport] = []
-                until(lambda: reports.extend(controller.poll()) or len(reports) == 2, "both have ended")
+
+                def have_ended() -> bool:
+                    reports.extend(controller.poll())
+                    return len(reports) == 2
+
+                until(have_ended, "both have ended")
                 (ended,) = [each for each in reports if each.handover]
                 assert f"FDCACHE_TRANSFER_ROLE={role}" in (ended.results[0].error_message or "")
             controller.shutdown()
