@@ -141,10 +141,10 @@ def test_the_phases_of_a_load_are_between_its_events(tmp_path: Path) -> None:
     trace = timing.Trace(tmp_path)
     answers = iter([0, 16])
     match = timing.traced(lambda: next(answers), trace, "match", bool, renews=True)
-    (sent, _, _, _), came = (
-        (time.perf_counter(), match(), match(), trace.add("submit", 0)),
-        time.perf_counter(),
-    )
+    sent = time.perf_counter()
+    assert [match(), match()] == [0, 16]
+    trace.add("submit", 0)
+    came = time.perf_counter()
     assert [name for name, _, _ in timing.events(tmp_path)] == ["match", "submit"]
     assert list(timing.phases(timing.events(tmp_path), sent, came)) == ["to match", "step"]
     found = [("submit", 0.0, 0.9), ("match", 1.0, 1.1), ("submit", 1.1, 1.2), ("step", 1.2, 1.3)]
@@ -183,7 +183,9 @@ def test_results_come_as_they_are_written(tmp_path: Path) -> None:
 
 def test_an_engine_waits_for_orders_and_says_when_each_is_done(tmp_path: Path) -> None:
     script = """echo '{"part": "start"}'
-while read -r order; do echo "{\\"part\\": \\"got\\", \\"order\\": $order}"; echo '{"part": "done"}'; done; touch left"""
+while read -r order; do
+echo "{\\"part\\": \\"got\\", \\"order\\": $order}"
+echo '{"part": "done"}'; done; touch left"""
     with processes(tmp_path, script).started("x", Job("tiny", "small"), {}) as process:
         assert list(process.results("start")) == [{"part": "start"}]
         for order in ({"parts": ["chat"]}, {"ask": [{"settle": True}]}):
@@ -198,6 +200,16 @@ def test_an_engine_that_ends_before_it_is_ready_has_failed(tmp_path: Path) -> No
         pytest.raises(JobError, match="ValueError: no"),
     ):
         list(process.results("start"))
+
+
+def test_an_engine_that_does_not_become_ready_is_given_up(tmp_path: Path) -> None:
+    with (
+        processes(tmp_path, "exec sleep 600", time.monotonic() + 600).started(
+            "x", Job("tiny", "small"), {}
+        ) as process,
+        pytest.raises(JobError, match=r"nothing for 0.1 s"),
+    ):
+        list(process.results("start", 0.1))
 
 
 def test_an_order_to_an_engine_that_has_failed_names_the_cause(tmp_path: Path) -> None:
@@ -403,6 +415,8 @@ def test_wrong_tokens_fail_the_run(tmp_path: Path, capsys: pytest.CaptureFixture
 
 class Kept:
     """Keeps the records of comparisons."""
+
+    places = Places(Path(), 1 << 40)
 
     def __init__(self) -> None:
         self.added: list[dict[str, Any]] = []

@@ -26,10 +26,19 @@ logger = logging.getLogger(__name__)
 class _Running:
     """A request between its arrival and its end. ``blocks`` is its block table while it has one.
 
-    Nothing more is loaded or offered for one that ``is_lost``.
+    The first ``offered`` of them are offered. Nothing more is loaded or offered for one that ``is_lost``.
     """
 
-    __slots__ = ("blocks", "device_tokens", "is_lost", "known_hashes", "refused_hints", "request", "source")
+    __slots__ = (
+        "blocks",
+        "device_tokens",
+        "is_lost",
+        "known_hashes",
+        "offered",
+        "refused_hints",
+        "request",
+        "source",
+    )
 
     def __init__(self, source: Any, request: Request, refused_hints: Sequence[HintOutcome]) -> None:
         self.source = source
@@ -39,6 +48,12 @@ class _Running:
         self.device_tokens = 0
         self.known_hashes = 0
         self.is_lost = False
+        self.offered = 0
+
+    def has_table(self, blocks: Sequence[int]) -> None:
+        """Give the request another block table, of which nothing is offered."""
+        self.blocks = list(blocks)
+        self.offered = 0
 
 
 class SchedulerSide:
@@ -57,6 +72,7 @@ class SchedulerSide:
         self._block_size = manager.layout.block_size
         self._running: dict[str, _Running] = {}
         self._loads: list[str] = []
+        self._made = StepMetadata()
         self._unloaded: dict[str, list[int]] = {}
         self._reports: list[TransferReport] = []
         self._pool: Any = None
@@ -98,7 +114,7 @@ class SchedulerSide:
         known = self.arrived(source)
         if known is None or known.is_lost:
             return 0
-        known.blocks = []
+        known.has_table(())
         known.device_tokens = device_tokens
         self._learn_tokens(known, source.num_tokens)
         found = self.manager.match(known.request, device_tokens)
@@ -117,7 +133,8 @@ class SchedulerSide:
         loaded = 0
         try:
             if known is not None:
-                known.blocks = list(blocks)
+                known.has_table(blocks)
+                self._close_loads()
                 self.manager.evicted(_ids(blocks[first + count :]))
                 loaded = self.manager.load(known.request, _ids(wanted))
         finally:
@@ -154,13 +171,13 @@ class SchedulerSide:
         computed: list[tuple[_Running, int, int]] = []
         with self.guarded("following the block tables"):
             computed = self._learn_blocks(output)
-        made = StepMetadata()
         was_late, self._is_late = self._is_late, True
         with self.guarded("planning"):
             if self._is_lost or was_late:
                 self._lose_requests(are_blocks_known=not was_late)
-            self._plan(made)
+            self._plan()
             self._is_late = False
+        made, self._made = self._made, StepMetadata()
         made.is_late = was_late or self._is_late
         made.unloaded, self._unloaded = self._unloaded, {}
         with self.guarded("timing", follows_blocks=False):
@@ -176,19 +193,30 @@ class SchedulerSide:
             return 0
         return self.times.begin((known.request, start, stop) for known, start, stop in computed)
 
-    def _plan(self, made: StepMetadata) -> None:
+    def _plan(self) -> None:
         if not self._sent_host_cache:
-            made.host_cache, self._sent_host_cache = self.manager.host_cache, True
+            self._made.host_cache, self._sent_host_cache = self.manager.host_cache, True
         if self._reports:
             self.reported(())
         self._reset_device()
         if self.manager.settings.write_policy is WritePolicy.WRITE_BACK:
             self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
         self.manager.expire()
+        self._take_plans()
+
+    def _close_loads(self) -> None:
+        """Give each request a plan of its own: it is admitted when its blocks are there, not with the step's last.
+
+        After a step that failed, the requests that are lost come before any plan.
+        """
+        if self._loads and not (self._is_lost or self._is_late):
+            self._take_plans()
+
+    def _take_plans(self) -> None:
         for plan in self.manager.take_plans():
-            made.plans.append(encode(plan))
+            self._made.plans.append(encode(plan))
             if plan.loads is not None and self._loads:
-                made.loads[plan.plan_id], self._loads = self._loads, []
+                self._made.loads[plan.plan_id], self._loads = self._loads, []
 
     def _lose_requests(self, *, are_blocks_known: bool) -> None:
         """Store nothing more of the requests so far, whose block tables may be wrong; what is being loaded goes on.
@@ -211,12 +239,12 @@ class SchedulerSide:
         given: list[int] = []
         for request_id in output.preempted_req_ids or ():
             if (known := self._running.get(request_id)) is not None:
-                known.blocks = []
+                known.has_table(())
         for new in output.scheduled_new_reqs:
             blocks, start = new.block_ids[0], new.num_computed_tokens
             given += blocks[start // self._block_size :]
             if (known := self._running.get(new.req_id)) is not None:
-                known.blocks = list(blocks)
+                known.has_table(blocks)
                 computed.append((known, start, start + scheduled.get(new.req_id, 0)))
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -225,7 +253,10 @@ class SchedulerSide:
             resumed = request_id in cached.resumed_req_ids
             given += blocks[start // self._block_size :] if resumed else blocks
             if (known := self._running.get(request_id)) is not None:
-                known.blocks = list(blocks) if resumed else known.blocks + blocks
+                if resumed:
+                    known.has_table(blocks)
+                else:
+                    known.blocks += blocks
                 computed.append((known, start, start + scheduled.get(request_id, 0)))
         if given:
             self.manager.evicted(_ids(given))
@@ -237,12 +268,15 @@ class SchedulerSide:
             return
         num_tokens = min(num_tokens, known.source.num_tokens)
         whole = num_tokens // self._block_size
+        if whole == known.offered and (self._events is None or known.known_hashes >= whole):
+            return
         if whole > len(known.blocks):
             self._count("%d blocks are computed, %d are known", whole, len(known.blocks))
         elif whole:
             self._learn_tokens(known, num_tokens)
             self._learn_hashes(known)
             self.manager.offer(known.request, num_tokens, _ids(known.blocks[:whole]))
+            known.offered = whole
 
     def _learn_tokens(self, known: _Running, num_tokens: int) -> None:
         have = known.request.num_tokens
