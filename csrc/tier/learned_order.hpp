@@ -29,6 +29,8 @@ class LearnedOrder final : public LeafOrder {
         __builtin_prefetch(&blocks_[slot], 1);
         ghosts_.prefetch(digest);
     }
+    HintAnswer hint(std::span<const Slot> path, const Hint &hint, bool all) override;
+    HintFate fate(Slot slot, const Digest &digest) override;
     void resize(std::uint32_t slots) override;
     void clear() override;
     std::size_t bytes() const override;
