@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import Device
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.handover import PeerTerms
 from fdcache.manager.requests import PeerSource
@@ -41,6 +42,8 @@ class Instance:
         verifies: bool = True,
         wait: float = 20.0,
         rank_settings: TransferSettings | None = None,
+        device: Device | None = None,
+        stream: Any = None,
         **peers: Any,
     ) -> None:
         options = {"timeout": 20.0, "lease": 2.0, "connector": "ipc", **peers}
@@ -50,7 +53,10 @@ class Instance:
         host_memory = host_blocks * LAYOUT.record_bytes
         cache = CacheSettings(device_blocks=blocks, host_memory=host_memory, write_policy="write_through")
         self.manager = CacheManager(cache, LAYOUT, peers=PeerTerms(self.settings, wait))
-        self.controller = CacheController(rank_settings or TransferSettings(group_layers=1), LAYOUT)
+        self.controller = CacheController(
+            rank_settings or TransferSettings(group_layers=1), LAYOUT, device=device
+        )
+        self.stream = stream
         self.planes = [
             each.reshape(blocks, -1).view(np.uint8)
             for each in self.controller.initialize_kv_cache(blocks, shared=directory)
@@ -71,7 +77,7 @@ class Instance:
     def step(self) -> None:
         """Submit what is planned and apply what was reported."""
         for plan in self.manager.take_plans():
-            self.controller.submit_swap_tasks(plan)
+            self.controller.submit_swap_tasks(plan, self.stream)
         self.outcomes += self.manager.apply(self.controller.poll()) + self.manager.expire()
 
     @property
@@ -119,8 +125,8 @@ class Instance:
             for index, plane in enumerate(LAYOUT.planes):
                 if plane.layer == layer:
                     for block in range(first, last):
-                        self.planes[index][request.block_table[block]] = expected(request, block, index)
-            self.controller.layer_computed(layer, {transfer: last})
+                        self.write(index, request.block_table[block], expected(request, block, index))
+            self.controller.layer_computed(layer, {transfer: last}, self.stream)
         self.manager.commit([(request, last * BLOCK)])
 
     def wrong_blocks(self, request: Request, first: int, last: int) -> list[int]:
@@ -129,10 +135,18 @@ class Instance:
             block
             for block in range(first, last)
             if any(
-                not np.array_equal(plane[request.block_table[block]], expected(request, block, index))
-                for index, plane in enumerate(self.planes)
+                not np.array_equal(self.read(index, request.block_table[block]), expected(request, block, index))
+                for index in range(LAYOUT.num_planes)
             )
         ]
+
+    def write(self, plane: int, slot: int, data: np.ndarray) -> None:
+        """Write a block of a plane."""
+        self.planes[plane][slot] = data
+
+    def read(self, plane: int, slot: int) -> np.ndarray:
+        """Return a block of a plane."""
+        return self.planes[plane][slot]
 
 
 def expected(request: Request, block: int, plane: int) -> np.ndarray:

@@ -306,6 +306,9 @@ class CacheController:
         if transfer is None:
             return
 
+        if compute_stream is None and self.device.has_compute_streams:
+            raise StreamError("compute_stream: None orders nothing on a GPU; pass the stream that computes")
+
         def record() -> Event | None:
             if compute_stream is None:
                 return None
@@ -407,10 +410,13 @@ class CacheController:
         has_copies = any(map(len, plan.swaps()))
         if has_copies:
             self._check_memory()
-        stream, refusal = self._compute_stream(compute_stream, has_copies)
+        stream, refusal = self._compute_stream(
+            compute_stream, has_copies or any(len(task.swap) for task in plan.peers)
+        )
         prepared = self._prepare_storage(plan)
         if plan.peers:
             self._check_peers(plan)
+        unordered = refusal
         refusal = refusal or unattached
         if refusal is None and self._arena is not None:
             refusal = self._arena.prepare(plan)
@@ -420,9 +426,24 @@ class CacheController:
         if self._transfer is not None:
             for plan_id in plan.cancelled:
                 self._transfer.cancel(plan_id)
-            for task in plan.peers:
-                self._in_flight.add(self._transfer.submit(task))
+            self._hand_over(self._transfer, plan, stream, unordered)
         return layers
+
+    def _hand_over(
+        self, transfer: TransferEndpoint, plan: TransferPlan, stream: Stream | None, refusal: str | None
+    ) -> None:
+        """Begin the hand-overs of a plan, after what the compute stream has now, its evictions included."""
+        after: Event | None = None
+        if plan.peers and stream is not None and self.device.has_compute_streams:
+            try:
+                after = self.device.create_event()
+                after.record(stream)
+            except DeviceError as error:
+                refusal = reason_of(error)
+        for task in plan.peers:
+            self._in_flight.add(
+                transfer.submit(task, after) if refusal is None else transfer.refuse(task, refusal)
+            )
 
     def _check_peers(self, plan: TransferPlan) -> None:
         """Raise ``CacheNotReadyError`` or ``PlanError`` for hand-overs that this rank cannot begin."""

@@ -15,22 +15,37 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
+from fdcache import _core
 from fdcache._core import PlaneTable
+from fdcache.devices.base import Event
+from fdcache.devices.cuda_peers import CudaPeerAccess
 from fdcache.layout import KVLayout
-from fdcache.metadata import Int32Array
+from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPlanes:
-    """The planes of this rank: a plane's block b lies at its ``addresses`` entry plus b times its ``strides`` entry."""
+    """The planes of this rank: a plane's block b lies at its ``addresses`` entry plus b times its ``strides`` entry.
+
+    ``gpu`` is set if they are in the memory of a GPU.
+    """
 
     layout: KVLayout
     table: PlaneTable
     num_blocks: int
     addresses: tuple[int, ...]
     strides: tuple[int, ...]
+    gpu: CudaPeerAccess | None = None
+
+    def sums(self, slots: Int32Array) -> UInt64Array:
+        """Return the sum of each block, for the comparison with its peer's. Raises ``DeviceError``."""
+        if self.gpu is not None:
+            return self.gpu.sums(slots)
+        blocks = np.ascontiguousarray(slots)
+        return _core.sum_planes(self.table, self.num_blocks, blocks, 0, self.layout.num_planes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +75,8 @@ class ReadOutcome(StrEnum):
 class ReadOrder:
     """Read planes of ``len(slots)`` blocks of a published part into ``slots``.
 
-    ``places`` and ``count`` describe the part; its first ``skip`` blocks are left out.
+    ``places`` and ``count`` describe the part; its first ``skip`` blocks are left out. On a GPU the slots may be
+    written ``after`` that event, if there is one.
     """
 
     read_id: int
@@ -71,6 +87,7 @@ class ReadOrder:
     first_plane: int
     last_plane: int
     slots: Int32Array
+    after: Event | None = None
 
 
 @dataclass(frozen=True, slots=True)

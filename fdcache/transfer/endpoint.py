@@ -16,11 +16,10 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from fdcache import _core
 from fdcache.devices.base import Event
-from fdcache.errors import TransferError
+from fdcache.errors import DeviceError, TransferError
 from fdcache.layout import KVLayout
-from fdcache.metadata import Int32Array, PeerTask, SwapPurpose, UInt64Array
+from fdcache.metadata import PeerTask, SwapPurpose
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
@@ -87,6 +86,7 @@ class _Fetching:
     task: PeerTask
     deadline: float
     address: str
+    after: Event | None
     boot: bytes = b""
 
 
@@ -138,8 +138,11 @@ class TransferEndpoint:
 
     # --- any thread -------------------------------------------------------------------------------------------
 
-    def submit(self, task: PeerTask) -> TransferExecution:
-        """Begin a hand-over; its execution ends once nothing accesses its slots any more."""
+    def submit(self, task: PeerTask, after: Event | None = None) -> TransferExecution:
+        """Begin a hand-over; its execution ends once nothing accesses its slots any more.
+
+        ``after``: on a GPU, the work that computes blocks of a send, or still uses slots of a fetch.
+        """
         execution = TransferExecution(task, self._options.rank, partial(self.cancel, task.plan_id))
         if task.swap.purpose is SwapPurpose.SEND:
             with self._lock:
@@ -148,9 +151,15 @@ class TransferEndpoint:
             self._command(partial(self._offer, task))
             if task.computed:
                 for _, last in self._groups:
-                    self.layer_computed(last - 1, {task.transfer: task.computed})
+                    self.layer_computed(last - 1, {task.transfer: task.computed}, lambda: after)
         else:
-            self._command(partial(self._fetch, task, execution))
+            self._command(partial(self._fetch, task, execution, after))
+        return execution
+
+    def refuse(self, task: PeerTask, reason: str) -> TransferExecution:
+        """Return the execution of a hand-over that cannot begin."""
+        execution = TransferExecution(task, self._options.rank, lambda: None)
+        execution.finish(0, (), 0, reason)
         return execution
 
     def cancel(self, plan_id: int) -> None:
@@ -296,7 +305,7 @@ class TransferEndpoint:
         self._settle()
 
     def _patience(self) -> int:
-        if self._connector.needs_polling:
+        if self._connector.needs_polling or any(each.event is not None for each in self._queues.parts):
             return _POLLING_MS
         return _BUSY_MS if self._sends or self._fetches or self._queues.parts else _IDLE_MS
 
@@ -384,7 +393,7 @@ class TransferEndpoint:
 
     # --- fetches ----------------------------------------------------------------------------------------------
 
-    def _fetch(self, task: PeerTask, execution: TransferExecution, now: float) -> None:
+    def _fetch(self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float) -> None:
         rank = self._options.rank
         if TransferRole(self._settings.role) is TransferRole.PREFILL:
             execution.finish(0, (), 0, "FDCACHE_TRANSFER_ROLE=prefill reads from nobody")
@@ -394,7 +403,7 @@ class TransferEndpoint:
                 0, (), 0, f"{len(task.addresses)} addresses of the peer, and none for rank {rank}"
             )
             return
-        fetching = _Fetching(execution, task, now + task.timeout, task.addresses[rank])
+        fetching = _Fetching(execution, task, now + task.timeout, task.addresses[rank], after)
         self._fetches[task.plan_id] = fetching
         try:
             link = self._links.connect(fetching.address, now, fetching.deadline)
@@ -478,7 +487,7 @@ class TransferEndpoint:
             case SendMessage():
                 self._links.to_decode(effect.peer, effect.message)
             case ComputeSums():
-                self._prefill.sums(effect.plan_id, self._sums(effect.slots))
+                self._sum_sources(effect)
             case OfferEnded():
                 for places in effect.places:
                     self._connector.withdraw(places)
@@ -488,17 +497,32 @@ class TransferEndpoint:
             case BeginRead():
                 self._begin_read(effect)
             case ComputeTargetSums():
-                self._decode.sums(effect.plan_id, self._sums(effect.slots))
+                self._sum_targets(effect)
             case FetchEnded():
                 self._end_fetch(effect)
             case _:
                 self._links.to_prefill(effect.peer, effect.message)
 
+    def _sum_sources(self, effect: ComputeSums) -> None:
+        try:
+            self._prefill.sums(effect.plan_id, self._planes.sums(effect.slots))
+        except DeviceError as error:
+            self._prefill.cancel(effect.plan_id, str(error))
+
+    def _sum_targets(self, effect: ComputeTargetSums) -> None:
+        try:
+            sums = self._planes.sums(effect.slots)
+        except DeviceError as error:
+            self._decode.cancel(effect.plan_id, str(error))
+            sums = np.empty(0, np.uint64)  # not compared: the fetch has ended
+        self._decode.sums(effect.plan_id, sums)
+
     def _begin_read(self, effect: BeginRead) -> None:
-        ready = effect.ready
+        ready, after = effect.ready, None
         for fetching in self._fetches.values():
             if fetching.task.transfer == ready.transfer and fetching.boot == effect.peer:
                 fetching.execution.begin()
+                after = fetching.after
         self._connector.read(
             ReadOrder(
                 effect.read_id,
@@ -509,13 +533,8 @@ class TransferEndpoint:
                 ready.first_plane,
                 ready.last_plane,
                 effect.slots,
+                after,
             )
-        )
-
-    def _sums(self, slots: Int32Array) -> UInt64Array:
-        planes = self._planes
-        return _core.sum_planes(
-            planes.table, planes.num_blocks, np.ascontiguousarray(slots), 0, planes.layout.num_planes
         )
 
     def _end_all(self, reason: str) -> None:

@@ -1,0 +1,263 @@
+"""Planes of a GPU that other processes of the machine read in place, and reads of theirs."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fdcache import _core
+from fdcache.devices.base import Event, PlaneBinding
+from fdcache.devices.cuda_memory import BlockTable, CudaMemory
+from fdcache.devices.cuda_planes import CudaPlanes
+from fdcache.devices.cuda_streams import core_event
+from fdcache.devices.topology import Gpu, find_gpu, import_cupy
+from fdcache.errors import DeviceError, TransferError
+from fdcache.metadata import Int32Array, UInt64Array
+
+_PROCESS = uuid.uuid4().bytes
+_PRIORITY = -5
+_ROW_BYTES = 24
+"""Bytes of a block in a block table."""
+
+REMOTE_BLOCKS = 33
+LOCAL_BLOCKS = 132
+"""Thread blocks, of 512 threads, that read from another GPU and from the same one."""
+
+
+class Allocation(msgspec.Struct, frozen=True, array_like=True):
+    """Allocation of a peer. ``address`` is that in its process."""
+
+    handle: bytes
+    address: int
+    nbytes: int
+
+
+class DevicePlaneTable(msgspec.Struct, frozen=True, array_like=True):
+    """Description of the planes of a GPU for a peer: for each its allocation, offset and stride."""
+
+    machine: str
+    process: bytes
+    gpu: str
+    num_blocks: int
+    allocations: tuple[Allocation, ...]
+    planes: tuple[tuple[int, int, int], ...]
+
+
+class CudaRead:
+    """Read in flight. It keeps the memory of the peer and the block table until ``end``."""
+
+    def __init__(
+        self, work: _core.CudaPlaneWork, source: CudaPlanes, memory: CudaMemory, table: BlockTable
+    ) -> None:
+        self._work = work
+        self._memory = memory
+        self._held: tuple[CudaPlanes, BlockTable] | None = (source, table)
+        self.done: Event = work.done
+
+    def end(self) -> str | None:
+        """Release what the read has used, once ``done`` is reached; return why it failed, None if it did not."""
+        if self._held is not None:
+            self._memory.give_table(self._held[1])
+            self._held = None
+        return self._work.error or None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds on the GPU, of a read that has ended."""
+        return self._work.seconds
+
+
+class CudaPeerAccess:
+    """Reads of one rank's planes on a GPU out of those of peers, and sums of its own blocks.
+
+    ``thread_blocks``: thread blocks of 512 threads of a read, by default as many as a link needs.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        context: _core.CudaContext,
+        copier: _core.CudaCopier,
+        memory: CudaMemory,
+        planes: CudaPlanes,
+        *,
+        thread_blocks: int | None = None,
+    ) -> None:
+        self._gpu, self._context, self._copier, self._memory = gpu, context, copier, memory
+        self._planes = planes
+        self._thread_blocks = thread_blocks
+        cupy = import_cupy()
+        with cupy.cuda.Device(gpu.ordinal):
+            self._reads, self._sums = (
+                cupy.cuda.Stream(non_blocking=True, priority=_PRIORITY) for _ in range(2)
+            )
+
+    def describe(self) -> bytes:
+        """Return what a peer needs to read the planes. Raises ``TransferError`` for memory that it cannot open."""
+        allocations: list[Allocation] = []
+        planes = []
+        for binding in self._planes.bindings:
+            index = next(
+                (
+                    index
+                    for index, each in enumerate(allocations)
+                    if 0 <= binding.address - each.address < each.nbytes
+                ),
+                len(allocations),
+            )
+            if index == len(allocations):
+                allocations.append(self._export(binding))
+            planes.append((index, binding.address - allocations[index].address, binding.stride))
+        return msgspec.msgpack.encode(
+            DevicePlaneTable(
+                _machine(),
+                _process(),
+                self._gpu.uuid,
+                self._planes.num_blocks,
+                tuple(allocations),
+                tuple(planes),
+            )
+        )
+
+    def open(self, described: bytes) -> CudaPlanes:
+        """Map the planes of a peer, until they are deleted. Raises ``TransferError`` naming what does not fit."""
+        try:
+            table = msgspec.msgpack.decode(described, type=DevicePlaneTable)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"memory: the peer's description cannot be read: {error}") from error
+        if table.machine != _machine():
+            raise TransferError("memory: the peer's GPU is in another machine; ipc needs both on one node")
+        self._check(table)
+        try:
+            bases, owners = self._map(table)
+        except (_core.CudaError, DeviceError, ValueError) as error:
+            raise TransferError(
+                f"memory: the peer's planes on {table.gpu} cannot be opened from {self._gpu.uuid}: {error}; ipc needs "
+                "GPUs with peer access (nvidia-smi topo -p2p r) and, in containers, --ipc=host"
+            ) from error
+        bindings = [
+            PlaneBinding(mine.plane, bases[index] + offset, stride, table.num_blocks, owners)
+            for mine, (index, offset, stride) in zip(self._planes.bindings, table.planes, strict=True)
+        ]
+        return CudaPlanes(
+            bindings, self._planes.record_bytes, self._memory, local=table.gpu == self._gpu.uuid
+        )
+
+    def read(
+        self,
+        source: CudaPlanes,
+        places: Int32Array,
+        slots: Int32Array,
+        first_plane: int,
+        last_plane: int,
+        after: Sequence[Event] = (),
+    ) -> CudaRead:
+        """Begin to read planes of the peer's blocks ``places`` into ``slots``, after these events.
+
+        Raises ``IndexError`` for a block that does not exist, ``DeviceError`` if the GPU has no memory for it.
+        """
+        most = self._thread_blocks or (LOCAL_BLOCKS if source.local else REMOTE_BLOCKS)
+        table = self._memory.take_table(len(slots) * _ROW_BYTES)
+        try:
+            work = _core.read_planes(
+                self._copier,
+                self._reads.ptr,
+                source.core,
+                places,
+                self._planes.core,
+                slots,
+                first_plane,
+                last_plane,
+                table.host,
+                table.device,
+                table.nbytes,
+                most,
+                [core_event(event) for event in after],
+            )
+        except BaseException:
+            self._memory.give_table(table)
+            raise
+        return CudaRead(work, source, self._memory, table)
+
+    def sums(self, slots: Int32Array) -> UInt64Array:
+        """Return the sum of each block, as ``sum_planes`` of the CPU does. Raises ``DeviceError``."""
+        if not len(slots):
+            return np.empty(0, np.uint64)
+        table = self._memory.take_table(len(slots) * _ROW_BYTES)
+        try:
+            work = _core.sum_device_planes(
+                self._copier,
+                self._sums.ptr,
+                self._planes.core,
+                np.ascontiguousarray(slots),
+                table.host,
+                table.device,
+                table.nbytes,
+            )
+            work.done.wait(None)
+            if self._context.lost is not None or work.error:
+                raise DeviceError(f"blocks cannot be summed: {work.error or self._context.lost}")
+            return _core.read_sums(table.host, len(slots))
+        except _core.CudaError as error:
+            raise DeviceError(f"blocks cannot be summed: {error}") from error
+        finally:
+            self._memory.give_table(table)
+
+    @property
+    def lost(self) -> str | None:
+        """Reason why the GPU can no longer be used; None while it can."""
+        return self._context.lost
+
+    def _export(self, binding: PlaneBinding) -> Allocation:
+        try:
+            return Allocation(*_core.export_memory(self._context, binding.address))
+        except _core.CudaError as error:
+            plane = binding.plane
+            raise TransferError(
+                f"FDCACHE_TRANSFER=ipc: plane {plane.kind.value} of layer {plane.layer} is in memory that other "
+                f"processes cannot open ({error}); allocate it with cudaMalloc: CacheController.initialize_kv_cache "
+                "does, PyTorch without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF, Paddle without "
+                "FLAGS_use_virtual_memory_auto_growth, CuPy without MemoryAsyncPool"
+            ) from error
+
+    def _check(self, table: DevicePlaneTable) -> None:
+        """Raise ``TransferError`` unless every block of every plane lies within its allocation."""
+        mine = self._planes.bindings
+        if len(table.planes) != len(mine):
+            raise TransferError(f"planes: the peer has {len(table.planes)}, the layout {len(mine)}")
+        for binding, (index, offset, stride) in zip(mine, table.planes, strict=True):
+            plane, last = binding.plane, table.num_blocks - 1
+            fits = (
+                0 <= index < len(table.allocations)
+                and offset >= 0
+                and stride >= plane.nbytes
+                and last >= 0
+                and offset + last * stride + plane.nbytes <= table.allocations[index].nbytes
+            )
+            if not fits:
+                raise TransferError(
+                    f"plane {plane.kind.value} of layer {plane.layer} is not within the peer's allocation"
+                )
+
+    def _map(self, table: DevicePlaneTable) -> tuple[list[int], tuple[Any, ...]]:
+        """Return the addresses of the allocations in this process, and what keeps them mapped."""
+        if table.process != _process():
+            mapped = [_core.CudaPeerMemory(self._context, each.handle) for each in table.allocations]
+            return [each.address for each in mapped], tuple(mapped)
+        if table.gpu != self._gpu.uuid:
+            _core.enable_peer_access(self._context, _core.CudaContext(find_gpu(table.gpu).ordinal))
+        return [each.address for each in table.allocations], ()
+
+
+def _process() -> bytes:
+    return _PROCESS + os.getpid().to_bytes(4, "little")
+
+
+def _machine() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
