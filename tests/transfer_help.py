@@ -135,7 +135,9 @@ class Instance:
             block
             for block in range(first, last)
             if any(
-                not np.array_equal(self.read(index, request.block_table[block]), expected(request, block, index))
+                not np.array_equal(
+                    self.read(index, request.block_table[block]), expected(request, block, index)
+                )
                 for index in range(LAYOUT.num_planes)
             )
         ]

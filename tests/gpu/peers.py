@@ -1,6 +1,7 @@
 """Ranks of a GPU for tests of hand-overs: planes with known bytes, and instances that compute on a stream.
 
 ``python -m tests.gpu.peers planes GPU BYTES BLOCKS`` fills planes, prints what a peer needs to read them, and waits.
+``python -m tests.gpu.peers read HEX BYTES BLOCKS`` reads such planes on the first GPU that is visible to it.
 ``python -m tests.gpu.peers prefill GPU DIRECTORY`` answers a decode instance until its input ends.
 """
 
@@ -16,20 +17,24 @@ from typing import Any
 import cupy
 import numpy as np
 
+from fdcache.devices.base import PlaneBinding
 from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
 from fdcache.layout import KVLayout
 from fdcache.manager import Request
 from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.connector import LocalPlanes, TransferContext
+from fdcache.transfer.connector import LocalPlanes, ReadOrder, TransferContext
+from fdcache.transfer.device_ipc import DeviceIpcConnector
 from tests.transfer_help import Instance, prompt_of
 
 KIB = 1024
 
 
 def device_of(gpu: str | int | None) -> CudaDevice:
-    return CudaDevice(int(gpu) if isinstance(gpu, str) and gpu.isdecimal() else gpu, calibration=Calibration())
+    return CudaDevice(
+        int(gpu) if isinstance(gpu, str) and gpu.isdecimal() else gpu, calibration=Calibration()
+    )
 
 
 def layout_of(plane_bytes: int, num_layers: int = 4) -> KVLayout:
@@ -61,7 +66,7 @@ class GpuPeerPlanes:
         bindings = []
         for plane, tensor in zip(layout.planes, self.tensors, strict=True):
             view = self.device.inspect_tensor(tensor)
-            bindings.append(_binding(plane, view, num_blocks))
+            bindings.append(PlaneBinding(plane, view.address, view.strides[0], num_blocks, view.owner))
         bound = self.device.bind_planes(bindings, layout.record_bytes)
         self.access = self.device.peer_access(bound)
         addresses = tuple(each.address for each in bindings)
@@ -86,16 +91,12 @@ class GpuPeerPlanes:
         return self.access.sums(slots)
 
 
-def _binding(plane: Any, view: Any, num_blocks: int) -> Any:
-    from fdcache.devices.base import PlaneBinding
-
-    return PlaneBinding(plane, view.address, view.strides[0], num_blocks, view.owner)
-
-
 class GpuInstance(Instance):
     """An instance whose blocks are on a GPU, and computed by its stream."""
 
-    def __init__(self, role: str, directory: Path, name: str, *, gpu: str | int | None, **options: Any) -> None:
+    def __init__(
+        self, role: str, directory: Path, name: str, *, gpu: str | int | None, **options: Any
+    ) -> None:
         device = device_of(gpu)
         with cupy.cuda.Device(device.gpu.ordinal):
             stream = cupy.cuda.Stream(non_blocking=True)
@@ -114,10 +115,15 @@ class GpuInstance(Instance):
 class Peer:
     """A process of this module. ``line`` is the first that it printed."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, **environment: str) -> None:
         command = [sys.executable, "-m", "tests.gpu.peers", *map(str, arguments)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline().strip()
@@ -142,13 +148,34 @@ class Peer:
         self.process.communicate()
 
 
+def _answer(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _read(described: str, plane_bytes: str, num_blocks: str) -> None:
+    """Read all blocks of a peer on the first GPU that is visible; answer whether they are what it was filled with."""
+    layout, blocks = layout_of(int(plane_bytes)), int(num_blocks)
+    planes = GpuPeerPlanes(layout, blocks)
+    connector = DeviceIpcConnector(planes.context(PeerSettings(connector="ipc")), planes.access)
+    reason = connector.connect(b"peer", bytes.fromhex(described))
+    if reason is None:
+        every = np.arange(blocks, dtype=np.int32)
+        connector.read(ReadOrder(1, b"peer", tuple(range(blocks)), blocks, 0, 0, layout.num_planes, every))
+        connector.close()
+        reason = connector.poll()[0].error
+        for mine, theirs in zip(planes.arrays, contents(layout, blocks, 1), strict=True):
+            reason = reason or (None if np.array_equal(mine, theirs) else "other bytes")
+    _answer(f"read: {reason}")
+
+
 def _show_planes(gpu: str, plane_bytes: str, num_blocks: str) -> None:
     planes = GpuPeerPlanes(layout_of(int(plane_bytes)), int(num_blocks), gpu)
     planes.fill(1)
-    print(planes.access.describe().hex(), flush=True)
+    _answer(planes.access.describe().hex())
     for line in sys.stdin:
         planes.fill(int(line))
-        print("filled", flush=True)
+        _answer("filled")
 
 
 def _prefill(gpu: str, directory: str) -> None:
@@ -156,8 +183,8 @@ def _prefill(gpu: str, directory: str) -> None:
     from tests.gpu.test_cuda_order import spin
 
     with GpuInstance("prefill", Path(directory), "p", gpu=gpu) as instance:
-        print(instance.address, flush=True)
-        lines = _lines()
+        _answer(instance.address)
+        lines = _Lines()
         while (line := lines.next()) is not None:
             if line:
                 seed, blocks, cycles = map(int, line.split())
@@ -170,11 +197,11 @@ def _prefill(gpu: str, directory: str) -> None:
                         spin(instance.stream, cycles)
                 instance.compute(request, f"r{seed}")
                 instance.manager.request_finish([request])
-                print("computed", flush=True)
+                _answer("computed")
             instance.step()
 
 
-class _lines:
+class _Lines:
     """Lines of the input, without waiting for them."""
 
     def __init__(self) -> None:
@@ -195,4 +222,4 @@ class _lines:
 
 
 if __name__ == "__main__":
-    {"planes": _show_planes, "prefill": _prefill}[sys.argv[1]](*sys.argv[2:])
+    {"planes": _show_planes, "read": _read, "prefill": _prefill}[sys.argv[1]](*sys.argv[2:])
