@@ -23,15 +23,17 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pd_handover import LAYER_US, Instance, measure
 from benchmarks.swap_worker import GIB, make_layout
 from fdcache.devices.base import PlaneBinding
 from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
-from fdcache.devices.cuda_peers import CudaPeerAccess
+from fdcache.devices.cuda_peers import CudaPeerAccess, Grid
 from fdcache.devices.cuda_planes import CudaPlanes
 
 PLANES = (128, 64, 16, 8)
-THREAD_BLOCKS = (4, 8, 16, 33, 66, 132)
+GRIDS = ((132, 64), (4, 512), (8, 512), (16, 512), (4, 1024), (8, 1024), (12, 1024), (16, 1024))
+COST_GRIDS = ((128, 64), (16, 512), (4, 1024), (8, 1024), (16, 1024))
 DEFAULT_TO_DEVICE = 4
 _REPEATS = 5
 _POOL = 2 * GIB
@@ -71,8 +73,8 @@ class Rank:
             words[...] = cupy.arange(words.size, dtype=cupy.uint64) * np.uint64(2 * seed + 1)
             device.synchronize()
 
-    def with_blocks(self, thread_blocks: int) -> CudaPeerAccess:
-        """Return reads with that many thread blocks."""
+    def with_grid(self, grid: Grid) -> CudaPeerAccess:
+        """Return reads with that grid."""
         device = self.device
         return CudaPeerAccess(
             device.gpu,
@@ -80,7 +82,7 @@ class Rank:
             device._copier,
             device._memory,
             self.planes,
-            thread_blocks=thread_blocks,
+            grid=grid,
         )
 
 
@@ -110,19 +112,42 @@ class Source:
 
 
 def serve(gpu: int) -> None:
-    """Answer commands: ``planes KIB`` describes planes of that size, ``unit NAME`` measures a unit of work."""
+    """Answer commands.
+
+    ``planes KIB`` describes planes of that size, ``unit NAME`` measures a unit of work; ``open DIRECTORY VERIFIES``,
+    ``compute SEED MICROSECONDS``, ``computed -`` and ``close -`` are those of a prefill instance.
+    """
     rank: Rank | None = None
+    instance: Instance | None = None
     works: dict[str, Callable[[], None]] = {}
+    computed = 0.0
     for line in sys.stdin:
         command, argument = line.strip().split(" ", 1)
+        answer: object = "done"
         if command == "planes":
             rank = None
             rank = Rank(gpu, int(argument))
             rank.fill(1)
-            print(rank.access.describe().hex(), flush=True)
-        else:
+            answer = rank.access.describe().hex()
+        elif command == "unit":
             works = works or neighbours(gpu)
-            print(unit_seconds(works[argument], gpu), flush=True)
+            answer = unit_seconds(works[argument], gpu)
+        elif command == "open":
+            rank, (directory, verifies) = None, argument.split()
+            instance = Instance("prefill", gpu, Path(directory), verifies=verifies == "1")
+            answer = instance.address
+        elif instance is not None and command == "compute":
+            print(answer, flush=True)
+            seed, layer_us = map(int, argument.split())
+            computed = instance.prefill(seed, layer_us)
+            instance.await_sends()
+            continue
+        elif instance is not None and command == "close":
+            instance.close()
+            instance = None
+        elif command == "computed":
+            answer = computed
+        print(answer, flush=True)
 
 
 def neighbours(gpu: int) -> dict[str, Callable[[], None]]:
@@ -308,14 +333,14 @@ def bandwidth(source: Source, gpu: int) -> Table:
     return rows
 
 
-def blocks(source: Source, gpu: int) -> Table:
+def grids(source: Source, gpu: int) -> Table:
     rows = []
     for plane in PLANES:
         reader = Reader(source, gpu, plane)
         copy = reader.large()
         row = {"plane": f"{plane} KiB"}
-        for count in THREAD_BLOCKS:
-            row[f"{count} thread blocks"] = f"{reader.rate(reader.rank.with_blocks(count)) / copy:.2f}"
+        for grid in GRIDS:
+            row[f"{grid[0]} x {grid[1]}"] = f"{reader.rate(reader.rank.with_grid(grid)) / copy:.2f}"
         rows.append(row)
     return rows
 
@@ -346,27 +371,43 @@ def cost(source: Source, gpu: int) -> Table:
         "reader's": lambda name: unit_seconds(mine[name], gpu),
         "source's": lambda name: float(source.ask("unit", name)),
     }
-    for (side, measure), name in itertools.product(sides.items(), mine):
+    for (side, unit), name in itertools.product(sides.items(), mine):
         row: dict[str, Any] = {"GPU": side, "work": name}
-        for count in (8, 16, 33):
-            access = reader.rank.with_blocks(count)
+        for grid in COST_GRIDS:
+            access = reader.rank.with_grid(grid)
             slowdowns, moved = [], []
             for _ in range(_ROUNDS):
-                alone = measure(name)
+                alone = unit(name)
                 with reader.reading(access, moved):
-                    slowdowns.append(measure(name) / alone - 1)
-            row[f"{count} thread blocks"] = (
+                    slowdowns.append(unit(name) / alone - 1)
+            row[f"{grid[0]} x {grid[1]}"] = (
                 f"{100 * statistics.median(slowdowns):+.1f}% at {statistics.median(moved) / 1e9:.0f} GB/s"
             )
         rows.append(row)
     return rows
 
 
+def handover(source: Source, gpu: int) -> Table:
+    rows = []
+    for layer_us, verifies in itertools.product(LAYER_US, (True, False)):
+        found = measure(source.ask, gpu, layer_us, verifies=verifies)
+        rows.append(
+            {
+                "a layer takes, ms": layer_us / 1e3,
+                "verified": "yes" if verifies else "no",
+                "first group before the last layer, ms": f"{1e3 * found.first_before:.1f}",
+                "1 GiB usable after the last layer, ms": f"{1e3 * found.all_after:.1f}",
+            }
+        )
+    return rows
+
+
 SECTIONS: dict[str, Callable[[Source, int], Table]] = {
     "bandwidth": bandwidth,
-    "blocks": blocks,
+    "grids": grids,
     "small": small,
     "cost": cost,
+    "handover": handover,
 }
 
 

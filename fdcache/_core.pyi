@@ -2440,6 +2440,7 @@ def read_planes(
     table: int,
     table_bytes: int,
     thread_blocks: int,
+    threads: int,
     after: Sequence[CudaEvent],
 ) -> CudaPlaneWork:
     """

@@ -69,7 +69,7 @@ void bind_work(nb::module_ &module) {
         [](const BoundDevice &device, std::uintptr_t stream, const BoundSwapPlanes &source,
            const VectorIn<std::int32_t> &places, const BoundSwapPlanes &target,
            const VectorIn<std::int32_t> &slots, std::size_t first, std::size_t last, std::uintptr_t host,
-           cuda::Address table, std::size_t table_bytes, unsigned thread_blocks,
+           cuda::Address table, std::size_t table_bytes, unsigned thread_blocks, unsigned threads,
            const std::vector<EventPtr> &after) {
             const auto &theirs = *source.planes->planes, &mine = *target.planes->planes;
             if (!std::ranges::equal(theirs, mine, {}, &Plane::nbytes, &Plane::nbytes))
@@ -77,16 +77,17 @@ void bind_work(nb::module_ &module) {
             require_equal(places.shape(0), slots.shape(0));
             check_slots(span_of(places), source.num_blocks);
             check_slots(span_of(slots), target.num_blocks);
-            if (thread_blocks == 0) throw std::invalid_argument("a kernel has at least one thread block");
+            if (thread_blocks == 0 || threads == 0 || threads % 32 != 0 || threads > 1024)
+                throw std::invalid_argument("a grid has thread blocks of 32 to 1024 threads");
             const PlaneRange range = range_of(mine.size(), first, last);
             const auto memory = table_of(host, table, table_bytes, slots.shape(0));
             const nb::gil_scoped_release release;
             return cuda::read_planes(*device.device, handle_of<cuda::StreamHandle>(stream), *source.planes,
                                      *target.planes, {span_of(places), span_of(slots)}, range, memory,
-                                     thread_blocks, after);
+                                     {thread_blocks, threads}, after);
         },
         "copier"_a, "stream"_a, "source"_a, "places"_a, "target"_a, "slots"_a, "first_plane"_a,
-        "last_plane"_a, "host"_a, "table"_a, "table_bytes"_a, "thread_blocks"_a, "after"_a,
+        "last_plane"_a, "host"_a, "table"_a, "table_bytes"_a, "thread_blocks"_a, "threads"_a, "after"_a,
         "Read planes [first_plane, last_plane) of blocks ``places`` of other planes into ``slots`` with one "
         "kernel,\nafter these events. ``host``, ``table``: a block table in pinned memory and on the GPU, in "
         "use until the end.\nRaises IndexError for a block that does not exist.");

@@ -6,27 +6,26 @@ namespace fdcache::cuda {
 namespace {
 
 constexpr unsigned kLanes = 32;
-// Small thread blocks on all multiprocessors: other kernels lose less to a few threads everywhere.
-constexpr unsigned kThreads = 64;
-constexpr unsigned kPerWideBlock = 512 / kThreads;
+constexpr Grid kTable{4, 512};
 
-void launch(FunctionHandle function, std::size_t blocks, StreamHandle stream, void **arguments) {
-    check(driver().launch(function, static_cast<unsigned>(blocks), 1, 1, kThreads, 1, 1, 0, stream, arguments,
-                          nullptr),
+// Sums use small thread blocks on all multiprocessors: other kernels lose less to a few threads everywhere.
+Grid spread(unsigned thread_blocks) {
+    constexpr unsigned kWide = 512, kNarrow = 64;
+    return {thread_blocks * (kWide / kNarrow), kNarrow};
+}
+
+// Launches as much of the grid as there is work for its warps.
+void launch(FunctionHandle function, Grid most, std::size_t items, StreamHandle stream, void **arguments) {
+    const std::size_t warps = most.threads / kLanes;
+    const auto blocks = static_cast<unsigned>(std::min<std::size_t>(most.blocks, (items + warps - 1) / warps));
+    check(driver().launch(function, blocks, 1, 1, most.threads, 1, 1, 0, stream, arguments, nullptr),
           "cuLaunchKernel");
 }
 
-std::size_t thread_blocks(std::size_t items, unsigned most) {
-    constexpr std::size_t kWarps = kThreads / kLanes;
-    return std::min<std::size_t>((items + kWarps - 1) / kWarps, std::size_t{most} * kPerWideBlock);
-}
-
 void copy_table(const SwapDevice &device, StreamHandle stream, Address from, Address to, std::size_t rows) {
-    constexpr std::size_t kMostBlocks = 16;
     auto words = static_cast<unsigned>(rows * sizeof(swap::Block) / sizeof(swap::Word));
     void *arguments[] = {&from, &to, &words};
-    launch(device.kernels.copy_words, std::min<std::size_t>(kMostBlocks, (words + kThreads - 1) / kThreads),
-           stream, arguments);
+    launch(device.kernels.copy_words, kTable, (words + kLanes - 1) / kLanes, stream, arguments);
 }
 
 // Runs `work` between two events; if the driver refuses a part, the rest is left out.
@@ -52,7 +51,7 @@ PlaneWork start(const SwapDevice &device, StreamHandle stream, Work enqueue) {
 
 PlaneWork read_planes(const SwapDevice &device, StreamHandle stream, const SwapPlanes &source,
                       const SwapPlanes &target, PlaneMoves moves, PlaneRange planes, BlockTable table,
-                      unsigned most, const std::vector<std::shared_ptr<Event>> &after) {
+                      Grid most, const std::vector<std::shared_ptr<Event>> &after) {
     const std::size_t rows = moves.slots.size();
     for (std::size_t i = 0; i < rows; ++i)
         table.host[i] = {static_cast<swap::Word>(moves.places[i]), 0, moves.slots[i]};
@@ -63,7 +62,7 @@ PlaneWork read_planes(const SwapDevice &device, StreamHandle stream, const SwapP
         swap::Range range{0, static_cast<unsigned>(rows), first, target.first_chunk[planes.last] - first};
         Address mine = target.chunks, theirs = source.chunks, blocks = table.device;
         void *arguments[] = {&mine, &theirs, &blocks, &range};
-        launch(device.kernels.read_peer, thread_blocks(rows * range.num_chunks, most), stream, arguments);
+        launch(device.kernels.read_peer, most, rows * range.num_chunks, stream, arguments);
     });
 }
 
@@ -78,8 +77,8 @@ PlaneWork sum_planes(const SwapDevice &device, StreamHandle stream, const SwapPl
         swap::Target target{};
         Address chunks = planes.chunks, blocks = table.device;
         void *arguments[] = {&chunks, &blocks, &range, &target};
-        const unsigned most = std::max(device.policy.transpose_ctas, 1U);
-        launch(device.kernels.sum, thread_blocks(rows * range.num_chunks, most), stream, arguments);
+        const Grid most = spread(std::max(device.policy.transpose_ctas, 1U));
+        launch(device.kernels.sum, most, rows * range.num_chunks, stream, arguments);
         copy_table(device, stream, table.device, host, rows);
     });
 }

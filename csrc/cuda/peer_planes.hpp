@@ -34,10 +34,10 @@ struct PlaneMoves {
     std::span<const std::int32_t> slots;
 };
 
-// Reads a range of planes after these events, with `thread_blocks` wide thread blocks at most.
+// Reads a range of planes after these events, with a grid of this size at most.
 PlaneWork read_planes(const SwapDevice &device, StreamHandle stream, const SwapPlanes &source,
                       const SwapPlanes &target, PlaneMoves moves, PlaneRange planes, BlockTable table,
-                      unsigned thread_blocks, const std::vector<std::shared_ptr<Event>> &after);
+                      Grid most, const std::vector<std::shared_ptr<Event>> &after);
 
 // Sums all planes of blocks. Once it is done, `table.host` has the sums.
 PlaneWork sum_planes(const SwapDevice &device, StreamHandle stream, const SwapPlanes &planes,

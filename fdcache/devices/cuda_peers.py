@@ -25,9 +25,12 @@ _PRIORITY = -5
 _ROW_BYTES = 24
 """Bytes of a block in a block table."""
 
-REMOTE_BLOCKS = 33
-LOCAL_BLOCKS = 132
-"""Thread blocks, of 512 threads, that read from another GPU and from the same one."""
+Grid = tuple[int, int]
+"""Thread blocks of a kernel, and threads in each."""
+
+REMOTE_GRID: Grid = (16, 512)
+LOCAL_GRID: Grid = (528, 64)
+"""Grids that read from another GPU and from the same one."""
 
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True):
@@ -76,7 +79,7 @@ class CudaRead:
 class CudaPeerAccess:
     """Reads of one rank's planes on a GPU out of those of peers, and sums of its own blocks.
 
-    ``thread_blocks``: thread blocks of 512 threads of a read, by default as many as a link needs.
+    ``grid``: that of reads, by default as large as the link needs.
     """
 
     def __init__(
@@ -87,11 +90,11 @@ class CudaPeerAccess:
         memory: CudaMemory,
         planes: CudaPlanes,
         *,
-        thread_blocks: int | None = None,
+        grid: Grid | None = None,
     ) -> None:
         self._gpu, self._context, self._copier, self._memory = gpu, context, copier, memory
         self._planes = planes
-        self._thread_blocks = thread_blocks
+        self._grid = grid
         cupy = import_cupy()
         with cupy.cuda.Device(gpu.ordinal):
             self._reads, self._sums = (
@@ -162,7 +165,7 @@ class CudaPeerAccess:
 
         Raises ``IndexError`` for a block that does not exist, ``DeviceError`` if the GPU has no memory for it.
         """
-        most = self._thread_blocks or (LOCAL_BLOCKS if source.local else REMOTE_BLOCKS)
+        grid = self._grid or (LOCAL_GRID if source.local else REMOTE_GRID)
         table = self._memory.take_table(len(slots) * _ROW_BYTES)
         try:
             work = _core.read_planes(
@@ -177,7 +180,7 @@ class CudaPeerAccess:
                 table.host,
                 table.device,
                 table.nbytes,
-                most,
+                *grid,
                 [core_event(event) for event in after],
             )
         except BaseException:

@@ -275,7 +275,7 @@ def test_a_changed_byte_is_found_on_the_device(tmp_path: Path) -> None:
         prefill.manager.send([(mine, "r")])
         prefill.step()
         prefill.compute(mine, "r")
-        prefill.until(lambda: prefill.transfers.sent_blocks_held == 6)
+        prefill.until(lambda: [each.complete for each in prefill.transfers.transfers] == [True])
         block = prefill.read(3, mine.block_table[2])
         block[7] ^= 4
         prefill.write(3, mine.block_table[2], block)
