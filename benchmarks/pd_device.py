@@ -82,6 +82,7 @@ class Rank:
             device._copier,
             device._memory,
             self.planes,
+            budget=device.gpu.multiprocessors,
             grid=grid,
         )
 

@@ -154,7 +154,8 @@ class CudaDevice:
         """Return reads of these planes out of those of peers."""
         if not isinstance(planes, CudaPlanes):
             raise TypeError(f"expected planes of the CUDA device, got {type(planes).__name__}")
-        return CudaPeerAccess(self.gpu, self._context, self._copier, self._memory, planes)
+        budget = self.settings.swap_sm_budget
+        return CudaPeerAccess(self.gpu, self._context, self._copier, self._memory, planes, budget=budget)
 
     def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
         """Prepare a batch of copies.

@@ -28,9 +28,14 @@ _ROW_BYTES = 24
 Grid = tuple[int, int]
 """Thread blocks of a kernel, and threads in each."""
 
-REMOTE_GRID: Grid = (16, 512)
+REMOTE_GRID: Grid = (8, 1024)
+"""Of reads from another GPU: nine tenths of NVLink from few multiprocessors. Spread over all of them, as many threads
+keep the kernels of a model waiting on each."""
+
 LOCAL_GRID: Grid = (528, 64)
-"""Grids that read from another GPU and from the same one."""
+"""Of reads within a GPU, whose memory is as fast as all multiprocessors."""
+
+_MULTIPROCESSOR_THREADS = 2048
 
 
 class Allocation(msgspec.Struct, frozen=True, array_like=True):
@@ -79,7 +84,8 @@ class CudaRead:
 class CudaPeerAccess:
     """Reads of one rank's planes on a GPU out of those of peers, and sums of its own blocks.
 
-    ``grid``: that of reads, by default as large as the link needs.
+    ``budget``: multiprocessors that the threads of a read may fill. ``grid``: that of reads, by default as large as
+    the link needs.
     """
 
     def __init__(
@@ -90,10 +96,12 @@ class CudaPeerAccess:
         memory: CudaMemory,
         planes: CudaPlanes,
         *,
+        budget: int,
         grid: Grid | None = None,
     ) -> None:
         self._gpu, self._context, self._copier, self._memory = gpu, context, copier, memory
         self._planes = planes
+        self._threads = budget * _MULTIPROCESSOR_THREADS
         self._grid = grid
         cupy = import_cupy()
         with cupy.cuda.Device(gpu.ordinal):
@@ -165,7 +173,7 @@ class CudaPeerAccess:
 
         Raises ``IndexError`` for a block that does not exist, ``DeviceError`` if the GPU has no memory for it.
         """
-        grid = self._grid or (LOCAL_GRID if source.local else REMOTE_GRID)
+        blocks, threads = self._grid or (LOCAL_GRID if source.local else REMOTE_GRID)
         table = self._memory.take_table(len(slots) * _ROW_BYTES)
         try:
             work = _core.read_planes(
@@ -180,7 +188,8 @@ class CudaPeerAccess:
                 table.host,
                 table.device,
                 table.nbytes,
-                *grid,
+                max(min(blocks, self._threads // threads), 1),
+                threads,
                 [core_event(event) for event in after],
             )
         except BaseException:

@@ -1,12 +1,14 @@
 """Ranks of a GPU for tests of hand-overs: planes with known bytes, and instances that compute on a stream.
 
-``python -m tests.gpu.peers planes GPU BYTES BLOCKS`` fills planes, prints what a peer needs to read them, and waits.
+``python -m tests.gpu.peers planes GPU BYTES BLOCKS`` fills planes and prints what a peer needs to read them; so it does
+for every line of its input, with the bytes of a plane.
 ``python -m tests.gpu.peers read HEX BYTES BLOCKS`` reads such planes on the first GPU that is visible to it.
 ``python -m tests.gpu.peers prefill GPU DIRECTORY`` answers a decode instance until its input ends.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -170,12 +172,10 @@ def _read(described: str, plane_bytes: str, num_blocks: str) -> None:
 
 
 def _show_planes(gpu: str, plane_bytes: str, num_blocks: str) -> None:
-    planes = GpuPeerPlanes(layout_of(int(plane_bytes)), int(num_blocks), gpu)
-    planes.fill(1)
-    _answer(planes.access.describe().hex())
-    for line in sys.stdin:
-        planes.fill(int(line))
-        _answer("filled")
+    for line in itertools.chain([plane_bytes], sys.stdin):
+        planes = GpuPeerPlanes(layout_of(int(line)), int(num_blocks), gpu)
+        planes.fill(1)
+        _answer(planes.access.describe().hex())
 
 
 def _prefill(gpu: str, directory: str) -> None:
