@@ -103,7 +103,8 @@ class GpuInstance(Instance):
         with cupy.cuda.Device(device.gpu.ordinal):
             stream = cupy.cuda.Stream(non_blocking=True)
         self.ordinal = device.gpu.ordinal
-        super().__init__(role, directory, name, device=device, stream=stream, **options)
+        patient = {"timeout": 100.0, "wait": 100.0, "lease": 50.0}
+        super().__init__(role, directory, name, device=device, stream=stream, **(patient | options))
 
     def write(self, plane: int, slot: int, data: np.ndarray) -> None:
         with cupy.cuda.Device(self.ordinal), self.stream:
