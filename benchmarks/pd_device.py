@@ -30,6 +30,7 @@ from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.cuda_peers import CudaPeerAccess, Grid
 from fdcache.devices.cuda_planes import CudaPlanes
+from fdcache.transfer.connector import whole_planes
 
 PLANES = (128, 64, 16, 8)
 GRIDS = ((132, 64), (4, 512), (8, 512), (16, 512), (4, 1024), (8, 1024), (12, 1024), (16, 1024))
@@ -185,7 +186,11 @@ class Reader:
 
         self._cupy = cupy
         self.rank = Rank(gpu, plane_kib)
-        self.source: CudaPlanes = self.rank.access.open(bytes.fromhex(source.ask("planes", plane_kib)))
+        access, layout = self.rank.access, self.rank.layout
+        mapped = access.open(bytes.fromhex(source.ask("planes", plane_kib)), layout)
+        self.base = mapped.addresses[0]
+        table = whole_planes(layout).table(mapped.addresses, mapped.strides, mapped.owners)
+        self.source: CudaPlanes = access.bind(mapped, table)
         self._random = np.random.default_rng(plane_kib)
         with cupy.cuda.Device(gpu):
             self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -219,18 +224,16 @@ class Reader:
 
     def large(self) -> float:
         """Return the bytes per second of one copy of adjoining bytes."""
-        base = self.source.bindings[0].address
-        return _MOVED / self._timed(lambda: self._copy(self.rank.address, base, _MOVED))
+        return _MOVED / self._timed(lambda: self._copy(self.rank.address, self.base, _MOVED))
 
     def pieces(self) -> float:
         """Return the bytes per second of one copy for each plane of each block."""
         nbytes = self.rank.layout.planes[0].nbytes
         theirs, mine = (self._random.permutation(_POOL // nbytes)[:_PIECES] * nbytes for _ in range(2))
-        base = self.source.bindings[0].address
 
         def loop() -> None:
             for source, target in zip(theirs.tolist(), mine.tolist(), strict=True):
-                self._copy(self.rank.address + target, base + source, nbytes)
+                self._copy(self.rank.address + target, self.base + source, nbytes)
 
         return _PIECES * nbytes / self._timed(loop)
 

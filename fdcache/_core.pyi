@@ -1036,9 +1036,10 @@ class BlockCopies:
         generations, hashes, parents, and the marks of unverified blocks or None.
         """
 
-def take_transfers(lists: Sequence[BlockCopies], forms: Sequence[Callable[..., Any]]) -> list[Any]:
+def take_transfers(lists: Sequence[BlockCopies], forms: Sequence[tuple[Any, Any, Any, Any]]) -> list[Any]:
     """
-    Empty lists of copies. Return what each list's form makes of its columns, None for an empty one.
+    Empty lists of copies. Return a transfer for each, None for an empty one. A form has the
+    transfer's class, purpose, source and target.
     """
 
 class PlannedBackups:

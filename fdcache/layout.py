@@ -230,6 +230,34 @@ class KVLayout:
             return self
         return replace(self, tp_size=1, revision=f"{self.revision} rank {rank} of {self.tp_size}")
 
+    def with_tp_size(self, tp_size: int) -> KVLayout:
+        """Return the layout of a rank of the same model with another tensor parallelism.
+
+        Planes are split, or joined, by the first dimension of their shape, the KV heads; the ranks of a layout without
+        values (MLA) all have the same planes. Planes are packed, in the record and on the device. Raises ``LayoutError``
+        for heads that cannot be divided evenly.
+        """
+        _require_int("tp_size", tp_size, least=1)
+        if tp_size == self.tp_size:
+            return self
+        is_latent = all(plane.kind in (PlaneKind.KEY, PlaneKind.INDEXER) for plane in self.planes)
+        planes: list[Plane] = []
+        end = 0
+        for plane in self.planes:
+            heads = plane.shape[0] * self.tp_size
+            if not is_latent and (plane.kind is PlaneKind.INDEXER or heads % tp_size):
+                raise UnsupportedLayoutError(
+                    f"tp_size {tp_size}: the {plane.kind.value} planes of {self.tp_size} ranks, {plane.shape[0]} heads "
+                    "each, cannot be divided evenly"
+                )
+            shape = plane.shape if is_latent else (heads // tp_size, *plane.shape[1:])
+            spec, offset = PlaneSpec(plane.kind, plane.dtype, shape), _align(end, PLANE_ALIGNMENT)
+            planes.append(Plane(plane.layer, *spec, spec.nbytes, offset, spec.nbytes))
+            end = offset + spec.nbytes
+        return replace(
+            self, tp_size=tp_size, planes=tuple(planes), record_bytes=_align(end, RECORD_ALIGNMENT)
+        )
+
     @property
     def total_layers(self) -> int:
         """Number of main and draft layers."""

@@ -289,6 +289,7 @@ class PeerTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
         attempt: of a fetch, its number among those of the same transfer.
         computed: of a send, how many leading blocks are computed already.
         wanted: False for a fetch that only tells the peer that nothing is wanted.
+        peer_hashes: of a fetch from an instance of another tensor parallelism, its hashes of the blocks, 32 bytes each.
     """
 
     plan_id: int
@@ -299,6 +300,7 @@ class PeerTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     attempt: int = 0
     computed: int = 0
     wanted: bool = True
+    peer_hashes: bytes = b""
 
     def swaps(self) -> tuple[CacheSwapMetadata, ...]:
         """Return the transfer."""
@@ -427,18 +429,31 @@ class TransferResult(ComparesArrays, msgspec.Struct, eq=False, kw_only=True, fro
         return len(self.failed) == 0
 
 
+class HandoverEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a hand-over ended on one rank: with which ``peer``, empty if none asked, and how many blocks arrived whole.
+
+    ``waited_seconds`` from its submission to the first read of a fetch, or until decode asked for a send.
+    """
+
+    peer: str
+    result: str
+    blocks: int = 0
+    waited_seconds: float = 0.0
+
+
 class TransferReport(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One rank's report of one finished plan, with a result for each of the plan's transfers.
 
         manager.apply(controller.poll())
 
-    ``refused``: the rank did not get the plan, and reports none of its tasks.
+    ``refused``: the rank did not get the plan, and reports none of its tasks. ``handover``: of a ``PeerTask``.
     """
 
     plan_id: int
     rank: int
     results: tuple[TransferResult, ...]
     refused: bool = False
+    handover: HandoverEnd | None = None
 
     @classmethod
     def refusal(cls, plan: TransferPlan, rank: int, reason: str) -> TransferReport:

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from fdcache.service.wire.protocol import to_number
 from fdcache.service.wire.views import (
     ClientFigures,
     ClientView,
@@ -42,6 +43,12 @@ COMMANDS = (
     Command("transfers", __name__, "transfers", "Copies in flight, and bytes copied so far."),
     Command("namespaces", __name__, "namespaces", "Memory and hits of each model."),
     Command("tenants", __name__, "tenants", "Blocks and quota of each tenant."),
+    Command(
+        "eviction",
+        "fdcache_cli.inspect_eviction",
+        "eviction",
+        "How often blocks are used again, by class and age.",
+    ),
     Command("block", "fdcache_cli.inspect_blocks", "block", "Find a block by the beginning of its hash."),
     Command(
         "explain",
@@ -69,14 +76,29 @@ app = new_group(
 )
 
 
+Lines = tuple[list[str], list[list[str]]]
+"""Header and rows of a table."""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
-    """A view of the service: the type of its answer, the lines of its table, and its picture."""
+    """A view of the service: the type of its answer, the lines of its table, and its picture.
+
+    ``details``: the lines of a second table, which is left out if it has no rows.
+    """
 
     what: str
     answer: Any
-    lines: Callable[[Any], tuple[list[str], list[list[str]]]]
+    lines: Callable[[Any], Lines]
     draw: Callable[[Any, Path], None]
+    details: Callable[[Any], Lines] | None = None
+
+    def print_tables(self, answer: Any) -> None:
+        """Print an answer of the service."""
+        output.print_table(*self.lines(answer))
+        if self.details is not None and (details := self.details(answer))[1]:
+            output.print_line()
+            output.print_table(*details)
 
     def show(
         self, server: str | None, *, json: bool, watch: bool, plot: Path | None, **arguments: Any
@@ -93,12 +115,12 @@ class View:
                 if json:
                     output.print_json(client.ask(self.what, **arguments))
                 else:
-                    output.print_table(*self.lines(ask(client, self.answer, self.what, **arguments)[0]))
+                    self.print_tables(ask(client, self.answer, self.what, **arguments)[0])
 
             show_live(show, watch)
 
 
-def _client_lines(clients: list[ClientView]) -> tuple[list[str], list[list[str]]]:
+def _client_lines(clients: list[ClientView]) -> Lines:
     return table(
         clients,
         ClientView,
@@ -113,13 +135,44 @@ def _found(figures: ClientFigures) -> str:
     return f"{sum(shares.values()):.1%}" if shares else "-"
 
 
-def _transfer_lines(transfers: list[TransferView]) -> tuple[list[str], list[list[str]]]:
+def _transfer_lines(transfers: list[TransferView]) -> Lines:
     return table(
         transfers,
         TransferView,
         to_device=lambda transfer: _copied(transfer, "host_to_device"),
         to_host=lambda transfer: _copied(transfer, "device_to_host"),
+        hand_overs=_in_hand_over,
     )
+
+
+def _in_hand_over(transfer: TransferView) -> str:
+    blocks = {
+        "to peers": transfer.sending_blocks,
+        "from peers": transfer.fetching_blocks,
+        "held": transfer.held_blocks,
+    }
+    found = [f"{to_number(count):g} {what}" for what, count in blocks.items() if to_number(count) > 0]
+    return ", ".join(found)
+
+
+def _handover_lines(transfers: list[TransferView]) -> Lines:
+    header = ["client", "hand-overs", "peer", "result", "number", "blocks", "bytes", "waited", "moved"]
+    rows = [
+        [
+            transfer.client,
+            each.direction,
+            each.peer or "none",
+            each.result.replace("_", " "),
+            f"{each.transfers:,}",
+            f"{each.blocks:,}",
+            readable_size(each.bytes),
+            f"{each.waited_seconds:.3f} s",
+            f"{each.moved_seconds:.3f} s",
+        ]
+        for transfer in transfers
+        for each in sorted(transfer.handovers, key=lambda each: (each.direction, each.peer, each.result))
+    ]
+    return header, rows
 
 
 def _copied(transfer: TransferView, direction: str) -> str:
@@ -137,7 +190,9 @@ TIERS = View(
     lambda tiers, path: inspect_plot.plot_tiers(tier_rows(tiers), path),
 )
 CLIENTS = View("clients", list[ClientView], _client_lines, inspect_plot.plot_clients)
-TRANSFERS = View("transfers", list[TransferView], _transfer_lines, inspect_plot.plot_transfers)
+TRANSFERS = View(
+    "transfers", list[TransferView], _transfer_lines, inspect_plot.plot_transfers, _handover_lines
+)
 NAMESPACES = View(
     "namespaces",
     list[NamespaceView],
@@ -173,10 +228,10 @@ def inspect(
                 output.print_json({what: answer for what, (_, answer) in answers.items()})
                 return
             for view in OVERVIEW:
-                header, rows = view.lines(answers[view.what][0])
+                answer = answers[view.what][0]
                 output.print_line(view.what)
-                if rows:
-                    output.print_table(header, rows)
+                if view.lines(answer)[1]:
+                    view.print_tables(answer)
                 else:
                     output.print_line("  none")
                 output.print_line()
@@ -208,7 +263,12 @@ def clients(
 def transfers(
     server: ServerOption = None, *, json: Json = False, watch: WatchOption = False, plot: PlotOption = None
 ) -> None:
-    """Show the copies of each client: in flight, queued, and bytes copied so far."""
+    """Show the copies of each client: in flight, queued, and bytes copied so far.
+
+    Below, for clients that hand blocks over to other instances or fetch them: hand-overs that have ended, by peer and
+    result, and the seconds that they waited and moved bytes. Held blocks are slots of fetches that no request waits
+    for any more. Sends with the result "expired" are leases that ran out.
+    """
     TRANSFERS.show(server, json=json, watch=watch, plot=plot)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from fdcache.service.wire.views import (
     ClientView,
     NamedTenantView,
     NamespaceView,
+    ReuseView,
     TransferView,
     TreeNode,
 )
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 _STATES = ("ready", "writing", "free")
 _GIB = 2**30
 _MOST_LABELS = 40
+_REUSE_ROWS = 10
+"""Height of curves, in rows of bars."""
 
 
 def check_plot(path: Path, json: bool, watch: bool) -> None:
@@ -186,6 +190,36 @@ def plot_tree(found: Sequence[TreeNode], path: Path) -> None:
         axes.invert_yaxis()
 
     _write(path, draw, lanes)
+
+
+def plot_reuse(tiers: Sequence[ReuseView], path: Path) -> None:
+    """Draw for each tier that learns the reuses of a block per hour against its age, a line for each role."""
+    learned = [(tier, tier.learned) for tier in tiers if tier.learned is not None and tier.learned.classes]
+
+    def draw(*panels: Axes) -> None:
+        for axes, (tier, report) in zip(panels, learned, strict=False):
+            for found in [*report.of_group("all"), *report.of_group("role")]:
+                points = [
+                    (math.sqrt((begin + 1) * (end + 1)), 3600 * rate)
+                    for begin, end, rate in zip(report.ages, report.ages[1:], found.rates(), strict=False)
+                    if rate
+                ]
+                style = {"color": "black", "linewidth": 2} if found.group == "all" else {}
+                axes.plot(*zip(*points, strict=True) if points else ([], []), label=found.name, **style)
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_xlabel("seconds since the last use")
+            axes.set_title(printable(f"{tier.tier} of {tier.of}"), fontsize="medium", parse_math=False)
+            axes.grid(visible=True, alpha=0.3)
+        panels[0].set_ylabel("reuses of a block per hour")
+        if learned:
+            panels[0].legend(fontsize="x-small")
+        else:
+            panels[0].set_title(
+                "no tier has learned of reuse, as FDCACHE_EVICTION=learned does", fontsize="medium"
+            )
+
+    _write(path, draw, _REUSE_ROWS, panels=max(len(learned), 1))
 
 
 def _write(path: Path, draw: Callable[..., None], rows: int, panels: int = 1) -> None:

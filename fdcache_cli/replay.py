@@ -207,12 +207,19 @@ def replay(
     transfer: Annotated[
         str | None, typer.Option(metavar="NAME", help="Transfer connector of a --pd. Default: ipc.")
     ] = None,
+    pd_ranks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PREFILL:DECODE",
+            help="Tensor-parallel ranks of a --pd, such as 2:1. Default: as many on both sides.",
+        ),
+    ] = None,
     faults: Annotated[
         str | None,
         typer.Option(
             metavar="FAULTS",
-            help="Faults of a --pd: a number of kills, stops, aborts and resets at random times, or kinds of kill, "
-            "stop, abort, reset and flip (a byte) such as kill=5,flip=3.",
+            help="Faults of a --pd: a number of kills, stops, aborts and resets between random requests, or kinds of "
+            "kill, stop, abort, reset and flip (a byte) such as kill=5,flip=3.",
         ),
     ] = None,
 ) -> None:
@@ -225,7 +232,7 @@ def replay(
 
     Example: `fdcache replay trace.jsonl --sweep device-blocks=1000..64000/x2 --optimum --plot sizes.svg`
     """
-    require_pd(pd, {"--transfer": transfer, "--faults": faults})
+    require_pd(pd, {"--transfer": transfer, "--faults": faults, "--pd-ranks": pd_ranks})
     if pd:
         refuse_with_pd(context)
     refuse_options(context, sweep)
@@ -276,6 +283,7 @@ def replay(
                         config,
                         settings.peers,
                         faults,
+                        pd_ranks,
                         json_output=json_output,
                         should_stop=lambda: bool(stop),
                     )

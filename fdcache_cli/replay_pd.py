@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fdcache.replay.config import ReplayConfig
-from fdcache.replay.pd import PdConfig, PdReport, parse_faults, replay_pd
+from fdcache.replay.pd import PdConfig, PdReport, parse_faults, parse_ranks, replay_pd
 from fdcache.replay.workloads import WorkItem
 from fdcache.settings.peers import PeerSettings
 from fdcache_cli import errors
@@ -51,6 +51,7 @@ def run_and_print(
     config: ReplayConfig,
     peers: PeerSettings,
     faults: str | None,
+    ranks: str | None,
     *,
     json_output: bool,
     should_stop: Callable[[], bool],
@@ -65,6 +66,7 @@ def run_and_print(
         chunk_tokens=config.chunk_tokens,
         seed=config.seed,
         faults=parse_faults(faults) if faults else {},
+        ranks=parse_ranks(ranks) if ranks else None,
     )
     report = replay_pd(items, pd, should_stop=should_stop)
     if json_output:

@@ -350,6 +350,12 @@ CASES: dict[str, Case] = {
     "FDCACHE_TRANSFER_THREADS": Case(
         "3", elsewhere=endpoint(lambda opened: opened._connector._threads._max_workers), beside=PEERS
     ),
+    "FDCACHE_TRANSFER_PEER_RANKS": Case(
+        "1", elsewhere=endpoint(lambda opened: opened._settings.peer_ranks), beside=PEERS
+    ),
+    "FDCACHE_TRANSFER_RING": Case(
+        "64MiB", elsewhere=endpoint(lambda opened: opened._settings.ring), beside=PEERS
+    ),
     "FDCACHE_MOONCAKE_LOG_LEVEL": Case(
         "0",
         elsewhere=lambda: ClientOptions.resolve(Settings.load().mooncake, 0).log_level,

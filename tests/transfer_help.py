@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import Device
+from fdcache.errors import TransferNotFoundError
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.handover import PeerTerms
 from fdcache.manager.requests import PeerSource
@@ -17,6 +21,7 @@ from fdcache.manager.results import LoadOutcome
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.conformance import transfer_layout
+from fdcache.transfer.rdma import find_nixl
 from fdcache.transfer.statistics import TransferStats
 from tests.service_help import until
 
@@ -29,7 +34,7 @@ def prompt_of(seed: int, blocks: int, extra: int = 5) -> np.ndarray:
 
 
 class Instance:
-    """One instance of a deployment, with one rank."""
+    """One instance of a deployment."""
 
     def __init__(
         self,
@@ -38,53 +43,83 @@ class Instance:
         name: str,
         *,
         blocks: int = 64,
+        ranks: int = 1,
         host_blocks: int = 0,
         verifies: bool = True,
-        wait: float = 20.0,
+        wait: float = 120.0,
+        keeps_asking: bool = True,
+        server: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
         rank_settings: TransferSettings | None = None,
         device: Device | None = None,
         stream: Any = None,
         **peers: Any,
     ) -> None:
-        options = {"timeout": 20.0, "lease": 2.0, "connector": "ipc", **peers}
+        options = {"timeout": 120.0, "lease": 120.0, "connector": "ipc", **peers}
         self.settings = PeerSettings(
             role=role, address=f"ipc://{directory}/{name}", directory=directory, **options
         )
-        host_memory = host_blocks * LAYOUT.record_bytes
-        cache = CacheSettings(device_blocks=blocks, host_memory=host_memory, write_policy="write_through")
-        self.manager = CacheManager(cache, LAYOUT, peers=PeerTerms(self.settings, wait))
-        self.controller = CacheController(
-            rank_settings or TransferSettings(group_layers=1), LAYOUT, device=device
+        layout = LAYOUT if ranks == 1 else dataclasses.replace(LAYOUT, tp_size=ranks)
+        cache = CacheSettings(
+            device_blocks=blocks,
+            host_memory=host_blocks * layout.record_bytes,
+            server=server,
+            write_policy="write_through",
         )
+        terms = PeerTerms(self.settings, wait, keeps_asking)
+        self.manager = CacheManager(cache, layout, peers=terms, clock=clock)
+        self.ranks: list[CacheController] = []
+        self.rank_planes: list[list[np.ndarray]] = []
+        self.addresses: list[str] = []
+        for rank in range(ranks):
+            controller = CacheController(
+                rank_settings or TransferSettings(group_layers=1), layout, rank=rank, device=device
+            )
+            tensors = controller.initialize_kv_cache(blocks, shared=directory)
+            self.rank_planes.append([each.reshape(blocks, -1).view(np.uint8) for each in tensors])
+            controller.initialize_host_cache(self.manager.host_cache)
+            address = controller.open_transfer(self.settings, verifies=verifies)
+            assert address is not None
+            self.addresses.append(address)
+            self.ranks.append(controller)
+        self.controller, self.planes, self.address = self.ranks[0], self.rank_planes[0], self.addresses[0]
         self.stream = stream
-        self.planes = [
-            each.reshape(blocks, -1).view(np.uint8)
-            for each in self.controller.initialize_kv_cache(blocks, shared=directory)
-        ]
-        self.controller.initialize_host_cache(self.manager.host_cache)
-        address = self.controller.open_transfer(self.settings, verifies=verifies)
-        assert address is not None
-        self.address = address
         self.outcomes: list[LoadOutcome] = []
 
     def __enter__(self) -> Instance:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.controller.shutdown()
+        for each in self.ranks:
+            each.shutdown()
         self.manager.close()
 
     def step(self) -> None:
         """Submit what is planned and apply what was reported."""
         for plan in self.manager.take_plans():
-            self.controller.submit_swap_tasks(plan, self.stream)
-        self.outcomes += self.manager.apply(self.controller.poll()) + self.manager.expire()
+            for each in self.ranks:
+                each.submit_swap_tasks(plan, self.stream)
+        for each in self.ranks:
+            self.outcomes += self.manager.apply(each.poll())
+        self.outcomes += self.manager.expire()
 
     @property
     def transfers(self) -> TransferStats:
         found = self.controller.transfer_stats()
         assert found is not None
         return found
+
+    @property
+    def results(self) -> list[str]:
+        """How the hand-overs of all ranks have ended."""
+        counts = self.manager.get_stats().handovers
+        return [each.result for each in counts for _ in range(each.transfers)]
+
+    @property
+    def is_clean(self) -> bool:
+        """True if no plan is in flight and no request holds blocks."""
+        self.manager.check_integrity()
+        return not self.manager.get_stats().plans_in_flight and not len(self.manager._requests)
 
     @property
     def host_blocks(self) -> int:
@@ -102,7 +137,7 @@ class Instance:
         until(stepped, "an instance of a transfer")
 
     def source(self, transfer: str, attempt: int = 1) -> PeerSource:
-        return PeerSource(transfer, (self.address,), attempt)
+        return PeerSource(transfer, tuple(self.addresses), attempt)
 
     def start(self, request: Request) -> int:
         """Match and allocate a request; return the number of its cached tokens."""
@@ -122,11 +157,13 @@ class Instance:
         """Write blocks layer by layer, as a forward pass does, and publish them."""
         last = len(request.block_hashes) if last is None else last
         for layer in range(LAYOUT.total_layers):
-            for index, plane in enumerate(LAYOUT.planes):
-                if plane.layer == layer:
-                    for block in range(first, last):
-                        self.write(index, request.block_table[block], expected(request, block, index))
-            self.controller.layer_computed(layer, {transfer: last}, self.stream)
+            for rank, planes in enumerate(self.rank_planes):
+                for index, plane in enumerate(LAYOUT.planes):
+                    if plane.layer == layer:
+                        for block in range(first, last):
+                            data = expected(request, block, index, rank)
+                            self.write(planes[index], request.block_table[block], data)
+                self.ranks[rank].layer_computed(layer, {transfer: last}, self.stream)
         self.manager.commit([(request, last * BLOCK)])
 
     def wrong_blocks(self, request: Request, first: int, last: int) -> list[int]:
@@ -136,22 +173,32 @@ class Instance:
             for block in range(first, last)
             if any(
                 not np.array_equal(
-                    self.read(index, request.block_table[block]), expected(request, block, index)
+                    self.read(plane, request.block_table[block]), expected(request, block, index, rank)
                 )
-                for index in range(LAYOUT.num_planes)
+                for rank, planes in enumerate(self.rank_planes)
+                for index, plane in enumerate(planes)
             )
         ]
 
-    def write(self, plane: int, slot: int, data: np.ndarray) -> None:
+    def write(self, plane: Any, slot: int, data: np.ndarray) -> None:
         """Write a block of a plane."""
-        self.planes[plane][slot] = data
+        plane[slot] = data
 
-    def read(self, plane: int, slot: int) -> np.ndarray:
+    def read(self, plane: Any, slot: int) -> np.ndarray:
         """Return a block of a plane."""
-        return self.planes[plane][slot]
+        found: np.ndarray = plane[slot]
+        return found
 
 
-def expected(request: Request, block: int, plane: int) -> np.ndarray:
-    """Return the bytes that computing a block writes into a plane."""
+def expected(request: Request, block: int, plane: int, rank: int = 0) -> np.ndarray:
+    """Return the bytes that computing a block writes into a plane of a rank."""
     seed = int.from_bytes(request.block_hashes[block, :8].tobytes(), "little")
-    return np.random.default_rng((seed, plane)).integers(0, 256, LAYOUT.planes[plane].nbytes, np.uint8)
+    return np.random.default_rng((seed, plane, rank)).integers(0, 256, LAYOUT.planes[plane].nbytes, np.uint8)
+
+
+def require_nixl() -> None:
+    """Skip the test without NIXL."""
+    try:
+        find_nixl()
+    except TransferNotFoundError:
+        pytest.skip("NIXL is not installed")

@@ -18,6 +18,7 @@ from fdcache.transfer.prefill import (
     Part,
     PlacesRead,
     PrefillSide,
+    Publish,
     SendEnd,
     SendMessage,
 )
@@ -59,6 +60,7 @@ class Network:
         self.to_decode: list[object] = []
         self.reads: list[BeginRead] = []
         self.sums: list[ComputeTargetSums] = []
+        self.publishing: list[Publish] = []
         self.source: dict[int, list[int]] = {}
         self.target: dict[int, list[int]] = {}
         self.target_of: dict[int, int | str] = {}  # slot to plan
@@ -103,7 +105,21 @@ class Network:
         for block in range(part.first, part.last):
             for plane in range(part.first_plane, part.last_plane):
                 self.source[slots[block]][plane] = content_of(transfer, block) + plane
-        self.prefill.computed(plan, part, tuple(slots[part.first : part.last]))
+        self.prefill.computed(plan, part)
+        self.settle()
+
+    def publish(self) -> None:
+        """Publish a part, or the first block of it."""
+        if not self.publishing:
+            return
+        wanted = self.publishing.pop(self.random.randrange(len(self.publishing)))
+        part = wanted.part
+        head = part._replace(last=self.random.choice((part.last, part.first + 1)))
+        if head.last < part.last:
+            self.publishing.append(wanted._replace(part=part._replace(first=head.last)))
+        if wanted.plan_id in self.offers:
+            slots = tuple(self.offers[wanted.plan_id][1][head.first : head.last])
+            self.prefill.published(wanted.plan_id, wanted.peer, wanted.attempt, head, slots)
         self.settle()
 
     def deliver(self) -> None:
@@ -175,6 +191,7 @@ class Network:
         self.prefill = PrefillSide()
         self.to_prefill.clear()
         self.offers.clear()
+        self.publishing.clear()
         self.source.clear()
         self.decode.peer_gone(PREFILL, "killed")
         while self.reads:
@@ -198,11 +215,16 @@ class Network:
                 self.prefill.sums(effect.plan_id, np.array(sums, np.int64).astype(np.uint64))
             case OfferEnded():
                 self.send_ends.append(effect.end)
+                self.publishing = [each for each in self.publishing if each.plan_id != effect.plan_id]
                 _, slots, _ = self.offers.pop(effect.plan_id)
                 for slot in slots:  # used again at once
                     self.source[slot] = [self.random.randrange(10**6) for _ in range(PLANES)]
             case PlacesRead():
                 pass
+            case Publish():
+                self.publishing.append(effect)
+                if self.random.random() < 0.8:
+                    self.publish()
             case BeginRead():
                 self.reads.append(effect)
             case ComputeTargetSums():
@@ -240,8 +262,8 @@ class Network:
             self.step(kills=kills)
         self.loses = self.repeats = 0.0
         for _ in range(200):
-            while self.to_prefill or self.to_decode or self.reads or self.sums:
-                self.random.choice((self.deliver, self.end_read, self.end_sums))()
+            while self.to_prefill or self.to_decode or self.reads or self.sums or self.publishing:
+                self.random.choice((self.deliver, self.end_read, self.end_sums, self.publish))()
             self.compute()
             self.tick(0.5)
 
@@ -267,7 +289,9 @@ class Network:
             self.stop_decode()
         elif choice < 0.25:
             self.compute()
-        elif choice < 0.28:
+        elif choice < 0.27:
+            self.publish()
+        elif choice < 0.295:
             self.tick(self.random.choice((0.1, 0.3, 1.0)))
         elif choice < 0.39:
             self.end_read()

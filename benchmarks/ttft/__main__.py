@@ -69,7 +69,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--part", action="append", choices=["ttft", "decode", "overhead", "recompute"])
     parser.add_argument(
-        "--slowed", type=float, nargs="+", default=[0.3, 1.0, 3.0], metavar="GB/s", help="speeds of storage"
+        "--slowed",
+        type=float,
+        nargs="+",
+        default=[0.3, 1.0, 3.0, 0.0],
+        metavar="GB/s",
+        help="speeds of storage; 0 for its own",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=4.0, metavar="SECONDS", help="recompute: longest time of one median"
     )
     parser.add_argument(
         "--storage", type=Path, metavar="DIR", help="a folder on a local disk, for the storage tier"
@@ -104,7 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
                 device,
                 lengths=flags.lengths,
                 gb_per_s=flags.slowed,
-                rounds=flags.rounds,
+                samples=flags.rounds,
+                limit=flags.limit,
                 storage=flags.storage,
             )
             show("load or recompute, storage slowed", found["recompute"])

@@ -1,57 +1,214 @@
-"""Load or recompute with the model of this benchmark: TTFT for always, never and auto, storage slowed to given GB/s."""
+"""Load or recompute with the model of this benchmark: TTFT for always, never and auto, from every tier.
+
+One server for each length holds every way's blocks: first one manager decides by what it observes, at all speeds of
+storage in turn; then managers that know only the blocks in storage load always. The host tier holds two of three
+prompts that come in turn, so that each has to be read from storage again or computed.
+"""
 
 from __future__ import annotations
 
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.storage import read_bandwidth
 from benchmarks.ttft.model import Shape
-from benchmarks.ttft.recompute import PROMPTS, Row, ThrottledStorage, compare
+from benchmarks.ttft.prefill import link_bandwidth
+from benchmarks.ttft.recompute import Row
 from benchmarks.ttft.server import Server, Tokens, prompt
 
+PROMPTS = 3
+LEARNING_SECONDS = 2.0
+"""Prompts are served for this long, at least two of them, before the times of a manager that decides count."""
 
-class ModelEngine:
-    """A server whose tiers above storage hold fewer prompts than there are."""
 
-    def __init__(self, shape: Shape, device: str, mode: str, length: int, folder: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Where a prompt's blocks are when it comes: some of the leading ones on the host, the others in storage.
+
+    ``gb_per_s`` is the speed of storage, 0.0 for its own.
+    """
+
+    gb_per_s: float
+    on_host: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Return the tiers in words."""
+        if self.on_host >= 1:
+            return "host"
+        return "host and storage" if self.on_host else "storage"
+
+
+@dataclass(slots=True)
+class Samples:
+    """Seconds to the first token, and the tokens that were reused."""
+
+    seconds: list[float] = field(default_factory=list)
+    reused: list[int] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        return zip(self.seconds, self.reused, strict=True)
+
+    @property
+    def median(self) -> float:
+        """Return the median of the seconds."""
+        return statistics.median(self.seconds)
+
+
+class Bench:
+    """The prompts of one length, in storage."""
+
+    def __init__(
+        self, shape: Shape, device: str, length: int, folder: Path, samples: int, limit: float
+    ) -> None:
+        self.length = length
+        self._samples, self._limit = samples, limit
         blocks = -(-length // shape.block_size)
-        self._server = Server(
+        self.server = Server(
             shape,
             device,
             device_blocks=blocks + 2,
-            host_blocks=2 * blocks + 8,
+            host_blocks=2 * blocks,
             max_positions=length + shape.block_size,
             storage=folder,
-            load_or_recompute=mode,
+            load_or_recompute="auto",
+            eviction="lru",
         )
+        self.texts = [prompt(shape, length, 77 * length + seed) for seed in range(PROMPTS)]
+        for use_cache in (False, True):  # the first prompts warm up
+            for text in self.texts:
+                self.server.first_token(text, use_cache=use_cache)
+        whole = (length - 1) // shape.block_size
+        self.nbytes = whole * self.server.layout.payload_bytes
+        self.link = 1e9 * link_bandwidth(device, min(self.nbytes, 1 << 30))
+        self.disk = read_bandwidth(self.server.storage_path, self.nbytes)
+        self._block_size = shape.block_size
 
-    @property
-    def storage(self) -> ThrottledStorage:
-        """The storage, which can be slowed down."""
-        return self._server.storage
+    def auto(self, case: Case) -> Samples:
+        """Serve prompts with the manager that decides, first until it has learnt the speeds."""
+        self._set_speed(case)
+        turns = self._turns()
+        started, learnt = time.perf_counter(), 0
+        while learnt < 2 or (learnt < 2 * PROMPTS and time.perf_counter() - started < LEARNING_SECONDS):
+            self._serve(next(turns), case)
+            learnt += 1
+        found = self._measure(lambda: self._serve(next(turns), case))
+        loads = self.server.manager.get_stats().loads
+        print(case.name, case.gb_per_s, loads.recent[-1:], loads.host, loads.storage, file=sys.stderr)
+        print(
+            loads.prefill_step_seconds,
+            loads.prefill_token_seconds,
+            loads.prefill_context_seconds,
+            file=sys.stderr,
+        )
+        return found
 
-    def first_token(self, text: Tokens, *, cached: bool) -> float:
-        """Return the seconds from arrival to first token; then wait for all copies."""
-        return self._server.first_token(text, use_cache=cached)[0]
+    def always(self, case: Case) -> Samples:
+        """Serve prompts with managers that load everything."""
+        self._set_speed(case)
+        turns = self._turns()
 
-    def close(self) -> None:
-        """Release everything."""
-        self._server.close()
+        def serve() -> tuple[float, int]:
+            self.server.forget_all_but_storage(load_or_recompute="always")
+            return self._serve(next(turns), case)
+
+        return self._measure(serve)
+
+    def never(self) -> Samples:
+        """Serve prompts without the cache."""
+        turns = self._turns()
+        return self._measure(lambda: self._first_token(next(turns), use_cache=False))
+
+    def device_step(self) -> float:
+        """Return the seconds of a prompt whose blocks are on the device."""
+        text = self.texts[0]
+        self._first_token(text)
+        return self._measure(lambda: self._first_token(text)).median
+
+    def row(self, case: Case, auto: Samples, always: Samples, never: Samples, step: float) -> Row:
+        """Return what the three ways took, and the goal for loading: bytes over the slower of disk and link."""
+        best = min(always.median, never.median)
+        storage = min(self.disk, case.gb_per_s * 1e9) if case.gb_per_s else self.disk
+        read = self.nbytes * (1 - case.on_host) / storage
+        allowed = 1.15 * max(read, self.nbytes / self.link) + step
+        return {
+            "prompt": self.length,
+            "from": case.name,
+            "storage GB/s": case.gb_per_s or "own",
+            "always ms": round(1e3 * always.median, 1),
+            "never ms": round(1e3 * never.median, 1),
+            "auto ms": round(1e3 * auto.median, 1),
+            "auto / best": round(auto.median / best, 3),
+            "always reuses": round(statistics.mean(always.reused) / self.length, 2),
+            "auto reuses": round(statistics.mean(auto.reused) / self.length, 2),
+            "allowed ms": round(1e3 * allowed, 1),
+            "always within": always.median <= allowed,
+            "disk GB/s": round(self.disk / 1e9, 2),
+            "samples": "/".join(str(len(way.seconds)) for way in (always, never, auto)),
+        }
+
+    def _set_speed(self, case: Case) -> None:
+        self.server.storage.bytes_per_second = case.gb_per_s * 1e9 or None
+
+    def _turns(self) -> Iterator[Tokens]:
+        while True:
+            yield from self.texts
+
+    def _measure(self, serve: Callable[[], tuple[float, int]]) -> Samples:
+        """Serve prompts; print each time, so that a run that is stopped has told what it found."""
+        found, started = Samples(), time.perf_counter()
+        for _ in range(self._samples):
+            seconds, reused = serve()
+            found.seconds.append(seconds)
+            found.reused.append(reused)
+            if time.perf_counter() - started > self._limit:
+                break
+        print(self.length, [(round(1e3 * each, 1), reused) for each, reused in found], file=sys.stderr)
+        return found
+
+    def _serve(self, text: Tokens, case: Case) -> tuple[float, int]:
+        """Serve a prompt after its leading blocks have come to the host, and to the device for a while."""
+        if case.on_host:
+            leading = round(case.on_host * (self.length - 1)) // self._block_size * self._block_size
+            self._first_token(text[: leading + 1])
+            self.server.forget_device()
+        return self._first_token(text)
+
+    def _first_token(self, text: Tokens, *, use_cache: bool = True) -> tuple[float, int]:
+        seconds, _ = self.server.first_token(text, use_cache=use_cache)
+        return seconds, self.server.reused
 
 
 def load_or_recompute(
-    shape: Shape, device: str, *, lengths: list[int], gb_per_s: list[float], rounds: int, storage: Path
+    shape: Shape,
+    device: str,
+    *,
+    lengths: Sequence[int],
+    gb_per_s: Sequence[float],
+    samples: int,
+    limit: float,
+    storage: Path,
 ) -> list[Row]:
-    """Return a row for each length and speed of storage."""
-
-    def make(mode: str, length: int) -> ModelEngine:
-        folder = storage / f"{mode}-{length}"
+    """Return a row for each length and case. A median is of ``samples``, or those of ``limit`` seconds."""
+    cases = [Case(speed) for speed in sorted(gb_per_s, key=lambda speed: -speed or -1e9)]
+    cases += [Case(statistics.median_low(filter(None, gb_per_s)), on_host=0.5), Case(0.0, on_host=1.0)]
+    rows = []
+    for length in lengths:
+        folder = storage / str(length)
         folder.mkdir(parents=True, exist_ok=True)
-        return ModelEngine(shape, device, mode, length, folder)
-
-    return compare(
-        make,
-        lambda length: [prompt(shape, length, 77 * length + seed) for seed in range(PROMPTS)],
-        lengths=lengths,
-        speeds=lambda length, seconds: [1e9 * each for each in gb_per_s],
-        rounds=rounds,
-    )
+        bench = Bench(shape, device, length, folder, samples, limit)
+        never = bench.never()
+        auto = [bench.auto(case) for case in cases]
+        always = [bench.always(case) for case in cases]
+        step = bench.device_step()
+        for case, decided, loaded in zip(cases, auto, always, strict=True):
+            rows.append(bench.row(case, decided, loaded, never, step))
+            print(*rows[-1].values(), file=sys.stderr, flush=True)
+        path = bench.server.storage_path
+        bench.server.close()
+        path.unlink()
+    return rows

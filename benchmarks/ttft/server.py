@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
 from fdcache.storage.connector import ConnectorContext, PlacedStorage
 from fdcache.storage.factory import open_storage
+from fdcache.storage.slab_format import file_name
 
 Row = dict[str, Any]
 
@@ -80,16 +82,20 @@ class Server:
         write_policy: str = "write_through",
         storage: Path | None = None,
         load_or_recompute: str = "always",
+        eviction: str = "lru",
     ) -> None:
         self.shape = shape
         self.layout = shape.layout()
         self.torch_device = device
-        self._settings = CacheSettings(
+        self._make_settings = partial(
+            CacheSettings,
             device_blocks=device_blocks,
             host_memory=host_blocks * (self.layout.record_bytes + SLOT_HEADER_BYTES),
             write_policy=write_policy,
             load_or_recompute=load_or_recompute,
+            eviction=eviction,
         )
+        self._settings = self._make_settings()
         self._storage_tier = StorageTierSettings()
         if storage:
             size = 4 * host_blocks * self.layout.record_bytes
@@ -117,6 +123,8 @@ class Server:
         self.model = Model(shape, device, planes, max_positions)
         self.stream: Any = torch.cuda.current_stream() if device == "cuda" else None
         self.spent = Spent()
+        self.reused = 0
+        """Tokens that the last prompt reused."""
         self._names = 0
 
     @property
@@ -124,6 +132,12 @@ class Server:
         """The storage tier's files."""
         assert self._storage is not None
         return self._storage
+
+    @property
+    def storage_path(self) -> Path:
+        """The file of the storage tier."""
+        assert self._storage_tier.directory is not None
+        return self._storage_tier.directory / file_name(self.layout.fingerprint, 0)
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -206,9 +220,14 @@ class Server:
         waits, counters, computing = request.is_loading, self.submit(), time.perf_counter()
         token = self.compute(request, prompt, counters)
         seconds = time.perf_counter() - start
-        if not waits:
-            spent = time.perf_counter() - computing
-            self.manager.observe_prefill([(request, request.num_cached_tokens, len(prompt))], spent)
+        spent, self.reused = time.perf_counter() - computing, request.num_cached_tokens
+        computed = len(prompt) - self.reused
+        self.manager.observe_prefill(
+            [(request, self.reused, len(prompt))],
+            spent,
+            waited=waits,
+            steps=-(-computed // PREFILL_CHUNK),
+        )
         self.settle()
         self.finish([(request, len(prompt))])
         self.settle()
@@ -251,8 +270,9 @@ class Server:
         self.manager.sleep()
         self.manager.wakeup()
 
-    def forget_all_but_storage(self) -> None:
-        """Start with a new manager that knows only the blocks in storage."""
+    def forget_all_but_storage(self, **settings: str) -> None:
+        """Start with a new manager that knows only the blocks in storage; ``settings`` replace those until now."""
+        self._settings = self._make_settings(**settings) if settings else self._settings
         self.manager = CacheManager(self._settings, self.layout, storage=self._storage_tier)
         self.manager.restore_storage([self.storage.scan()])
 

@@ -1,13 +1,14 @@
 """Measure vLLM's engine with no connector, with its own, with LMCache and with fdcache, in one run.
 
-Each engine is a process of its own with the same arguments; their order rotates, and the engine without a connector
-comes first and last. Every result is appended to a file as soon as it is there, so that a run that is cut keeps what
-it has. Exits 1 if an engine gave wrong tokens.
+Each engine is a process of its own with the same arguments, and one at a time is measured; their order rotates, and
+the engine without a connector comes first and last. Every result is appended to a file as soon as it is there, so that
+a run that is cut keeps what it has. Exits 1 if an engine gave wrong tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from benchmarks.machine import machine
 from benchmarks.vllm import engines, report
 from benchmarks.vllm.comparisons import compare_tokens
 from benchmarks.vllm.engines import BESIDE, GIB, NONE, RESTARTED, Places, StartError
-from benchmarks.vllm.processes import CutError, JobError, Processes, variables
+from benchmarks.vllm.processes import CutError, JobError, Process, Processes, variables
 from benchmarks.vllm.shapes import LOADS, SHAPES, Shape, model_folder
 from benchmarks.vllm.worker import Job
 
@@ -34,7 +35,7 @@ RANDOM = {"cuda": "random", "cpu": "tiny-random"}
 
 
 class Run:
-    """A run: starts engines one after the other and keeps what they measure."""
+    """A run: starts engines, measures them one after the other and keeps what they measure."""
 
     def __init__(self, options: argparse.Namespace, processes: Processes, places: Places) -> None:
         self.options = options
@@ -52,48 +53,85 @@ class Run:
             file.write(json.dumps(record) + "\n")
         print(f"{record['at_s']:7.1f} s  {report.line(record)}", flush=True)
 
-    def engine(
-        self, shape: Shape, name: str, parts: Sequence[str] = (), orders: Sequence[dict[str, Any]] = ()
-    ) -> list[dict[str, Any]]:
-        """Run one engine; return what it measured. One that does not start is reported and left out."""
-        options = self.options
-        head = {"shape": shape.name, "engine": name}
+    @contextmanager
+    def started(
+        self, shape: Shape, names: Sequence[str], places: Places | None = None, warm_up: bool = True
+    ) -> Iterator[dict[str, Process]]:
+        """Start engines at the same time; yield those that are ready. One that fails is reported and left out."""
+        options, places = self.options, places or self.places
         left = self.processes.left_s
         if left is not None and left <= self._least_start_s:
             raise CutError
         model = model_folder(shape, options.home)
-        engine = engines.make(name, self.places)
-        arguments = engines.arguments(shape, model, device=options.device, eager=options.eager)
-        job = Job(shape.name, options.scale, arguments, engine.connector, list(parts), list(orders))
-        found = []
+        arguments = engines.arguments(
+            shape, model, device=options.device, eager=options.eager, compiled=options.compile
+        )
         with ExitStack() as stack:
-            environment = engines.environment(options.device, options.home) | engine.environment
-            log = self.processes.logs / "service.log"
-            try:
-                if name == "fdcache-service":
-                    stack.enter_context(engines.service(self.places, log, dict(os.environ)))
-                label = f"{shape.name}-{name}"
-                for record in self.processes.run(label, job, environment):
-                    self.add(head | record)
-                    found.append(record)
-                    if record["part"] == "start":
-                        self._least_start_s = min(self._least_start_s or 1e9, record["engine_s"])
-            except (JobError, StartError) as error:
-                self.add(head | {"part": "skipped", "why": str(error)})
+            begun = {}
+            for name in names:
+                engine = engines.make(name, places)
+                job = Job(shape.name, options.scale, arguments, engine.connector, warm_up, len(names) == 1)
+                environment = engines.environment(options.device, options.home) | engine.environment
+                try:
+                    if name == "fdcache-service":
+                        log = self.processes.logs / f"{shape.name}-service.log"
+                        stack.enter_context(engines.service(places, log, dict(os.environ)))
+                    start = self.processes.started(f"{shape.name}-{name}", job, environment)
+                    begun[name] = stack.enter_context(start)
+                except StartError as error:
+                    self.add({"shape": shape.name, "engine": name, "part": "skipped", "why": str(error)})
+            ready = {}
+            for name, process in begun.items():
+                found = self._collect(shape, name, process.results("start"))
+                for record in found:
+                    self._least_start_s = min(self._least_start_s or 1e9, record["engine_s"])
+                    ready[name] = process
+            yield ready
+
+    def order(self, shape: Shape, name: str, process: Process, order: dict[str, Any]) -> list[dict[str, Any]]:
+        """Have an engine carry out an order; return what it measured."""
+        return self._collect(shape, name, process.order(order))
+
+    def _collect(self, shape: Shape, name: str, results: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+        head, found = {"shape": shape.name, "engine": name}, []
+        try:
+            for record in results:
+                self.add(head | record)
+                found.append(record)
+        except JobError as error:
+            self.add(head | {"part": "skipped", "why": str(error)})
         return found
+
+    def measure(self, shape: Shape, names: Sequence[str], parts: Sequence[str]) -> None:
+        """Start engines at the same time and measure them one after the other, while the others wait."""
+        with self.started(shape, names) as ready:
+            for name, process in ready.items():
+                self.order(shape, name, process, {"parts": list(parts)})
+                process.end()
 
     def link(self, shape: Shape) -> None:
         """Measure the link between host and device with the bytes of a long prompt."""
         size = LOADS[self.options.scale].single_length * shape.token_bytes
-        job = Job(shape.name, self.options.scale, link_bytes=size)
-        for record in self.processes.run(f"{shape.name}-link", job, {}):
-            self.add({"shape": shape.name} | record)
+        with self.processes.started(
+            f"{shape.name}-link", Job(shape.name, "", link_bytes=size), {}
+        ) as process:
+            for record in process.results():
+                self.add({"shape": shape.name} | record)
 
-    def restart(self, shape: Shape, name: str) -> None:
-        """Fill the storage of an engine, and read it in another process, from the disk."""
-        if any(one["part"] == "fill" for one in self.engine(shape, name, ["fill"])):
+    def restart(self, shape: Shape, names: Sequence[str]) -> None:
+        """Fill the storage of engines, and read it in other processes, from the disk."""
+        filled = []
+        with self.started(shape, names) as ready:
+            for name, process in ready.items():
+                if self.order(shape, name, process, {"parts": ["fill"]}):
+                    filled.append(name)
+                process.leave(30)
+        for name in filled:
             forget_pages(self.places.storage(name))
-            self.engine(shape, name, ["reread"])
+        with self.started(shape, filled) as ready:
+            for name, process in ready.items():
+                self.order(shape, name, process, {"parts": ["reread"]})
+                process.end()
 
 
 def forget_pages(folder: Path) -> None:
@@ -117,6 +155,20 @@ def order(names: Sequence[str], rounds: int, rotation: int, once: bool = False) 
         yield NONE
 
 
+def waves(names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:
+    """Yield the engines that start at the same time: so many each time, the last size again and again.
+
+    No engine is twice among them.
+    """
+    left = list(names)
+    counts = itertools.chain(sizes, itertools.repeat(sizes[-1]))
+    while left:
+        wave = left[: next(counts)]
+        wave = wave[: next((at for at, name in enumerate(wave) if name in wave[:at]), len(wave))]
+        del left[: len(wave)]
+        yield wave
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(
@@ -132,6 +184,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale", choices=LOADS, help="how much is asked; default full, small on a CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs")
+    parser.add_argument(
+        "--no-compile", dest="compile", action="store_false", help="full CUDA graphs without torch.compile"
+    )
+    parser.add_argument(
+        "--together",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="start so many engines at the same time, to be measured one after the other: all must fit on the "
+        "device and in host memory; several numbers: of the first, the second ... (default: 1)",
+    )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="end by then, with what there is")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each engine")
     parser.add_argument("--rotate", type=int, default=0, metavar="N", help="begin with the Nth engine")
@@ -147,7 +211,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--home", type=Path, default=cache / "fdcache-vllm-bench", help="default: %(default)s"
     )
     parser.add_argument("--out", type=Path, help="results, a line of JSON each; default: in --home")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="print the tables of an earlier run")
+    parser.add_argument(
+        "--report", type=Path, nargs="+", metavar="FILE", help="print the tables of earlier runs, as one"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot times to first token")
     options = parser.parse_args(arguments)
     for setting in options.set:
@@ -177,14 +243,13 @@ def measure(run: Run, names: Sequence[str]) -> None:
     parts = [part for part in LOADED if part in options.parts]
     for shape in map(SHAPES.__getitem__, options.shape):
         if parts:
-            chosen = [name for name in names if name in BESIDE]
-            for name in order(chosen, options.rounds, options.rotate, options.once):
-                run.engine(shape, name, parts)
             run.link(shape)
+            chosen = [name for name in names if name in BESIDE]
+            ordered = list(order(chosen, options.rounds, options.rotate, options.once))
+            for wave in waves(ordered, options.together):
+                run.measure(shape, wave, parts)
         if "restart" in options.parts:
-            for name in RESTARTED:
-                if name in names:
-                    run.restart(shape, name)
+            run.restart(shape, [name for name in RESTARTED if name in names])
     if "tokens" in options.parts:
         compare_tokens(run, SHAPES[RANDOM[options.device]], names)
 
@@ -209,7 +274,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print; return 1 for wrong tokens, 2 if something is missing."""
     options = parse(arguments)
     if options.report:
-        return finish([json.loads(line) for line in options.report.read_text().splitlines()], options.plot)
+        lines = [line for path in options.report for line in path.read_text().splitlines()]
+        return finish([json.loads(line) for line in lines], options.plot)
     # A run that is ended ends its engines.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options.home.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,22 @@ class Driver:
             sum(one.user + one.system for one in cpu),
             timing.read(self._times),
         )
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Have the engine write down when the steps of loads happen."""
+        flag = self._times / timing.TRACING
+        flag.touch()
+        try:
+            yield
+        finally:
+            flag.unlink()
+
+    def phases(self, spans: list[tuple[float, float]]) -> dict[str, float]:
+        """Return the median milliseconds of each phase of requests that were sent and answered in these spans."""
+        found = [timing.phases(timing.events(self._times), sent, came) for sent, came in spans]
+        by_name = {name: [one[name] for one in found if name in one] for name in timing.PHASES}
+        return {name: round(float(np.median(times)), 3) for name, times in by_name.items() if times}
 
     async def ask(
         self,

@@ -141,7 +141,9 @@ def all_needs() -> dict[str, str | None]:
     return {name: needs(name) for name in (*BESIDE, *RESTARTED)}
 
 
-def arguments(shape: Shape, model: Path, *, device: str, eager: bool) -> dict[str, Any]:
+def arguments(
+    shape: Shape, model: Path, *, device: str, eager: bool, compiled: bool = True
+) -> dict[str, Any]:
     """Return the arguments of ``AsyncEngineArgs``, the same for every engine of a shape."""
     common = {
         "model": str(model),
@@ -163,8 +165,14 @@ def arguments(shape: Shape, model: Path, *, device: str, eager: bool) -> dict[st
             "kv_cache_memory_bytes": 1 << 28,
             "compilation_config": {"custom_ops": ["none"]},
         }
-    graphs = {"enforce_eager": True} if eager else {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
-    return common | graphs | {"gpu_memory_utilization": 0.6, "attention_backend": "FLASH_ATTN"}
+    graphs: dict[str, Any] = {"enforce_eager": True}
+    if not eager:
+        graphs = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+        if not compiled:
+            graphs["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL"}
+    # No share of the device: several engines may be on it, and none of them takes the others' memory for its own.
+    memory = {"kv_cache_memory_bytes": shape.device_bytes, "gpu_memory_utilization": 0.1}
+    return common | graphs | memory | {"attention_backend": "FLASH_ATTN"}
 
 
 def environment(device: str, home: Path) -> dict[str, str]:
@@ -199,7 +207,7 @@ def service(places: Places, log: Path, variables: dict[str, str]) -> Iterator[in
         )
     try:
         socket = Path(places.address.removeprefix("ipc://"))
-        for _ in range(300):
+        for _ in range(1200):
             if socket.exists():
                 break
             if process.poll() is not None:
@@ -209,7 +217,7 @@ def service(places: Places, log: Path, variables: dict[str, str]) -> Iterator[in
             except subprocess.TimeoutExpired:
                 continue
         else:
-            raise StartError("no socket after 30 s")
+            raise StartError("no socket after 120 s")
         yield process.pid
     finally:
         process.terminate()

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from benchmarks.vllm.driver import Answer, Driver, Tokens, in_turn, percentiles, used_memory
+from benchmarks.vllm.driver import Answer, Driver, Tokens, in_turn, percentiles
 from benchmarks.vllm.shapes import Load
 
 Part = Callable[[Driver, Load, bool], Awaitable[dict[str, Any]]]
@@ -70,7 +70,6 @@ async def chat(driver: Driver, load: Load, has_connector: bool) -> dict[str, Any
         },
         "itl_ms": {"turn 1": percentiles(_itls(turns[0])), "later": percentiles(_itls(later))},
         "cached_tokens": sum(answer.cached for answer in answers),
-        "used_bytes": used_memory(),
         **found,
     }
 
@@ -113,7 +112,8 @@ async def single(driver: Driver, load: Load, has_connector: bool) -> dict[str, A
     wrong = 0
     for _ in range(load.single_rounds):
         await driver.forget_device(load.settle_s)
-        again = await each()
+        with driver.traced():
+            again = await each()
         wrong += sum(one.tokens != other.tokens for one, other in zip(again, device, strict=True))
         loaded += again
     return found | {
@@ -121,6 +121,7 @@ async def single(driver: Driver, load: Load, has_connector: bool) -> dict[str, A
         "loaded_cached": [answer.cached for answer in loaded],
         "loaded_bytes": max(answer.cached for answer in loaded) * driver.shape.token_bytes,
         "wrong": wrong,
+        "phases_ms": driver.phases([(answer.sent, answer.came[0]) for answer in loaded]),
     }
 
 

@@ -9,15 +9,16 @@ import selectors
 import signal
 import subprocess
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm.timing import FOLDER, write_distribution
-from benchmarks.vllm.worker import Job
+from benchmarks.vllm.worker import DONE, Job
 
 ROOT = Path(__file__).parent.parent.parent
 ERROR = re.compile(r"(?:^|\] |\) )((?:[A-Za-z_]+\.)*[A-Za-z]*(?:Error|Exception)\b.*)")
@@ -46,63 +47,101 @@ class Processes:
         """Seconds until the end; None if there is none."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
-    def run(self, name: str, job: Job, environment: dict[str, str]) -> Iterator[dict[str, Any]]:
-        """Run a job, yield its results as they come.
-
-        Raises ``JobError`` if the process fails and ``CutError`` at the deadline; the process has ended by then.
-        """
+    @contextmanager
+    def started(self, name: str, job: Job, environment: dict[str, str]) -> Iterator[Process]:
+        """Start a job; its process has ended with the context."""
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{name}.log"
-        times = self.folder / "times"
-        times.mkdir(exist_ok=True)
-        for old in times.iterdir():
-            old.unlink()
+        times = Path(tempfile.mkdtemp(prefix="times-", dir=self.folder))
         with log.open("w") as errors:
             process = subprocess.Popen(
                 [self.python, "-m", "benchmarks.vllm.worker", job.as_json()],
                 cwd=self.folder,
                 env=self.variables | environment | {FOLDER: str(times)},
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
             )
+        found = Process(process, log, self.deadline)
         try:
-            yield from self._results(process)
-            if process.wait() != 0:
-                raise JobError(f"{cause(log.read_text())} (all of it in {log})")
+            yield found
         finally:
-            _end(process)
+            found.end()
 
-    def _results(self, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-        assert process.stdout is not None
-        pending = b""
+
+class Process:
+    """A running job, which is given orders and writes results."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, deadline: float | None) -> None:
+        self._process = process
+        self._log = log
+        self._deadline = deadline
+        self._lines: list[bytes] = []
+        self._pending = b""
+
+    def results(self, last: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yield results as they come: up to one of the part ``last``, to ``DONE``, or to the end of the process.
+
+        Raises ``JobError`` if the process fails and ``CutError`` at the deadline.
+        """
+        while (line := self._next()) is not None:
+            record: dict[str, Any] = json.loads(line)
+            if record["part"] == DONE:
+                return
+            yield record
+            if record["part"] == last:
+                return
+        if self._process.wait() != 0 or last is not None:
+            raise JobError(f"{cause(self._log.read_text())} (all of it in {self._log})")
+
+    def order(self, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Give an order; yield its results like ``results``."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the process has failed, and its log says why
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        yield from self.results()
+
+    def _next(self) -> bytes | None:
+        assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while True:
-                if not selector.select(self.left_s):
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while not self._lines:
+                left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                if not selector.select(left):
                     raise CutError
-                piece = os.read(process.stdout.fileno(), 1 << 16)
+                piece = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not piece:
-                    return
-                *lines, pending = (pending + piece).split(b"\n")
-                for line in lines:
-                    yield json.loads(line)
+                    return None
+                *self._lines, self._pending = (self._pending + piece).split(b"\n")
+        return self._lines.pop(0)
 
+    def leave(self, seconds: float) -> None:
+        """Have the engine shut itself down; end it if it has not by then."""
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self.end()
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and the engine's processes, which are a session of their own; return when all are gone.
+    def end(self) -> None:
+        """End the process and the engine's processes, which are a session of their own; return when all are gone.
 
-    The next engine needs the memory of the device that they hold.
-    """
-    end = time.monotonic() + 5
-    with suppress(ProcessLookupError):
-        while time.monotonic() < end:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.poll()
-            time.sleep(0.01)
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+        The next engine needs the memory of the device that they hold.
+        """
+        process, end = self._process, time.monotonic() + 20
+        with suppress(ProcessLookupError):
+            while time.monotonic() < end:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.poll()
+                time.sleep(0.01)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
 
 def cause(log: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.peers.report import Target, table, verdicts
 from benchmarks.vllm.engines import NONE, OURS, RESTARTED
 from benchmarks.vllm.shapes import SHAPES
+from benchmarks.vllm.timing import PHASES
 
 Record = dict[str, Any]
 
@@ -227,12 +228,14 @@ def tables(results: Results, shape: str) -> Iterator[str]:
     for part, (header, columns) in shown.items():
         if rows := _rows(results, shape, part, columns):
             yield table(header, rows)
+    phases = list(PHASES)
+    if rows := _rows(results, shape, "single", [(("phases_ms", phase), 2, 1) for phase in phases]):
+        yield table([f"a prompt from the host, where its time goes, ms ({pages})", *phases], rows)
     costs = [
         [
             name,
             _cell(results.value(shape, "start", name, "engine_s")),
             _cell(results.value(shape, "start", name, "used_bytes"), 2, gib),
-            _cell(results.value(shape, "chat", name, "used_bytes"), 2, gib),
             *(
                 _cell(results.value(shape, "chat", name, one), 0)
                 for one in ("us_per_step", "schedule_us", "update_us", "hooks_us")
@@ -243,7 +246,7 @@ def tables(results: Results, shape: str) -> Iterator[str]:
         if results.of(shape, "start", name) and name not in RESTARTED
     ]
     if costs:
-        header = [f"cost ({pages})", "start s", "host GiB when ready", "after conversations"]
+        header = [f"cost ({pages})", "start s", "host GiB when ready"]
         yield table([*header, "us of a step", "schedule", "update", "hooks", "engine CPU s"], costs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,11 @@ class Shape:
     def token_bytes(self) -> int:
         """Bytes of a token in all layers."""
         return self.layers * self.page_bytes // BLOCK
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the engine's KV cache on the device."""
+        return self.device_blocks * self.layers * self.page_bytes
 
     @property
     def has_random_weights(self) -> bool:
@@ -76,7 +82,7 @@ SHAPES = {
     for shape in (
         Shape("8b", 32, 4096, 14336, 32, 8, 128, 128256),
         Shape("70b-tp8", 80, 8192, 3584, 8, 1, 128, 16032),
-        Shape("random", 8, 2048, 5632, 16, 8, 128, 16384),
+        Shape("random", 8, 2048, 5632, 16, 8, 128, 16384, device_blocks=2048),
         Shape("tiny", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
         Shape("tiny-random", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
     )
@@ -110,11 +116,12 @@ class Load:
 
 LOADS = {
     "full": Load(48, 4, 6000, 1000, 64, 8, 64, 4000, 8, 8192, 3, 24, 8192, 8, 1000, 600, 12, 1.0),
-    "half": Load(24, 4, 6000, 1000, 64, 4, 32, 4000, 6, 8192, 2, 20, 8192, 8, 1000, 400, 8, 1.0),
+    "half": Load(48, 4, 6000, 1000, 64, 8, 40, 4000, 6, 8192, 2, 18, 8192, 8, 1000, 250, 6, 0.5),
     "brief": Load(12, 3, 6000, 1000, 32, 3, 16, 4000, 5, 8192, 2, 18, 8192, 8, 1000, 200, 5, 0.5),
     "small": Load(8, 3, 290, 48, 8, 2, 6, 200, 3, 509, 2, 8, 317, 2, 40, 150, 3, 0.3),
 }
-"""By name: ``full`` on a GPU, ``half`` and ``brief`` in less time, ``small`` for the tiny shapes on a CPU."""
+"""By name: ``full`` on a GPU; ``half``, the same conversations and half of the rest; ``brief``, less of everything; and
+``small`` for the tiny shapes on a CPU."""
 
 
 def model_folder(shape: Shape, home: Path) -> Path:
@@ -139,8 +146,13 @@ def write_random_weights(shape: Shape, folder: Path) -> None:
     attention are three times larger, so that single keys matter.
     """
     path = folder / "model.safetensors"
-    if path.exists():
-        return
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _write_random_weights(shape, path)
+
+
+def _write_random_weights(shape: Shape, path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 

@@ -9,11 +9,12 @@ time: waiting for a GPU or for another process is not work.
 from __future__ import annotations
 
 import functools
+import json
 import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ HOOKS = (
     "clear_connector_metadata",
 )
 """Hooks of a connector on the worker; those of the scheduler's side are part of its steps."""
+
+
+TRACED: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("get_num_new_matched_tokens", "match", lambda found: found[0]),
+    ("start_load_kv", "submit", lambda nothing: True),
+    ("get_finished", "report", lambda found: found[1]),
+)
+"""Hooks whose times are traced, by which names, and with which results."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,76 @@ class Sums:
             self._view = mmap.mmap(file.fileno(), FORMAT.size)
 
 
+Event = tuple[str, float, float]
+"""Its name, and when it began and ended: seconds of ``time.perf_counter``, which all processes share."""
+
+TRACING = "tracing"
+PHASES = ("to match", "match to submit", "copy and report", "to step", "step")
+"""From the request to the connector's match, to its copies' submission, to the worker's report that they have ended, to
+the step that has the request's last tokens, and to the first token."""
+
+
+class Trace:
+    """The events of this process, in a file, while the driver wants them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._flag = folder / TRACING
+        self._folder = folder
+        self.is_wanted = False
+
+    def renew(self) -> None:
+        """Look if the driver wants events."""
+        self.is_wanted = self._flag.exists()
+
+    def add(self, name: str, begin: float) -> None:
+        """Write an event that has just ended."""
+        with (self._folder / f"{os.getpid()}.trace").open("a") as file:
+            file.write(json.dumps([name, begin, time.perf_counter()]) + "\n")
+
+
+def events(folder: Path) -> list[Event]:
+    """Return the events of all processes in the order of their ends."""
+    lines = [line for path in folder.glob("*.trace") for line in path.read_text().splitlines()]
+    return sorted((tuple(json.loads(line)) for line in lines), key=lambda event: event[2])
+
+
+def phases(found: Iterable[Event], sent: float, came: float) -> dict[str, float]:
+    """Return the milliseconds of each phase of a request that was alone; those it did not have are missing."""
+    mine = [event for event in found if sent <= event[1] and event[2] <= came]
+
+    def first(name: str, after: float) -> Event | None:
+        return next((event for event in mine if event[0] == name and event[2] >= after), None)
+
+    times: dict[str, float] = {}
+    at = sent
+    for phase, name, end in zip(PHASES, ("match", "submit", "report", "step"), (1, 2, 2, 2), strict=False):
+        if (event := first(name, at)) is not None:
+            times[phase] = (event[end] - at) * 1000
+            at = event[end]
+    times[PHASES[-1]] = (came - at) * 1000
+    return times
+
+
+def traced(
+    function: Callable[..., Any], trace: Trace, name: str, counts: Callable[[Any], Any], renews: bool = False
+) -> Callable[..., Any]:
+    """Return the function, written down each time its result counts; with ``renews`` it looks if that is wanted."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if renews:
+            trace.renew()
+        if not trace.is_wanted:
+            return function(*arguments, **named)
+        begin = time.perf_counter()
+        result = function(*arguments, **named)
+        if counts(result):
+            trace.add(name, begin)
+        return result
+
+    return call
+
+
 def read(folder: Path) -> Times:
     """Return the sums of all processes."""
     found = [Times(*FORMAT.unpack(path.read_bytes())) for path in folder.glob("*.times")]
@@ -115,7 +194,7 @@ def install() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    sums = Sums(Path(folder))
+    sums, trace = Sums(Path(folder)), Trace(Path(folder))
     schedule = timed(Scheduler.schedule, sums, "schedule_ns")
     create = KVConnectorFactory.create_connector
 
@@ -131,9 +210,14 @@ def install() -> None:
         if connector.role is KVConnectorRole.WORKER:
             for hook in HOOKS:
                 setattr(connector, hook, timed(getattr(connector, hook), sums, "hooks_ns"))
+        for hook, name, counts in TRACED:
+            found = traced(getattr(connector, hook), trace, name, counts, renews=name == "submit")
+            setattr(connector, hook, found)
         return connector
 
-    Scheduler.schedule = counted
+    Scheduler.schedule = traced(
+        counted, trace, "step", lambda output: output.total_num_scheduled_tokens, renews=True
+    )
     Scheduler.update_from_output = timed(Scheduler.update_from_output, sums, "update_ns")
     KVConnectorFactory.create_connector = create_timed
 

@@ -1,4 +1,8 @@
-"""A process that runs one engine: its job is a JSON object, what it measures goes to standard output, a line each."""
+"""A process that runs one engine: its job is a JSON object, what it measures goes to standard output, a line each.
+
+When the engine is ready the process waits for orders on standard input, a line of JSON each, and writes a last record
+behind the results of each. So engines can start at the same time and be measured one after the other.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +11,36 @@ import json
 import os
 import sys
 import time
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 BEGIN = time.perf_counter()
 
-from benchmarks.vllm.driver import started, used_memory  # noqa: E402
+from benchmarks.vllm.driver import Driver, started, used_memory  # noqa: E402
 from benchmarks.vllm.parts import PARTS, warm_up  # noqa: E402
-from benchmarks.vllm.shapes import LOADS, SHAPES, write_random_weights  # noqa: E402
+from benchmarks.vllm.shapes import LOADS, SHAPES, Load, write_random_weights  # noqa: E402
 from benchmarks.vllm.timing import FOLDER  # noqa: E402
+
+DONE = "done"
+"""The part of the record behind the results of an order."""
 
 
 @dataclass(frozen=True)
 class Job:
     """What an engine process does.
 
-    ``parts`` are names of loads; ``orders`` the steps of the part that compares tokens (``tokens.follow``). With
-    ``link_bytes`` no engine is started: the link between host and device is measured.
+    The host memory that an engine takes is known only if no other starts beside it (``is_alone``). With ``link_bytes``
+    no engine is started: the link between host and device is measured.
     """
 
     shape: str
     load: str
     arguments: dict[str, Any] = field(default_factory=dict)
     connector: dict[str, Any] | None = None
-    parts: list[str] = field(default_factory=list)
-    orders: list[dict[str, Any]] = field(default_factory=list)
+    is_warmed_up: bool = True
+    is_alone: bool = True
     link_bytes: int = 0
 
     def as_json(self) -> str:
@@ -60,11 +68,8 @@ def measure_link(size: int) -> dict[str, Any]:
 
 
 async def run(job: Job, output: TextIO) -> None:
-    """Start the engine, do the parts and write the result of each as it ends."""
-    from benchmarks.vllm.tokens import follow
-
+    """Start the engine, and carry out orders until there are no more."""
     shape, load = SHAPES[job.shape], LOADS[job.load]
-    has_connector = job.connector is not None
     arguments = dict(job.arguments)
     if job.connector is not None:
         from vllm.config import KVTransferConfig
@@ -75,26 +80,37 @@ async def run(job: Job, output: TextIO) -> None:
     used, imported = used_memory(), time.perf_counter()
     async with started(arguments, shape, Path(os.environ[FOLDER])) as driver:
         ready = time.perf_counter()
+        if job.is_warmed_up:
+            await warm_up(driver, load)
         write(
             output,
             {
                 "part": "start",
                 "import_s": round(imported - BEGIN, 2),
                 "engine_s": round(ready - imported, 2),
-                "used_bytes": used_memory() - used,
+                "warm_up_s": round(time.perf_counter() - ready, 2),
+                **({"used_bytes": used_memory() - used} if job.is_alone else {}),
             },
         )
-        if job.orders:
-            write(output, {"part": "tokens", "asked": await follow(driver, load, job.orders)})
-            return
-        await warm_up(driver, load)
-        for name in job.parts:
-            if name not in {"fill", "reread"}:
-                await driver.forget_device(load.settle_s)
-            result = await PARTS[name](driver, load, has_connector)
-            if "used_bytes" in result:
-                result["used_bytes"] -= used
-            write(output, {"part": name, **result})
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            async for record in carried_out(json.loads(line), driver, load, job.connector is not None):
+                write(output, record)
+            write(output, {"part": DONE})
+
+
+async def carried_out(
+    order: dict[str, Any], driver: Driver, load: Load, has_connector: bool
+) -> AsyncIterator[dict[str, Any]]:
+    """Carry out an order: ``parts`` are names of loads, ``ask`` steps of the part that compares tokens."""
+    if "ask" in order:
+        from benchmarks.vllm.tokens import follow
+
+        yield {"part": "tokens", "asked": await follow(driver, load, order["ask"])}
+        return
+    for name in order["parts"]:
+        if name not in {"fill", "reread"}:
+            await driver.forget_device(load.settle_s)
+        yield {"part": name, **await PARTS[name](driver, load, has_connector)}
 
 
 def write(output: TextIO, record: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -67,21 +68,35 @@ nb::tuple take_columns(BlockCopies &self) {
                           unverified);
 }
 
-// The copies of each list as `forms` of it make them, emptied; None for an empty list.
-nb::list take_transfers(const std::vector<BlockCopies *> &lists, const nb::sequence &forms) {
-    require_equal(lists.size(), nb::len(forms));
+// A transfer's class, purpose, and tiers.
+using TransferForm = std::tuple<nb::object, nb::object, nb::object, nb::object>;
+
+nb::object make_transfer(const TransferForm &form, const nb::tuple &columns) {
+    static PyObject *const names = [] {
+        nb::list all;
+        for (const char *name :
+             {"purpose", "src_type", "dst_type", "src_block_ids", "dst_block_ids", "src_generations",
+              "dst_generations", "hash_values", "parent_hashes", "unverified"})
+            all.append(nb::steal(PyUnicode_InternFromString(name)));
+        return nb::tuple(all).release().ptr();
+    }();
+    const auto &[type, purpose, source, target] = form;
+    std::array<PyObject *, 10> arguments{purpose.ptr(), source.ptr(), target.ptr()};
+    for (std::size_t i = 0; i < nb::len(columns); ++i) arguments[3 + i] = PyTuple_GET_ITEM(columns.ptr(), i);
+    nb::object transfer = nb::steal(PyObject_Vectorcall(type.ptr(), arguments.data(), 0, names));
+    if (!transfer.is_valid()) nb::raise_python_error();
+    return transfer;
+}
+
+// The copies of each list as a transfer, emptied; None for an empty list.
+nb::list take_transfers(const std::vector<BlockCopies *> &lists, const std::vector<TransferForm> &forms) {
+    require_equal(lists.size(), forms.size());
     nb::list transfers;
     for (std::size_t i = 0; i < lists.size(); ++i) {
-        if (!lists[i]->size()) {
+        if (lists[i]->size())
+            transfers.append(make_transfer(forms[i], take_columns(*lists[i])));
+        else
             transfers.append(nb::none());
-            continue;
-        }
-        const nb::tuple columns = take_columns(*lists[i]);
-        transfers.append(
-            forms[i]("src_block_ids"_a = nb::object(columns[0]), "dst_block_ids"_a = nb::object(columns[1]),
-                     "src_generations"_a = nb::object(columns[2]),
-                     "dst_generations"_a = nb::object(columns[3]), "hash_values"_a = nb::object(columns[4]),
-                     "parent_hashes"_a = nb::object(columns[5]), "unverified"_a = nb::object(columns[6])));
     }
     return transfers;
 }
@@ -119,9 +134,10 @@ void bind_copies_of_blocks(nb::module_ &module) {
     module.def(
         "take_transfers", &take_transfers, "lists"_a, "forms"_a,
         nb::sig("def take_transfers(lists: collections.abc.Sequence[BlockCopies], "
-                "forms: collections.abc.Sequence[collections.abc.Callable[..., typing.Any]]) -> "
+                "forms: collections.abc.Sequence[tuple[typing.Any, typing.Any, typing.Any, typing.Any]]) -> "
                 "list[typing.Any]"),
-        "Empty lists of copies. Return what each list's form makes of its columns, None for an empty one.");
+        "Empty lists of copies. Return a transfer for each, None for an empty one. A form has the\n"
+        "transfer's class, purpose, source and target.");
 }
 
 void bind_planner(nb::module_ &module) {

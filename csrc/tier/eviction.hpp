@@ -33,6 +33,10 @@ class EvictionOrder {
     // `parent`: kNoSlot below the root.
     virtual void add(Slot slot, Slot parent, bool busy) = 0;
     virtual void remove(Slot slot) = 0;
+    // Entries of one path, each the parent of the next one, the first one below `above`: as `add` of each
+    // from the end on, none of them busy, and as `remove` of each from the beginning on.
+    virtual void add_path(Slot above, std::span<const Slot> path) = 0;
+    virtual void remove_path(std::span<const Slot> path) = 0;
     virtual void set_busy(Slot slot, bool busy) = 0;
     // Removes the first `count` entries that are not busy and appends them to `taken`. The caller checks that
     // there are as many. Changes nothing if it throws std::bad_alloc.
@@ -65,7 +69,7 @@ class EvictionOrder {
     // What was learned of reuse; null for policies that keep no such tables.
     virtual ReuseTables *tables() { return nullptr; }
     // Prefetches what `arrive` or `leave` reads for a block.
-    virtual void prefetch(const Digest &) const {}
+    virtual void prefetch(Slot, const Digest &) const {}
 };
 
 // `depth_value`: how much more an entry is worth for each level above it, for policies that weigh worth.

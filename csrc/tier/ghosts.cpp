@@ -5,7 +5,27 @@
 #include <cstring>
 #include <utility>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace fdcache {
+
+std::uint32_t Ghosts::Bucket::with_tag(std::uint32_t tag, std::uint32_t mask) const {
+    std::uint32_t found = 0;
+#ifdef __SSE2__
+    const __m128i wanted = _mm_set1_epi32(static_cast<int>(tag));
+    const __m128i ignored = _mm_set1_epi32(static_cast<int>(mask));
+    for (std::size_t i = 0; i < kCells; i += 4) {
+        const __m128i four = _mm_load_si128(reinterpret_cast<const __m128i *>(cells + i));
+        const __m128i equal = _mm_cmpeq_epi32(_mm_andnot_si128(ignored, four), wanted);
+        found |= static_cast<std::uint32_t>(_mm_movemask_ps(_mm_castsi128_ps(equal))) << i;
+    }
+#else
+    for (std::size_t i = 0; i < kCells; ++i) found |= std::uint32_t{(cells[i] & ~mask) == tag} << i;
+#endif
+    return found;
+}
 
 std::uint64_t Ghosts::key_of(const Digest &digest) {
     std::uint64_t key = 0;
@@ -34,7 +54,7 @@ void Ghosts::resize(std::size_t capacity) {
     ring_ = std::move(kept);
     table_ = std::move(table);
     capacity_ = capacity;
-    oldest_ = 0;
+    oldest_ = pass_ = 0;
     size_ = ring_.size();
     place_mask_ = std::bit_ceil(static_cast<std::uint32_t>(capacity + 2)) - 1;
     for (std::size_t place = 0; place < ring_.size(); ++place) insert(ring_[place].key(), place);
@@ -43,7 +63,7 @@ void Ghosts::resize(std::size_t capacity) {
 void Ghosts::clear() {
     std::fill(table_.begin(), table_.end(), Bucket{});
     ring_.clear();
-    oldest_ = size_ = 0;
+    oldest_ = size_ = pass_ = 0;
 }
 
 std::optional<Ghosts::Memory> Ghosts::add(const Digest &digest, const Memory &memory) {
@@ -54,10 +74,12 @@ std::optional<Ghosts::Memory> Ghosts::add(const Digest &digest, const Memory &me
     if (place < capacity_) {
         ring_.emplace_back();
     } else {
-        place = oldest_;
-        oldest_ = oldest_ + 1 < capacity_ ? oldest_ + 1 : 0;
-        if (oldest_ + kAhead < capacity_) __builtin_prefetch(&table_[home(ring_[oldest_ + kAhead].key())], 1);
-        if (const std::uint64_t oldest = ring_[place].key()) forgotten = forget(*find(oldest));
+        place = oldest_++;
+        if (ring_[place].key()) forgotten = forget(ring_[place]);
+        if (oldest_ == capacity_) {
+            oldest_ = 0;
+            ++pass_;
+        }
     }
     ring_[place] = {static_cast<std::uint32_t>(key), static_cast<std::uint16_t>(key >> 32), memory.kind,
                     memory.hits, memory.last_ms};
@@ -70,7 +92,8 @@ std::optional<Ghosts::Memory> Ghosts::take(const Digest &digest) {
     if (!size_) return std::nullopt;
     std::uint32_t *const cell = find(key_of(digest));
     if (!cell) return std::nullopt;
-    return forget(*cell);
+    Ghost &ghost = ring_[place_of(std::exchange(*cell, 0))];
+    return forget(ghost);
 }
 
 void Ghosts::prefetch(const Digest &digest) const {
@@ -79,39 +102,41 @@ void Ghosts::prefetch(const Digest &digest) const {
 
 std::uint32_t *Ghosts::find(std::uint64_t key) {
     Bucket &bucket = table_[home(key)];
-    const std::uint32_t tag = tag_of(key);
-    std::uint32_t found = 0;
-    for (std::size_t i = 0; i < kCells; ++i)
-        found |= std::uint32_t{(bucket.cells[i] & ~place_mask_) == tag} << i;
+    std::uint32_t found = bucket.with_tag(tag_of(key), kPasses * (place_mask_ + 1) - 1);
     for (; found; found &= found - 1) {
         std::uint32_t &cell = bucket.cells[std::countr_zero(found)];
-        if (cell && ring_[place_of(cell)].key() == key) return &cell;
+        if (holds(cell) && ring_[place_of(cell)].key() == key) return &cell;
     }
     return nullptr;
 }
 
 // Returns the ghost that had to make room, if any.
 std::optional<Ghosts::Memory> Ghosts::insert(std::uint64_t key, std::size_t place) {
-    Bucket &bucket = table_[home(key)];
-    const auto age = [&](std::uint32_t cell) {
-        const std::size_t at = place_of(cell);
-        return at >= oldest_ ? at - oldest_ : at + ring_.size() - oldest_;
-    };
-    std::uint32_t *chosen = std::find(bucket.cells, bucket.cells + kCells, 0u);
+    std::uint32_t &cell = cell_for_another(table_[home(key)], place);
     std::optional<Memory> displaced;
-    if (chosen == bucket.cells + kCells) {
-        chosen = std::min_element(bucket.cells, chosen, [&](auto a, auto b) { return age(a) < age(b); });
-        displaced = forget(*chosen);
-    }
-    *chosen = tag_of(key) | static_cast<std::uint32_t>(place + 1);
+    if (holds(cell)) displaced = forget(ring_[place_of(cell)]);
+    cell = tag_of(key) | position(place);
     return displaced;
 }
 
-Ghosts::Memory Ghosts::forget(std::uint32_t &cell) {
-    Ghost &ghost = ring_[place_of(cell)];
+// A cell whose ghost is gone, or that of the oldest one. Each insertion looks from another cell on, so that
+// no cell stays through so many passes that it seems to be of the present one.
+std::uint32_t &Ghosts::cell_for_another(Bucket &bucket, std::size_t first) const {
+    for (std::size_t i = 0; i < kCells; ++i) {
+        std::uint32_t &cell = bucket.cells[(first + i) % kCells];
+        if (!cell || !is_current(cell)) return cell;
+    }
+    const auto age = [this](std::uint32_t cell) {
+        const std::size_t at = place_of(cell);
+        return at >= oldest_ ? at - oldest_ : at + ring_.size() - oldest_;
+    };
+    return *std::min_element(bucket.cells, bucket.cells + kCells,
+                             [&](auto a, auto b) { return age(a) < age(b); });
+}
+
+Ghosts::Memory Ghosts::forget(Ghost &ghost) {
     const Memory memory = ghost.memory();
     ghost.low = ghost.high = 0;
-    cell = 0;
     --size_;
     return memory;
 }

@@ -11,8 +11,9 @@
 namespace fdcache {
 
 // The last evictions in a ring, and a table of their places: a block's bucket is one cache line, on average
-// half full. A full bucket forgets its oldest ghost. A block is known by 48 bits of its digest: of a million
-// ghosts, one in 10^8 look-ups finds the wrong one, which only blurs what is learned.
+// half full. A full bucket forgets its oldest ghost. The ring forgets its oldest ghost without a look at the
+// table: a cell says in which pass over the ring its place was written. A block is known by 48 bits of its
+// digest: of a million ghosts, one in 10^8 look-ups finds the wrong one, which only blurs what is learned.
 class Ghosts {
   public:
     struct Memory {
@@ -42,15 +43,21 @@ class Ghosts {
         if (!ghost.key()) return std::nullopt;
         return ghost.memory();
     }
+    void prefetch(std::size_t place) const {
+        if (place < ring_.size()) __builtin_prefetch(&ring_[place]);
+    }
 
   private:
-    static constexpr std::size_t kMost = std::size_t{1} << 26;  // leaves bits of a cell for a tag
+    static constexpr std::size_t kMost = std::size_t{1} << 24;  // leaves bits of a cell for a tag
     static constexpr std::size_t kCells = 16;
     static constexpr std::size_t kLeastBuckets = 64;
-    static constexpr std::size_t kAhead = 8;  // ghosts between a prefetch and its use
+    static constexpr std::uint32_t kPasses = 4;  // told apart
 
     struct alignas(64) Bucket {
-        std::uint32_t cells[kCells] = {};  // tag and place + 1; 0: empty
+        std::uint32_t cells[kCells] = {};  // tag, pass, and place + 1; 0: empty
+
+        // A bit for each cell that is `tag` but for the bits of `mask`.
+        std::uint32_t with_tag(std::uint32_t tag, std::uint32_t mask) const;
     };
 
     struct Ghost {
@@ -67,18 +74,34 @@ class Ghosts {
     static std::uint64_t key_of(const Digest &digest);
     std::size_t home(std::uint64_t key) const;
     std::uint32_t tag_of(std::uint64_t key) const {
-        return static_cast<std::uint32_t>(key >> 16) & ~place_mask_;
+        return static_cast<std::uint32_t>(key >> 16) & ~(kPasses * (place_mask_ + 1) - 1);
     }
     std::size_t place_of(std::uint32_t cell) const { return (cell & place_mask_) - 1; }
+    // Pass and place of the ghost at this place, as a cell has them.
+    std::uint32_t position(std::size_t place) const {
+        const std::uint32_t pass = (place < oldest_ ? pass_ : pass_ - 1) % kPasses;
+        return pass * (place_mask_ + 1) + static_cast<std::uint32_t>(place + 1);
+    }
+    bool is_current(std::uint32_t cell) const {
+        return (cell & (kPasses * (place_mask_ + 1) - 1)) == position(place_of(cell));
+    }
     std::uint32_t *find(std::uint64_t key);
     std::optional<Memory> insert(std::uint64_t key, std::size_t place);
-    Memory forget(std::uint32_t &cell);
+    // True if the cell's ghost is in the ring.
+    bool holds(std::uint32_t cell) const {
+        if (!cell || !is_current(cell)) return false;
+        const std::uint64_t key = ring_[place_of(cell)].key();
+        return key && (tag_of(key) | position(place_of(cell))) == cell;
+    }
+    std::uint32_t &cell_for_another(Bucket &bucket, std::size_t first) const;
+    Memory forget(Ghost &ghost);
 
     LargeVector<Ghost> ring_;
     LargeVector<Bucket> table_;
     std::size_t capacity_ = 0;
     std::size_t oldest_ = 0;  // place of the next one, once the ring is full
     std::size_t size_ = 0;
+    std::uint32_t pass_ = 0;  // over the ring, once it is full
     std::uint32_t place_mask_ = 0;
 };
 

@@ -30,6 +30,32 @@ void LeafOrder::remove(Slot slot) {
     lose_child(node.parent);
 }
 
+void LeafOrder::add_path(Slot above, std::span<const Slot> path) {
+    for (std::size_t i = path.size(); i-- > 0;) {
+        before_add(path[i]);
+        Node &node = nodes_[path[i]];
+        node.parent = i ? path[i - 1] : above;
+        node.children += i + 1 < path.size();
+        node.is_listed = true;
+        node.is_busy = false;
+        ++node.stamp;
+    }
+    if (above != kNoSlot) ++nodes_[above].children;
+    idle_ += static_cast<std::uint32_t>(path.size());
+    if (is_leaf(path.back())) push(leaf_of(path.back()));
+}
+
+void LeafOrder::remove_path(std::span<const Slot> path) {
+    for (std::size_t i = 0; i < path.size(); ++i) {
+        Node &node = nodes_[path[i]];
+        node.children -= i + 1 < path.size();
+        node.is_listed = false;
+        ++node.stamp;
+        idle_ -= !node.is_busy;
+    }
+    lose_child(nodes_[path.front()].parent);
+}
+
 void LeafOrder::set_busy(Slot slot, bool busy) {
     Node &node = nodes_[slot];
     if (node.is_busy == busy) return;

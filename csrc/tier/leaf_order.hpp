@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "tier/eviction.hpp"
@@ -17,6 +18,8 @@ class LeafOrder : public EvictionOrder {
   public:
     void add(Slot slot, Slot parent, bool busy) override;
     void remove(Slot slot) override;
+    void add_path(Slot above, std::span<const Slot> path) override;
+    void remove_path(std::span<const Slot> path) override;
     void set_busy(Slot slot, bool busy) override;
     void take(std::uint32_t count, std::vector<Slot> &taken) override;
     Slot next() const override { return heap_.empty() ? kNoSlot : heap_.front().slot; }

@@ -111,10 +111,14 @@ void LearnedOrder::learn() {
     const auto count = [&](std::uint8_t kind, std::uint32_t last_ms) {
         (*present)[kind][ReuseTables::bucket(now_ - last_ms)] += static_cast<double>(step);
     };
-    for (std::size_t slot = 0; slot < blocks_.size(); slot += step)
+    for (std::size_t slot = 0; slot < blocks_.size(); slot += step) {
+        if (slot + kAhead * step < blocks_.size()) __builtin_prefetch(&blocks_[slot + kAhead * step]);
         if (blocks_[slot].is_tracked) count(blocks_[slot].kind, blocks_[slot].last_ms);
-    for (std::size_t place = 0; place < ghosts_.places(); place += step)
+    }
+    for (std::size_t place = 0; place < ghosts_.places(); place += step) {
+        ghosts_.prefetch(place + kAhead * step);
         if (const auto ghost = ghosts_.at(place)) count(ghost->kind, ghost->last_ms);
+    }
     tables_.learn(*present, (now_ - learned_) / 1000.0);
     learned_ = now_;
 }

@@ -22,7 +22,10 @@ class LearnedOrder final : public LeafOrder {
     void arrive(Slot slot, const Digest &digest, std::uint32_t depth) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
     void use(std::span<const Slot> path, const RequestEnd *end) override;
-    void prefetch(const Digest &digest) const override { ghosts_.prefetch(digest); }
+    void prefetch(Slot slot, const Digest &digest) const override {
+        __builtin_prefetch(&blocks_[slot], 1);
+        ghosts_.prefetch(digest);
+    }
     void resize(std::uint32_t slots) override;
     void clear() override;
     std::size_t bytes() const override;
@@ -35,6 +38,7 @@ class LearnedOrder final : public LeafOrder {
     static constexpr double kRankEvery = 4'000;           // ms
     static constexpr std::size_t kFewLeaves = 64;         // that are ranked again at each time
     static constexpr std::size_t kSamples = 16384;        // blocks whose age is looked at to learn
+    static constexpr std::size_t kAhead = 16;             // samples between a prefetch and its use
     static constexpr std::uint32_t kTailTokens = 2048;    // the end of a path, which few requests share
     static constexpr std::uint8_t kManyHits = 8;          // of a block that many requests begin with
 

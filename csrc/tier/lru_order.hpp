@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <vector>
 
 #include "tier/eviction.hpp"
@@ -50,6 +51,37 @@ class LruLine {
         if (link.place == LruLink::Place::kListed) unlink(links, slot);
         link.place = LruLink::Place::kOutside;
         --(link.busy ? busy_ : idle_);
+    }
+
+    // Entries that are not busy, from the last one on.
+    void add_path(LruLinks &links, std::span<const Slot> path) {
+        Slot before = tail_;
+        for (std::size_t i = path.size(); i-- > 0; before = path[i]) {
+            LruLink &link = links[path[i]];
+            link.beside = {before, i ? path[i - 1] : kNoSlot};
+            link.place = LruLink::Place::kListed;
+            link.busy = false;
+        }
+        (tail_ == kNoSlot ? head_ : links[tail_].beside.next) = path.back();
+        tail_ = path.front();
+        idle_ += static_cast<std::uint32_t>(path.size());
+    }
+
+    void remove_path(LruLinks &links, std::span<const Slot> path) {
+        for (std::size_t i = 0; i < path.size(); ++i) {
+            LruLink &last = links[path[i]];
+            --(last.busy ? busy_ : idle_);
+            if (last.place == LruLink::Place::kListed) {
+                // Neighbours in the list, as a path that was released as one, are unlinked as one.
+                const Slot next = last.beside.next;
+                while (i + 1 < path.size() && links[path[i]].beside.previous == path[i + 1]) {
+                    links[path[i++]].place = LruLink::Place::kOutside;
+                    --(links[path[i]].busy ? busy_ : idle_);
+                }
+                close_gap(links, links[path[i]].beside.previous, next);
+            }
+            links[path[i]].place = LruLink::Place::kOutside;
+        }
     }
 
     void set_busy(LruLinks &links, Slot slot, bool busy) {
@@ -142,7 +174,10 @@ class LruLine {
     }
 
     void unlink(LruLinks &links, Slot slot) {
-        const auto [previous, next] = links[slot].beside;
+        close_gap(links, links[slot].beside.previous, links[slot].beside.next);
+    }
+
+    void close_gap(LruLinks &links, Slot previous, Slot next) {
         (previous == kNoSlot ? head_ : links[previous].beside.next) = next;
         (next == kNoSlot ? tail_ : links[next].beside.previous) = previous;
     }
@@ -192,6 +227,8 @@ class LruOrder final : public EvictionOrder {
   public:
     void add(Slot slot, Slot, bool busy) override { line_.add(links_, slot, busy); }
     void remove(Slot slot) override { line_.remove(links_, slot); }
+    void add_path(Slot, std::span<const Slot> path) override { line_.add_path(links_, path); }
+    void remove_path(std::span<const Slot> path) override { line_.remove_path(links_, path); }
     void set_busy(Slot slot, bool busy) override { line_.set_busy(links_, slot, busy); }
     void take(std::uint32_t count, std::vector<Slot> &taken) override { line_.take(links_, count, taken); }
     Slot next() const override { return line_.next(); }

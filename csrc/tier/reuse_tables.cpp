@@ -1,8 +1,10 @@
 #include "tier/reuse_tables.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 namespace fdcache {
 namespace {
@@ -28,6 +30,11 @@ void add(Row &sum, const Row &row) {
     for (std::size_t age = 0; age < row.size(); ++age) sum[age] += row[age];
 }
 
+template <typename Row>
+bool is_empty(const Row &row) {
+    return std::all_of(row.begin(), row.end(), [](double count) { return count == 0; });
+}
+
 // Rates of a group from its counts, drawn to `parent` where it has few.
 template <typename Row>
 Row smoothed(const Row &reused, const Row &at_risk, const Row &parent, double weight) {
@@ -43,6 +50,16 @@ Row smoothed(const Row &reused, const Row &at_risk, const Row &parent, double we
     return rate;
 }
 
+// Numbers that counting can give.
+bool are_counts(std::span<const std::uint8_t> bytes) {
+    for (; !bytes.empty(); bytes = bytes.subspan(sizeof(double))) {
+        double value;
+        std::memcpy(&value, bytes.data(), sizeof value);
+        if (!std::isfinite(value) || value < 0) return false;
+    }
+    return true;
+}
+
 }  // namespace
 
 ReuseTables::ReuseTables() {
@@ -53,15 +70,25 @@ double ReuseTables::begin(std::size_t bucket) {
     return std::exp2(static_cast<double>(bucket) / 1.5) - 1;
 }
 
+// At most two buckets begin between two powers of two.
 std::size_t ReuseTables::bucket(std::uint32_t age_ms) {
-    static const std::array<double, kAges> begins = [] {
-        std::array<double, kAges> found;
-        for (std::size_t age = 0; age < kAges; ++age) found[age] = 1000 * begin(age);
+    struct Span {
+        std::uint32_t first = 0;  // bucket of the least age with so many bits
+        std::array<std::uint32_t, 2> ends{UINT32_MAX, UINT32_MAX};  // last ms of it and of the next one
+    };
+    static const std::array<Span, 33> spans = [] {
+        std::array<Span, 33> found;
+        for (std::size_t width = 0; width < found.size(); ++width) {
+            const double least = width ? std::exp2(width - 1) : 0;
+            Span &span = found[width];
+            while (span.first + 1 < kAges && 1000 * begin(span.first + 1) <= least) ++span.first;
+            for (std::size_t i = 0; i < span.ends.size() && span.first + i + 1 < kAges; ++i)
+                span.ends[i] = static_cast<std::uint32_t>(std::ceil(1000 * begin(span.first + i + 1))) - 1;
+        }
         return found;
     }();
-    return static_cast<std::size_t>(std::upper_bound(begins.begin() + 1, begins.end(), age_ms) -
-                                    begins.begin()) -
-           1;
+    const Span &span = spans[static_cast<std::size_t>(std::bit_width(age_ms))];
+    return std::size_t{span.first} + (age_ms > span.ends[0]) + (age_ms > span.ends[1]);
 }
 
 void ReuseTables::learn(const Table<double> &present, double seconds) {
@@ -99,30 +126,40 @@ void ReuseTables::compute() {
             add(risk, at_risk_[role * kFeatures + each]);
         }
         const Ages of_role = smoothed(reused, risk, base, weight);
+        std::optional<std::size_t> unknown;  // a class without counts: all of them are the same
         for (std::size_t each = 0; each < kFeatures; ++each) {
             const std::size_t kind = role * kFeatures + each;
+            const bool is_unknown = is_empty(at_risk_[kind]) && is_empty(reused_[kind]);
+            if (is_unknown && unknown) {
+                rate_[kind] = rate_[*unknown];
+                worth_[kind] = worth_[*unknown];
+                continue;
+            }
+            if (is_unknown) unknown = kind;
             rate_[kind] = smoothed(reused_[kind], at_risk_[kind], of_role, weight);
             worth_[kind] = gittins(rate_[kind]);
         }
     }
 }
 
+// From all ages at once, in vectors.
 std::array<double, ReuseTables::kAges + 1> ReuseTables::gittins(const Ages &rate) {
-    std::array<double, kAges + 1> found;
-    Ages chance;
-    for (std::size_t age = 0; age < kAges; ++age) chance[age] = -std::expm1(-rate[age] * widths()[age]);
-    for (std::size_t age = 0; age < kAges; ++age) {
-        double alive = 1, hits = 0, seconds = 0, best = 0;
-        for (std::size_t until = age; until < kAges; ++until) {
-            hits += alive * chance[until];
-            seconds += alive * chance[until] / rate[until];
-            best = std::max(best, hits / seconds);
-            alive *= 1 - chance[until];
+    std::array<double, kAges + 1> best{};
+    Ages alive, hits{}, seconds{};
+    alive.fill(1);
+    for (std::size_t until = 0; until < kAges; ++until) {
+        const double chance = -std::expm1(-rate[until] * widths()[until]);
+        for (std::size_t age = 0; age <= until; ++age) {
+            const double now = alive[age] * chance;
+            hits[age] += now;
+            seconds[age] += now / rate[until];
+            const double found = hits[age] / seconds[age];
+            best[age] = best[age] < found ? found : best[age];
+            alive[age] *= 1 - chance;
         }
-        found[age] = best;
     }
-    found[kAges] = found[kAges - 1];
-    return found;
+    best[kAges] = best[kAges - 1];
+    return best;
 }
 
 double ReuseTables::place(std::uint32_t age_ms) {
@@ -150,6 +187,7 @@ bool ReuseTables::load(std::span<const std::uint8_t> bytes) {
     if (bytes.size() != save().size()) return false;
     std::memcpy(&version, bytes.data(), sizeof version);
     if (version != kVersion) return false;
+    if (!are_counts(bytes.subspan(sizeof version))) return false;
     const std::uint8_t *in = bytes.data() + sizeof version;
     const auto get = [&in](auto &value) {
         std::memcpy(&value, in, sizeof value);

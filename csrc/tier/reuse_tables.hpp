@@ -58,7 +58,7 @@ class ReuseTables {
     double index(std::size_t kind, std::size_t age) const { return worth_[kind][age]; }
 
     // Everything that was learned, to go on with in another process. `load` returns false, and changes
-    // nothing, for bytes of another version.
+    // nothing, for bytes of another version or impossible counts.
     std::vector<std::uint8_t> save() const;
     bool load(std::span<const std::uint8_t> bytes);
 

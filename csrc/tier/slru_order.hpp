@@ -18,7 +18,7 @@ class SlruOrder final : public LeafOrder {
     void arrive(Slot slot, const Digest &digest, std::uint32_t depth) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
     void use(std::span<const Slot> path, const RequestEnd *end) override;
-    void prefetch(const Digest &digest) const override { ghosts_.prefetch(digest); }
+    void prefetch(Slot, const Digest &digest) const override { ghosts_.prefetch(digest); }
     void resize(std::uint32_t slots) override;
     void clear() override;
     std::size_t bytes() const override;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <vector>
 
 #include "tier/lru_order.hpp"
@@ -64,6 +65,14 @@ class Tenants {
 
     void remove(Slot slot) {
         if (on_) order_of(slot).remove(links_, slot);
+    }
+
+    void add_path(std::span<const Slot> path) {
+        if (on_) order_of(path.front()).add_path(links_, path);
+    }
+
+    void remove_path(std::span<const Slot> path) {
+        if (on_) order_of(path.front()).remove_path(links_, path);
     }
 
     void set_busy(Slot slot, bool busy) {

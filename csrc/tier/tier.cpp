@@ -49,21 +49,31 @@ bool Tier::end_use(LeaseId lease, const RequestEnd *end) {
     const auto found = leases_.find(lease);
     if (found == leases_.end()) return false;
     if (!learns_) return end_lease(lease);
-    std::size_t count = 0;
-    Slot deepest = kNoSlot;
-    for (const Slot slot : found->second.slots) {
-        const Entry &entry = entries_[slot];
-        if (!entry.findable || entry.state != SlotState::kReady) continue;
-        ++count;
-        if (deepest == kNoSlot || entry.depth > entries_[deepest].depth) deepest = slot;
-    }
-    path_.clear();
-    make_room(path_, count);
-    for (Slot slot = deepest; path_.size() < count && slot != kRoot; slot = entries_[slot].parent)
-        path_.push_back(slot);
+    path_of(found->second);
     order_->set_time(now_ms());
     order_->use(path_, end);
     return end_lease(lease);
+}
+
+// Sets `path_` to the entries that the lease pins, from the deepest one up.
+void Tier::path_of(const Lease &lease) {
+    path_.clear();
+    make_room(path_, lease.slots.size());
+    bool in_order = true;
+    for (std::size_t i = 0; i < lease.slots.size(); ++i) {
+        if (i + kAhead < lease.slots.size()) __builtin_prefetch(&entries_[lease.slots[i + kAhead]], 1);
+        const Slot slot = lease.slots[i];
+        const Entry &entry = entries_[slot];
+        if (!entry.findable || entry.state != SlotState::kReady) continue;
+        in_order = in_order && (path_.empty() || entry.parent == path_.back());
+        path_.push_back(slot);
+    }
+    if (in_order) return std::reverse(path_.begin(), path_.end());
+    const std::size_t count = path_.size();
+    Slot slot = *std::max_element(path_.begin(), path_.end(),
+                                  [this](Slot a, Slot b) { return entries_[a].depth < entries_[b].depth; });
+    path_.clear();
+    for (; path_.size() < count && slot != kRoot; slot = entries_[slot].parent) path_.push_back(slot);
 }
 
 bool Tier::end_lease(LeaseId lease) {
@@ -71,9 +81,9 @@ bool Tier::end_lease(LeaseId lease) {
     if (found == leases_.end()) return false;
     std::vector<Slot> &slots = found->second.slots;
     // From the end of the path, so that the deepest block is evicted first.
-    for (std::size_t i = slots.size(); i-- > 0;) {
-        if (i >= kAhead) __builtin_prefetch(&entries_[slots[i - kAhead]], 1);
-        unpin(slots[i]);
+    for (std::size_t left = slots.size(); left > 0;) {
+        left -= unpin_path({slots.data(), left});
+        if (left) unpin(slots[--left]);
     }
     slots.clear();
     if (slots.capacity() > kMostKeptPins)
@@ -177,34 +187,73 @@ void Tier::pin(Lease &lease, Slot slot) {
     if (entries_[slot].pins++ == 0) refresh(slot);
 }
 
-// As `pin`, for an entry whose parent is used already: nothing changes further up.
-void Tier::pin_ready(Lease &lease, Slot slot) {
-    ++pins_;
-    lease.slots.push_back(slot);
-    Entry &entry = entries_[slot];
-    if (entry.pins++ || entry.used) return;
-    order_remove(slot);
-    if (entry.parent != kRoot) {
-        ++entries_[entry.parent].used_children;
-        entries_[entry.parent].busy_children += !entry.busy;
+// Uses the READY blocks of a path, each the parent of the next one. `known`: the leading blocks without a
+// hit.
+void Tier::pin_path(Lease &lease, std::span<const Slot> path, std::size_t known, std::uint32_t now) {
+    pins_ += path.size();
+    lease.slots.insert(lease.slots.end(), path.begin(), path.end());
+    // An entry that is not used is above others that are not: these leave the eviction order together.
+    std::size_t used = path.size();
+    std::uint32_t newly_used = 0, newly_busy = 0;  // children
+    for (std::size_t i = path.size(); i-- > 0;) {
+        Entry &entry = entries_[path[i]];
+        ++entry.pins;
+        entry.hits += i >= known && entry.hits != UINT32_MAX;
+        entry.touched_ms = now;
+        if (entry.used) continue;
+        used = i;
+        entry.used_children += newly_used;
+        entry.busy_children += newly_busy;
+        newly_used = 1;
+        newly_busy = !entry.busy;
+        entry.used = entry.busy = true;
     }
-    entry.used = entry.busy = true;
+    const std::span<const Slot> idle = path.subspan(used);
+    if (idle.empty()) return;
+    order_->remove_path(idle);
+    tenants_.remove_path(idle);
+    const Slot above = entries_[idle.front()].parent;
+    if (above == kRoot) return;
+    ++entries_[above].used_children;
+    entries_[above].busy_children += newly_busy;
+    refresh(above);
 }
 
 void Tier::unpin(Slot slot) {
     --pins_;
-    Entry &entry = entries_[slot];
-    if (--entry.pins) return;
-    if (!entry.findable) return free_if_unused(slot);
-    const bool is_idle = entry.state == SlotState::kReady && !entry.used_children && !entry.busy_children &&
-                         !entry.holds && entry.used;
-    const bool has_pinned_parent = entry.parent != kRoot && entries_[entry.parent].pins;
-    if (!is_idle || !has_pinned_parent) return refresh(slot);
-    // As for most blocks of a path that is released from its end: nothing changes further up.
-    entry.used = entry.busy = false;
-    order_add(slot, false);
-    --entries_[entry.parent].used_children;
-    --entries_[entry.parent].busy_children;
+    if (--entries_[slot].pins) return;
+    if (!entries_[slot].findable) return free_if_unused(slot);
+    refresh(slot);
+}
+
+// Unpins the end of a lease's path, as far up as nothing else uses or holds its blocks, and returns how many
+// that are: with them, nothing changes further up.
+std::size_t Tier::unpin_path(std::span<const Slot> pinned) {
+    std::size_t first = pinned.size();
+    std::uint32_t below = 0;  // children of a block that were unpinned before it
+    Slot above = kRoot;
+    for (; first > 0; --first) {
+        if (first > kAhead) __builtin_prefetch(&entries_[pinned[first - 1 - kAhead]], 1);
+        Entry &entry = entries_[pinned[first - 1]];
+        const bool is_next = first < 2 ? entry.parent == kRoot : entry.parent == pinned[first - 2];
+        if (!is_next || entry.pins != 1 || entry.used_children != below || entry.busy_children != below ||
+            entry.holds || entry.state != SlotState::kReady)
+            break;
+        entry.pins = entry.used_children = entry.busy_children = 0;
+        entry.used = entry.busy = false;
+        above = entry.parent;
+        below = 1;
+    }
+    const std::span<const Slot> idle = pinned.subspan(first);
+    if (idle.empty()) return 0;
+    pins_ -= idle.size();
+    order_->add_path(above == kRoot ? kNoSlot : above, idle);
+    tenants_.add_path(idle);
+    if (above != kRoot) {
+        --entries_[above].used_children;
+        --entries_[above].busy_children;
+    }
+    return idle.size();
 }
 
 void Tier::free_slot(Slot slot) {
@@ -319,7 +368,7 @@ void Tier::evict_coldest(std::size_t count, BlockList *evicted) {
     for (const Slot slot : victims_) {
         if (evicted) append(*evicted, slot);
         index_.prefetch(digests_[slot]);
-        if (learns_) order_->prefetch(digests_[slot]);
+        if (learns_) order_->prefetch(slot, digests_[slot]);
     }
     for (const Slot slot : victims_) {
         remove_entry(slot);
@@ -442,14 +491,16 @@ std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std:
     check_hashes(hashes);
     make_room(lease.slots, hashes.size());
     if (status) make_room(*status, hashes.size());
+    const auto prefetch = [&](std::size_t at) {
+        index_.prefetch(hashes[at]);
+        if (learns_) order_->prefetch(slots[at], hashes[at]);
+        __builtin_prefetch(&digests_[slots[at]], 1);
+    };
+    for (std::size_t at = 0; at < std::min(kAhead, hashes.size()); ++at) prefetch(at);
     std::size_t i = 0;
     Slot parent = resolve_parent(parent_hash);
     for (; i < hashes.size() && parent != kNoSlot; ++i) {
-        if (i + kAhead < hashes.size()) {
-            index_.prefetch(hashes[i + kAhead]);
-            if (learns_) order_->prefetch(hashes[i + kAhead]);
-            __builtin_prefetch(&digests_[slots[i + kAhead]], 1);
-        }
+        if (i + kAhead < hashes.size()) prefetch(i + kAhead);
         const Entry &entry = entries_[slots[i]];
         if (entry.children || entry.holds) break;  // a copy into it, or into its children, is in flight
         const Slot present = index_.find(hashes[i]);

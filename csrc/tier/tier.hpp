@@ -341,6 +341,7 @@ class Tier {
     LeaseId add_lease();
     bool end_lease(LeaseId lease);
     bool end_use(LeaseId lease, const RequestEnd *end);
+    void path_of(const Lease &lease);
     bool pin_run(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known,
                  std::uint32_t now, std::vector<Slot> &table);
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
@@ -376,8 +377,9 @@ class Tier {
     std::vector<Slot> subtree(const std::vector<Slot> &named) const;
     void remove_subtrees(const std::vector<Slot> &doomed);
     void pin(Lease &lease, Slot slot);
-    void pin_ready(Lease &lease, Slot slot);
+    void pin_path(Lease &lease, std::span<const Slot> path, std::size_t known, std::uint32_t now);
     void unpin(Slot slot);
+    std::size_t unpin_path(std::span<const Slot> pinned);
     void free_slot(Slot slot);
     void free_if_unused(Slot slot);
     void link(Slot slot, const Digest &digest, Slot parent, Tenant tenant = 0);

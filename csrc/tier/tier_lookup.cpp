@@ -44,29 +44,25 @@ bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t
     make_room(table, count);
     table.resize(first + count);
     const std::span<Slot> run = std::span(table).subspan(first);
-    for (std::size_t i = count; one_path && i-- > 0; last = entries_[last].parent) {
-        if (last >= kAhead && entries_[last].parent == last - 1) {
-            prefetch_entry(last - kAhead);  // a run of neighbours, as most paths have
+    for (std::size_t i = count; one_path && i-- > 0;) {
+        run[i] = last;
+        one_path = digests_[last] == hashes[start + i];
+        const Slot parent = entries_[last].parent;
+        if (last >= kAhead && parent == last - 1) {
+            // A run of neighbours, as most paths have: the next entry need not wait for this one.
+            prefetch_entry(last - kAhead);
+            --last;
         } else {
             if (i >= 2 * kAhead) index_.prefetch(hashes[start + i - 2 * kAhead]);
             if (i >= kAhead) prefetch_entry(index_.guess(hashes[start + i - kAhead]));
+            last = parent;
         }
-        run[i] = last;
-        one_path = digests_[last] == hashes[start + i];
     }
     if (!one_path) {
         table.resize(first);
         throw std::invalid_argument("hashes are not one path");
     }
-    for (std::size_t i = 0; i < count; ++i) {
-        Entry &entry = entries_[run[i]];
-        entry.touched_ms = now;
-        if (start + i >= known && entry.hits != UINT32_MAX) ++entry.hits;
-        if (i == 0)
-            pin(lease, run[i]);  // its parent may not be used
-        else
-            pin_ready(lease, run[i]);
-    }
+    pin_path(lease, run, known > start ? known - start : 0, now);
     return pending;
 }
 

@@ -118,8 +118,9 @@ class Engine:
         plans = self._cache.take_plans()
         start = time.perf_counter()
         result = self._ranks.execute(plans, chunks)
-        if any(chunk.tokens.size > 1 for chunk in chunks) and not any(plan.loads for plan in plans):
-            self._cache.observe(chunks, time.perf_counter() - start)
+        if any(chunk.tokens.size > 1 for chunk in chunks):
+            waited = any(plan.loads for plan in plans)
+            self._cache.observe(chunks, time.perf_counter() - start, waited=waited)
         outcomes = {outcome.request_id: outcome for outcome in self._cache.apply(result.reports)}
         results = {each.sequence: each for each in result.chunks}
         ended = []

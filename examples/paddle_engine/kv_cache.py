@@ -89,11 +89,11 @@ class FdcacheBlocks:
         """Apply the ranks' reports, expire overdue plans, and return the outcomes of loads."""
         return self.manager.apply(reports) + self.manager.expire()
 
-    def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Report the time of a step that waited for no load."""
+    def observe(self, chunks: Sequence[Chunk], seconds: float, *, waited: bool) -> None:
+        """Report the time of a step; ``waited``: its layers waited for loads."""
         found = [(self._requests[chunk.sequence], chunk) for chunk in chunks]
         computed = [(request, chunk.start, min(chunk.stop, request.num_tokens)) for request, chunk in found]
-        self.manager.observe_prefill(computed, seconds)
+        self.manager.observe_prefill(computed, seconds, waited=waited)
 
     def append(self, name: str, tokens: Sequence[int], num_computed: int) -> None:
         """Append accepted tokens; the first ``num_computed`` tokens have their KV on every rank."""
@@ -160,7 +160,7 @@ class FreshBlocks:
         """Return nothing: there are no copies."""
         return []
 
-    def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
+    def observe(self, chunks: Sequence[Chunk], seconds: float, *, waited: bool) -> None:
         """Do nothing: nothing could be loaded instead."""
 
     def append(self, name: str, tokens: Sequence[int], num_computed: int) -> None:

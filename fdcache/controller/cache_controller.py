@@ -267,7 +267,7 @@ class CacheController:
         """
         with self._submission, self._lock:
             self._check_usable()
-            peers = peers or self._settings_in_force().peers
+            peers = peers or self._settings_in_force().peers_in_force
             if not peers.is_on:
                 return None
             if self._planes is None:
@@ -317,6 +317,19 @@ class CacheController:
             return event
 
         transfer.layer_computed(layer, computed, record)
+
+    def connect_peers(self, addresses: Sequence[str], *, eagerly: bool | None = None) -> None:
+        """Name a prefill instance that will be fetched from, by the address of each of its ranks.
+
+        ``eagerly``: connect now, by default if FD_ENABLE_PD_RDMA_EAGER_CONNECT is on; else the first fetch does. Does
+        nothing without ``open_transfer``.
+        """
+        if eagerly is None:
+            eagerly = self._settings_in_force().disaggregation.eager_rdma
+        with self._lock:
+            transfer = self._transfer
+        if transfer is not None and eagerly:
+            transfer.connect(addresses)
 
     def transfer_stats(self) -> TransferStats | None:
         """Return counts, peers and hand-overs in flight of this rank, None without ``open_transfer``."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fdcache.controller.layers import layer_groups
 from fdcache.devices.base import Device, DevicePlanes, PlaneBinding
+from fdcache.devices.cuda import CudaDevice
 from fdcache.errors import TransferError
 from fdcache.layout import KVLayout
 from fdcache.settings.cache import TransferSettings
@@ -27,8 +28,8 @@ def open_endpoint(
     verifies: bool,
 ) -> TransferEndpoint:
     """Open the endpoint of one rank. Raises ``TransferError``, also for a connector that reads no GPU."""
-    access = device.peer_access(planes)
-    if access is not None and peers.connector != "ipc":
+    access = device.peer_access(planes) if isinstance(device, CudaDevice) else None
+    if device.has_compute_streams and (access is None or peers.connector != "ipc"):
         raise TransferError(
             f"FDCACHE_TRANSFER={peers.connector}: the blocks are on a GPU, and this connector reads CPU memory; use ipc"
         )

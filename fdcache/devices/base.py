@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fdcache._core import CopyWindow, PlaneTable, PlanLauncher, RecordTable
 from fdcache.layout import Plane
 from fdcache.metadata import CacheSwapMetadata, TransferResult
-
-if TYPE_CHECKING:
-    from fdcache.devices.cuda_peers import CudaPeerAccess
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +245,6 @@ class Device(Protocol):
 
     def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> DevicePlanes:
         """Bind the planes of a layout, in its order, for ``copy_blocks`` with records of ``record_bytes``."""
-
-    def peer_access(self, planes: DevicePlanes) -> CudaPeerAccess | None:
-        """Return reads of these planes out of those of peers; None if they are in CPU memory."""
 
     def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
         """Prepare a batch of copies. Raises ``PlanError`` naming the pair that cannot be copied."""

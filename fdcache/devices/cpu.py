@@ -208,9 +208,6 @@ class CpuDevice:
         """Bind the planes of a layout, in its order."""
         return CpuPlanes(bindings)
 
-    def peer_access(self, planes: DevicePlanes) -> None:
-        """Return None: the planes are in CPU memory."""
-
     def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
         """Prepare a batch of copies. Raises ``PlanError`` naming the pair that cannot be copied."""
         if not isinstance(planes, CpuPlanes):

@@ -148,7 +148,7 @@ class CudaDevice:
 
     def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> CudaPlanes:
         """Bind the planes of a layout, in its order."""
-        return CudaPlanes(bindings, record_bytes, self._memory)
+        return CudaPlanes.of(bindings, record_bytes, self._memory)
 
     def peer_access(self, planes: DevicePlanes) -> CudaPeerAccess:
         """Return reads of these planes out of those of peers."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fdcache.devices.cuda_planes import CudaPlanes
 from fdcache.devices.cuda_streams import core_event
 from fdcache.devices.topology import Gpu, find_gpu, import_cupy
 from fdcache.errors import DeviceError, TransferError
+from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, UInt64Array
 
 _PROCESS = uuid.uuid4().bytes
@@ -55,6 +57,17 @@ class DevicePlaneTable(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
     allocations: tuple[Allocation, ...]
     planes: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MappedPlanes:
+    """The planes of a peer in this process, mapped as long as ``owners`` exist. ``local``: on the same GPU."""
+
+    addresses: list[int]
+    strides: list[int]
+    num_blocks: int
+    owners: tuple[Any, ...]
+    local: bool
 
 
 class CudaRead:
@@ -101,6 +114,7 @@ class CudaPeerAccess:
     ) -> None:
         self._gpu, self._context, self._copier, self._memory = gpu, context, copier, memory
         self._planes = planes
+        self._parts: dict[Hashable, CudaPlanes] = {}
         self._threads = budget * _MULTIPROCESSOR_THREADS
         self._grid = grid
         cupy = import_cupy()
@@ -136,15 +150,15 @@ class CudaPeerAccess:
             )
         )
 
-    def open(self, described: bytes) -> CudaPlanes:
-        """Map the planes of a peer, until they are deleted. Raises ``TransferError`` naming what does not fit."""
+    def open(self, described: bytes, layout: KVLayout) -> MappedPlanes:
+        """Map the planes of a peer with this layout. Raises ``TransferError`` naming what does not fit."""
         try:
             table = msgspec.msgpack.decode(described, type=DevicePlaneTable)
         except msgspec.DecodeError as error:
             raise TransferError(f"memory: the peer's description cannot be read: {error}") from error
         if table.machine != _machine():
             raise TransferError("memory: the peer's GPU is in another machine; ipc needs both on one node")
-        self._check(table)
+        _check(table, layout)
         try:
             bases, owners = self._map(table)
         except (_core.CudaError, DeviceError, ValueError) as error:
@@ -152,13 +166,29 @@ class CudaPeerAccess:
                 f"memory: the peer's planes on {table.gpu} cannot be opened from {self._gpu.uuid}: {error}; ipc needs "
                 "GPUs with peer access (nvidia-smi topo -p2p r) and, in containers, --ipc=host"
             ) from error
-        bindings = [
-            PlaneBinding(mine.plane, bases[index] + offset, stride, table.num_blocks, owners)
-            for mine, (index, offset, stride) in zip(self._planes.bindings, table.planes, strict=True)
-        ]
-        return CudaPlanes(
-            bindings, self._planes.record_bytes, self._memory, local=table.gpu == self._gpu.uuid
+        return MappedPlanes(
+            [bases[index] + offset for index, offset, _ in table.planes],
+            [stride for _, _, stride in table.planes],
+            table.num_blocks,
+            owners,
+            table.gpu == self._gpu.uuid,
         )
+
+    def bind(self, mapped: MappedPlanes, table: _core.PlaneTable) -> CudaPlanes:
+        """Return planes of a peer, or pieces of them, for ``read``."""
+        own = self._planes
+        return CudaPlanes(
+            table, own.num_planes, mapped.num_blocks, own.record_bytes, self._memory, local=mapped.local
+        )
+
+    def part(self, key: Hashable, table: _core.PlaneTable) -> CudaPlanes:
+        """Return pieces of the own planes; made once for each ``key``."""
+        if key not in self._parts:
+            own = self._planes
+            self._parts[key] = CudaPlanes(
+                table, own.num_planes, own.num_blocks, own.record_bytes, self._memory
+            )
+        return self._parts[key]
 
     def read(
         self,
@@ -168,8 +198,12 @@ class CudaPeerAccess:
         first_plane: int,
         last_plane: int,
         after: Sequence[Event] = (),
+        *,
+        target: CudaPlanes | None = None,
     ) -> CudaRead:
         """Begin to read planes of the peer's blocks ``places`` into ``slots``, after these events.
+
+        ``target``: pieces of the own planes, by default all of them.
 
         Raises ``IndexError`` for a block that does not exist, ``DeviceError`` if the GPU has no memory for it.
         """
@@ -181,7 +215,7 @@ class CudaPeerAccess:
                 self._reads.ptr,
                 source.core,
                 places,
-                self._planes.core,
+                (target or self._planes).core,
                 slots,
                 first_plane,
                 last_plane,
@@ -197,8 +231,11 @@ class CudaPeerAccess:
             raise
         return CudaRead(work, source, self._memory, table)
 
-    def sums(self, slots: Int32Array) -> UInt64Array:
-        """Return the sum of each block, as ``sum_planes`` of the CPU does. Raises ``DeviceError``."""
+    def sums(self, slots: Int32Array, planes: CudaPlanes | None = None) -> UInt64Array:
+        """Return the sum of each block, as ``sum_planes`` of the CPU does. Raises ``DeviceError``.
+
+        ``planes``: pieces of the own planes, by default all of them.
+        """
         if not len(slots):
             return np.empty(0, np.uint64)
         table = self._memory.take_table(len(slots) * _ROW_BYTES)
@@ -206,7 +243,7 @@ class CudaPeerAccess:
             work = _core.sum_device_planes(
                 self._copier,
                 self._sums.ptr,
-                self._planes.core,
+                (planes or self._planes).core,
                 np.ascontiguousarray(slots),
                 table.host,
                 table.device,
@@ -238,25 +275,6 @@ class CudaPeerAccess:
                 "FLAGS_use_virtual_memory_auto_growth, CuPy without MemoryAsyncPool"
             ) from error
 
-    def _check(self, table: DevicePlaneTable) -> None:
-        """Raise ``TransferError`` unless every block of every plane lies within its allocation."""
-        mine = self._planes.bindings
-        if len(table.planes) != len(mine):
-            raise TransferError(f"planes: the peer has {len(table.planes)}, the layout {len(mine)}")
-        for binding, (index, offset, stride) in zip(mine, table.planes, strict=True):
-            plane, last = binding.plane, table.num_blocks - 1
-            fits = (
-                0 <= index < len(table.allocations)
-                and offset >= 0
-                and stride >= plane.nbytes
-                and last >= 0
-                and offset + last * stride + plane.nbytes <= table.allocations[index].nbytes
-            )
-            if not fits:
-                raise TransferError(
-                    f"plane {plane.kind.value} of layer {plane.layer} is not within the peer's allocation"
-                )
-
     def _map(self, table: DevicePlaneTable) -> tuple[list[int], tuple[Any, ...]]:
         """Return the addresses of the allocations in this process, and what keeps them mapped."""
         if table.process != _process():
@@ -265,6 +283,25 @@ class CudaPeerAccess:
         if table.gpu != self._gpu.uuid:
             _core.enable_peer_access(self._context, _core.CudaContext(find_gpu(table.gpu).ordinal))
         return [each.address for each in table.allocations], ()
+
+
+def _check(table: DevicePlaneTable, layout: KVLayout) -> None:
+    """Raise ``TransferError`` unless every block of every plane lies within its allocation."""
+    if len(table.planes) != layout.num_planes:
+        raise TransferError(f"planes: the peer has {len(table.planes)}, the layout {layout.num_planes}")
+    for plane, (index, offset, stride) in zip(layout.planes, table.planes, strict=True):
+        last = table.num_blocks - 1
+        fits = (
+            0 <= index < len(table.allocations)
+            and offset >= 0
+            and stride >= plane.nbytes
+            and last >= 0
+            and offset + last * stride + plane.nbytes <= table.allocations[index].nbytes
+        )
+        if not fits:
+            raise TransferError(
+                f"plane {plane.kind.value} of layer {plane.layer} is not within the peer's allocation"
+            )
 
 
 def _process() -> bytes:

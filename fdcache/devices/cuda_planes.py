@@ -12,28 +12,43 @@ from fdcache.devices.cuda_memory import CudaMemory
 
 
 class CudaPlanes:
-    """Planes of a layout in GPU memory, and the table of their chunks that the kernels read.
+    """Planes in GPU memory, or pieces of planes, and the table of their chunks that the kernels read.
 
     ``local``: the memory is that of the GPU that has the table.
     """
 
     def __init__(
-        self, bindings: Sequence[PlaneBinding], record_bytes: int, memory: CudaMemory, *, local: bool = True
+        self,
+        table: _core.PlaneTable,
+        num_planes: int,
+        num_blocks: int,
+        record_bytes: int,
+        memory: CudaMemory,
+        *,
+        bindings: Sequence[PlaneBinding] = (),
+        local: bool = True,
     ) -> None:
-        self.bindings = tuple(bindings)
+        self.table = table
+        self.num_planes = num_planes
+        self.num_blocks = num_blocks
         self.record_bytes = record_bytes
+        self.bindings = tuple(bindings)
         self.local = local
-        self.num_planes = len(bindings)
-        self.num_blocks = min(binding.num_blocks for binding in bindings)
-        self.table = _core.PlaneTable(
+        chunks, first_chunk = _core.swap_chunks(table, record_bytes)
+        self._chunks = memory.allocate(len(chunks))
+        self._chunks.set(np.frombuffer(chunks, np.uint8))
+        owned = (table, self._chunks)
+        self.core = _core.CudaPlanes(table, self._chunks.data.ptr, first_chunk, num_blocks, owned)
+
+    @classmethod
+    def of(cls, bindings: Sequence[PlaneBinding], record_bytes: int, memory: CudaMemory) -> CudaPlanes:
+        """Return the planes of a layout, in its order."""
+        table = _core.PlaneTable(
             [binding.address for binding in bindings],
             [binding.stride for binding in bindings],
             [binding.plane.nbytes for binding in bindings],
             [binding.plane.offset for binding in bindings],
             [binding.owner for binding in bindings],
         )
-        chunks, first_chunk = _core.swap_chunks(self.table, record_bytes)
-        self._chunks = memory.allocate(len(chunks))
-        self._chunks.set(np.frombuffer(chunks, np.uint8))
-        owned = (self.table, self._chunks)
-        self.core = _core.CudaPlanes(self.table, self._chunks.data.ptr, first_chunk, self.num_blocks, owned)
+        blocks = min(binding.num_blocks for binding in bindings)
+        return cls(table, len(bindings), blocks, record_bytes, memory, bindings=bindings)

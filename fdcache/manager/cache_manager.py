@@ -30,6 +30,7 @@ from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.host import HostCache, HostTier, LocalHostTier
+from fdcache.tiers.reuse import RecentReuse, ReuseReport
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, Traffic
 from fdcache.transfer.factory import require_connector as require_transfer
 
@@ -98,9 +99,17 @@ class CacheManager:
         handovers = None
         if peers is not None and peers.settings.is_on:
             require_transfer(peers.settings)
-            handovers = Handovers(peers, layout, self._requests, counters, lambda: self.num_device_blocks)
+            handovers = Handovers(
+                peers,
+                layout,
+                self._requests,
+                counters,
+                lambda: self.num_device_blocks,
+                settings.lookahead_tokens,
+            )
         self._handovers = handovers
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
+        self._reuse = RecentReuse(tiers.reuse)
         self._clock = None if clock is time.monotonic else clock
         self._set_time()
 
@@ -141,7 +150,7 @@ class CacheManager:
                 layout,
                 storage=storage,
                 lookup=lookup,
-                peers=PeerTerms(settings.peers, settings.disaggregation.wait_decode),
+                peers=PeerTerms.of(settings),
                 clock=clock,
                 link_bandwidth=calibrated_link(settings.transfer.calibration_dir),
             )
@@ -195,7 +204,8 @@ class CacheManager:
 
         The blocks are pinned there until the request is matched or finished.
         """
-        if not self.reads_storage:
+        fetches = self._tiers.fetches
+        if fetches is None or not fetches.is_on:
             return
         with self._lock:
             if self._state is ManagerState.RUNNING:
@@ -231,6 +241,8 @@ class CacheManager:
         """Undo matches that no allocation followed: unpin their blocks. Reads from storage go on."""
         with self._lock:
             for request in requests:
+                if self._handovers is not None:
+                    self._handovers.unmatched(request)
                 self._requests.unmatch(request)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
@@ -297,6 +309,15 @@ class CacheManager:
             handovers = self._required_handovers()
             return [handovers.fetch(request, source) for request, source in sources]
 
+    @property
+    def fetch_room(self) -> int:
+        """Number of requests that may begin to fetch now, so that at most FD_EP_MAX_PREFETCH_TASK_NUM wait for peers.
+
+        Admit the others in a later step. Always 0 with FDCACHE_TRANSFER=none.
+        """
+        with self._lock:
+            return self._handovers.fetch_room if self._handovers is not None else 0
+
     def decline(self, sources: Iterable[PeerSource]) -> None:
         """Tell prefill instances that transfers are not wanted.
 
@@ -339,7 +360,9 @@ class CacheManager:
             return self._plans.close(self._service.arena)
 
     def _figures(self) -> bytes:
-        return msgspec.json.encode(self.get_stats())
+        return msgspec.json.encode(
+            {**msgspec.structs.asdict(self.get_stats()), "reuse": self._reuse.recent()}
+        )
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Publish the full blocks of each request's first ``num_tokens`` tokens, which have their KV on every rank.
@@ -400,7 +423,14 @@ class CacheManager:
             self._choices.record(reports)
             return outcomes
 
-    def observe_prefill(self, chunks: Iterable[tuple[Request, int, int]], seconds: float) -> None:
+    def observe_prefill(
+        self,
+        chunks: Iterable[tuple[Request, int, int]],
+        seconds: float | None,
+        *,
+        waited: bool = False,
+        steps: int = 1,
+    ) -> None:
         """Learn how fast the engine computes: a step took ``seconds`` for tokens ``start`` to ``stop`` of requests.
 
         ::
@@ -408,11 +438,12 @@ class CacheManager:
             manager.observe_prefill([(request, request.num_cached_tokens, request.num_tokens)], seconds)
 
         From the third call on a match loads no more of a prefix than takes less time to load than to compute, unless
-        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills whose layers waited for no load, once
-        their results are there. Raises ``RequestStateError`` for tokens that a request does not have.
+        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills once their results are there.
+        ``seconds``: None if unknown. ``waited``: their layers waited for loads. ``steps``: how many steps in a row
+        computed the chunks. Raises ``RequestStateError`` for tokens that a request does not have.
         """
         with self._lock:
-            self._choices.observe_prefill(chunks, seconds)
+            self._choices.observe_prefill(chunks, seconds, waited=waited, steps=steps)
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""
@@ -426,7 +457,7 @@ class CacheManager:
             self._set_time()
             if self._handovers is not None:
                 for request in requests:
-                    self._handovers.unwanted(request)
+                    self._handovers.released(request)
             self._requests.finish(requests)
             self._choices.forget(requests)
 
@@ -570,7 +601,13 @@ class CacheManager:
                 fetching_blocks=self._plans.blocks_in_flight(SwapPurpose.FETCH),
                 held_blocks=self._handovers.held_blocks if self._handovers else 0,
                 loads=self._choices.figures(),
+                handovers=self._handovers.tally.counts() if self._handovers else [],
             )
+
+    def get_reuse(self) -> dict[CacheLevel, ReuseReport]:
+        """Return what each tier has learned of reuse, for ``FDCACHE_EVICTION=learned``; {} for other policies."""
+        with self._lock:
+            return self._tiers.reuse()
 
     def _blocks_being_loaded(self) -> int:
         return self._plans.blocks_in_flight(SwapPurpose.LOAD) + len(self._plans.open.loads)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 
 MARGIN = 0.03
-"""Advantage in expected time that another choice needs over that of the last decision."""
+"""Advantage in expected time that another choice needs over that of the last decision, and a part over both others."""
 
 _DECAY = 0.85
 """Weight of an observation relative to the next one: half the weight is in the last five."""
@@ -29,6 +29,9 @@ _MOST_SURPRISE = 4.0
 
 _LONGEST = 1e6
 _MIN_OBSERVATIONS = 3
+_CLEARLY_LONGER = 1.3
+"""A step that took this much longer than its loads was computing."""
+
 _SIMPLER = 0.8
 """A fit with one more coefficient has to leave less than this share of the error."""
 
@@ -166,11 +169,11 @@ class PrefillSpeed:
         self._fit = SpeedFit(3, scale=1)
         self.most_tokens = 1
 
-    def observe(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Count a step that computed the tokens ``start`` to ``stop`` of each chunk."""
+    def observe(self, chunks: Sequence[tuple[int, int]], seconds: float, steps: int = 1) -> None:
+        """Count steps that computed the tokens ``start`` to ``stop`` of each chunk."""
         tokens = float(sum(stop - start for start, stop in chunks))
-        self.most_tokens = max(self.most_tokens, int(tokens))
-        self._fit.observe((1.0, tokens, sum(_pairs(start, stop) for start, stop in chunks)), seconds)
+        self.most_tokens = max(self.most_tokens, int(tokens / steps))
+        self._fit.observe((float(steps), tokens, sum(_pairs(start, stop) for start, stop in chunks)), seconds)
 
     @property
     def is_known(self) -> bool:
@@ -271,6 +274,10 @@ class CostModel:
         """Return True if reads from storage can be compared with computing."""
         return self.loads_are_known() and self.storage.is_known
 
+    def observe_read(self, num_blocks: int, seconds: float, now: float) -> None:
+        """Count a read from storage."""
+        self.storage.observe(num_blocks * self._record_bytes, seconds, now)
+
     def seconds_of_read(self, num_blocks: int) -> float:
         """Return the expected seconds of one read from storage."""
         return self.storage.seconds(num_blocks * self._record_bytes)
@@ -291,10 +298,19 @@ class CostModel:
         compute = self.prefill.seconds(num_blocks * self._block_size, cached.num_tokens)
         return wait + max(load, compute) + min(load, compute) / self._stages
 
+    def observe_waiting(
+        self, chunks: Sequence[tuple[int, int]], seconds: float, loaded: int, steps: int
+    ) -> None:
+        """Learn the engine's speed from steps whose layers waited for ``loaded`` blocks, if computing took longer."""
+        load = self.link.seconds(loaded * self._block_bytes)
+        if 0 < load * _CLEARLY_LONGER < seconds:
+            self.prefill.observe(chunks, seconds - load / self._stages, steps)
+
     def decide(self, cached: Cached, last: LoadChoice | None = None) -> Decision:
         """Return how much of a cached prefix is worth loading.
 
-        Another choice than the ``last`` one needs an advantage of ``MARGIN``, so that noise changes nothing.
+        Another choice than the ``last`` one needs an advantage of ``MARGIN``, so that noise changes nothing. A part
+        always needs it: a few blocks less, or more, are no gain that the model can tell.
         """
         whole = cached.num_blocks
         is_known = self.reads_are_known() if cached.in_storage else self.loads_are_known()
@@ -303,10 +319,7 @@ class CostModel:
         found = {blocks: self.seconds(cached, blocks) for blocks in sorted(self._candidates(cached))}
         best = min(
             found,
-            key=lambda blocks: (
-                found[blocks] * (1 - MARGIN if _choice(cached, blocks) is last else 1),
-                -blocks,
-            ),
+            key=lambda blocks: (found[blocks] * _handicap(_choice(cached, blocks), last), -blocks),
         )
         return Decision(best, _choice(cached, best), found[best], found[whole], found[cached.on_device])
 
@@ -335,6 +348,12 @@ class CostModel:
             else:
                 last = middle - 1
         return first
+
+
+def _handicap(choice: LoadChoice, last: LoadChoice | None) -> float:
+    if choice is LoadChoice.PART:
+        return 1 + MARGIN
+    return 1 - MARGIN if choice is last else 1.0
 
 
 def _choice(cached: Cached, blocks: int) -> LoadChoice:

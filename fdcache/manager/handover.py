@@ -14,16 +14,30 @@ from fdcache.manager.requests import LiveRequests, PeerSource, PlannedFetch, Req
 from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan
 from fdcache.plans.blocks import Blocks
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger, make_swap
+from fdcache.settings import Settings
 from fdcache.settings.peers import PeerSettings
+from fdcache.tiers.handovers import HandoverTally
 from fdcache.tiers.statistics import Counters
 
 
 @dataclass(frozen=True, slots=True)
 class PeerTerms:
-    """Settings of hand-overs. ``wait``: seconds for which a send waits for a peer to ask."""
+    """Settings of hand-overs. ``wait``: seconds for which a send waits for a peer to ask.
+
+    ``keeps_asking``: a fetch that finds no room is tried again; without it prefill is told that it is not wanted.
+    ``most_ahead``: requests that should wait for peers at a time.
+    """
 
     settings: PeerSettings
     wait: float = 30.0
+    keeps_asking: bool = True
+    most_ahead: int = 8
+
+    @classmethod
+    def of(cls, settings: Settings) -> PeerTerms:
+        """Return the terms of settings."""
+        terms = settings.disaggregation
+        return cls(settings.peers_in_force, terms.wait_decode, terms.keep_asking_decode, terms.max_prefetch)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,12 +63,16 @@ class Handovers:
         requests: LiveRequests,
         counters: Counters,
         num_device_blocks: Callable[[], int],
+        lookahead_tokens: int,
     ) -> None:
+        self._lookahead_tokens = lookahead_tokens
         self._terms = terms
         self._layout = layout
+        self._peer_layout = layout.with_tp_size(terms.settings.peer_ranks or layout.tp_size)
         self._requests = requests
         self._counters = counters
         self._num_device_blocks = num_device_blocks
+        self.tally = HandoverTally()
         self._unsent: list[_Unsent] = []
         self._declined: list[PeerSource] = []
         self._cancelled: list[int] = []
@@ -73,6 +91,12 @@ class Handovers:
     def held_blocks(self) -> int:
         """Slots of fetches that no request waits for any more."""
         return sum(len(each.slots) for each in self._fetches.values() if not each.is_waited_for)
+
+    @property
+    def fetch_room(self) -> int:
+        """Requests that may begin to wait for a peer."""
+        waiting = sum(each.is_waited_for for each in self._fetches.values())
+        return max(max(self._terms.most_ahead, 1) - waiting, 0)
 
     # --- prefill ----------------------------------------------------------------------------------------------
 
@@ -106,6 +130,7 @@ class Handovers:
         else:
             count = self._requests.expect_from_peer(request, source)
         if not count:
+            self._requests.take_unasked(request)
             self.decline(source)
         return count
 
@@ -113,8 +138,23 @@ class Handovers:
         """Tell a peer that a transfer is not wanted."""
         self._declined.append(source)
 
+    def unmatched(self, request: Request) -> None:
+        """Take note that a request found no room, or is not wanted; call it before the request is released."""
+        if not self._terms.keeps_asking:
+            self._decline_unasked(request)
+
+    def released(self, request: Request) -> None:
+        """End what a request fetches, or would fetch; call it before the request is released."""
+        self._decline_unasked(request)
+        self.unwanted(request)
+
+    def _decline_unasked(self, request: Request) -> None:
+        if (source := self._requests.take_unasked(request)) is not None:
+            self.decline(source)
+
     def unwanted(self, request: Request) -> None:
-        """End the fetches that a request waits for; call it before the request is released."""
+        """End the fetches that a request waits for."""
+        self._requests.give_up_fetch(request)
         for plan_id, each in self._fetches.items():
             if each.request is request and each.is_waited_for:
                 self._cancelled.append(plan_id)
@@ -220,11 +260,14 @@ class Handovers:
         )
 
     def _fetch_task(self, source: PeerSource, fetch: PlannedFetch | None = None) -> PeerTask:
-        hashes, first = np.empty((0, 32), np.uint8), 0
+        hashes, first, peer_hashes = np.empty((0, 32), np.uint8), 0, b""
         slots, generations = np.empty(0, np.int32), np.empty(0, np.uint32)
         if fetch is not None:
             slots, generations, first = fetch.slots, fetch.generations, fetch.first_block
             hashes = fetch.request.block_hashes[: first + len(slots)]
+            if self._peer_layout is not self._layout:
+                theirs = fetch.request.hashes_for(self._peer_layout, self._lookahead_tokens)
+                peer_hashes = theirs[first : first + len(slots)].tobytes()
         positions = np.arange(first, first + len(slots), dtype=np.int32)
         run = Blocks.of_path(hashes, first, positions, np.zeros(len(slots), np.uint32))
         return PeerTask(
@@ -234,5 +277,6 @@ class Handovers:
             timeout=self._terms.settings.timeout,
             addresses=source.addresses,
             attempt=source.attempt,
-            wanted=fetch is not None,
+            peer_hashes=peer_hashes,
+            wanted=fetch is not None and fetch.is_waited_for and not fetch.given_up,
         )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fdcache.errors import HashingError
+from fdcache.manager.requests import Request
 from fdcache.metadata import HashArray
 from fdcache.plans.blocks import ROOT
 
@@ -61,6 +62,10 @@ class KeyedRequest:
     def append_keys(self, keys: HashArray) -> None:
         """Append the keys of further blocks. Raises ``HashingError``."""
         self.block_hashes = np.concatenate((self.block_hashes, _checked(keys)))
+
+
+OffloadRequest = Request | KeyedRequest
+"""A request of an ``OffloadManager``."""
 
 
 def _checked(keys: Any) -> HashArray:

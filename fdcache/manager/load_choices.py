@@ -11,7 +11,9 @@ import msgspec
 from fdcache.errors import RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LinkSpeed, LoadChoice
-from fdcache.manager.requests import LoadLimit, Request
+from fdcache.manager.keyed import OffloadRequest
+from fdcache.manager.requests import LoadLimit
+from fdcache.manager.service_reads import ServiceReads
 from fdcache.metadata import SwapPurpose, TransferReport
 from fdcache.settings.cache import LoadOrRecompute
 from fdcache.tiers.statistics import LoadDecision, LoadFigures, SpeedFigures
@@ -62,6 +64,7 @@ class LoadChoices:
         self._open: dict[str, _Open] = {}
         self._recent: deque[LoadDecision] = deque(maxlen=_MOST_RECENT)
         self._figures = LoadFigures()
+        self.service_reads = ServiceReads(self, clock)
 
     # --- observations ---------------------------------------------------------------------------------------
 
@@ -75,27 +78,55 @@ class LoadChoices:
                 if (link := links.get(result.purpose)) is not None:
                     link.observe(result.copied_bytes, result.seconds, self._clock())
 
-    def observe_prefill(self, chunks: Iterable[tuple[Request, int, int]], seconds: float) -> None:
-        """Learn the engine's speed from a step.
+    def observe_read(self, num_blocks: int, seconds: float) -> None:
+        """Learn how long a service took to read blocks, unless the engine does not tell how fast it computes."""
+        if self._is_auto and self.model.prefill.is_known:
+            self.model.observe_read(num_blocks, seconds, self._clock())
 
-        Raises ``RequestStateError`` for chunks that are none of their requests' tokens.
+    def observe_prefill(
+        self,
+        chunks: Iterable[tuple[OffloadRequest, int, int]],
+        seconds: float | None,
+        *,
+        waited: bool,
+        steps: int,
+    ) -> None:
+        """Learn the engine's speed from steps, and which decisions have come true.
+
+        Raises ``RequestStateError`` for chunks that are none of their requests' tokens, or less than one step.
         """
         chunks = list(chunks)
+        if steps < 1:
+            raise RequestStateError(f"steps: {steps}; chunks are computed in at least one step")
         for request, start, stop in chunks:
             if not 0 <= start <= stop <= request.num_tokens:
                 raise RequestStateError(
                     f"request {request.request_id!r}: tokens {start} to {stop} are not among its {request.num_tokens}; "
                     "give the first token computed in the step and the one after the last"
                 )
-        self.model.prefill.observe([(start, stop) for _, start, stop in chunks], seconds)
+        spans = [(start, stop) for _, start, stop in chunks]
+        if seconds is not None and not waited:
+            self.model.prefill.observe(spans, seconds, steps)
+        elif seconds is not None:
+            self.model.observe_waiting(
+                spans, seconds, sum(self._loaded(each) for each, _, _ in chunks), steps
+            )
+        self.computed((request, stop) for request, _, stop in chunks)
+
+    def _loaded(self, request: OffloadRequest) -> int:
+        """Return how many blocks a request loads, by the decision on it."""
+        found = self._open.get(request.request_id)
+        return found.decision.reused_blocks - found.decision.device_blocks if found is not None else 0
 
     @property
     def has_open(self) -> bool:
         """True if there is a decision whose request has not computed its prompt."""
         return bool(self._open)
 
-    def computed(self, progress: Iterable[tuple[Request, int]]) -> None:
+    def computed(self, progress: Iterable[tuple[OffloadRequest, int]]) -> None:
         """Learn when prompts are computed: their decisions have come true."""
+        if not self._open:
+            return
         for request, num_tokens in progress:
             found = self._open.get(request.request_id)
             if found is not None and num_tokens >= found.decision.num_tokens:
@@ -136,17 +167,17 @@ class LoadChoices:
             open_one.decision.waited_seconds = self._clock() - open_one.since
         return decision.num_blocks - on_device
 
-    def reads_for(self, request: Request) -> RequestReads | None:
+    def reads_for(self, request: OffloadRequest) -> RequestReads | None:
         """Return the judge of a request's reads from storage; None while speeds are unknown: all is read."""
         if not self.decides_reads:
             return None
         return RequestReads(self, request)
 
-    def forget(self, requests: Iterable[Request]) -> None:
+    def forget(self, requests: Iterable[OffloadRequest]) -> None:
         """Forget requests that have ended before they computed their prompt."""
-        if self._open:
-            for request in requests:
-                self._open.pop(request.request_id, None)
+        for request in requests:
+            self._open.pop(request.request_id, None)
+            self.service_reads.forget(request)
 
     def figures(self) -> LoadFigures:
         """Return totals, speeds and recent decisions."""
@@ -163,7 +194,7 @@ class LoadChoices:
 
     # --- for RequestReads -----------------------------------------------------------------------------------
 
-    def decide_read(self, request: Request, cached: Cached) -> int:
+    def decide_read(self, request: OffloadRequest, cached: Cached) -> int:
         """Return how many leading blocks of a path are worth reading, some of which are in storage."""
         decision = self._decide(cached)
         last = request.block_hashes[cached.num_blocks - 1].tobytes()
@@ -256,7 +287,7 @@ class RequestReads:
     """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.storage_reads``."""
 
     choices: LoadChoices
-    request: Request
+    request: OffloadRequest
     on_device: int = 0
 
     def worth_reading(self, on_device: int, first: int, stop: int, ahead: int) -> tuple[int, bool]:

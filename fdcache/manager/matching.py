@@ -16,7 +16,9 @@ from fdcache.layout import KVLayout
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.requests import LiveRequests, Request, Unanswered
 from fdcache.manager.results import MatchResult, MatchStatus
+from fdcache.manager.service_reads import Wait
 from fdcache.manager.tiers import Tiers
+from fdcache.metadata import HashArray
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches
 from fdcache.tiers.host import HostMatch, LocalHostTier
@@ -140,12 +142,22 @@ class PrefixMatcher:
             assert self._shared is not None
             paths = [(requests[i].block_hashes[:blocks], start) for i, (start, blocks) in asked.items()]
             answers = self._shared.ask(paths, [numbers[i] if numbers else 0 for i in asked])
-            for i, match in zip(asked, answers, strict=True):
-                results[i] = self._end(requests[i], match)
+            for i, path, match in zip(asked, paths, answers, strict=True):
+                waits = not match.fetching or self._waits(requests[i], path, match, numbers[i])
+                results[i] = self._end(requests[i], match if waits else self._shared.ask([path], [0])[0])
         return [results[i] for i in range(len(found))]
+
+    def _waits(self, request: Request, path: tuple[HashArray, int], match: HostMatch, number: int) -> bool:
+        """Return True if a request is to wait for reads of the service; else leave them."""
+        wait = self._choices.service_reads.judge(request, path[1], match.fetched.start, match.fetched.stop)
+        if wait is not Wait.WAIT:
+            assert self._fetches is not None
+            self._fetches.leave(number, keep=wait is Wait.LEAVE)
+        return wait is Wait.WAIT
 
     def _end(self, request: Request, match: HostMatch) -> MatchResult:
         if match.fetching:
             self._requests.wait_for_reads(request)
             return MatchResult(request.request_id, MatchStatus.DEFERRED)
+        self._choices.service_reads.found(request)
         return self._requests.answer(request, match, self._forms, self._clock, self._choices.limit)

@@ -10,11 +10,14 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
+from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import ConfigurationError, PlanError
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.device_contents import device_ids_of
-from fdcache.manager.offloaded import OffloadedRequests, OffloadRequest, Tracked
+from fdcache.manager.keyed import OffloadRequest
+from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.offloaded import OffloadedRequests, Tracked
 from fdcache.manager.plans import Plans
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.manager.tiers import LowerTiers, make_lower_tiers
@@ -35,6 +38,7 @@ from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.host import HostCache, HostTier
+from fdcache.tiers.reuse import ReuseReport
 from fdcache.tiers.statistics import CacheStats, Counters, TierUsage
 
 
@@ -56,8 +60,8 @@ class OffloadManager:
     No device block is held. Every rank submits the plans in order, each before the step computes: a plan's copies run
     behind the steps before it. Calls are thread-safe and take requests that are unknown or have ended.
 
-    ``settings``, ``layout``, ``storage``, ``lookup``, ``clock``: as for ``CacheManager``; the device blocks of the
-    settings have no effect. Raises ``ConfigurationError`` without a host tier.
+    ``settings``, ``layout``, ``storage``, ``lookup``, ``clock``, ``link_bandwidth``: as for ``CacheManager``; the
+    device blocks of the settings have no effect. Raises ``ConfigurationError`` without a host tier.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class OffloadManager:
         storage: StorageTierSettings | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
+        link_bandwidth: float = 0.0,
     ) -> None:
         self.settings = settings
         self.layout = layout
@@ -82,7 +87,10 @@ class OffloadManager:
         self._copies = CopyOut(settings, self._host, counters, clock)
         tiers = self._tiers = LowerTiers(self._host, self._storage, self._copies, self._host.fetches)
         tiers.record_events(settings.event_buffer)
-        self._requests = OffloadedRequests(settings, layout, self._host, counters, clock)
+        self._choices = LoadChoices(
+            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, link_bandwidth
+        )
+        self._requests = OffloadedRequests(settings, layout, self._host, counters, clock, self._choices)
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
         self._set_time()
 
@@ -113,7 +121,14 @@ class OffloadManager:
         if lookup is None and cache.server is None:
             lookup = open_lookup(ConnectorContext(layout, None, storage, settings.mooncake))
         try:
-            return cls(cache, layout, storage=storage, lookup=lookup, clock=clock)
+            return cls(
+                cache,
+                layout,
+                storage=storage,
+                lookup=lookup,
+                clock=clock,
+                link_bandwidth=calibrated_link(settings.transfer.calibration_dir),
+            )
         except BaseException:
             if lookup is not None:
                 lookup.close()
@@ -180,8 +195,9 @@ class OffloadManager:
         """Pin what can be loaded beyond the first ``device_tokens`` tokens, which the engine has on the device.
 
         The answer is kept until ``load``, ``unmatch`` or ``finish``: asking again with as many tokens or more costs
-        nothing. The last token is left to compute unless ``whole_prompt``. Nothing is found for ``device_tokens`` in
-        the middle of a block. Raises ``HashingError`` for tokens that cannot be hashed.
+        nothing. The last token is left to compute unless ``whole_prompt``. Blocks that are sooner computed than loaded
+        are left out; see ``observe_prefill``. Nothing is found for ``device_tokens`` in the middle of a block. Raises
+        ``HashingError`` for tokens that cannot be hashed.
         """
         self._requests.prepare(request)
         with self._lock:
@@ -310,9 +326,25 @@ class OffloadManager:
         with self._lock:
             self._set_time()
             outcomes = self._plans.apply(reports)
+            self._choices.record(reports)
             if reports:
                 self._copies.copies_ended()
             return outcomes
+
+    def observe_prefill(
+        self,
+        chunks: Iterable[tuple[OffloadRequest, int, int]],
+        seconds: float | None,
+        *,
+        waited: bool = False,
+        steps: int = 1,
+    ) -> None:
+        """Learn how fast the engine computes; see ``CacheManager.observe_prefill``.
+
+        Raises ``RequestStateError`` for tokens that a request does not have.
+        """
+        with self._lock:
+            self._choices.observe_prefill(chunks, seconds, waited=waited, steps=steps)
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once, and unpin matches that nothing has asked for lately.
@@ -392,7 +424,16 @@ class OffloadManager:
                 storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
                 reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
                 storage=usage.get(CacheLevel.STORAGE),
+                loads=self._choices.figures(),
             )
+
+    def _blocks_being_loaded(self) -> int:
+        return self._plans.blocks_in_flight(SwapPurpose.LOAD) + len(self._plans.open.loads)
+
+    def get_reuse(self) -> dict[CacheLevel, ReuseReport]:
+        """Return what each tier of this process has learned of reuse; {} for policies that do not learn."""
+        with self._lock:
+            return self._tiers.reuse()
 
     def find_blocks(self, request: OffloadRequest) -> dict[CacheLevel, list[BlockNode]]:
         """Return the full blocks of a request's tokens by tier of this process, in path order; pin nothing."""

@@ -10,9 +10,11 @@ from fdcache import _core
 from fdcache._core import LoadForms
 from fdcache.layout import KVLayout
 from fdcache.manager.device_contents import DevicePath, device_ids_of
-from fdcache.manager.keyed import KeyedRequest
+from fdcache.manager.keyed import KeyedRequest, OffloadRequest
+from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import ReuseLimit
 from fdcache.manager.requests import Request
+from fdcache.manager.service_reads import Wait
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.blocks import ROOT, Blocks
 from fdcache.plans.ledger import PlanLedger
@@ -22,9 +24,6 @@ from fdcache.tiers.statistics import Counters
 
 _ASK_AGAIN = 0.1
 """Seconds for which the answer that nothing was found is kept: others may store the blocks meanwhile."""
-
-OffloadRequest = Request | KeyedRequest
-"""A request of an ``OffloadManager``."""
 
 
 class Tracked:
@@ -123,8 +122,10 @@ class OffloadedRequests:
         host: HostTier,
         counters: Counters,
         clock: Callable[[], float],
+        choices: LoadChoices,
     ) -> None:
         self._counters = counters
+        self._choices = choices
         self._caches_prefixes = settings.enable_prefix_caching
         self._defer_timeout = settings.defer_timeout
         self._pin_timeout = settings.plan_timeout
@@ -169,6 +170,7 @@ class OffloadedRequests:
         if tracked is None:
             return
         self.unpin(tracked)
+        self._choices.forget([request])
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
         del self._tracked[request.request_id]
@@ -202,7 +204,8 @@ class OffloadedRequests:
         if self._may_fetch(tracked) and self._may_load(tracked):
             assert self._fetches is not None
             hashes = self._matchable(tracked, whole=False)
-            self._fetches.begin(self._fetch_number(tracked), hashes, lambda _: tracked.device_blocks)
+            number, judge = self._fetch_number(tracked), self._choices.reads_for(tracked.request)
+            self._fetches.begin(number, hashes, lambda _: tracked.device_blocks, judge)
 
     def match(self, tracked: Tracked, device_tokens: int, whole: bool) -> bool:
         """Find and pin what can be loaded; return False if the request has to ask later."""
@@ -244,9 +247,18 @@ class OffloadedRequests:
         number = 0
         if fetches is not None and self._may_fetch(tracked):
             number = self._fetch_number(tracked)
-            if fetches.must_wait(number, hashes, lambda _: tracked.device_blocks):
+            judge = self._choices.reads_for(tracked.request)
+            if fetches.must_wait(number, hashes, lambda _: tracked.device_blocks, judge):
                 return None
         (found,) = self._host.match_paths([(hashes, start)], [number])
+        reads = self._choices.service_reads
+        if found.fetching:
+            wait = reads.judge(tracked.request, start, found.fetched.start, found.fetched.stop)
+            if wait is not Wait.WAIT and fetches is not None:
+                fetches.leave(number, keep=wait is Wait.LEAVE)
+                (found,) = self._host.match_paths([(hashes, start)], [0])
+        if not found.fetching:
+            reads.found(tracked.request)
         if found.fetching:
             return None
         if found.pending and self._deferred_for(tracked) < self._defer_timeout:
@@ -254,18 +266,25 @@ class OffloadedRequests:
             return None
         if fetches is not None:
             fetches.unpin(number)
-        end = start + len(found)
-        count = max(end - end % self._cell - start, 0)
+        count = self._worth_loading(tracked, len(found))
         if not count:
             self._host.release(found.lease)
             return NOTHING
         fetched = range(min(found.fetched.start, count), min(found.fetched.stop, count))
         return HostMatch(found.lease, found.blocks.select(slice(count)), fetched=fetched)
 
+    def _worth_loading(self, tracked: Tracked, found: int) -> int:
+        """Return how many of the blocks found are worth loading, down to the reuse grid."""
+        start, request = tracked.device_blocks, tracked.request
+        limit = self._choices.limit
+        if found and limit is not None and _begins_at_root(request):
+            last = request.block_hashes[start + found - 1].tobytes()
+            found = limit(request.request_id, request.num_tokens, start, found, last)
+        end = start + found
+        return max(end - end % self._cell - start, 0)
+
     def _may_fetch(self, tracked: Tracked) -> bool:
-        request = tracked.request
-        begins_at_root = not isinstance(request, KeyedRequest) or request.parent == ROOT
-        return begins_at_root and self._fetches is not None and self._fetches.is_on
+        return _begins_at_root(tracked.request) and self._fetches is not None and self._fetches.is_on
 
     def _may_load(self, tracked: Tracked) -> bool:
         request = tracked.request
@@ -360,3 +379,7 @@ class OffloadedRequests:
             path = tracked.path = DevicePath(hashes, parent)
         path.extend(hashes, ids)
         return path, start
+
+
+def _begins_at_root(request: OffloadRequest) -> bool:
+    return not isinstance(request, KeyedRequest) or request.parent == ROOT

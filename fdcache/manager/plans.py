@@ -150,6 +150,8 @@ class Plans:
             if self._tiers.host:
                 self._tiers.host.traffic.record(report)
             not_cleared = report.refused and self._ledger.clears_storage(report)
+            if self.handovers is not None:
+                self.handovers.tally.record(report)
             for flight in self._ledger.record(report):
                 outcomes += self._complete(flight)
             if not_cleared and self._tiers.storage:

@@ -21,7 +21,7 @@ from fdcache._core import (
     RequestState,
     WholeReports,
 )
-from fdcache.hashing import MultimodalItem, Tokens, encode_text, make_extra_keys
+from fdcache.hashing import MultimodalItem, Tokens, encode_text, hash_blocks, make_extra_keys, root_hash
 from fdcache.layout import KVLayout
 from fdcache.manager.results import Allocation, MatchResult
 from fdcache.manager.tiers import Tiers
@@ -57,6 +57,8 @@ class Request(RequestState):
 
     _fetch = 0
     tenant: str | None = None
+    _keys: tuple[str | None, Sequence[MultimodalItem]] = (None, ())
+    _unasked: PeerSource | None = None
     _sends = 0
     _is_finishing = False
 
@@ -83,6 +85,20 @@ class Request(RequestState):
         )
 
         self.tenant = tenant
+        if multimodal or adapter_id is not None:
+            self._keys = (adapter_id, multimodal)
+
+    def hashes_for(self, layout: KVLayout, lookahead: int) -> HashArray:
+        """Return the hashes that an instance of another layout has for its full blocks."""
+        adapter_id, multimodal = self._keys
+        return hash_blocks(
+            self.tokens,
+            layout.block_size,
+            parent=root_hash(layout.fingerprint, self.tenant),
+            adapter_id=adapter_id,
+            multimodal=multimodal,
+            lookahead=lookahead,
+        )
 
     def __repr__(self) -> str:
         state = "running" if self.is_live else "not matched"
@@ -100,11 +116,12 @@ class PeerSource(msgspec.Struct, frozen=True):
     attempt: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PlannedFetch:
     """Blocks of one request from ``first_block`` on to fetch from a peer into these slots.
 
     ``lease`` is that of the request when the fetch was planned. ``has_load``: the same plan loads the blocks below.
+    ``given_up`` before the peer was asked: it is told that they are not wanted.
     """
 
     source: PeerSource
@@ -114,6 +131,7 @@ class PlannedFetch:
     slots: Int32Array
     generations: UInt32Array
     has_load: bool
+    given_up: bool = False
 
     @property
     def is_waited_for(self) -> bool:
@@ -135,6 +153,7 @@ class LiveRequests:
         self._fetches = tiers.fetches
         self._live: dict[str, Request] = {}
         self._sources: dict[str, PeerSource] = {}  # of requests that will fetch, until their allocation
+        self._num_sends = 0
         self._planned: list[PlannedFetch] = []
         backups = tiers.backups
         self._blocks = BlockManager(
@@ -250,6 +269,7 @@ class LiveRequests:
     def expect_from_peer(self, request: Request, source: PeerSource) -> int:
         """Extend a match by the blocks that only a peer has; return their number. Raises ``RequestStateError``."""
         count = self._blocks.expect_from_peer(request)
+        request._unasked = source if count else None
         if count:
             self._sources[request.request_id] = source
         return count
@@ -257,10 +277,12 @@ class LiveRequests:
     def begin_send(self, request: Request) -> None:
         """Keep the blocks of a request until as many calls of ``end_send``."""
         request._sends += 1
+        self._num_sends += 1
 
     def end_send(self, request: Request) -> None:
         """Release a request that has finished meanwhile."""
         request._sends -= 1
+        self._num_sends -= 1
         if not request._sends and request._is_finishing:
             request._is_finishing = False
             self.finish([request])
@@ -289,9 +311,20 @@ class LiveRequests:
     def _plan_fetches(self) -> None:
         for request_id, lease, first_block, slots, generations, has_load in self._blocks.take_fetches():
             source, request = self._sources.pop(request_id), self._live[request_id]
+            request._unasked = None
             self._planned.append(
                 PlannedFetch(source, request, lease, first_block, slots, generations, has_load)
             )
+
+    def give_up_fetch(self, request: Request) -> None:
+        """Do not ask a peer for blocks that an allocation has planned to fetch."""
+        for each in self._planned:
+            each.given_up |= each.request is request
+
+    def take_unasked(self, request: Request) -> PeerSource | None:
+        """Return the peer that a request would fetch from, once, if it got no room for that so far."""
+        source, request._unasked = request._unasked, None
+        return source
 
     def take_fetches(self) -> list[PlannedFetch]:
         """Return what allocations have planned to fetch from peers since the last call."""
@@ -399,10 +432,11 @@ class LiveRequests:
 
         A request whose blocks are being sent to a peer is released with the end of the last send.
         """
-        for request in requests:
-            if request._sends:
-                request._is_finishing = True
-        requests = [request for request in requests if not request._sends]
+        if self._num_sends:
+            for request in requests:
+                if request._sends:
+                    request._is_finishing = True
+            requests = [request for request in requests if not request._sends]
         if self._fetches is not None:
             for request in requests:
                 if request._fetch:

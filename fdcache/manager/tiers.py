@@ -29,6 +29,7 @@ from fdcache.tiers.events import CacheEvent, events_of
 from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
 from fdcache.tiers.host import HostCache, HostTier, LocalHostTier, complete_copies
 from fdcache.tiers.pool import HOST_SPARE, BlockPool
+from fdcache.tiers.reuse import Reports, ReuseReport
 from fdcache.tiers.statistics import Counters, MemoryUsage
 from fdcache.tiers.storage import StorageTier, make_index
 
@@ -77,6 +78,14 @@ class LowerTiers:
         for pool in self.pools.values():
             if isinstance(pool, BlockPool):
                 pool.set_clock(int(seconds * 1000))
+
+    def reuse(self) -> Reports:
+        """Return what the tiers of this process whose order of eviction learns have learned."""
+        return {
+            level: ReuseReport.of(tables)
+            for level, pool in self.pools.items()
+            if isinstance(pool, BlockPool) and (tables := pool.reuse()) is not None
+        }
 
     def complete(self, flight: InFlightPlan, counters: Counters) -> None:
         """End the transfers of a plan that every rank has reported: blocks that arrived can be found."""

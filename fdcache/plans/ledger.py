@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from math import inf
 from operator import attrgetter
@@ -56,7 +55,7 @@ def make_swap(
 
 
 _SWAPS = {
-    purpose: partial(CacheSwapMetadata, purpose=purpose, src_type=purpose.source, dst_type=purpose.target)
+    purpose: (CacheSwapMetadata, purpose, purpose.source, purpose.target)
     for purpose in (SwapPurpose.EVICT, SwapPurpose.LOAD, SwapPurpose.BACKUP)
 }
 _FORMS = tuple(_SWAPS.values())

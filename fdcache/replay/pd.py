@@ -7,8 +7,8 @@ import os
 import signal
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from multiprocessing.connection import Connection, wait
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fdcache.errors import ReplayError, ReplayOptionError
+from fdcache.errors import LayoutError, ReplayError, ReplayOptionError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.replay.pd_instance import (
     Abort,
@@ -37,8 +37,9 @@ from fdcache.replay.pd_instance import (
 from fdcache.replay.workloads import WorkItem
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings, TransferRole
+from fdcache.tiers.statistics import HandoverCount
 from fdcache.transfer.factory import require_connector
-from fdcache.transfer.statistics import TransferCount
+from fdcache.transfer.sharing import share
 
 _START_SECONDS = 60.0
 _STALL_SECONDS = 120.0
@@ -60,6 +61,16 @@ class FaultKind(StrEnum):
 _RANDOM_FAULTS = (FaultKind.KILL, FaultKind.STOP, FaultKind.ABORT, FaultKind.RESET)
 
 
+def parse_ranks(text: str) -> tuple[int, int]:
+    """Read ``2:1``, the ranks of prefill and decode. Raises ``ReplayOptionError``."""
+    prefill, _, decode = text.partition(":")
+    if not (prefill.isdecimal() and decode.isdecimal() and int(prefill) and int(decode)):
+        raise ReplayOptionError(
+            "--pd-ranks", f"{text!r} is none; write the ranks of prefill and decode, as in 2:1"
+        )
+    return int(prefill), int(decode)
+
+
 def parse_faults(text: str) -> dict[FaultKind, int]:
     """Read ``200``, in equal parts of all but flip, or ``kill=5,flip=3``. Raises ``ReplayOptionError``."""
     if text.isdecimal():
@@ -79,7 +90,7 @@ def parse_faults(text: str) -> dict[FaultKind, int]:
 
 @dataclass(frozen=True, slots=True)
 class PdConfig:
-    """A replay of prefill and decode."""
+    """A replay of prefill and decode. ``ranks``: those of each, by default as many as the layout has."""
 
     layout: KVLayout
     cache: CacheSettings
@@ -89,6 +100,7 @@ class PdConfig:
     chunk_tokens: int = 1024
     seed: int = 0
     faults: dict[FaultKind, int] = field(default_factory=dict)
+    ranks: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -135,7 +147,7 @@ class _Process:
         self._context = multiprocessing.get_context("spawn")
         self.pipe: Connection
         self.process: BaseProcess
-        self.address = ""
+        self.addresses: tuple[str, ...] = ()
         self.start()
 
     def start(self) -> None:
@@ -149,7 +161,7 @@ class _Process:
         started = self.receive(_START_SECONDS)
         if not isinstance(started, Started):
             raise ReplayError(f"the {self.role.value} process did not start; see its messages above")
-        self.address = started.address
+        self.addresses = started.addresses
 
     def send(self, command: Command) -> None:
         """Send a command, unless the process is gone."""
@@ -191,6 +203,8 @@ class _Request:
     prefilled: bool = False
     at_decode: bool = False
     waits_for_prefill: bool = False
+    flip: bool = False
+    """Change a byte of its blocks once prefill has computed them."""
 
 
 def replay_pd(
@@ -201,61 +215,108 @@ def replay_pd(
 ) -> PdReport:
     """Run a workload on a prefill and a decode process to its end, and report on it.
 
-    Raises ``ReplayError`` if a process ends by itself or no request makes progress.
+    Raises ``ReplayError`` if a process ends by itself or no request makes progress, ``ReplayOptionError`` for more
+    flips than requests.
     """
     require_connector(config.peers)
+    _require_shares(config)
+    served = [item for item in items if _fits(item, config)]
     with tempfile.TemporaryDirectory(prefix="fdcache-pd-") as folder:
-        driver = _Driver(items, config, Path(folder))
+        driver = _Driver(served, config, Path(folder))
         try:
             return driver.run(should_stop)
         finally:
             driver.close()
 
 
+def _fits(item: WorkItem, config: PdConfig) -> bool:
+    """Return False for a prompt larger than the pool can serve beside another."""
+    return -(-item.prompt_length // config.layout.block_size) * 2 <= config.cache.device_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Faults:
+    """The faults of a run, at admissions that do not depend on how fast it is.
+
+    ``due``: (number of admitted requests, kind) in order. ``flipped``: positions of the requests whose bytes change.
+    """
+
+    due: deque[tuple[int, FaultKind]]
+    flipped: frozenset[int]
+
+    @classmethod
+    def draw(cls, faults: dict[FaultKind, int], requests: int, random: np.random.Generator) -> _Faults:
+        """Spread faults over the admissions of so many requests."""
+        flips = faults.get(FaultKind.FLIP, 0)
+        if flips > requests:
+            raise ReplayOptionError("--faults", f"flip={flips} is more than the {requests} requests that fit")
+        kinds = [
+            kind
+            for kind, count in faults.items()
+            if kind is not FaultKind.FLIP
+            for _ in range(count * bool(requests))
+        ]
+        random.shuffle(kinds)
+        after = np.sort(random.integers(0, requests, len(kinds)) + 1) if kinds else ()
+        flipped = random.choice(requests, flips, replace=False) if flips else ()
+        return cls(deque(zip(map(int, after), kinds, strict=True)), frozenset(map(int, flipped)))
+
+
+def _require_shares(config: PdConfig) -> None:
+    """Raise ``ReplayOptionError`` for ranks of which one instance cannot read from the other."""
+    if config.ranks is not None:
+        try:
+            share(config.layout.with_tp_size(config.ranks[0]), 0, config.ranks[1])
+        except (LayoutError, TransferError) as error:
+            raise ReplayOptionError("--pd-ranks", str(error)) from error
+
+
 class _Driver:
     """The router, and the source of faults."""
 
-    def __init__(self, items: Iterator[WorkItem], config: PdConfig, folder: Path) -> None:
+    def __init__(self, items: Sequence[WorkItem], config: PdConfig, folder: Path) -> None:
         self._items, self._config = items, config
         self._random = np.random.default_rng(config.seed)
         self._report = PdReport()
         self._requests: dict[int, _Request] = {}
-        self._exhausted = False
-        self._faults = [kind for kind, count in config.faults.items() for _ in range(count)]
-        self._random.shuffle(self._faults)
-        self._next_fault = 0.0
+        self._admitted = 0
+        self._faults = _Faults.draw(config.faults, len(items), self._random)
         self._stopped: tuple[int, float] | None = None
-        self._flipping: _Request | None = None
         self._processes: dict[TransferRole, _Process] = {}
         for role in (PREFILL, DECODE):
             self._processes[role] = _Process(role, self._spec(role, folder))
 
     def _spec(self, role: TransferRole, folder: Path) -> InstanceSpec:
         config = self._config
-        peers = config.peers.model_copy(update={"role": role, "address": f"ipc://{folder}/{role.value}"})
+        prefill, decode = config.ranks or (config.layout.tp_size,) * 2
+        own, theirs = (prefill, decode) if role is PREFILL else (decode, prefill)
+        peers = config.peers.model_copy(
+            update={"role": role, "address": f"ipc://{folder}/{role.value}", "peer_ranks": theirs}
+        )
         shared = peers.directory if peers.connector == "ipc" else None
         return InstanceSpec(
-            config.layout,
+            config.layout.with_tp_size(own),
             config.cache,
             config.transfer,
             peers,
             config.chunk_tokens,
             5 * peers.timeout,
             shared,
+            max(own, theirs),
         )
 
     def run(self, should_stop: Callable[[], bool]) -> PdReport:
         """Run to the end."""
         start = last_progress = time.monotonic()
-        while not (self._exhausted and not self._requests and not (self._faults and self._can_fault())):
+        while self._admitted < len(self._items) or self._requests or self._faults.due:
             if should_stop():
                 self._report.interrupted = True
                 break
             self._admit()
+            self._inject()
             if self._answers():
                 last_progress = time.monotonic()
             self._continue_stopped()
-            self._inject()
             if time.monotonic() - last_progress > _STALL_SECONDS:
                 raise ReplayError(f"no request has ended for {_STALL_SECONDS:g} s: {self._requests}")
         self._finish()
@@ -272,19 +333,21 @@ class _Driver:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while len(self._requests) < self._config.concurrency and not self._exhausted:
-            item = next(self._items, None)
-            if item is None:
-                self._exhausted = True
-                return
+        """Admit requests up to the next fault."""
+        while (
+            len(self._requests) < self._config.concurrency
+            and self._admitted < len(self._items)
+            and not self._is_fault_due
+        ):
+            item = self._items[self._admitted]
             tokens = item.tokens(self._config.seed)[: item.prompt_length]
-            if -(-len(tokens) // self._config.layout.block_size) * 2 > self._config.cache.device_blocks:
-                continue  # larger than the pool can serve beside another
-            request = _Request(item, f"request-{item.index}", tokens)
+            flip = self._admitted in self._faults.flipped
+            request = _Request(item, f"request-{item.index}", tokens, flip=flip)
+            self._admitted += 1
             self._requests[item.index] = request
             self._report.requests += 1
             self._report.prompt_tokens += len(tokens)
-            order = self._random.random()
+            order = 0.0 if flip else self._random.random()
             request.waits_for_prefill = order < 0.3
             if order > 0.7:
                 self._to_decode(request)
@@ -294,7 +357,7 @@ class _Driver:
 
     def _to_decode(self, request: _Request) -> None:
         request.at_decode = True
-        source = (self._processes[PREFILL].address,)
+        source = self._processes[PREFILL].addresses
         self._processes[DECODE].send(
             Work(request.item.index, request.attempt, request.tokens, request.transfer, source)
         )
@@ -320,11 +383,9 @@ class _Driver:
         if role is PREFILL:
             request.prefilled = True
             if request.waits_for_prefill and not request.at_decode:
-                if FaultKind.FLIP in self._faults and self._flipping is None and not ended.aborted:
-                    self._flipping = request
-                    self._faults.remove(FaultKind.FLIP)
+                if request.flip:
                     seed = int(self._random.integers(1 << 30))
-                    self._processes[PREFILL].send(Flip(request.transfer, seed))
+                    self._processes[PREFILL].send(Flip(ended.index, seed))
                 else:
                     self._to_decode(request)
         elif ended.attempt == request.attempt:
@@ -338,24 +399,28 @@ class _Driver:
             del self._requests[ended.index]
 
     def _flipped(self, answer: Flipped) -> None:
-        request, self._flipping = self._flipping, None
-        self._report.faults["flip" if answer.done else "flip, too late"] += 1
-        if request is not None and request.item.index in self._requests:
+        request = self._requests.get(answer.index)
+        if request is not None and request.flip:
+            self._count_flip(request, answer.done)
             self._to_decode(request)
+
+    def _count_flip(self, request: _Request, done: bool) -> None:
+        request.flip = False
+        self._report.faults["flip" if done else "flip, too late"] += 1
 
     # --- faults -----------------------------------------------------------------------------------------------
 
-    def _can_fault(self) -> bool:
-        return any(kind is not FaultKind.FLIP for kind in self._faults) and bool(self._requests)
+    @property
+    def _is_fault_due(self) -> bool:
+        return bool(self._faults.due) and self._faults.due[0][0] <= self._admitted
 
     def _inject(self) -> None:
-        now = time.monotonic()
-        kinds = [kind for kind in self._faults if kind is not FaultKind.FLIP]
-        if not kinds or now < self._next_fault or not self._requests or self._stopped is not None:
+        if not self._is_fault_due or self._stopped is not None:
             return
-        self._next_fault = now + float(self._random.exponential(0.03))
-        kind = kinds[0]
-        self._faults.remove(kind)
+        _, kind = self._faults.due.popleft()
+        if kind is FaultKind.ABORT and not self._requests:
+            self._report.faults["abort, too late"] += 1
+            return
         self._report.faults[kind.value] += 1
         process = self._processes[PREFILL if self._random.random() < 0.5 else DECODE]
         if kind is FaultKind.KILL:
@@ -363,7 +428,8 @@ class _Driver:
         elif kind is FaultKind.STOP:
             assert process.process.pid is not None
             os.kill(process.process.pid, signal.SIGSTOP)
-            self._stopped = (process.process.pid, now + float(self._random.uniform(0, _MOST_STOPPED_SECONDS)))
+            until = time.monotonic() + float(self._random.uniform(0, _MOST_STOPPED_SECONDS))
+            self._stopped = (process.process.pid, until)
         elif kind is FaultKind.RESET:
             process.send(Reset())
         else:
@@ -373,7 +439,6 @@ class _Driver:
         """Kill a process and start it again at its address; the router repeats what it has lost."""
         process.kill()
         process.start()
-        self._flipping = None if process.role is PREFILL else self._flipping
         for request in list(self._requests.values()):
             if process.role is PREFILL:
                 process.send(Work(request.item.index, 1, request.tokens, request.transfer))
@@ -386,6 +451,8 @@ class _Driver:
         for process in self._processes.values():
             process.send(Abort(index))
         if not request.at_decode:
+            if request.flip:
+                self._count_flip(request, False)
             self._report.aborted += 1
             del self._requests[index]
 
@@ -412,7 +479,7 @@ class _Driver:
             self._report.errors[role.value] = left.errors
             self._count(left.counts)
 
-    def _count(self, counts: tuple[TransferCount, ...]) -> None:
+    def _count(self, counts: tuple[HandoverCount, ...]) -> None:
         for each in counts:
             self._report.transfers[f"{each.direction} {each.result}"] += each.transfers
 

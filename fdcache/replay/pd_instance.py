@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.handover import PeerTerms
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import AllocationFailure, LoadStatus, MatchStatus
-from fdcache.replay._pattern import PatternModel
+from fdcache.replay.pd_ranks import InstanceRanks
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.statistics import TransferCount
+from fdcache.tiers.statistics import HandoverCount
 
 _IDLE_SECONDS = 0.001
 
@@ -39,6 +38,7 @@ class InstanceSpec:
     chunk_tokens: int
     wait: float
     shared: Path | None
+    shards: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Reset:
 class Flip:
     """Change a byte of a block that is complete and waits to be read. It is answered with ``Flipped``."""
 
-    transfer: str
+    index: int
     seed: int
 
 
@@ -84,9 +84,9 @@ Command = Work | Abort | Reset | Flip | Stop
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The instance works; peers reach it at this address."""
+    """The instance works; peers reach its ranks at these addresses."""
 
-    address: str
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Flipped:
-    """A byte was changed, or there was none to change."""
+    """A byte of a request's blocks was changed, or there was none to change."""
 
+    index: int
     done: bool
 
 
@@ -116,7 +117,7 @@ class Left:
     blocks_in_use: int
     plans: int
     requests: int
-    counts: tuple[TransferCount, ...]
+    counts: tuple[HandoverCount, ...]
     errors: tuple[str, ...]
 
 
@@ -139,6 +140,7 @@ class _Job:
 @dataclass(slots=True)
 class _State:
     jobs: dict[int, _Job] = field(default_factory=dict)
+    flips: list[Flip] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     stopping: float | None = None
 
@@ -148,25 +150,18 @@ class Instance:
 
     def __init__(self, spec: InstanceSpec, answer: Callable[[Any], None]) -> None:
         self._spec, self._answer = spec, answer
-        layout, blocks = spec.layout, spec.cache.device_blocks
+        layout = spec.layout
         self._size = layout.block_size
         self.manager = CacheManager(spec.cache, layout, peers=PeerTerms(spec.peers, spec.wait))
-        self.controller = CacheController(spec.transfer, layout)
-        tensors = self.controller.initialize_kv_cache(blocks, shared=spec.shared)
-        self.planes = [each.reshape(each.shape[0], -1).view(np.uint8) for each in tensors]
-        self.controller.initialize_host_cache(self.manager.host_cache)
-        layers = np.array([plane.layer for plane in layout.planes], dtype=np.int32)
-        self._model = PatternModel(self.planes, layers, layout.total_layers, layout.block_size, 0)
+        self._ranks = InstanceRanks(layout, spec.transfer, self.manager, spec.shards, spec.shared)
         self._state = _State()
-        self._sent: dict[str, NDArray[np.int32]] = {}
-        """Blocks of the requests that were computed for decode."""
-        address = self.controller.open_transfer(spec.peers)
-        assert address is not None
-        answer(Started(address))
+        self._sent: dict[int, Request] = {}
+        """Requests that were computed for decode. They are live as long as their blocks are held for it."""
+        answer(Started(self._ranks.open_transfer(spec.peers)))
 
     def close(self) -> None:
         """End all hand-overs and release all memory."""
-        self.controller.shutdown()
+        self._ranks.close()
         self.manager.close()
 
     def take(self, command: Command) -> None:
@@ -178,10 +173,12 @@ class Instance:
                 if (job := self._state.jobs.get(command.index)) is not None:
                     self.manager.end_transfers([job.request])
                     self._end(job, aborted=True)
+                elif (sent := self._sent.get(command.index)) is not None:
+                    self.manager.end_transfers([sent])
             case Reset():
                 self.manager.reset_cache()
             case Flip():
-                self._answer(Flipped(self._flip(command)))
+                self._state.flips.append(command)
             case Stop():
                 self._state.stopping = time.monotonic() + command.seconds
 
@@ -192,14 +189,14 @@ class Instance:
                 self._admit(job)
         busy = self._compute()
         self._apply()
+        self._state.flips = [flip for flip in self._state.flips if not self._is_flipped(flip)]
         stopping = self._state.stopping
         if stopping is not None and not self._state.jobs:
             self.manager.check_integrity()
             stats = self.manager.get_stats()
             if (not stats.plans_in_flight and not stats.live_requests) or time.monotonic() > stopping:
-                transfers = self.controller.transfer_stats()
                 in_use = self.manager.num_device_blocks - stats.device.free - stats.device.ready
-                counts = transfers.counts if transfers else ()
+                counts = tuple(each for rank in self._ranks.stats() for each in rank.counts)
                 errors = tuple(f"{count} x {error}" for error, count in self._state.errors.most_common(5))
                 self._answer(Left(in_use, stats.plans_in_flight, stats.live_requests, counts, errors))
                 return False
@@ -232,13 +229,13 @@ class Instance:
     def _begin(self, job: _Job, tokens: int) -> None:
         """Compute from this token on; the blocks below are reused and compared."""
         job.computed, job.verify, job.sent_blocks = tokens, tokens // self._size, 0
-        self._model.begin(job.work.index, job.request.tokens)
+        self._ranks.begin(job.work.index, job.request.tokens)
 
     def _end(self, job: _Job, *, aborted: bool = False) -> None:
         del self._state.jobs[job.work.index]
         self.manager.request_finish([job.request])
         if job.allocated:
-            self._model.end(job.work.index)
+            self._ranks.end(job.work.index)
         self._answer(
             Ended(
                 job.work.index,
@@ -253,7 +250,7 @@ class Instance:
 
     def _apply(self) -> None:
         jobs = {job.work.transfer: job for job in self._state.jobs.values()}
-        for outcome in [*self.manager.apply(self.controller.poll()), *self.manager.expire()]:
+        for outcome in [*self.manager.apply(self._ranks.poll()), *self.manager.expire()]:
             job = jobs.get(outcome.request_id)
             if outcome.error_message:
                 self._state.errors[outcome.error_message] += 1
@@ -262,7 +259,7 @@ class Instance:
             job.waits = False
             if outcome.status is LoadStatus.OVERDUE:
                 self.manager.request_finish([job.request])
-                self._model.end(job.work.index)
+                self._ranks.end(job.work.index)
                 job.allocated = False
             else:
                 self._begin(job, outcome.recompute_from)
@@ -288,17 +285,10 @@ class Instance:
         plans = self.manager.take_plans()
         if not stepped and not plans:
             return False
-        counters = [self.controller.submit_swap_tasks(plan) for plan in plans]
         segments = np.array(columns, np.int32).reshape(-1, 6).T
         table = np.concatenate(blocks) if blocks else np.empty(0, np.int32)
-        self._model.prepare(np.ascontiguousarray(segments), table.astype(np.int32), 1)
-        wrong: set[tuple[int, int]] = set()
         done = {job.work.transfer: end // self._size for job, end in stepped if not job.work.source}
-        for layer in range(self._spec.layout.total_layers):
-            for counter in counters:
-                counter.wait_for_layer(layer)
-            wrong.update(self._model.run_layer(layer))
-            self.controller.layer_computed(layer, done)
+        wrong = self._ranks.step(plans, np.ascontiguousarray(segments), table.astype(np.int32), done)
         for position, (job, end) in enumerate(stepped):
             job.compared += job.verify
             job.wrong += sum(segment == position for segment, _ in wrong)
@@ -308,26 +298,33 @@ class Instance:
         for job, end in stepped:
             if end == job.request.num_tokens:
                 if not job.work.source:
-                    full = len(job.request.block_hashes)
-                    self._sent[job.work.transfer] = job.request.block_table[:full].copy()
+                    self._sent[job.work.index] = job.request
                 self._end(job)
         return True
 
-    def _flip(self, command: Flip) -> bool:
+    def _is_flipped(self, command: Flip) -> bool:
+        """Flip a byte of a transfer and answer; return False while the sums of its blocks are not computed."""
+        request = self._sent[command.index]
+        if request.is_live:
+            for rank in self._ranks.stats():
+                views = rank.transfers
+                if not any(each.complete and each.transfer == request.request_id for each in views):
+                    return False
+        self._answer(Flipped(command.index, request.is_live and self._flip(command, request)))
+        return True
+
+    def _flip(self, command: Flip, request: Request) -> bool:
         """Change a byte of a block of a transfer, and forget the block here, where it is not to be used again."""
-        stats = self.controller.transfer_stats()
-        views = stats.transfers if stats else ()
-        if not any(each.complete and each.transfer == command.transfer for each in views):
-            return False
         # A block that another transfer shares may be summed after the change, as if it had been computed so.
-        others = [self._sent.get(each.transfer) for each in views if each.transfer != command.transfer]
-        others += [job.request.block_table for job in self._state.jobs.values()]
-        shared = np.concatenate([np.empty(0, np.int32), *(each for each in others if each is not None)])
-        slots = np.setdiff1d(self._sent[command.transfer], shared)
+        others = [each for each in self._sent.values() if each.is_live and each is not request]
+        others += [job.request for job in self._state.jobs.values()]
+        shared = np.concatenate([np.empty(0, np.int32), *(each.block_table for each in others)])
+        slots = np.setdiff1d(request.block_table[: len(request.block_hashes)], shared)
         if not len(slots):
             return False
         random = np.random.default_rng(command.seed)
-        plane = self.planes[int(random.integers(len(self.planes)))]
+        planes = self._ranks.planes[int(random.integers(len(self._ranks.planes)))]
+        plane = planes[int(random.integers(len(planes)))]
         plane[slots[int(random.integers(len(slots)))], int(random.integers(plane.shape[1]))] ^= 0x10
         self.manager.reset_cache()
         return True

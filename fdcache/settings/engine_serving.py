@@ -270,7 +270,12 @@ class DisaggregationSettings(Group):
     """The hand-over from prefill to decode."""
 
     changeable: Flag = variable(
-        "FD_PD_CHANGEABLE", False, "Let a split deployment become a centralised one.", old=OldType.TEXT
+        "FD_PD_CHANGEABLE",
+        False,
+        "Let a split deployment become a centralised one: an instance of either role does the other's part, too, as if "
+        "FDCACHE_TRANSFER_ROLE were mixed.",
+        old=OldType.TEXT,
+        used_in=(Component.CONTROLLER, Component.PADDLE),
     )
     cache_task: Flag = variable(
         "FD_ENABLE_CACHE_TASK",
@@ -281,18 +286,25 @@ class DisaggregationSettings(Group):
     max_prefetch: Integer = variable(
         "FD_EP_MAX_PREFETCH_TASK_NUM",
         8,
-        "Maximum number of requests prefetched ahead.",
+        "Maximum number of requests that wait for blocks of a prefill instance before they are computed; at least one.",
         old=OldType.INT,
         ge=0,
+        used_in=(Component.MANAGER,),
     )
     keep_asking_decode: Flag = variable(
         "PREFILL_CONTINUOUS_REQUEST_DECODE_RESOURCES",
         True,
-        "Let prefill repeat its request to decode for blocks.",
+        "Let a request that finds no room at decode be tried again; without it prefill is told at once that its blocks "
+        "are not wanted.",
         old=OldType.INT,
+        used_in=(Component.MANAGER,),
     )
     eager_rdma: Flag = variable(
-        "FD_ENABLE_PD_RDMA_EAGER_CONNECT", False, "Connect RDMA early.", old=OldType.BOOL
+        "FD_ENABLE_PD_RDMA_EAGER_CONNECT",
+        False,
+        "Connect to prefill instances, and map their memory, when they are named instead of with the first request.",
+        old=OldType.BOOL,
+        used_in=(Component.CONTROLLER,),
     )
     wait_decode: WholeSeconds = variable(
         "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",

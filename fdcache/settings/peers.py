@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from fdcache.settings.kinds import FilePath, Integer, Number, Seconds, Text
+from fdcache.settings.kinds import FilePath, Integer, Number, Seconds, Size, Text
 from fdcache.settings.variable import Component, Group, variable
 
 
@@ -25,8 +25,8 @@ class PeerSettings(Group):
     connector: Text = variable(
         "FDCACHE_TRANSFER",
         "none",
-        "How blocks are read from a prefill instance: none, ipc (shared memory of one node), or the name of an "
-        "installed connector. For blocks in CPU memory so far.",
+        "How blocks are read from a prefill instance: none, ipc (shared memory of one node), rdma (NIXL), or the name of "
+        "an installed connector. For blocks in CPU memory so far.",
     )
     role: TransferRole = variable(
         "FDCACHE_TRANSFER_ROLE",
@@ -43,6 +43,13 @@ class PeerSettings(Group):
         "FDCACHE_TRANSFER_DIR",
         Path("/dev/shm"),
         "Folder of the shared memory of planes on the CPU with ipc, on a tmpfs.",
+    )
+    peer_ranks: Integer | None = variable(
+        "FDCACHE_TRANSFER_PEER_RANKS",
+        None,
+        "Tensor-parallel ranks of the peer instances, a multiple or a divisor of the own. Unset, as many.",
+        ge=1,
+        unit="ranks",
     )
     timeout: Seconds = variable(
         "FDCACHE_TRANSFER_TIMEOUT",
@@ -68,6 +75,13 @@ class PeerSettings(Group):
     )
     threads: Integer = variable(
         "FDCACHE_TRANSFER_THREADS", 1, "Threads that read from peers with ipc.", ge=1, le=64, unit="threads"
+    )
+    ring: Size = variable(
+        "FDCACHE_TRANSFER_RING",
+        256 << 20,
+        "Memory in which rdma packs blocks for its peers, and as much again into which it reads.",
+        ge=1 << 20,
+        unit="bytes",
     )
 
     @property

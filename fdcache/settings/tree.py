@@ -38,7 +38,7 @@ from fdcache.settings.engine_serving import (
     StorageSettings,
 )
 from fdcache.settings.observability import LoggingSettings, TracingSettings, UsageSettings
-from fdcache.settings.peers import PeerSettings
+from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.settings.problems import Problem, SettingsError, Severity, error
 from fdcache.settings.server import FileSettings, ServerSettings
 from fdcache.settings.sources import FILE_SUFFIX, OWN_PREFIX, Candidate, Source
@@ -113,6 +113,13 @@ class SettingsTree(BaseSettings):
                 for name in problem.variables
             )
         )
+
+    @property
+    def peers_in_force(self) -> PeerSettings:
+        """Settings of hand-overs, with the role ``mixed`` if a split deployment may become a centralised one."""
+        if not self.disaggregation.changeable:
+            return self.peers
+        return self.peers.model_copy(update={"role": TransferRole.MIXED})
 
     def value(self, name: str) -> Any:
         """Return the value of a variable by its environment name."""

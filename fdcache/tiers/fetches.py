@@ -74,6 +74,9 @@ class Fetches(Protocol):
     def unpin(self, number: int) -> None:
         """Unpin blocks that were read: the request has pinned those it uses."""
 
+    def leave(self, number: int, *, keep: bool) -> None:
+        """Wait for the fetch no longer, and begin no other; ``keep``: what is being read is read to its end."""
+
     def end(self, number: int) -> None:
         """Forget the fetch; take back reads that no other request needs."""
 
@@ -175,6 +178,18 @@ class FetchTable:
         fetch, reads = self._fetches.get(number), self._reads()
         if fetch is not None and reads is not None:
             reads.unpin(fetch)
+
+    def progress(self, number: int) -> tuple[int, int]:
+        """Return how many leading blocks of the path have come, and how many will have with the reads in flight."""
+        fetch = self._fetches.get(number)
+        return (0, 0) if fetch is None else (fetch.first + fetch.pinned, fetch.stop)
+
+    def leave(self, number: int, *, keep: bool) -> None:
+        """Wait for the fetch no longer; ``keep``: what is being read is read to its end."""
+        fetch, reads = self._fetches.get(number), self._reads()
+        if keep and fetch is not None and reads is not None:
+            reads.leave(fetch)
+        self.end(number)
 
     def end(self, number: int) -> None:
         """Forget the fetch; take back reads that no other request needs."""

@@ -64,7 +64,8 @@ class HostMatch(msgspec.Struct, frozen=True, eq=False):
     """Answer of a look-up: the run of ``blocks`` found, pinned by ``lease`` unless that is 0.
 
     ``pending``: the block after the run is being copied here. ``fetched``: positions of the run that were read from
-    storage for the request. ``fetching``: the request has to wait for its reads, and nothing was looked up.
+    storage for the request. ``fetching``: the request has to wait for its reads, and nothing was looked up;
+    ``fetched`` is then the part of its path that is still being read.
     """
 
     lease: int
@@ -79,8 +80,6 @@ class HostMatch(msgspec.Struct, frozen=True, eq=False):
 
 NOTHING = HostMatch(0)
 """A look-up that found nothing and pins nothing."""
-FETCHING_MATCH = HostMatch(0, fetching=True)
-"""A look-up to repeat later: blocks of the request are being read from storage."""
 
 
 class HostTier(Protocol):

@@ -12,6 +12,7 @@ from fdcache._core import CopyMeter, TierStats
 from fdcache.metadata import SwapPurpose, TransferReport
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 
 class TierUsage(msgspec.Struct, frozen=True):
@@ -134,7 +135,7 @@ class Histogram(msgspec.Struct):
     counts: Annotated[list[Count], msgspec.Meta(min_length=len(BOUNDS) + 1, max_length=len(BOUNDS) + 1)] = (
         msgspec.field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     )
-    total: Annotated[float, msgspec.Meta(ge=0, le=1e15)] = 0.0
+    total: Seconds = 0.0
 
     def observe(self, seconds: float) -> None:
         """Count one duration."""
@@ -280,13 +281,43 @@ class LoadFigures(msgspec.Struct):
     recent: list[LoadDecision] = msgspec.field(default_factory=list)
 
 
+class HandoverCount(msgspec.Struct):
+    """Hand-overs with one peer that ended in one way; each rank's counts. ``direction`` is send or fetch.
+
+    ``blocks`` and ``bytes`` that arrived whole. ``waited_seconds`` from the plan to the first block that could be
+    read, or to the peer's question; ``moved_seconds`` from there to the end.
+    """
+
+    direction: str
+    peer: str
+    result: str
+    transfers: Count = 0
+    blocks: Count = 0
+    bytes: Count = 0
+    waited_seconds: Seconds = 0.0
+    moved_seconds: Seconds = 0.0
+
+    def add(self, other: HandoverCount) -> None:
+        """Add another count."""
+        self.transfers += other.transfers
+        self.blocks += other.blocks
+        self.bytes += other.bytes
+        self.waited_seconds += other.waited_seconds
+        self.moved_seconds += other.moved_seconds
+
+    @property
+    def is_expired_lease(self) -> bool:
+        """True for sends that ended because no peer asked, or renewed its lease, in time."""
+        return self.direction == SwapPurpose.SEND.value and self.result == "expired"
+
+
 class CacheStats(msgspec.Struct, frozen=True):
     """A snapshot of a manager. A tier that does not exist is None, and so is the storage when others share it.
 
     ``sending_blocks`` are being handed over to peers and ``fetching_blocks`` fetched from them; ``held_blocks`` of
-    these are slots of fetches that no request waits for any more. ``queued_stores`` blocks wait to be written to
-    storage, ``storing_blocks`` are being written and ``reading_blocks`` read. ``CacheController.storage_stats`` and
-    ``transfer_stats`` have the state and the errors of a rank.
+    these are slots of fetches that no request waits for any more. ``handovers`` that have ended, by peer and result.
+    ``queued_stores`` blocks wait to be written to storage, ``storing_blocks`` are being written and ``reading_blocks``
+    read. ``CacheController.storage_stats`` and ``transfer_stats`` have the state and the errors of a rank.
     """
 
     device: TierUsage
@@ -304,3 +335,4 @@ class CacheStats(msgspec.Struct, frozen=True):
     held_blocks: int = 0
     traffic: Traffic = msgspec.field(default_factory=Traffic)
     loads: LoadFigures = msgspec.field(default_factory=LoadFigures)
+    handovers: list[HandoverCount] = msgspec.field(default_factory=list)

@@ -252,7 +252,7 @@ class StorageReads:
             self.cancel(fetch)
             return False
         if not self._is_worth_waiting(fetch):
-            self._go_without(fetch)
+            self.leave(fetch)
             return False
         return True
 
@@ -268,7 +268,7 @@ class StorageReads:
         ]
         return fetch.judge.is_worth_waiting(arrived, ends[1:], fetch.ahead, fetch.since)
 
-    def _go_without(self, fetch: Fetch) -> None:
+    def leave(self, fetch: Fetch) -> None:
         """End a fetch whose reads go on, for requests to come."""
         fetch.done = True
         self._waiting.forget(fetch)
@@ -400,7 +400,7 @@ class StorageReads:
             useful = stop > max(on_host, on_device)
             fetch.done = not useful or not self._read(fetch, on_host, stop)
             if not waits:
-                self._go_without(fetch)
+                self.leave(fetch)
 
     def _may_go_on(self, fetch: Fetch) -> bool:
         """Return True once the reads so far have ended, all of them well."""

@@ -9,7 +9,7 @@ use until ``poll`` returns its end. All calls of a connector come from one threa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
@@ -40,12 +40,48 @@ class LocalPlanes:
     strides: tuple[int, ...]
     gpu: CudaPeerAccess | None = None
 
-    def sums(self, slots: Int32Array) -> UInt64Array:
-        """Return the sum of each block, for the comparison with its peer's. Raises ``DeviceError``."""
+    def sums(self, slots: Int32Array, pieces: Pieces | None = None) -> UInt64Array:
+        """Return the sum of each block, or of pieces of its planes. Raises ``DeviceError``."""
+        table, blocks = self.table_of(pieces), np.ascontiguousarray(slots)
         if self.gpu is not None:
-            return self.gpu.sums(slots)
-        blocks = np.ascontiguousarray(slots)
-        return _core.sum_planes(self.table, self.num_blocks, blocks, 0, self.layout.num_planes)
+            return self.gpu.sums(blocks, None if pieces is None else self.gpu.part(pieces, table))
+        return _core.sum_planes(table, self.num_blocks, blocks, 0, self.layout.num_planes)
+
+    def table_of(self, pieces: Pieces | None) -> PlaneTable:
+        """Return the table of pieces of the planes, None for all."""
+        return self.table if pieces is None else pieces.table(self.addresses, self.strides, self.table)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A run of bytes in each plane of a block: where it starts, its size, and its position in the record for sums."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    positions: tuple[int, ...]
+
+    def table(self, addresses: Sequence[int], strides: Sequence[int], owner: object) -> PlaneTable:
+        """Return the pieces of planes at these addresses as planes of their own; ``owner`` keeps them alive."""
+        begins = [address + start for address, start in zip(addresses, self.starts, strict=True)]
+        return PlaneTable(begins, list(strides), list(self.sizes), list(self.positions), owner)
+
+
+def whole_planes(layout: KVLayout) -> Pieces:
+    """Return the planes of a layout as pieces."""
+    planes = layout.planes
+    return Pieces(
+        (0,) * len(planes), tuple(each.nbytes for each in planes), tuple(each.offset for each in planes)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """How the planes of a peer of another tensor parallelism meet the own ones: ``theirs`` are read into ``own``."""
+
+    layout: KVLayout
+    """That of the peer."""
+    theirs: Pieces
+    own: Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +150,23 @@ class ConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @runtime_checkable
+class Notifier(Protocol):
+    """Part of a connector that also carries messages from the rank that is read to the ranks that read from it.
+
+    A message may be lost. ``notifications`` is called often while a read is expected.
+    """
+
+    def listen(self, peer: bytes, memory: bytes) -> None:
+        """Prepare messages to the peer of this boot id."""
+
+    def notify(self, peer: bytes, data: bytes) -> bool:
+        """Send a message; return False if it has to go another way."""
+
+    def notifications(self) -> list[bytes]:
+        """Return the messages that have arrived since the last call."""
+
+
+@runtime_checkable
 class TransferConnector(Protocol):
     """Reads of one rank out of its peers. No method blocks for longer than a copy takes."""
 
@@ -132,8 +185,10 @@ class TransferConnector(Protocol):
     def most_blocks(self, first_plane: int, last_plane: int) -> int:
         """Return the most blocks of a part that ``publish`` takes."""
 
-    def publish(self, slots: Int32Array, first_plane: int, last_plane: int) -> tuple[int, ...] | None:
-        """Make planes of these blocks readable; return their places, None while there is no room.
+    def publish(
+        self, slots: Int32Array, first_plane: int, last_plane: int, pieces: Pieces | None = None
+    ) -> tuple[int, ...] | None:
+        """Make planes of these blocks, or pieces of them, readable; return their places, None while there is no room.
 
         The blocks are computed, and stay unchanged until ``withdraw``.
         """
@@ -141,8 +196,11 @@ class TransferConnector(Protocol):
     def withdraw(self, places: tuple[int, ...]) -> None:
         """Free places: a read of them from now on may find other bytes."""
 
-    def connect(self, peer: bytes, memory: bytes) -> str | None:
-        """Prepare reads from the peer of this boot id; return why that is not possible, None if it is."""
+    def connect(self, peer: bytes, memory: bytes, joint: Joint | None = None) -> str | None:
+        """Prepare reads from the peer of this boot id; return why that is not possible, None if it is.
+
+        With a ``joint`` pieces of the planes are read. It and ``pieces`` are None between equal tensor parallelisms.
+        """
 
     def read(self, order: ReadOrder) -> None:
         """Begin a read. ``poll`` returns its end, also if it cannot be begun."""

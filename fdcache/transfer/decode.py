@@ -51,6 +51,8 @@ class FetchEnd(StrEnum):
     CANCELLED = "cancelled"
     PEER_GONE = "peer_gone"
     REFUSED = "refused"
+    DECLINED = "declined"
+    """The blocks were not wanted; prefill was told."""
 
 
 class SendToPrefill(NamedTuple):
@@ -123,14 +125,18 @@ class DecodeSide:
     """Fetches of one rank.
 
     ``lease``: seconds for which prefill is asked to hold its blocks after each message. ``renew``: seconds between
-    messages of a fetch that waits. Without ``verifies`` the sums are not compared.
+    messages of a fetch that waits. Without ``verifies`` the sums are not compared. With ``acknowledges`` prefill is told
+    at once what was read, as it has no other room for what comes next.
     """
 
-    def __init__(self, num_planes: int, *, lease: float, renew: float, verifies: bool) -> None:
+    def __init__(
+        self, num_planes: int, *, lease: float, renew: float, verifies: bool, acknowledges: bool = False
+    ) -> None:
         self._num_planes = num_planes
         self._lease_ms = int(lease * 1000)
         self._renew = renew
         self._verifies = verifies
+        self._acknowledges = acknowledges
         self._fetches: dict[int, _State] = {}
         self._by_transfer: dict[tuple[Peer, str, int], int] = {}
         self._by_read: dict[int, int] = {}
@@ -189,6 +195,8 @@ class DecodeSide:
         elif state.end is None:
             state.error = state.error or error
             state.limit = min(state.limit, blocks.start)
+        if self._acknowledges:
+            state.next_renewal = 0.0
         self._advance(state)
 
     def sums(self, plan_id: int, sums: UInt64Array) -> None:

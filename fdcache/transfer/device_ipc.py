@@ -10,13 +10,32 @@ from fdcache.devices.cuda_peers import CudaPeerAccess, CudaRead
 from fdcache.devices.cuda_planes import CudaPlanes
 from fdcache.errors import DeviceError, TransferError
 from fdcache.metadata import Int32Array
-from fdcache.transfer.connector import ConnectorStats, ReadEnd, ReadOrder, ReadOutcome, TransferContext
+from fdcache.transfer.connector import (
+    ConnectorStats,
+    Joint,
+    Pieces,
+    ReadEnd,
+    ReadOrder,
+    ReadOutcome,
+    TransferContext,
+    whole_planes,
+)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """Planes of a peer that are read into own ones of the same sizes; ``target`` is None for all."""
+
+    source: CudaPlanes
+    target: CudaPlanes | None
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Read:
     order: ReadOrder
     begun: CudaRead
+    sizes: tuple[int, ...]
 
 
 class DeviceIpcConnector:
@@ -33,7 +52,7 @@ class DeviceIpcConnector:
         self._planes = context.planes
         self._access = access
         self._wake = context.wake
-        self._peers: dict[bytes, CudaPlanes] = {}
+        self._peers: dict[bytes, _Peer] = {}
         self._in_flight: list[_Read] = []
         self._ended: list[ReadEnd] = []
         self._reads = self._failed = self._bytes = 0
@@ -47,37 +66,46 @@ class DeviceIpcConnector:
         """Return the number of blocks: there is no limit."""
         return self._planes.num_blocks
 
-    def publish(self, slots: Int32Array, first_plane: int, last_plane: int) -> tuple[int, ...] | None:
+    def publish(
+        self, slots: Int32Array, first_plane: int, last_plane: int, pieces: Pieces | None = None
+    ) -> tuple[int, ...] | None:
         """Return the slots: peers read the planes in place."""
         return tuple(slots.tolist())
 
     def withdraw(self, places: tuple[int, ...]) -> None:
         """Do nothing: the slots take no room of the connector."""
 
-    def connect(self, peer: bytes, memory: bytes) -> str | None:
+    def connect(self, peer: bytes, memory: bytes, joint: Joint | None = None) -> str | None:
         """Map the planes of a peer."""
-        if peer not in self._peers:
-            try:
-                self._peers[peer] = self._access.open(memory)
-            except (TransferError, DeviceError) as error:
-                return str(error)
+        if peer in self._peers:
+            return None
+        planes, access = self._planes, self._access
+        try:
+            mapped = access.open(memory, planes.layout if joint is None else joint.layout)
+            theirs = whole_planes(planes.layout) if joint is None else joint.theirs
+            source = access.bind(mapped, theirs.table(mapped.addresses, mapped.strides, mapped.owners))
+            target = None if joint is None else access.part(joint.own, planes.table_of(joint.own))
+            self._peers[peer] = _Peer(source, target, theirs.sizes)
+        except (TransferError, DeviceError) as error:
+            return str(error)
         return None
 
     def read(self, order: ReadOrder) -> None:
         """Begin a read: one kernel, after the work of the compute stream that the order names."""
-        source = self._peers.get(order.peer)
-        if source is None:
+        peer = self._peers.get(order.peer)
+        if peer is None:
             self._end(ReadEnd(order.read_id, ReadOutcome.PEER_GONE, error="the peer is gone"))
             return
         try:
             places = np.array(order.places[order.skip : order.skip + len(order.slots)], np.int32)
             begun = self._access.read(
-                source,
+                peer.source,
                 places,
                 np.ascontiguousarray(order.slots),
                 order.first_plane,
                 order.last_plane,
                 () if order.after is None else (order.after,),
+                target=peer.target,
             )
         except (IndexError, ValueError, OverflowError) as error:  # a peer's places may be anything
             reason = f"the places are not the peer's: {error}"
@@ -85,7 +113,7 @@ class DeviceIpcConnector:
         except DeviceError as error:
             self._end(ReadEnd(order.read_id, ReadOutcome.ERROR, error=str(error)))
         else:
-            self._in_flight.append(_Read(order, begun))
+            self._in_flight.append(_Read(order, begun, peer.sizes))
 
     def poll(self) -> list[ReadEnd]:
         """Return the reads that have ended since the last call."""
@@ -133,8 +161,8 @@ class DeviceIpcConnector:
         order, error = read.order, read.begun.end() or self._access.lost
         if error is not None:
             return ReadEnd(order.read_id, ReadOutcome.ERROR, error=error)
-        planes = self._planes.layout.planes[order.first_plane : order.last_plane]
-        moved = len(order.slots) * sum(plane.nbytes for plane in planes)
+        sizes = read.sizes[order.first_plane : order.last_plane]
+        moved = len(order.slots) * sum(sizes)
         return ReadEnd(order.read_id, ReadOutcome.OK, moved, read.begun.seconds)
 
     def _end(self, end: ReadEnd) -> None:

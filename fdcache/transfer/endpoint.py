@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -19,27 +20,32 @@ import zmq
 from fdcache.devices.base import Event
 from fdcache.errors import DeviceError, TransferError
 from fdcache.layout import KVLayout
-from fdcache.metadata import PeerTask, SwapPurpose
+from fdcache.metadata import HandoverEnd, Int32Array, PeerTask, SwapPurpose
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
+from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import decode, prefill
-from fdcache.transfer.connector import LocalPlanes, ReadOrder, ReadOutcome, TransferContext
+from fdcache.transfer.connector import LocalPlanes, Notifier, Pieces, ReadOrder, ReadOutcome, TransferContext
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fetch, FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
+from fdcache.transfer.gathering import Gathering, Leg
 from fdcache.transfer.links import Links, LinkState, Outgoing, machine_id, rank_address
-from fdcache.transfer.messages import Identity
+from fdcache.transfer.messages import Envelope, Granted, Identity, encode
 from fdcache.transfer.prefill import (
     ComputeSums,
     Offer,
     OfferEnded,
     Part,
     PlacesRead,
-    PrefillSide,
+    Publish,
     SendMessage,
 )
-from fdcache.transfer.statistics import PeerView, TransferStats, TransferTally, TransferView
+from fdcache.transfer.publishing import ComputedPart, Publisher
+from fdcache.transfer.readers import Readers
+from fdcache.transfer.sharing import share
+from fdcache.transfer.statistics import PeerView, TransferStats, TransferView
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +69,6 @@ class EndpointOptions:
 
 
 @dataclass(slots=True)
-class _Ready:
-    """A part that is computed once ``event`` is reached."""
-
-    plan_id: int
-    part: Part
-    event: Event | None
-
-
-@dataclass(slots=True)
 class _Sending:
     """A send: what was marked as computed, by group."""
 
@@ -81,19 +78,9 @@ class _Sending:
 
 
 @dataclass(slots=True)
-class _Fetching:
-    execution: TransferExecution
-    task: PeerTask
-    deadline: float
-    address: str
-    after: Event | None
-    boot: bytes = b""
-
-
-@dataclass(slots=True)
 class _Queues:
     commands: deque[Callable[[float], None]] = field(default_factory=deque)
-    parts: deque[_Ready] = field(default_factory=deque)
+    parts: deque[ComputedPart] = field(default_factory=deque)
 
 
 class TransferEndpoint:
@@ -111,18 +98,17 @@ class TransferEndpoint:
         self._groups = options.groups or ((0, layout.total_layers),)
         self._group_ending_at = {last - 1: index for index, (_, last) in enumerate(self._groups)}
         self.address = rank_address(settings.address, options.rank)
-        self._decode = DecodeSide(
-            layout.num_planes, lease=settings.lease, renew=settings.renew, verifies=options.verifies
-        )
-        self._prefill = PrefillSide()
+        self._sharing = share(layout, options.rank, settings.peer_ranks)
+        self._prefill = Readers(len(self._sharing.readers))
         self._queues = _Queues()
         self._sends: dict[int, _Sending] = {}
         self._send_of: dict[str, int] = {}
-        self._fetches: dict[int, _Fetching] = {}
+        self._fetches: dict[int, Gathering] = {}
+        self._legs: dict[int, Leg] = {}
+        self._leg_numbers = count(1)
         self._unwanted: dict[str, deque[tuple[str, int]]] = {}
         """Transfers given up before their peer has answered, to tell it once it does."""
-        self._tally = TransferTally()
-        self._expired = 0
+        self._tally = HandoverTally()
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -159,12 +145,18 @@ class TransferEndpoint:
     def refuse(self, task: PeerTask, reason: str) -> TransferExecution:
         """Return the execution of a hand-over that cannot begin."""
         execution = TransferExecution(task, self._options.rank, lambda: None)
-        execution.finish(0, (), 0, reason)
+        execution.finish(HandoverEnd("", FetchEnd.REFUSED.value, 0), 0, (), 0, reason)
         return execution
 
     def cancel(self, plan_id: int) -> None:
         """End a hand-over that is not needed any more, and tell the peer."""
         self._command(partial(self._cancel, plan_id))
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to the ranks of a prefill instance that this one will read from, before the first fetch."""
+        for rank, _ in self._sharing.sources:
+            if rank < len(addresses):
+                self._command(partial(self._connect_early, addresses[rank]))
 
     def layer_computed(
         self, layer: int, computed: Mapping[str, int], record: Callable[[], Event | None] | None = None
@@ -190,7 +182,7 @@ class TransferEndpoint:
         if parts and record is not None:
             event = record()
         for plan_id, part in parts:
-            self._queues.parts.append(_Ready(plan_id, part, event))
+            self._queues.parts.append(ComputedPart(plan_id, part, event))
         if parts:
             self._wake()
 
@@ -253,6 +245,17 @@ class TransferEndpoint:
         boot = uuid.uuid4().bytes
         context = TransferContext(self._planes, self._settings, boot, self._wake)
         self._connector = open_connector(context)
+        self._decode = DecodeSide(
+            layout.num_planes,
+            lease=self._settings.lease,
+            renew=self._settings.renew,
+            verifies=options.verifies,
+            acknowledges=self._connector.stats().places_total > 0,
+        )
+        self._publishers = [
+            Publisher(self._connector, side, self._slots_of, pieces)
+            for side, pieces in zip(self._prefill.sides, self._sharing.readers, strict=True)
+        ]
         try:
             directory = _live_directory(self.address)
             deque(live_processes(directory), maxlen=0)  # removes the files of dead ones
@@ -275,6 +278,8 @@ class TransferEndpoint:
                         machine=machine_id(),
                         live=self._live.live,
                         memory=self._connector.memory,
+                        peer_tp_size=self._sharing.layout.tp_size,
+                        peer_fingerprint=self._sharing.layout.fingerprint,
                     )
                 )
             except BaseException:
@@ -295,17 +300,24 @@ class TransferEndpoint:
         for _ in range(len(commands)):
             commands.popleft()(now)
         self._links.tick(now)
+        for data in self._notifications():
+            self._links.take(data, now)
         self._take_links(now)
-        self._publish()
+        self._take_computed()
         for end in self._connector.poll():
             self._decode.read_ended(end.read_id, None if end.outcome is ReadOutcome.OK else end.error)
         self._prefill.tick(now)
         self._decode.tick(now)
         self._expire_unconnected(now)
         self._settle()
+        for publisher in self._publishers:
+            publisher.tick()
+        self._settle()
 
     def _patience(self) -> int:
-        if self._connector.needs_polling or any(each.event is not None for each in self._queues.parts):
+        if self._connector.needs_polling or (self._fetches and isinstance(self._connector, Notifier)):
+            return _POLLING_MS
+        if any(each.event is not None for each in self._queues.parts):
             return _POLLING_MS
         return _BUSY_MS if self._sends or self._fetches or self._queues.parts else _IDLE_MS
 
@@ -320,12 +332,19 @@ class TransferEndpoint:
             self._refuse_waiting(link, FetchEnd.REFUSED, link.error)
         for link in events.accepted:
             assert link.identity is not None
-            if (problem := self._connector.connect(link.boot, link.identity.memory)) is not None:
+            joint = self._sharing.joints.get(link.identity.rank)
+            if (problem := self._connector.connect(link.boot, link.identity.memory, joint)) is not None:
                 self._refuse_waiting(link, FetchEnd.REFUSED, problem)
-            for fetching in self._waiting_for(link.address):
-                self._ask(fetching, link.boot, now)
+            for leg in self._waiting_for(link.address):
+                self._ask(leg, link.boot, now)
             for transfer, attempt in self._unwanted.pop(link.address, ()):
                 self._decode.decline(link.boot, transfer, attempt)
+        for peer in events.greeted:
+            self._prefill.greet(
+                peer.boot, (peer.rank - self._sharing.first_reader) % len(self._prefill.sides)
+            )
+            if isinstance(self._connector, Notifier):
+                self._connector.listen(peer.boot, peer.memory)
         for each in events.received:
             if each.peer in self._links.incoming:
                 self._prefill.receive(each.peer, each.message, now)  # type: ignore[arg-type]
@@ -351,147 +370,172 @@ class TransferEndpoint:
         )
         self._prefill.offer(offer, now)
 
-    def _publish(self) -> None:
-        """Announce the parts that are computed, in order, as far as the connector has room."""
+    def _take_computed(self) -> None:
+        """Announce the parts that are computed, in order."""
         parts = self._queues.parts
         for _ in range(len(parts)):
             ready = parts.popleft()
             if ready.plan_id not in self._sends:
                 continue
-            if not self._prefill.is_live(ready.plan_id):  # its offer is among the commands
+            if not self._prefill.is_live(ready.plan_id) or (
+                ready.event is not None and not ready.event.query()
+            ):  # its offer is among the commands
                 parts.append(ready)
-                continue
-            if ready.event is not None and not ready.event.query():
-                parts.append(ready)
-                continue
-            part = ready.part
-            most = self._connector.most_blocks(part.first_plane, part.last_plane)
-            head = part._replace(last=min(part.last, part.first + most))
-            slots = self._sends[ready.plan_id].task.swap.src_block_ids[head.first : head.last]
-            places = self._connector.publish(slots, part.first_plane, part.last_plane)
-            if places is None:
-                parts.append(ready)
-                continue
-            self._prefill.computed(ready.plan_id, head, places)
-            if head.last < part.last:
-                parts.append(_Ready(ready.plan_id, part._replace(first=head.last), None))
+            else:
+                self._prefill.computed(ready.plan_id, ready.part)
 
     def _end_send(
-        self, plan_id: int, end: prefill.SendEnd, error: str | None, to: bytes | None = None
+        self,
+        plan_id: int,
+        end: prefill.SendEnd,
+        error: str | None,
+        to: bytes | None = None,
+        blocks: int = 0,
     ) -> None:
+        """Report a send, of which decode asked for so many blocks."""
         with self._lock:
             send = self._sends.pop(plan_id)
             if self._send_of.get(send.task.transfer) == plan_id:
                 del self._send_of[send.task.transfer]
-        self._expired += end is prefill.SendEnd.EXPIRED
-        blocks = len(send.task.swap)
-        whole = blocks if end is prefill.SendEnd.DONE else 0
-        send.execution.finish(whole, (), 0, error)
+        is_done = end is prefill.SendEnd.DONE
         peer = self._links.incoming.get(to) if to is not None else None
         address = "" if peer is None else peer.identity.address
-        self._tally.add("send", address, end.value, blocks, 0, 0.0, send.execution.age)
+        ended = HandoverEnd(address, end.value, blocks * is_done)
+        whole, moved = len(send.task.swap) * is_done, ended.blocks * self._planes.layout.payload_bytes
+        send.execution.finish(ended, whole, (), moved, error)
+        self._tally.record(send.execution.result())
+
+    def _granted(self, transfer: str) -> None:
+        send = self._sends.get(self._send_of.get(transfer, 0))
+        if send is not None:
+            send.execution.begin()
 
     # --- fetches ----------------------------------------------------------------------------------------------
 
     def _fetch(self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float) -> None:
-        rank = self._options.rank
+        sharing = self._sharing
+        gathering = Gathering(execution, task, self._planes.layout.payload_bytes, after)
+        self._fetches[task.plan_id] = gathering
+        ranks = [(rank, task.wanted) for rank, _ in sharing.sources]
+        ranks += [(rank, False) for rank in sharing.declined]
+        for rank, wanted in ranks:
+            address = task.addresses[rank] if rank < len(task.addresses) else ""
+            leg = Leg(next(self._leg_numbers), gathering, address, now + task.timeout, wanted)
+            gathering.legs[leg.number] = self._legs[leg.number] = leg
         if TransferRole(self._settings.role) is TransferRole.PREFILL:
-            execution.finish(0, (), 0, "FDCACHE_TRANSFER_ROLE=prefill reads from nobody")
+            refusal = "FDCACHE_TRANSFER_ROLE=prefill reads from nobody"
+        elif len(task.addresses) != sharing.layout.tp_size:
+            refusal = f"{len(task.addresses)} addresses of a peer with {sharing.layout.tp_size} ranks"
+        else:
+            for leg in list(gathering.legs.values()):
+                self._connect(leg, now)
             return
-        if rank >= len(task.addresses):
-            execution.finish(
-                0, (), 0, f"{len(task.addresses)} addresses of the peer, and none for rank {rank}"
-            )
-            return
-        fetching = _Fetching(execution, task, now + task.timeout, task.addresses[rank], after)
-        self._fetches[task.plan_id] = fetching
+        for number in list(gathering.legs):
+            self._end_unasked(number, FetchEnd.REFUSED, refusal)
+
+    def _connect(self, leg: Leg, now: float) -> None:
         try:
-            link = self._links.connect(fetching.address, now, fetching.deadline)
+            link = self._links.connect(leg.address, now, leg.deadline)
         except TransferError as error:
-            self._end_unasked(task.plan_id, FetchEnd.REFUSED, str(error))
+            self._end_unasked(leg.number, FetchEnd.REFUSED, str(error))
             return
         if link.state is LinkState.ACCEPTED:
-            self._ask(fetching, link.boot, now)
+            self._ask(leg, link.boot, now)
         elif link.state is LinkState.REFUSED:
-            self._end_unasked(task.plan_id, FetchEnd.REFUSED, link.error)
+            self._end_unasked(leg.number, FetchEnd.REFUSED, link.error)
 
-    def _ask(self, fetching: _Fetching, boot: bytes, now: float) -> None:
-        task = fetching.task
-        fetching.boot = boot
-        if not task.wanted:
+    def _connect_early(self, address: str, now: float) -> None:
+        try:
+            self._links.connect(address, now, now + self._settings.timeout)
+        except TransferError as error:
+            logger.warning("%s", error)  # and a fetch from it is refused for the same reason
+
+    def _ask(self, leg: Leg, boot: bytes, now: float) -> None:
+        task = leg.task
+        leg.boot = boot
+        if not leg.wanted:
             self._decode.decline(boot, task.transfer, task.attempt)
-            self._end_unasked(task.plan_id, FetchEnd.DONE, None)
+            self._end_unasked(leg.number, FetchEnd.DECLINED, None)
             return
         swap = task.swap
         first = int(swap.src_block_ids[0]) if len(swap) else 0
-        timeout = max(fetching.deadline - now, 0.0)
+        timeout = max(leg.deadline - now, 0.0)
+        hashes = swap.hash_values
+        if task.peer_hashes:
+            hashes = np.frombuffer(task.peer_hashes, np.uint8).reshape(-1, 32)
         fetch = Fetch(
-            task.plan_id,
-            boot,
-            task.transfer,
-            task.attempt,
-            first,
-            swap.hash_values,
-            swap.dst_block_ids,
-            timeout,
+            leg.number, boot, task.transfer, task.attempt, first, hashes, swap.dst_block_ids, timeout
         )
         self._decode.fetch(fetch, now)
 
-    def _waiting_for(self, address: str) -> list[_Fetching]:
-        return [each for each in self._fetches.values() if not each.boot and each.address == address]
+    def _waiting_for(self, address: str) -> list[Leg]:
+        return [each for each in self._legs.values() if not each.boot and each.address == address]
 
     def _refuse_waiting(self, link: Outgoing, end: FetchEnd, error: str | None) -> None:
-        for fetching in self._waiting_for(link.address):
-            self._end_unasked(fetching.task.plan_id, end, error)
+        for leg in self._waiting_for(link.address):
+            self._end_unasked(leg.number, end, error)
 
     def _expire_unconnected(self, now: float) -> None:
-        for plan_id, fetching in list(self._fetches.items()):
-            if not fetching.boot and now > fetching.deadline:
-                self._end_unasked(plan_id, FetchEnd.TIMEOUT, f"no peer answers at {fetching.address}")
+        for leg in list(self._legs.values()):
+            if not leg.boot and now > leg.deadline:
+                self._end_unasked(leg.number, FetchEnd.TIMEOUT, f"no peer answers at {leg.address}")
 
-    def _end_unasked(self, plan_id: int, end: FetchEnd, error: str | None) -> None:
-        """Report a fetch of which nothing was read."""
-        self._end_fetch(FetchEnded(plan_id, end, 0, (), error))
+    def _end_unasked(self, number: int, end: FetchEnd, error: str | None) -> None:
+        """End a leg of which nothing was read."""
+        self._end_leg(FetchEnded(number, end, 0, (), error))
 
-    def _end_fetch(self, effect: FetchEnded) -> None:
-        fetching = self._fetches.pop(effect.plan_id)
-        execution, swap = fetching.execution, fetching.task.swap
-        moved = effect.whole * self._planes.layout.payload_bytes
-        execution.finish(effect.whole, effect.corrupt, moved, effect.error)
-        waited = execution.waited
-        self._tally.add(
-            "fetch", fetching.address, effect.end.value, len(swap), moved, waited, execution.age - waited
-        )
+    def _end_leg(self, effect: FetchEnded) -> None:
+        leg = self._legs.pop(effect.plan_id, None)
+        if leg is None:
+            return
+        gathering, plan_id = leg.gathering, leg.task.plan_id
+        if gathering.take(leg, effect) is not None:
+            self._tally.record(gathering.execution.result())
+        if gathering.is_failing:
+            for other in [each for each in gathering.legs.values() if each.wanted]:
+                self._cancel_leg(other)
+        if not gathering.legs:
+            self._fetches.pop(plan_id, None)
+
+    def _cancel_leg(self, leg: Leg) -> None:
+        if leg.boot:
+            self._decode.cancel(leg.number)
+        elif leg.wanted:
+            unwanted = self._unwanted.setdefault(leg.address, deque(maxlen=_MOST_UNWANTED))
+            unwanted.append((leg.task.transfer, leg.task.attempt))
+            self._end_unasked(leg.number, FetchEnd.CANCELLED, "cancelled")
 
     def _cancel(self, plan_id: int, now: float) -> None:
         if plan_id in self._sends:
             self._prefill.cancel(plan_id, "prefill has given up the request")
-        elif (fetching := self._fetches.get(plan_id)) is not None:
-            if fetching.boot:
-                self._decode.cancel(plan_id)
-            elif fetching.task.wanted:
-                unwanted = self._unwanted.setdefault(fetching.address, deque(maxlen=_MOST_UNWANTED))
-                unwanted.append((fetching.task.transfer, fetching.task.attempt))
-                self._end_unasked(plan_id, FetchEnd.CANCELLED, "cancelled")
+        elif (gathering := self._fetches.get(plan_id)) is not None:
+            for leg in list(gathering.legs.values()):
+                self._cancel_leg(leg)
 
     # --- effects ----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Carry out what the state machines ask for."""
-        while effects := [*self._prefill.take_effects(), *self._decode.take_effects()]:
-            for effect in effects:
-                self._carry_out(effect)
+        while True:
+            effects: list[tuple[int, prefill.Effect | decode.Effect]] = [*self._prefill.take_effects()]
+            effects += [(0, effect) for effect in self._decode.take_effects()]
+            if not effects:
+                return
+            for reader, effect in effects:
+                self._carry_out(reader, effect)
 
-    def _carry_out(self, effect: prefill.Effect | decode.Effect) -> None:
+    def _carry_out(self, reader: int, effect: prefill.Effect | decode.Effect) -> None:
         match effect:
             case SendMessage():
-                self._links.to_decode(effect.peer, effect.message)
+                if isinstance(effect.message, Granted):
+                    self._granted(effect.message.transfer)
+                self._answer(effect)
+            case Publish():
+                self._publishers[reader].publish(effect)
             case ComputeSums():
-                self._sum_sources(effect)
+                self._sum_sources(reader, effect)
             case OfferEnded():
-                for places in effect.places:
-                    self._connector.withdraw(places)
-                self._end_send(effect.plan_id, effect.end, effect.error, effect.peer)
+                self._end_send(effect.plan_id, effect.end, effect.error, effect.peer, effect.blocks)
             case PlacesRead():
                 self._connector.withdraw(effect.places)
             case BeginRead():
@@ -499,30 +543,41 @@ class TransferEndpoint:
             case ComputeTargetSums():
                 self._sum_targets(effect)
             case FetchEnded():
-                self._end_fetch(effect)
+                self._end_leg(effect)
             case _:
                 self._links.to_prefill(effect.peer, effect.message)
 
-    def _sum_sources(self, effect: ComputeSums) -> None:
-        try:
-            self._prefill.sums(effect.plan_id, self._planes.sums(effect.slots))
-        except DeviceError as error:
-            self._prefill.cancel(effect.plan_id, str(error))
+    def _answer(self, effect: SendMessage) -> None:
+        """Send a message to decode: by the connector, if it can, else by the links."""
+        if isinstance(self._connector, Notifier):
+            envelope = Envelope(self._links.mine.boot, effect.peer)
+            if self._connector.notify(effect.peer, encode(envelope, effect.message)):
+                return
+        self._links.to_decode(effect.peer, effect.message)
 
-    def _sum_targets(self, effect: ComputeTargetSums) -> None:
-        try:
-            sums = self._planes.sums(effect.slots)
-        except DeviceError as error:
-            self._decode.cancel(effect.plan_id, str(error))
-            sums = np.empty(0, np.uint64)  # not compared: the fetch has ended
-        self._decode.sums(effect.plan_id, sums)
+    def _notifications(self) -> list[bytes]:
+        return self._connector.notifications() if isinstance(self._connector, Notifier) else []
+
+    def _slots_of(self, plan_id: int) -> Int32Array:
+        return self._sends[plan_id].task.swap.src_block_ids
+
+    def _pieces_of(self, leg: int) -> Pieces | None:
+        """Return the pieces of the own planes that a leg reads, None for all."""
+        link = self._legs[leg].boot
+        rank = next(
+            each.identity.rank
+            for each in self._links.outgoing.values()
+            if each.identity and each.boot == link
+        )
+        joint = self._sharing.joints[rank]
+        return None if joint is None else joint.own
 
     def _begin_read(self, effect: BeginRead) -> None:
         ready, after = effect.ready, None
-        for fetching in self._fetches.values():
-            if fetching.task.transfer == ready.transfer and fetching.boot == effect.peer:
-                fetching.execution.begin()
-                after = fetching.after
+        for leg in self._legs.values():
+            if leg.task.transfer == ready.transfer and leg.boot == effect.peer:
+                leg.gathering.execution.begin()
+                after = leg.gathering.after
         self._connector.read(
             ReadOrder(
                 effect.read_id,
@@ -537,6 +592,22 @@ class TransferEndpoint:
             )
         )
 
+    def _sum_sources(self, reader: int, effect: ComputeSums) -> None:
+        try:
+            sums = self._planes.sums(effect.slots, self._sharing.readers[reader])
+        except DeviceError as error:
+            self._prefill.cancel(effect.plan_id, str(error))
+        else:
+            self._prefill.sums(reader, effect.plan_id, sums)
+
+    def _sum_targets(self, effect: ComputeTargetSums) -> None:
+        try:
+            sums = self._planes.sums(effect.slots, self._pieces_of(effect.plan_id))
+        except DeviceError as error:
+            self._decode.cancel(effect.plan_id, str(error))
+            sums = np.empty(0, np.uint64)  # not compared: the fetch has ended
+        self._decode.sums(effect.plan_id, sums)
+
     def _end_all(self, reason: str) -> None:
         """Tell the peers, wait for the reads in flight that end by themselves, and fail what is left."""
         for plan_id in list(self._sends):
@@ -550,8 +621,8 @@ class TransferEndpoint:
         self._settle()
         for plan_id in list(self._sends):
             self._end_send(plan_id, prefill.SendEnd.CANCELLED, reason)
-        for plan_id in list(self._fetches):
-            self._end_unasked(plan_id, FetchEnd.CANCELLED, reason)
+        for number in list(self._legs):
+            self._end_unasked(number, FetchEnd.CANCELLED, reason)
         for command in self._queues.commands:
             command(0.0)
 
@@ -568,9 +639,15 @@ class TransferEndpoint:
         ]
         transfers = [
             TransferView(
-                plan_id, "fetch", each.task.transfer, each.address, len(each.task.swap), each.execution.age
+                each.task.plan_id,
+                "fetch",
+                each.task.transfer,
+                each.address,
+                len(each.task.swap),
+                each.gathering.execution.age,
             )
-            for plan_id, each in self._fetches.items()
+            for each in self._legs.values()
+            if each.wanted or not each.task.wanted
         ]
         transfers += [
             TransferView(
@@ -584,6 +661,7 @@ class TransferEndpoint:
             )
             for plan_id, each in self._sends.items()
         ]
+        counts = self._tally.counts()
         return TransferStats(
             rank=self._options.rank,
             role=TransferRole(self._settings.role).value,
@@ -591,11 +669,11 @@ class TransferEndpoint:
             connector=self._connector.stats(),
             peers=tuple(peers),
             transfers=tuple(transfers),
-            counts=self._tally.counts(),
+            counts=tuple(counts),
             sent_blocks_held=self._prefill.blocks_held,
             fetched_blocks_in_flight=self._decode.blocks_in_flight,
             held_blocks=self._decode.blocks_held,
-            leases_expired=self._expired,
+            leases_expired=sum(each.transfers for each in counts if each.is_expired_lease),
             protocol_errors=self._links.protocol_errors,
         )
 

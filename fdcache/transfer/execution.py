@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from fdcache.devices.base import Event
 from fdcache.devices.cpu import CpuEvent
-from fdcache.metadata import PeerTask, TransferReport, TransferResult
+from fdcache.metadata import HandoverEnd, PeerTask, TransferReport, TransferResult
 from fdcache.tasks import TransferStatus
 
 
@@ -34,31 +35,40 @@ class TransferExecution:
         return time.monotonic() - self._start
 
     @property
-    def waited(self) -> float:
-        """Seconds until the first read began; the whole age before that."""
-        return self.age if self._begun is None else self._begun - self._start
+    def has_ended(self) -> bool:
+        """True once it is reported."""
+        return self._report is not None
 
     def begin(self) -> None:
-        """Note the begin of a read."""
+        """Note the begin of the first read, or that decode has asked."""
         if self._begun is None:
             self._begun = time.monotonic()
 
-    def finish(self, whole: int, corrupt: Sequence[int], moved: int, error: str | None) -> None:
-        """End it with the number of leading blocks that were handed over whole."""
+    def finish(
+        self, end: HandoverEnd, whole: int, corrupt: Sequence[int], moved: int, error: str | None
+    ) -> None:
+        """End it: the first ``whole`` blocks of the plan were handed over, and ``moved`` bytes of them copied."""
         size = len(self._task.swap)
         with self._lock:
             if self._report is not None:
                 return
+            age = self.age
+            waited = age if self._begun is None else self._begun - self._start
             result = TransferResult(
                 purpose=self._task.swap.purpose,
                 failed=np.arange(whole, size, dtype=np.int32),
                 checksums=np.empty(0, np.uint64),
                 copied_bytes=moved,
-                seconds=max(self.age - self.waited, 0.0),
+                seconds=age - waited,
                 error_message=error,
                 corrupt=np.array(corrupt, np.int32),
             )
-            self._report = TransferReport(plan_id=self.plan_id, rank=self._rank, results=(result,))
+            self._report = TransferReport(
+                plan_id=self.plan_id,
+                rank=self._rank,
+                results=(result,),
+                handover=replace(end, waited_seconds=waited),
+            )
         self._done.set()
 
     def pending_event(self) -> Event | None:

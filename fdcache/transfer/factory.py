@@ -26,12 +26,20 @@ def open_connector(context: TransferContext) -> TransferConnector:
         from fdcache.transfer.ipc import IpcConnector
 
         return IpcConnector(context)
+    if name == "rdma":
+        from fdcache.transfer.rdma import RdmaConnector
+
+        return RdmaConnector(context)
     return _load(_find(name), context)
 
 
 def require_connector(settings: PeerSettings) -> None:
     """Raise ``TransferNotFoundError`` early for a connector that does not exist."""
-    if settings.is_on and settings.connector != "ipc":
+    if settings.connector == "rdma":
+        from fdcache.transfer.rdma import find_nixl
+
+        find_nixl()
+    elif settings.is_on and settings.connector != "ipc":
         _find(settings.connector)
 
 
@@ -39,12 +47,7 @@ def _find(name: str) -> EntryPoint:
     found = next(iter(entry_points(group=ENTRY_POINTS, name=name)), None)
     if found is not None:
         return found
-    if name == "rdma":
-        raise TransferNotFoundError(
-            "FDCACHE_TRANSFER=rdma: reading through RDMA is not supported yet; use ipc on one node, or a package with "
-            f"the entry point 'rdma' in the group {ENTRY_POINTS!r}"
-        )
-    known = ", ".join(sorted({"none", "ipc", *entry_points(group=ENTRY_POINTS).names}))
+    known = ", ".join(sorted({"none", "ipc", "rdma", *entry_points(group=ENTRY_POINTS).names}))
     raise TransferNotFoundError(
         f"FDCACHE_TRANSFER={name}: no such connector; use one of {known}, or install the package that has the entry "
         f"point {name!r} in the group {ENTRY_POINTS!r}"

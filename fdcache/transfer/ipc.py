@@ -5,16 +5,35 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 import numpy as np
 
 from fdcache import _core
+from fdcache._core import PlaneTable
 from fdcache.errors import TransferError
 from fdcache.metadata import Int32Array
-from fdcache.transfer.connector import ConnectorStats, ReadEnd, ReadOrder, ReadOutcome, TransferContext
+from fdcache.transfer.connector import (
+    ConnectorStats,
+    Joint,
+    Pieces,
+    ReadEnd,
+    ReadOrder,
+    ReadOutcome,
+    TransferContext,
+)
 from fdcache.transfer.shared_planes import MappedPlanes, PlanesFile, find_shared
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """Planes of a peer that are copied into own ones of the same sizes."""
+
+    source: PlaneTable
+    num_blocks: int
+    target: PlaneTable
 
 
 class IpcConnector:
@@ -37,7 +56,7 @@ class IpcConnector:
         self.memory = msgspec.msgpack.encode(found)
         self._planes = planes
         self._wake = context.wake
-        self._peers: dict[bytes, MappedPlanes] = {}
+        self._peers: dict[bytes, _Peer] = {}
         self._threads = ThreadPoolExecutor(context.settings.threads, "fdcache-transfer-read")
         self._ended: deque[ReadEnd] = deque()
         self._reads = self._failed = self._bytes = self._in_flight = 0
@@ -46,20 +65,30 @@ class IpcConnector:
         """Return the number of blocks: there is no limit."""
         return self._planes.num_blocks
 
-    def publish(self, slots: Int32Array, first_plane: int, last_plane: int) -> tuple[int, ...] | None:
+    def publish(
+        self, slots: Int32Array, first_plane: int, last_plane: int, pieces: Pieces | None = None
+    ) -> tuple[int, ...] | None:
         """Return the slots: peers read the planes in place."""
         return tuple(slots.tolist())
 
     def withdraw(self, places: tuple[int, ...]) -> None:
         """Do nothing: the slots take no room of the connector."""
 
-    def connect(self, peer: bytes, memory: bytes) -> str | None:
+    def connect(self, peer: bytes, memory: bytes, joint: Joint | None = None) -> str | None:
         """Map the planes of a peer."""
         if peer in self._peers:
             return None
         try:
             file = msgspec.msgpack.decode(memory, type=PlanesFile)
-            self._peers[peer] = MappedPlanes(file, self._planes.layout)
+            mapped = MappedPlanes(file, self._planes.layout if joint is None else joint.layout)
+            if joint is None:
+                self._peers[peer] = _Peer(mapped.table, mapped.num_blocks, self._planes.table)
+            else:
+                self._peers[peer] = _Peer(
+                    joint.theirs.table(mapped.addresses, file.strides, mapped.table),
+                    mapped.num_blocks,
+                    joint.own.table(self._planes.addresses, self._planes.strides, self._planes.table),
+                )
         except msgspec.DecodeError as error:
             return f"memory: the peer's description cannot be read: {error}"
         except TransferError as error:
@@ -110,15 +139,15 @@ class IpcConnector:
         self._threads.shutdown(wait=True)
         self._peers.clear()
 
-    def _copy(self, source: MappedPlanes, order: ReadOrder) -> None:
+    def _copy(self, peer: _Peer, order: ReadOrder) -> None:
         target, start = self._planes, time.perf_counter()
         try:
             places = np.array(order.places[order.skip : order.skip + len(order.slots)], np.int32)
             _core.copy_planes(
-                source.table,
-                source.num_blocks,
+                peer.source,
+                peer.num_blocks,
                 places,
-                target.table,
+                peer.target,
                 target.num_blocks,
                 np.ascontiguousarray(order.slots),
                 order.first_plane,

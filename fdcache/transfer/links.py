@@ -32,6 +32,7 @@ from fdcache.transfer.messages import (
 _MOST_QUEUED = 10_000
 _HELLO_EVERY = 0.02
 _REFUSED_FOR = 5.0
+_MOST_DEAD = 1024
 
 
 def machine_id() -> str:
@@ -108,6 +109,8 @@ class LinkEvents:
     received: list[Received] = field(default_factory=list)
     accepted: list[Outgoing] = field(default_factory=list)
     refused: list[Outgoing] = field(default_factory=list)
+    greeted: list[Identity] = field(default_factory=list)
+    """Decode peers that were accepted."""
     gone: list[tuple[bytes, str]] = field(default_factory=list)
 
 
@@ -123,6 +126,7 @@ class Links:
         self.incoming: dict[bytes, Incoming] = {}
         self.events = LinkEvents()
         self.protocol_errors = 0
+        self._dead: dict[bytes, None] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -153,6 +157,7 @@ class Links:
                 raise TransferError(f"address {address!r} of a prefill peer: {error}") from error
             self.poller.register(socket, zmq.POLLIN)
             link = self.outgoing[address] = Outgoing(address, socket)
+        self._look_for_end(link)
         link.wanted_until = max(link.wanted_until, until)
         if link.state is LinkState.REFUSED and now >= link.refused_until:
             link.state = LinkState.CONNECTING
@@ -164,8 +169,8 @@ class Links:
             if link.state is LinkState.CONNECTING and link.next_hello <= now <= link.wanted_until:
                 link.next_hello = now + _HELLO_EVERY
                 self._send(link.socket, NO_BOOT, Hello(self.mine))
-            elif link.watch is not None and link.watch.is_gone():
-                self._lost(link, "the prefill process is gone")
+            else:
+                self._look_for_end(link)
         for boot, each in list(self.incoming.items()):
             if each.watch is not None and each.watch.is_gone():
                 self._forget(boot, "the decode process is gone")
@@ -195,6 +200,16 @@ class Links:
         events, self.events = self.events, LinkEvents()
         return events
 
+    def take(self, data: bytes, now: float) -> None:
+        """Take a message of a prefill peer that did not come through a socket."""
+        try:
+            link = self._link_of(decode(data)[0].sender)
+        except ProtocolError:
+            self.protocol_errors += 1
+            return
+        if link is not None:
+            self._from_prefill(link, data, now)
+
     def close(self) -> None:
         """Close all sockets and stop watching."""
         for link in self.outgoing.values():
@@ -219,11 +234,13 @@ class Links:
         if isinstance(message, Hello):
             self._greet(route, message.side)
         elif envelope.target != self.mine.boot or envelope.sender not in self.incoming:
-            self._answer(route, envelope.sender, Stranger())
+            self._answer(route, envelope.sender, Stranger(envelope.target))
         else:
             self.events.received.append(Received(envelope.sender, message))
 
     def _greet(self, route: bytes, side: Identity) -> None:
+        if side.boot in self._dead:
+            return
         refusal = difference(self.mine, side)
         if refusal is not None:
             self._answer(route, side.boot, refusal)
@@ -233,6 +250,7 @@ class Links:
                 if each.identity.address == side.address:
                     self._forget(boot, "another process has its address")
             self.incoming[side.boot] = Incoming(side, route, self._watch(side))
+            self.events.greeted.append(side)
         self._answer(route, side.boot, Welcome(self.mine))
 
     def _from_prefill(self, link: Outgoing, data: bytes, now: float) -> None:
@@ -241,7 +259,10 @@ class Links:
         except ProtocolError:
             self.protocol_errors += 1
             return
+        if envelope.sender in self._dead:
+            return
         if link.identity is not None and envelope.sender != link.boot:
+            self._died(link.boot)
             self._lost(link, "another process has its address")
         if isinstance(message, Refused):
             link.state, link.refused_until = LinkState.REFUSED, now + _REFUSED_FOR
@@ -250,7 +271,7 @@ class Links:
         elif isinstance(message, Welcome):
             self._welcomed(link, message.side)
         elif isinstance(message, Stranger):
-            if link.identity is not None:
+            if message.target == link.boot != NO_BOOT:
                 self._lost(link, "prefill has forgotten this process")
         elif link.identity is not None and envelope.target == self.mine.boot:
             self.events.received.append(Received(link.boot, message))
@@ -267,16 +288,28 @@ class Links:
         _close(link.watch)
         link.state, link.identity, link.watch, link.next_hello = LinkState.CONNECTING, None, None, 0.0
 
+    def _look_for_end(self, link: Outgoing) -> None:
+        if link.watch is not None and link.watch.is_gone():
+            self._died(link.boot)
+            self._lost(link, "the prefill process is gone")
+
     def _forget(self, boot: bytes, reason: str) -> None:
+        self._died(boot)
         _close(self.incoming.pop(boot).watch)
         self.events.gone.append((boot, reason))
+
+    def _died(self, boot: bytes) -> None:
+        """Ignore what still arrives from a process."""
+        self._dead[boot] = None
+        if len(self._dead) > _MOST_DEAD:
+            del self._dead[next(iter(self._dead))]
 
     def _watch(self, side: Identity) -> Watch | None:
         """Return a watch on a process of this machine, None if nothing would prove its end."""
         if side.live is None or side.machine != self.mine.machine:
             return None
         watch = Watch(side.live)
-        if watch.is_gone() and watch.pidfd is None:  # its file is not visible from here
+        if watch.pidfd is None and not Path(side.live.path).exists():  # not visible from here
             watch.close()
             return None
         return watch

@@ -58,6 +58,9 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     machine: str
     live: Live | None
     memory: bytes
+    peer_tp_size: int
+    peer_fingerprint: bytes
+    """Those that its peers have to have: its own, unless their tensor parallelism differs."""
 
 
 class EndReason(IntEnum):
@@ -171,7 +174,10 @@ class Failed(Message, frozen=True, array_like=True, tag=10):
 
 
 class Stranger(Message, frozen=True, array_like=True, tag=11):
-    """The message before was for another process than this one."""
+    """A message was for another process than this one, or this one does not know its sender."""
+
+    target: bytes
+    """Boot id that the message was for."""
 
 
 AnyMessage = Hello | Welcome | Refused | Ask | Granted | Ready | Last | Renew | End | Failed | Stranger
@@ -220,17 +226,7 @@ def _check(message: AnyMessage) -> None:
         raise ProtocolError("a negative number")
 
 
-_SAME = (
-    "connector",
-    "block_size",
-    "tp_size",
-    "rank",
-    "planes",
-    "draft_layers",
-    "lookahead_tokens",
-    "record_bytes",
-    "fingerprint",
-)
+_SAME = ("connector", "block_size", "planes", "draft_layers", "lookahead_tokens")
 
 
 def difference(prefill: Identity, decode_side: Identity) -> Refused | None:
@@ -244,4 +240,18 @@ def difference(prefill: Identity, decode_side: Identity) -> Refused | None:
         if mine != theirs:
             shown = [each.hex() if isinstance(each, bytes) else str(each) for each in (mine, theirs)]
             return Refused(name, *shown)
+    if prefill.peer_tp_size != decode_side.tp_size or decode_side.peer_tp_size != prefill.tp_size:
+        return Refused(
+            "tp_size", *(f"{each.tp_size} for {each.peer_tp_size}" for each in (prefill, decode_side))
+        )
+    ratio = decode_side.tp_size / prefill.tp_size
+    if not prefill.rank * ratio - 1 < decode_side.rank < (prefill.rank + 1) * ratio:
+        return Refused("rank", str(prefill.rank), str(decode_side.rank))
+    if prefill.tp_size == decode_side.tp_size and prefill.record_bytes != decode_side.record_bytes:
+        return Refused("record_bytes", str(prefill.record_bytes), str(decode_side.record_bytes))
+    if (
+        prefill.peer_fingerprint != decode_side.fingerprint
+        or decode_side.peer_fingerprint != prefill.fingerprint
+    ):
+        return Refused("fingerprint", prefill.fingerprint.hex(), decode_side.peer_fingerprint.hex())
     return None

@@ -2,9 +2,10 @@
 
     side = PrefillSide(peer_lease=30.0)
     side.offer(Offer(plan_id=7, transfer="request-1", hashes=hashes, slots=slots, num_planes=4), now)
-    side.computed(7, Part(0, 8, 0, 2), places)
+    side.computed(7, Part(0, 8, 0, 2))
     side.receive(peer, message, now)
-    for effect in side.take_effects(): ...
+    for effect in side.take_effects(): ...      # Publish(7, peer, 1, Part(0, 8, 0, 2)), ...
+    side.published(7, peer, 1, Part(0, 8, 0, 2), places)
 
 It decides which messages are sent, when sums are needed and when an offer has ended. It reads no clock and copies
 nothing: the endpoint does both, and property tests drive it with lost, late, repeated and reordered messages.
@@ -77,24 +78,37 @@ class ComputeSums(NamedTuple):
     slots: Int32Array
 
 
+class Publish(NamedTuple):
+    """Effect: make a part readable for a peer, in pieces if need be, and pass each to ``published``."""
+
+    plan_id: int
+    peer: Peer
+    attempt: int
+    part: Part
+
+
 class OfferEnded(NamedTuple):
-    """Effect: report the plan; nothing of it is sent any more. ``places`` are free again."""
+    """Effect: report the plan; nothing of it is sent any more. ``places`` are free again.
+
+    ``peer`` has asked for ``blocks`` of it, None if no peer has.
+    """
 
     plan_id: int
     end: SendEnd
     error: str | None
     places: tuple[tuple[int, ...], ...]
     peer: Peer | None = None
+    blocks: int = 0
 
 
 class PlacesRead(NamedTuple):
-    """Effect: decode has read these places."""
+    """Effect: these places are free again; decode has read them, or needs them no more."""
 
     plan_id: int
     places: tuple[int, ...]
 
 
-Effect = SendMessage | ComputeSums | OfferEnded | PlacesRead
+Effect = SendMessage | ComputeSums | Publish | OfferEnded | PlacesRead
 
 
 @dataclass(slots=True)
@@ -105,8 +119,15 @@ class _Answers:
     attempt: int
     first: int
     last: int
+    is_announced: NDArray[np.bool_]
     log: list[Granted | Ready | Last] = field(default_factory=list)
     freed: int = 0
+
+    def take_places(self, read: int) -> list[tuple[int, ...]]:
+        """Return the places of the answers below this number that were not returned before."""
+        unread = self.log[self.freed : read]
+        self.freed = max(self.freed, min(read, len(self.log)))
+        return [message.places for message in unread if isinstance(message, Ready)]
 
 
 @dataclass(slots=True)
@@ -114,7 +135,7 @@ class _Send:
     offer: Offer
     lease_end: float
     is_computed: NDArray[np.bool_]
-    parts: list[tuple[Part, tuple[int, ...]]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     sums: UInt64Array | None = None
     summing: bool = False
     answers: _Answers | None = None
@@ -184,16 +205,35 @@ class PrefillSide:
         """Return True once the sums of a live offer are known."""
         return plan_id in self._sends and self._sends[plan_id].sums is not None
 
-    def computed(self, plan_id: int, part: Part, places: tuple[int, ...]) -> None:
-        """Announce a part of an offer, which can be read at ``places``. Ignored once the offer has ended."""
+    def computed(self, plan_id: int, part: Part) -> None:
+        """Note that a part of an offer is computed. Ignored once the offer has ended."""
         if (send := self._sends.get(plan_id)) is None:
             return
-        send.parts.append((part, places))
+        send.parts.append(part)
         send.is_computed[part.first : part.last, part.first_plane : part.last_plane] = True
-        self._announce(send, part, places)
+        self._publish(send, part)
         if not send.summing and send.is_computed.all():
             send.summing = True
             self._effects.append(ComputeSums(plan_id, send.offer.slots))
+
+    def published(self, plan_id: int, peer: Peer, attempt: int, part: Part, places: tuple[int, ...]) -> None:
+        """Announce a part to the peer for which it was published; free its places if the peer needs it no more."""
+        send = self._sends.get(plan_id)
+        answers = None if send is None else send.answers
+        if send is None or answers is None or (answers.peer, answers.attempt) != (peer, attempt):
+            self._effects.append(PlacesRead(plan_id, places))
+            return
+        answers.is_announced[part.first : part.last, part.first_plane : part.last_plane] = True
+        count = part.last - part.first
+        where = (part.first, count, part.first_plane, part.last_plane, places)
+        self._answer(send, Ready(send.offer.transfer, attempt, len(answers.log), *where))
+        self._finish(send)
+
+    def is_asked(self, plan_id: int, peer: Peer, attempt: int) -> bool:
+        """Return True while this attempt of a peer is answered."""
+        send = self._sends.get(plan_id)
+        answers = None if send is None else send.answers
+        return answers is not None and (answers.peer, answers.attempt) == (peer, attempt)
 
     def sums(self, plan_id: int, sums: UInt64Array) -> None:
         """Take the sums of an offer's blocks. Ignored once the offer has ended."""
@@ -264,31 +304,34 @@ class PrefillSide:
             self._effects.append(SendMessage(peer, Failed(ask.transfer, ask.attempt, reason)))
             return
         send.lease_end = now + _lease(ask.lease_ms)
-        send.answers = _Answers(peer, ask.attempt, ask.first, ask.first + len(wanted))
+        self._free(send)
+        nothing = np.zeros_like(send.is_computed)
+        send.answers = _Answers(peer, ask.attempt, ask.first, ask.first + len(wanted), nothing)
         self._answer(send, Granted(ask.transfer, ask.attempt, 0))
-        for part, places in send.parts:
-            self._announce(send, part, places)
+        for part in send.parts:
+            self._publish(send, part)
         self._finish(send)
 
-    def _announce(self, send: _Send, part: Part, places: tuple[int, ...]) -> None:
-        answers = send.answers
-        if answers is not None:
-            seq = len(answers.log)
-            message = Ready(
-                send.offer.transfer,
-                answers.attempt,
-                seq,
-                part.first,
-                part.last - part.first,
-                part.first_plane,
-                part.last_plane,
-                places,
-            )
-            self._answer(send, message)
+    def _publish(self, send: _Send, part: Part) -> None:
+        """Let the blocks of a part be published that decode wants."""
+        if (answers := send.answers) is not None:
+            wanted = part._replace(first=max(part.first, answers.first), last=min(part.last, answers.last))
+            if wanted.first < wanted.last:
+                plan_id = send.offer.plan_id
+                self._effects.append(Publish(plan_id, answers.peer, answers.attempt, wanted))
+
+    def _free(self, send: _Send) -> None:
+        """Free the places of answers that are replaced."""
+        if (answers := send.answers) is not None:
+            for places in answers.take_places(len(answers.log)):
+                self._effects.append(PlacesRead(send.offer.plan_id, places))
 
     def _finish(self, send: _Send) -> None:
+        """Send the last answer once everything was announced and the sums are known."""
         answers = send.answers
         if answers is None or send.sums is None:
+            return
+        if not answers.is_announced[answers.first : answers.last].all():
             return
         wanted = slice(answers.first, answers.last)
         hashes = np.ascontiguousarray(send.offer.hashes[wanted]).tobytes()
@@ -313,11 +356,8 @@ class PrefillSide:
                 self._effects.append(SendMessage(peer, failed))
             return
         send.lease_end = now + _lease(renew.lease_ms)
-        read = min(renew.read, len(answers.log))
-        for message in answers.log[answers.freed : read]:
-            if isinstance(message, Ready):
-                self._effects.append(PlacesRead(send.offer.plan_id, message.places))
-        answers.freed = max(answers.freed, read)
+        for places in answers.take_places(renew.read):
+            self._effects.append(PlacesRead(send.offer.plan_id, places))
         self._resend(answers, renew.received)
 
     def _end_by_decode(self, peer: Peer, end: End) -> None:
@@ -361,9 +401,11 @@ class PrefillSide:
         del self._sends[send.offer.plan_id]
         del self._by_transfer[send.offer.transfer]
         self._remember_over(send.offer.transfer, error or "the transfer has ended")
-        places = tuple(places for _, places in send.parts)
-        peer = None if send.answers is None else send.answers.peer
-        self._effects.append(OfferEnded(send.offer.plan_id, end, error, places, peer))
+        peer, blocks, places = None, 0, ()
+        if (answers := send.answers) is not None:
+            peer, blocks = answers.peer, answers.last - answers.first
+            places = tuple(answers.take_places(len(answers.log)))
+        self._effects.append(OfferEnded(send.offer.plan_id, end, error, places, peer, blocks))
 
 
 def _lease(milliseconds: int) -> float:

@@ -103,7 +103,7 @@ class MappedPlanes:
         except OSError as error:
             raise TransferError(
                 f"the peer's planes {file.path} cannot be opened: {error.strerror}; ipc needs both instances on one "
-                "node with the same FDCACHE_ARENA_DIR"
+                "node with the same FDCACHE_TRANSFER_DIR"
             ) from error
         try:
             status = os.fstat(fd)
@@ -115,8 +115,9 @@ class MappedPlanes:
         data = np.frombuffer(self._map, np.uint8)
         _check(file, layout)
         self.num_blocks = file.num_blocks
+        self.addresses = [data.ctypes.data + offset for offset in file.offsets]
         self.table = PlaneTable(
-            [data.ctypes.data + offset for offset in file.offsets],
+            self.addresses,
             list(file.strides),
             [plane.nbytes for plane in layout.planes],
             [plane.offset for plane in layout.planes],
@@ -174,7 +175,7 @@ def _create(directory: Path, nbytes: int) -> tuple[int, Path]:
             raise
         raise HostMemoryError(
             f"{directory} has no room for {nbytes} bytes of planes; use fewer blocks, give the container more shared "
-            "memory (docker --shm-size), or set FDCACHE_ARENA_DIR"
+            "memory (docker --shm-size), or set FDCACHE_TRANSFER_DIR"
         ) from error
     return fd, path
 

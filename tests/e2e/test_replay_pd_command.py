@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.commands import fdcache
+from tests.transfer_help import require_nixl
 
 SMALL = ("replay", "--pd", "--device-blocks", "1200", "--block-size", "32", "--host-memory", "0")
 """The arguments of a small replay."""
@@ -18,8 +19,6 @@ def report(*arguments: str, status: int = 0, **environment: str) -> Any:
         *SMALL,
         "--json",
         *arguments,
-        FDCACHE_TRANSFER_TIMEOUT="1",
-        FDCACHE_TRANSFER_LEASE="0.5",
         **environment,
     )
     assert found.returncode == status, found.stderr
@@ -33,13 +32,25 @@ def test_blocks_are_handed_over_and_flipped_ones_are_computed() -> None:
     assert found["finished"] + found["aborted"] == found["requests"] > 20
     assert found["compared_blocks"] > 100
     assert found["transfers"]["fetch done"] > 5
+    assert sum(found["faults"].values()) == 5
+
+
+@pytest.mark.slow
+def test_blocks_are_handed_over_through_nixl_with_and_without_faults() -> None:
+    require_nixl()
+    found = report("--transfer", "rdma", "--requests", "300", "--faults", "kill=4,stop=4,abort=4,reset=4")
+    assert found["clean"]
+    assert sum(found["faults"].values()) == 16
+    assert found["transfers"]["fetch done"] > 5
 
 
 @pytest.mark.slow
 def test_kills_stops_aborts_and_resets_leave_nothing_and_change_no_byte() -> None:
-    found = report("--requests", "400", "--faults", "40")
+    found = report(
+        *("--requests", "400", "--faults", "40"), FDCACHE_TRANSFER_TIMEOUT="1", FDCACHE_TRANSFER_LEASE="0.5"
+    )
     assert found["clean"]
-    assert sum(found["faults"].values()) == 40
+    assert found["faults"] == {"kill": 10, "stop": 10, "abort": 10, "reset": 10}
 
 
 @pytest.mark.slow
@@ -57,7 +68,7 @@ def test_without_verification_flipped_bytes_are_seen() -> None:
         (("replay", "--faults", "3"), "only a --pd has it"),
         (("replay", "--pd", "--sweep", "device-blocks=1,2"), "a --pd"),
         (("replay", "--pd", "--faults", "fire=3"), "'fire=3' is none"),
-        (("replay", "--pd", "--transfer", "rdma"), "not supported yet"),
+        (("replay", "--pd", "--transfer", "pigeons"), "no such connector"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(arguments: tuple[str, ...], words: str) -> None:

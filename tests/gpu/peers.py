@@ -103,16 +103,15 @@ class GpuInstance(Instance):
         with cupy.cuda.Device(device.gpu.ordinal):
             stream = cupy.cuda.Stream(non_blocking=True)
         self.ordinal = device.gpu.ordinal
-        patient = {"timeout": 100.0, "wait": 100.0, "lease": 50.0}
-        super().__init__(role, directory, name, device=device, stream=stream, **(patient | options))
+        super().__init__(role, directory, name, device=device, stream=stream, **options)
 
-    def write(self, plane: int, slot: int, data: np.ndarray) -> None:
+    def write(self, plane: Any, slot: int, data: np.ndarray) -> None:
         with cupy.cuda.Device(self.ordinal), self.stream:
-            self.planes[plane][slot] = cupy.asarray(data)
+            plane[slot] = cupy.asarray(data)
 
-    def read(self, plane: int, slot: int) -> np.ndarray:
+    def read(self, plane: Any, slot: int) -> np.ndarray:
         with cupy.cuda.Device(self.ordinal):
-            return cupy.asnumpy(self.planes[plane][slot])
+            return cupy.asnumpy(plane[slot])
 
 
 class Peer:

@@ -24,6 +24,7 @@ from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.conformance import TransferConformance, transfer_layout
 from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
 from fdcache.transfer.device_ipc import DeviceIpcConnector
+from fdcache.transfer.sharing import share
 from tests.gpu.test_cuda_device import run_python
 from tests.gpu.test_cuda_order import spin
 from tests.service_help import until
@@ -105,6 +106,28 @@ def compare_every_byte(described: str, plane_bytes: int) -> None:
     )  # fmt: skip
     on_the_cpu = _core.sum_planes(table, BLOCKS, np.array(places, np.int32), 0, layout.num_planes)
     assert np.array_equal(mine.sums(np.array(slots, np.int32)), on_the_cpu)
+    connector.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_heads_of_ranks_of_another_tensor_parallelism_are_read_and_summed(place: str) -> None:
+    large = transfer_layout().with_tp_size(1)
+    small = large.with_tp_size(2)
+    mine, places, slots = GpuPeerPlanes(large, BLOCKS, 0), [5, 0, 9], [2, 3, 1]
+    connector = DeviceIpcConnector(mine.context(IPC), mine.access)
+    sharing = share(large, 0, 2)
+    for index, (_, joint) in enumerate(sharing.sources):
+        assert joint is not None
+        theirs = GpuPeerPlanes(small, BLOCKS, second_gpu(place))
+        theirs.fill(index + 1)
+        assert connector.connect(theirs.boot, theirs.access.describe(), joint) is None
+        end = read(connector, theirs.boot, places, slots, (0, large.num_planes))
+        assert (end.error, end.moved_bytes) == (None, len(slots) * small.payload_bytes)
+        for plane, arrived, sent in zip(small.planes, mine.arrays, theirs.arrays, strict=True):
+            heads = slice(index * plane.nbytes, (index + 1) * plane.nbytes)
+            assert np.array_equal(arrived[slots, heads], sent[places])
+        expected = theirs.planes.sums(np.array(places, np.int32))
+        assert np.array_equal(mine.planes.sums(np.array(slots, np.int32), joint.own), expected)
     connector.close()
 
 
@@ -275,9 +298,9 @@ def test_a_changed_byte_is_found_on_the_device(tmp_path: Path) -> None:
         prefill.step()
         prefill.compute(mine, "r")
         prefill.until(lambda: [each.complete for each in prefill.transfers.transfers] == [True])
-        block = prefill.read(3, mine.block_table[2])
+        block = prefill.read(prefill.planes[3], mine.block_table[2])
         block[7] ^= 4
-        prefill.write(3, mine.block_table[2], block)
+        prefill.write(prefill.planes[3], mine.block_table[2], block)
         prefill.stream.synchronize()
         assert decode.fetch(theirs, prefill.source("r")) == 6
         decode.until(lambda: decode.outcomes)

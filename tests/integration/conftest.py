@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,8 @@ from tests.manager_world import Worlds
 from tests.native_build import build_once, make_driver
 from tests.service_help import LocalService, local_service
 from tests.service_line import Line
+from tests.transfer_peer import GATE, Clock, install_gate, renew_often
+from tests.transfer_world import World
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +44,36 @@ def line(tmp_path: Path) -> Iterator[Line]:
         connection = Connection(service.address)
         yield service, connection
         connection.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The monotonic clock of this process, which a test can put forward."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+@pytest.fixture
+def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the connector ``gated`` known; its gate is open after the test."""
+    monkeypatch.syspath_prepend(install_gate(tmp_path))
+    yield
+    GATE.reset()
+
+
+@pytest.fixture
+def make_world(
+    tmp_path: Path, clock: Clock, gated: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., World]]:
+    """A function that starts an instance of a role in this process, and its peer in another."""
+    renew_often(monkeypatch.setattr)
+    worlds: list[World] = []
+
+    def make(role: str, **options: Any) -> World:
+        worlds.append(World(tmp_path, clock, role, **options))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()

@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
+from fdcache.controller.cache_controller import CacheController as Controller
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy import CacheController, CacheManager, layout_from_config
 from fdcache.layout import KVLayout, PlaneKind
 from fdcache.manager import CacheManager as Manager
 from fdcache.manager import Request
+from fdcache.manager.requests import PeerSource
+from fdcache.metadata import TransferReport
 from fdcache.replay.scheduler import Scheduler
 from fdcache.settings import VARIABLES, Settings
 from fdcache.settings.legacy import OLD_VARIABLES
@@ -213,16 +216,108 @@ class TestService:
             logger.setLevel(former[1])
 
 
+LAYOUT = KVLayout.uniform(
+    model="m", revision="1", block_size=64, num_layers=1, kv_heads=1, head_dim=8, dtype="float16"
+)
+
+
 class TestHandOver:
+    def load(self, tmp_path: Path, **values: str) -> Settings:
+        given = {
+            "FDCACHE_TRANSFER": "ipc",
+            "FDCACHE_DEVICE_BLOCKS": "8",
+            "FDCACHE_TRANSFER_DIR": str(tmp_path),
+        }
+        return Settings.load(environ={**given, **values})
+
+    @pytest.mark.parametrize(
+        ("flag", "declined"), [({}, 0), ({"PREFILL_CONTINUOUS_REQUEST_DECODE_RESOURCES": "0"}, 1)]
+    )
+    def test_prefill_is_told_of_a_lack_of_room_unless_decode_tries_again(
+        self, tmp_path: Path, flag: dict[str, str], declined: int
+    ) -> None:
+        with closing(Manager.from_settings(LAYOUT, self.load(tmp_path, **flag))) as manager:
+            request = Request("a", list(range(100)))
+            manager.match_prefix([request])
+            assert manager.fetch([(request, PeerSource("a", ("ipc:///none",)))]) == [1]
+            assert not manager.allocate_device_blocks([(request, 9 * 64)])[0].ok
+            manager.unmatch([request])
+            told = [task for plan in manager.take_plans() for task in plan.peers]
+            assert [task.wanted for task in told] == [False] * declined
+
+    @pytest.mark.parametrize(("most", "room"), [("2", [2, 1, 0]), ("0", [1, 0, 0])])
+    def test_as_many_requests_wait_for_peers_as_are_to_be_prefetched(
+        self, tmp_path: Path, most: str, room: list[int]
+    ) -> None:
+        settings = self.load(tmp_path, FD_EP_MAX_PREFETCH_TASK_NUM=most)
+        with closing(Manager.from_settings(LAYOUT, settings)) as manager:
+            found = [manager.fetch_room]
+            for name in range(2):
+                request = Request(f"{name}", [name] * 100)
+                manager.match_prefix([request])
+                manager.fetch([(request, PeerSource(f"{name}", ("ipc:///none",)))])
+                assert manager.allocate_device_blocks([(request, 100)])[0].ok
+                manager.take_plans()
+                found.append(manager.fetch_room)
+            assert found == room
+
+    @pytest.mark.parametrize("changeable", [False, True])
+    @pytest.mark.parametrize("role", ["prefill", "decode"])
+    def test_a_deployment_that_may_change_does_both_parts(
+        self, tmp_path: Path, role: str, changeable: bool
+    ) -> None:
+        settings = self.load(tmp_path, FDCACHE_TRANSFER_ROLE=role, FD_PD_CHANGEABLE=str(int(changeable)))
+        controller = Controller.from_settings(LAYOUT, settings)
+        with closing(Manager.from_settings(LAYOUT, settings)) as manager:
+            controller.initialize_kv_cache(8)
+            address = controller.open_transfer()
+            request = Request("a", list(range(100)))
+            manager.match_prefix([request])
+            if role == "prefill":
+                manager.fetch([(request, PeerSource("a", (str(address),)))])
+            assert manager.allocate_device_blocks([(request, 100)])[0].ok
+            if role == "decode":
+                manager.send([(request, "a")])
+            (plan,) = manager.take_plans()
+            controller.submit_swap_tasks(plan)
+            if changeable:
+                assert controller.transfer_stats().role == "mixed"  # type: ignore[union-attr]
+                assert not [each for each in controller.poll() if each.handover]
+            else:
+                reports: list[TransferReport] = []
+                until(lambda: reports.extend(controller.poll()) or len(reports) == 2, "both have ended")
+                (ended,) = [each for each in reports if each.handover]
+                assert f"FDCACHE_TRANSFER_ROLE={role}" in (ended.results[0].error_message or "")
+            controller.shutdown()
+
+    @pytest.mark.parametrize("eager", [False, True])
+    def test_peers_that_are_named_are_connected_early(self, tmp_path: Path, eager: bool) -> None:
+        settings = self.load(tmp_path, FD_ENABLE_PD_RDMA_EAGER_CONNECT=str(int(eager)))
+        controllers = [Controller.from_settings(LAYOUT, settings) for _ in range(2)]
+        try:
+            addresses = []
+            for each in controllers:
+                each.initialize_kv_cache(8)
+                addresses.append(str(each.open_transfer()))
+            controllers[0].connect_peers(addresses[1:])
+
+            def states() -> list[str]:
+                stats = controllers[0].transfer_stats()
+                return [peer.state for peer in stats.peers] if stats else []
+
+            if eager:
+                until(lambda: states() == ["accepted"], "it is connected")
+            assert len(states()) == eager
+        finally:
+            for each in controllers:
+                each.shutdown()
+
     @pytest.mark.parametrize(
         ("values", "seconds"), [({}, 30), ({"FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS": "7"}, 7)]
     )
     def test_prefill_waits_for_decode_as_configured(self, values: dict[str, str], seconds: float) -> None:
         settings = Settings.load(environ={"FDCACHE_TRANSFER": "ipc", "FDCACHE_DEVICE_BLOCKS": "8", **values})
-        layout = KVLayout.uniform(
-            model="m", revision="1", block_size=64, num_layers=1, kv_heads=1, head_dim=8, dtype="float16"
-        )
-        with closing(Manager.from_settings(layout, settings)) as manager:
+        with closing(Manager.from_settings(LAYOUT, settings)) as manager:
             request = Request("a", list(range(100)))
             manager.match_prefix([request])
             assert manager.allocate_device_blocks([(request, 100)])[0].ok

@@ -15,8 +15,11 @@ from fdcache.manager.cost import CostModel
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers import storage_reads
 from fdcache.tiers.statistics import LoadFigures
+from tests.offload_engine import LAYOUT as OFFLOADED
+from tests.offload_engine import OffloadEngine, ids, prompt
 from tests.service_help import until
 from tests.storage_engine import BLOCK, LAYOUT, Engine, counters, store_a_path, tokens_of
+from tests.storage_help import storage_layout
 
 BLOCKS = 8
 SLOW, FAST = 1.0, 1e-6
@@ -122,6 +125,29 @@ def test_a_part_is_loaded_while_the_rest_is_computed(stored: Path) -> None:
         assert decision.expected_seconds < min(
             decision.expected_seconds_whole, decision.expected_seconds_nothing
         )
+
+
+def test_a_step_that_waited_for_a_load_shorter_than_it_is_observed(stored: Path) -> None:
+    with engine_of(stored) as engine:
+        fill_host(engine)
+        learn(engine, compute=1.0, load=FAST)
+        observed = model_of(engine).prefill._fit.observations
+        request = Request("a", tokens_of(1, BLOCKS))
+        first = engine.match(request).num_cached_tokens
+        assert engine.allocate(request).ok
+        engine.settle()
+        engine.manager.observe_prefill([(request, first, request.num_tokens)], BLOCKS * FAST, waited=True)
+        assert model_of(engine).prefill._fit.observations == observed
+        engine.manager.request_finish([request])
+        engine.manager.sleep()
+        engine.manager.wakeup()
+        again = Request("b", tokens_of(1, BLOCKS))
+        engine.match(again)
+        assert engine.allocate(again).ok
+        engine.settle()
+        engine.manager.observe_prefill([(again, first, again.num_tokens)], 3.0, waited=True)
+        assert model_of(engine).prefill._fit.observations == observed + 1
+        engine.manager.request_finish([again])
 
 
 def test_an_old_speed_of_the_link_decides_nothing(stored: Path) -> None:
@@ -252,13 +278,94 @@ def test_a_failed_read_ends_those_behind_it(stored: Path) -> None:
         engine.store.fails = False
 
 
+# --- an engine with a device cache of its own -----------------------------------------------------------------
+
+
+@pytest.fixture
+def offloading() -> Iterator[OffloadEngine]:
+    """An engine whose host tier has a path of four blocks."""
+    engine = OffloadEngine()
+    engine.stored("stored", PATH, [0, 1, 2, 3])
+    yield engine
+    engine.close()
+
+
+PATH = prompt(1, 2, 3, 4)
+
+
+def learn_offloading(engine: OffloadEngine, *, compute: float, load: float) -> None:
+    size = OFFLOADED.block_size
+    for _ in range(40):
+        engine.manager.observe_prefill([(Request("observed", PATH), 0, 4 * size)], 4 * compute)
+        engine.manager._choices.model.link.observe(4 * OFFLOADED.payload_bytes, 4 * load, engine.now)
+
+
+@pytest.mark.parametrize(
+    ("compute", "load", "choice"), [(0.1, SLOW, "nothing"), (SLOW, SLOW, "part"), (SLOW, FAST, "whole")]
+)
+def test_an_engine_with_its_own_device_cache_loads_what_is_worth_it(
+    offloading: OffloadEngine, compute: float, load: float, choice: str
+) -> None:
+    learn_offloading(offloading, compute=compute, load=load)
+    request = Request("a", PATH)
+    offloading.manager.begin(request)
+    match = offloading.manager.match(request, 0)
+    blocks = match.num_tokens // OFFLOADED.block_size
+    assert choice == ("whole" if blocks == 4 else "part" if blocks else "nothing")
+    assert offloading.manager.load(request, ids(*range(8, 12))) == blocks
+    offloading.settle()
+    offloading.now += 3.0
+    offloading.manager.observe_prefill([(request, blocks * OFFLOADED.block_size, len(PATH))], None)
+    (decision,) = offloading.manager.get_stats().loads.recent
+    assert (decision.choice, decision.host_blocks, decision.reused_blocks) == (choice, 4, blocks)
+    assert decision.true_seconds == 3.0
+    offloading.manager.finish(request)
+
+
+def test_an_engine_with_its_own_device_cache_reads_nothing_that_is_sooner_computed(tmp_path: Path) -> None:
+    layout = storage_layout(block_size=OFFLOADED.block_size, num_layers=2)
+    first = OffloadEngine(layout=layout, folder=tmp_path)
+    first.stored("stored", PATH, [0, 1, 2, 3])
+    first.close()
+    engine = OffloadEngine(layout=layout, folder=tmp_path)
+    assert engine.restored == 4
+    learn_offloading(engine, compute=0.1, load=FAST)
+    for _ in range(3):
+        engine.manager._choices.model.storage.observe(4 * layout.record_bytes, 4 * SLOW, engine.now)
+    request = Request("a", PATH)
+    engine.manager.begin(request)
+    match = engine.manager.match(request, 0)
+    assert (match.status, match.num_tokens) == (MatchStatus.MATCHED, 0)
+    stats = engine.manager.get_stats()
+    assert stats.counters.blocks_requested_from_storage == 0
+    assert [(each.choice, each.storage_blocks) for each in stats.loads.recent] == [("nothing", 4)]
+    engine.manager.finish(request)
+    engine.close()
+
+
+def test_loads_of_an_engine_with_its_own_device_cache_are_observed(offloading: OffloadEngine) -> None:
+    for _ in range(3):
+        offloading.manager.observe_prefill([(Request("observed", PATH), 0, len(PATH))], SLOW)
+    model = offloading.manager._choices.model
+    for number in range(3):
+        assert not model.link.is_known
+        request = Request(f"{number}", PATH)
+        offloading.manager.begin(request)
+        offloading.manager.match(request, 0)
+        assert offloading.manager.load(request, ids(8, 9, 10, 11)) == 4
+        offloading.settle()
+        offloading.manager.finish(request)
+    assert model.link.is_known
+
+
 def test_chunks_that_are_not_of_the_request_are_refused(tmp_path: Path) -> None:
     with engine_of(tmp_path) as engine:
         request = Request("a", tokens_of(1, 2))
         wrong: list[Callable[[], None]] = [
             lambda: engine.manager.observe_prefill([(request, 0, request.num_tokens + 1)], 1.0),
             lambda: engine.manager.observe_prefill([(request, 3, 2)], 1.0),
+            lambda: engine.manager.observe_prefill([(request, 0, 2)], 1.0, steps=0),
         ]
         for call in wrong:
-            with pytest.raises(RequestStateError, match="give the first token computed"):
+            with pytest.raises(RequestStateError, match=r"give the first token computed|at least one step"):
                 call()

@@ -9,6 +9,7 @@ import pytest
 
 from fdcache.hashing import hash_blocks, root_hash
 from fdcache.manager import LoadStatus
+from fdcache.tiers import learned_file
 from tests.service_engine import (
     BLOCK,
     PROMPT,
@@ -107,6 +108,30 @@ class TestRecovery:
                     lambda: service.ask("namespaces")[0]["totals"]["granted"] > 0, "slots are granted again"
                 )
                 engine.close()
+
+    def test_what_eviction_has_learned_survives_a_crash(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(learned_file, "_SAVE_SECONDS", 0.0)
+        service = LocalService(tmp_path, FDCACHE_EVICTION="learned")
+        engine = Engine(service.address, layout())
+        engine.serve(PROMPT)
+        until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+        for _ in range(2):
+            engine.manager._device.reset()
+            assert engine.serve(PROMPT)[0] == 10
+        engine.close()
+        (namespace,) = service.service.namespaces.values()
+        until(lambda: not service.ask("clients"), "the engine is gone")
+        learned = namespace.tier.save_reuse()
+        assert namespace.tier.reuse().reused.sum() >= 10
+        path = namespace.learned.path
+        until(lambda: path.exists() and path.read_bytes().endswith(learned), "it is on file")
+        service.crash()
+        with local_service(tmp_path, FDCACHE_EVICTION="learned") as service:
+            (namespace,) = service.service.namespaces.values()
+            assert namespace.tier.save_reuse() == learned
+            assert ready_blocks(service) == 10
 
     def test_no_recover_starts_empty(self, tmp_path: Path) -> None:
         service = LocalService(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fdcache.errors import RequestStateError, TransferError
@@ -23,11 +22,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Instance, Instance]]:
 
 
 def is_clean(*instances: Instance) -> bool:
-    for each in instances:
-        each.manager.check_integrity()
-    return all(
-        not each.manager.get_stats().plans_in_flight and not len(each.manager._requests) for each in instances
-    )
+    return all(each.is_clean for each in instances)
 
 
 def test_blocks_arrive_while_prefill_computes(pair: tuple[Instance, Instance]) -> None:
@@ -239,7 +234,7 @@ def test_a_peer_of_another_kind_is_refused_with_the_field(
 ) -> None:
     with (
         Instance(settings["role"], tmp_path, "p") as peer,
-        Instance("decode", tmp_path, "d", timeout=2.0) as decode,
+        Instance("decode", tmp_path, "d") as decode,
     ):
         request = Request("r", prompt_of(12, 4))
         decode.fetch(request, peer.source("r"))
@@ -274,28 +269,69 @@ def test_sending_before_the_allocation_is_refused(pair: tuple[Instance, Instance
         prefill.manager.send([(Request("r", prompt_of(1, 2)), "r")])
 
 
-def test_a_thousand_aborts_leave_nothing(tmp_path: Path) -> None:
-    count, blocks = 1000, 3200
+@pytest.mark.parametrize("point", ["matched", "no room", "allocated", "planned"])
+def test_an_abort_before_peers_are_asked_frees_the_blocks_of_prefill(
+    pair: tuple[Instance, Instance], point: str
+) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("r", prompt_of(15, 6)), Request("r", prompt_of(15, 6))
+    prefill.start(mine)
+    prefill.manager.send([(mine, "r")])
+    prefill.step()
+    prefill.manager.request_finish([mine])
+    plans = []
+    decode.manager.match_prefix([theirs])
+    decode.manager.fetch([(theirs, prefill.source("r"))])
+    if point == "no room":
+        assert not decode.manager.allocate_device_blocks([(theirs, 100 * BLOCK)])[0].ok
+        decode.manager.unmatch([theirs])
+        assert decode.manager.take_plans() == []  # it will be tried again
+    elif point != "matched":
+        assert decode.manager.allocate_device_blocks([(theirs, theirs.num_tokens)])[0].ok
+    if point == "planned":
+        plans = decode.manager.take_plans()
+    decode.manager.end_transfers([theirs])
+    decode.manager.request_finish([theirs])
+    for plan in plans:
+        decode.controller.submit_swap_tasks(plan)
+    prefill.until(lambda: is_clean(prefill, decode), decode)
+    assert [each.result for each in prefill.transfers.counts] == ["not_wanted"]
+    assert decode.manager.num_free_device_blocks == 64
+
+
+def test_a_fetch_that_found_no_room_is_asked_for_once_there_is(pair: tuple[Instance, Instance]) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("r", prompt_of(16, 6)), Request("r", prompt_of(16, 6))
+    prefill.start(mine)
+    prefill.manager.send([(mine, "r")])
+    prefill.step()
+    prefill.compute(mine, "r")
+    large = Request("large", prompt_of(17, 62))
+    decode.start(large)
+    decode.manager.match_prefix([theirs])
+    assert decode.manager.fetch([(theirs, prefill.source("r"))]) == [6]
+    assert not decode.manager.allocate_device_blocks([(theirs, theirs.num_tokens)])[0].ok
+    decode.manager.unmatch([theirs])
+    decode.manager.request_finish([large])
+    assert decode.fetch(theirs, prefill.source("r")) == 6
+    decode.until(lambda: decode.outcomes)
+    assert decode.outcomes[0].status is LoadStatus.CONFIRMED
+    assert decode.wrong_blocks(theirs, 0, 6) == []
+
+
+def test_a_fetch_that_found_no_room_is_declined_if_prefill_is_asked_once(tmp_path: Path) -> None:
     with (
-        Instance("prefill", tmp_path, "p", blocks=blocks) as prefill,
-        Instance("decode", tmp_path, "d", blocks=blocks) as decode,
+        Instance("prefill", tmp_path, "p") as prefill,
+        Instance("decode", tmp_path, "d", keeps_asking=False) as decode,
     ):
-        mine = [Request(f"{i}", prompt_of(100 + i, 2)) for i in range(count)]
-        theirs = [Request(f"{i}", prompt_of(100 + i, 2)) for i in range(count)]
-        for each in mine:
-            prefill.start(each)
-            prefill.manager.send([(each, each.request_id)])
+        mine, theirs = Request("r", prompt_of(16, 6)), Request("r", prompt_of(16, 6))
+        prefill.start(mine)
+        prefill.manager.send([(mine, "r")])
         prefill.step()
-        for each in theirs:
-            decode.manager.match_prefix([each])
-            decode.manager.fetch([(each, prefill.source(each.request_id))])
-            assert decode.manager.allocate_device_blocks([(each, 2 * BLOCK)])[0].ok
-        decode.step()
-        for index in np.random.default_rng(0).permutation(count).tolist():
-            prefill.controller.layer_computed(0, {str(index): 2})
-            decode.manager.end_transfers([theirs[index]])
-            decode.manager.request_finish([theirs[index]])
-        prefill.manager.request_finish(mine)
-        decode.until(lambda: is_clean(decode))
-        prefill.until(lambda: is_clean(prefill))
-        assert decode.manager.num_free_device_blocks == prefill.manager.num_free_device_blocks == blocks
+        prefill.manager.request_finish([mine])
+        decode.manager.match_prefix([theirs])
+        decode.manager.fetch([(theirs, prefill.source("r"))])
+        assert not decode.manager.allocate_device_blocks([(theirs, 100 * BLOCK)])[0].ok
+        decode.manager.unmatch([theirs])
+        prefill.until(lambda: is_clean(prefill, decode), decode)
+        assert [each.result for each in prefill.transfers.counts] == ["not_wanted"]

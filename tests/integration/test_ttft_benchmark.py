@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 from benchmarks.ttft import __main__ as ttft
+from benchmarks.ttft import recompute_model
 from benchmarks.ttft.attention import attend_gathered
 from benchmarks.ttft.decode import Visitors, blocks_moved
 from benchmarks.ttft.model import TINY
@@ -45,6 +46,23 @@ def test_all_parts_run_on_a_tiny_model(tmp_path: Path) -> None:
         (length, policy) for length in (64, 128) for policy in policies
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_three_ways_are_measured_from_each_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute_model, "LEARNING_SECONDS", 0.0)
+    found = tmp_path / "ttft.json"
+    flags = [*ON_CPU, "--part", "recompute", "--lengths", "64", "--rounds", "2", "--slowed", "0.01", "0"]
+    assert ttft.main([*flags, "--storage", str(tmp_path), "--json", str(found)]) == 0
+    rows = json.loads(found.read_text())["recompute"]
+    assert [(row["from"], row["storage GB/s"]) for row in rows] == [
+        ("storage", "own"),
+        ("storage", 0.01),
+        ("host and storage", 0.01),
+        ("host", "own"),
+    ]
+    assert all(row["always reuses"] == 0.75 for row in rows)  # the last block is computed
+    assert all(row["samples"] == "2/2/2" for row in rows)
+    assert not list(tmp_path.glob("64/*.kv"))
 
 
 def test_a_different_token_fails_unless_it_is_a_near_tie() -> None:

@@ -72,6 +72,7 @@ class Result:
     device_hits: int = 0
     host_hits: int = 0
     storage_hits: int = 0
+    token_seconds: float = 0.0
     steps: int = 0
     errors: list[str] = field(default_factory=list)
 

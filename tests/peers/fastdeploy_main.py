@@ -20,6 +20,7 @@ from tests.peers import fastdeploy_source
 ENVIRONMENT = {
     "ENABLE_V1_KVCACHE_MANAGER": "1",
     "ENABLE_V1_KVCACHE_SCHEDULER": "1",
+    "FDCACHE_LOAD_OR_RECOMPUTE": "always",  # what is cached is loaded, however fast these workers compute
     "FD_USE_NEW_TOKEN_RATIO_RESERVE": "0",
     "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL": "0",
 }

@@ -176,6 +176,8 @@ def play(name: str, manager: str, port: int, **changes: Any) -> Result:
             engine.result.device_hits = counters.device_hit_tokens
             engine.result.host_hits = counters.host_hit_tokens
             engine.result.storage_hits = counters.storage_hit_tokens
+            loads = engine.manager.core.get_stats().loads
+            engine.result.token_seconds = loads.prefill_token_seconds
             engine.manager.core.check_integrity()
     finally:
         engine.close()

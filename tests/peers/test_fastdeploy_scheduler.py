@@ -76,6 +76,7 @@ def test_no_scenario_finds_wrong_kv(results: list[dict[str, Any]]) -> None:
     for name in SWAPPED:
         assert by_name[name]["finished"] == 24
         assert by_name[name]["host_hits"], name
+        assert by_name[name]["token_seconds"] > 0, name
     assert by_name["mixed"]["finished"] == by_name["delayed workers"]["finished"] == 60
     assert (by_name["aborts"]["finished"], by_name["aborts"]["aborted"]) == (9, 9)
     assert by_name["preempted"]["preempted"]

@@ -59,7 +59,7 @@ def test_the_runs_reach_every_end() -> None:
         network.run()
         ends.update(network.ends)
         send_ends.update(network.send_ends)
-    assert set(ends) == set(FetchEnd) - {FetchEnd.REFUSED}
+    assert set(ends) == set(FetchEnd) - {FetchEnd.REFUSED, FetchEnd.DECLINED}
     assert set(send_ends) == set(SendEnd) - {SendEnd.PEER_GONE}
 
 
@@ -70,7 +70,9 @@ def test_a_transfer_on_a_lossy_network_is_whole_if_nobody_gives_up(seed: int, fi
     network.offer(1)
     network.fetch(1, first=first)
     for _ in range(150):
-        network.random.choice((network.deliver, network.end_read, network.end_sums, network.compute))()
+        network.random.choice(
+            (network.deliver, network.end_read, network.end_sums, network.compute, network.publish)
+        )()
         network.tick(0.01)
     network.run(steps=0)
     assert network.ends == [FetchEnd.DONE]
@@ -97,7 +99,7 @@ MESSAGES = st.one_of(
     st.builds(Renew, st.text(), NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     st.builds(End, st.text(), NUMBERS, st.sampled_from([0, 1, 2])),
     st.builds(Failed, st.text(), NUMBERS, st.text()),
-    st.just(Stranger()),
+    st.builds(Stranger, st.binary(min_size=16, max_size=16)),
 )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.vllm import __main__ as benchmark
 from benchmarks.vllm import report, timing
@@ -64,6 +66,19 @@ def test_the_engine_without_a_connector_is_first_and_last_and_the_others_rotate(
     assert list(benchmark.order(names, 1, 0, once=True)) == [NONE, "a", "b", "c"]
     assert list(benchmark.order(["a"], 1, 3)) == ["a"]
     assert list(benchmark.order([NONE], 1, 0)) == [NONE]
+
+
+@given(
+    names=st.lists(st.sampled_from("abcde"), max_size=12),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+)
+def test_waves_are_all_engines_in_their_order_and_none_twice_at_a_time(
+    names: list[str], sizes: list[int]
+) -> None:
+    found = list(benchmark.waves(names, sizes))
+    assert [name for wave in found for name in wave] == names
+    assert all(len(set(wave)) == len(wave) for wave in found)
+    assert all(1 <= len(wave) <= sizes[min(at, len(sizes) - 1)] for at, wave in enumerate(found))
 
 
 def test_every_engine_gets_the_same_host_memory(tmp_path: Path) -> None:
@@ -121,6 +136,27 @@ def test_times_of_all_processes_add_up_and_waiting_is_not_counted(tmp_path: Path
     assert (found - found).us_per_step == 0
 
 
+def test_the_phases_of_a_load_are_between_its_events(tmp_path: Path) -> None:
+    (tmp_path / timing.TRACING).touch()
+    trace = timing.Trace(tmp_path)
+    answers = iter([0, 16])
+    match = timing.traced(lambda: next(answers), trace, "match", bool, renews=True)
+    (sent, _, _, _), came = (
+        (time.perf_counter(), match(), match(), trace.add("submit", 0)),
+        time.perf_counter(),
+    )
+    assert [name for name, _, _ in timing.events(tmp_path)] == ["match", "submit"]
+    assert list(timing.phases(timing.events(tmp_path), sent, came)) == ["to match", "step"]
+    found = [("submit", 0.0, 0.9), ("match", 1.0, 1.1), ("submit", 1.1, 1.2), ("step", 1.2, 1.3)]
+    found += [("report", 1.4, 1.5), ("step", 1.6, 1.8), ("step", 2.0, 2.4)]
+    times = timing.phases(found, 0.95, 2.0)
+    assert list(times) == list(timing.PHASES)
+    assert list(times.values()) == pytest.approx([50, 200, 300, 300, 200])
+    (tmp_path / timing.TRACING).unlink()
+    trace.renew()
+    assert not trace.is_wanted
+
+
 def test_a_call_that_raises_is_timed_and_raises(tmp_path: Path) -> None:
     sums = timing.Sums(tmp_path)
     with pytest.raises(ZeroDivisionError):
@@ -141,24 +177,56 @@ def processes(tmp_path: Path, script: str, deadline: float | None = None) -> Pro
 
 def test_results_come_as_they_are_written(tmp_path: Path) -> None:
     found = processes(tmp_path, """printf '{"part": "a"}\\n{"par'; printf 't": "b"}\\n'""")
-    assert list(found.run("x", Job("tiny", "small"), {})) == [{"part": "a"}, {"part": "b"}]
+    with found.started("x", Job("tiny", "small"), {}) as process:
+        assert list(process.results()) == [{"part": "a"}, {"part": "b"}]
+
+
+def test_an_engine_waits_for_orders_and_says_when_each_is_done(tmp_path: Path) -> None:
+    script = """echo '{"part": "start"}'
+while read -r order; do echo "{\\"part\\": \\"got\\", \\"order\\": $order}"; echo '{"part": "done"}'; done; touch left"""
+    with processes(tmp_path, script).started("x", Job("tiny", "small"), {}) as process:
+        assert list(process.results("start")) == [{"part": "start"}]
+        for order in ({"parts": ["chat"]}, {"ask": [{"settle": True}]}):
+            assert list(process.order(order)) == [{"part": "got", "order": order}]
+        process.leave(10)
+        assert (tmp_path / "left").exists()
+
+
+def test_an_engine_that_ends_before_it_is_ready_has_failed(tmp_path: Path) -> None:
+    with (
+        processes(tmp_path, "echo 'ValueError: no' >&2").started("x", Job("tiny", "small"), {}) as process,
+        pytest.raises(JobError, match="ValueError: no"),
+    ):
+        list(process.results("start"))
+
+
+def test_an_order_to_an_engine_that_has_failed_names_the_cause(tmp_path: Path) -> None:
+    script = """echo '{"part": "start"}'; exec 0<&-; echo 'TypeError: late' >&2; exit 1"""
+    with processes(tmp_path, script).started("x", Job("tiny", "small"), {}) as process:
+        assert list(process.results("start")) == [{"part": "start"}]
+        with pytest.raises(JobError, match="TypeError: late"):
+            list(process.order({"parts": ["chat"] * 100_000}))
 
 
 def test_an_engine_that_fails_is_named_with_its_cause_after_its_results(tmp_path: Path) -> None:
     script = """echo '{"part": "a"}'; echo '(EngineCore pid=1) ERROR [core.py:1] Exception: no GPU' >&2
 echo 'RuntimeError: failed. See root cause above.' >&2; exit 1"""
-    results = processes(tmp_path, script).run("x", Job("tiny", "small"), {})
-    assert next(results) == {"part": "a"}
-    with pytest.raises(JobError, match=r"^Exception: no GPU \(all of it in .*x\.log\)"):
-        next(results)
+    with processes(tmp_path, script).started("x", Job("tiny", "small"), {}) as process:
+        results = process.results()
+        assert next(results) == {"part": "a"}
+        with pytest.raises(JobError, match=r"^Exception: no GPU \(all of it in .*x\.log\)"):
+            next(results)
 
 
 def test_an_engine_is_ended_at_the_deadline_with_what_it_started(tmp_path: Path) -> None:
     script = """echo '{"part": "a"}'; sleep 600 & echo $! > child; wait"""
-    results = processes(tmp_path, script, time.monotonic() + 0.5).run("x", Job("tiny", "small"), {})
-    assert next(results) == {"part": "a"}
-    with pytest.raises(CutError):
-        next(results)
+    with processes(tmp_path, script, time.monotonic() + 0.5).started(
+        "x", Job("tiny", "small"), {}
+    ) as process:
+        results = process.results()
+        assert next(results) == {"part": "a"}
+        with pytest.raises(CutError):
+            next(results)
     stat = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
 

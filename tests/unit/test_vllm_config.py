@@ -210,10 +210,34 @@ def test_scales_made_at_run_time_are_not_shared() -> None:
     loaded({"FDCACHE_HOST_MEMORY": "1GiB"}, cache_config__calculate_kv_scales=True)
 
 
-def test_failed_loads_are_recomputed_unless_the_user_chose() -> None:
-    transfer = SimpleNamespace(kv_load_failure_policy="fail")
-    config.recompute_failed_loads(transfer)
-    assert transfer.kv_load_failure_policy == "recompute"
+@pytest.mark.parametrize(
+    ("given", "extra", "chosen"),
+    [
+        ("fail", None, "recompute"),
+        ("recompute", None, "recompute"),
+        ("fail", "fail", "fail"),
+        ("recompute", "fail", "fail"),
+    ],
+)
+def test_failed_loads_are_recomputed_unless_the_user_chose(
+    given: str, extra: str | None, chosen: str
+) -> None:
+    """vLLM's own option has "fail" as its default and does not tell who gave it."""
+    named: dict[str, object] = {} if extra is None else {"kv_load_failure_policy": extra}
+    transfer = SimpleNamespace(kv_load_failure_policy=given, kv_connector_extra_config=named)
+    config.choose_failure_policy(transfer)
+    assert transfer.kv_load_failure_policy == chosen
+    assert not config.extra_settings(named)
+
+
+def test_a_failure_policy_that_vllm_does_not_have_is_refused() -> None:
+    transfer = SimpleNamespace(
+        kv_load_failure_policy="fail", kv_connector_extra_config={"kv_load_failure_policy": "retry"}
+    )
+    with pytest.raises(
+        ConfigurationError, match="kv_load_failure_policy='retry'; set it to 'recompute' or 'fail'"
+    ):
+        config.choose_failure_policy(transfer)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,10 @@ from pathlib import Path
 from tests.vllm.environments import PACKAGES, VERSIONS, default_home, interpreter, is_complete
 
 ROOT = Path(__file__).parents[2]
-_RUNNERS = {"0": ["tests/vllm"], "1": ["tests/vllm/test_engine.py"]}
+_RUNNERS = {
+    "0": ["tests/unit/test_vllm_hooks.py", "tests/vllm"],
+    "1": ["tests/vllm/test_engine.py", "tests/vllm/test_features.py"],
+}
 """vLLM's model runners by number less one, and the tests that are run with each."""
 
 

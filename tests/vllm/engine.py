@@ -62,7 +62,7 @@ def install_plugin(folder: Path) -> None:
         os.environ.setdefault(name, value)
 
 
-def make_model(folder: Path, seed: int = 0) -> Path:
+def make_model(folder: Path, seed: int = 0, num_layers: int = 3) -> Path:
     """Write a small Llama with random weights, large enough that each block of the prompt changes the answer."""
     import torch
     from safetensors.torch import save_file
@@ -70,30 +70,55 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(seed)
     save_file(
-        {name: torch.randn(shape, generator=random) * 0.3 for name, shape in _shapes()},
+        {name: torch.randn(shape, generator=random) * 0.3 for name, shape in _shapes(num_layers)},
         folder / "model.safetensors",
     )
-    (folder / "config.json").write_text(json.dumps(_MODEL))
+    (folder / "config.json").write_text(json.dumps(_MODEL | {"num_hidden_layers": num_layers}))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     return folder
 
 
+def make_adapter(folder: Path, seed: int) -> Path:
+    """Write a LoRA adapter of the model with random weights, large enough to change the answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    random = torch.Generator().manual_seed(seed)
+    rank, tensors = 8, {}
+    for layer in range(3):
+        for name, width in (("q_proj", 64), ("v_proj", 32)):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{place}.lora_A.weight"] = torch.randn(rank, 64, generator=random)
+            tensors[f"{place}.lora_B.weight"] = torch.randn(width, rank, generator=random)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"]}
+        )
+    )
+    return folder
+
+
 def connector_config(connector: str | None = "fdcache.integrations.vllm", **extra: object) -> dict[str, Any]:
-    """Return ``kv_transfer_config`` for fdcache's connector, with settings as its extra configuration."""
+    """Return ``kv_transfer_config`` for fdcache's connector, with settings as its extra configuration.
+
+    What is cached is loaded, however fast this machine computes the small model.
+    """
     return {
         "kv_connector": "FdcacheConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": connector,
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {"FDCACHE_LOAD_OR_RECOMPUTE": "always", **extra},
     }
 
 
-def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     width, inner, vocabulary = 64, 128, 512
     yield "model.embed_tokens.weight", (vocabulary, width)
     yield "model.norm.weight", (width,)
     yield "lm_head.weight", (vocabulary, width)
-    for layer in range(3):
+    for layer in range(num_layers):
         name = f"model.layers.{layer}"
         yield f"{name}.input_layernorm.weight", (width,)
         yield f"{name}.post_attention_layernorm.weight", (width,)
@@ -141,9 +166,9 @@ def running_engine(model: Path, transfer: dict[str, Any] | None = None, **option
 
 
 def generate(
-    llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int = 8, **options: Any
+    llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int = 8, *, lora: Any = None, **options: Any
 ) -> list[list[int]]:
-    """Return the tokens that the engine answers each prompt with."""
+    """Return the tokens that the engine answers each prompt with, all with the same adapter."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -151,7 +176,7 @@ def generate(
         temperature=0, max_tokens=num_tokens, detokenize=False, ignore_eos=True, **options
     )
     given = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-    outputs = llm.generate(given, parameters, use_tqdm=False)
+    outputs = llm.generate(given, parameters, use_tqdm=False, lora_request=lora)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

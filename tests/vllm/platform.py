@@ -35,7 +35,100 @@ def _greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1).view(-1)
 
 
+def _expand(
+    out: torch.Tensor, given: torch.Tensor, ends: torch.Tensor, replaced: float, replacement: float
+) -> None:
+    each = torch.where(given == replaced, replacement, given).to(out.dtype)
+    bounds = [0, *ends.tolist()]
+    for value, (begin, end) in zip(each, pairwise(bounds), strict=True):
+        out[begin:end] = value
+
+
+def _reject_greedy(
+    out: torch.Tensor,
+    ends: torch.Tensor,
+    drafts: torch.Tensor,
+    targets: torch.Tensor,
+    bonus: torch.Tensor,
+    greedy: torch.Tensor | None,
+    most: int,
+) -> None:
+    for row, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+        if greedy is not None and not greedy[row]:
+            continue
+        agreed = (drafts[begin:end] == targets[begin:end]).long().cumprod(0).sum().item()
+        chosen = min(agreed + 1, end - begin)
+        out[row, :chosen] = targets[begin : begin + chosen]
+        if agreed == end - begin:
+            out[row, agreed] = bonus.view(-1)[row]
+
+
+def _reject_random(
+    out: torch.Tensor,
+    ends: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_probabilities: torch.Tensor | None,
+    probabilities: torch.Tensor,
+    bonus: torch.Tensor,
+    recovered: torch.Tensor,
+    uniform: torch.Tensor,
+    greedy: torch.Tensor,
+    most: int,
+    vocabulary: int,
+    are_certain: bool,
+) -> None:
+    for row, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+        if greedy[row]:
+            continue
+        for place in range(begin, end):
+            draft = drafts[place]
+            expected = 1.0 if draft_probabilities is None else draft_probabilities[place, draft]
+            if probabilities[place, draft] < uniform[place] * expected:
+                out[row, place - begin] = recovered[place]
+                break
+            out[row, place - begin] = draft
+        else:
+            out[row, end - begin] = bonus.view(-1)[row]
+
+
+def _recover(
+    out: torch.Tensor,
+    ends: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_probabilities: torch.Tensor | None,
+    probabilities: torch.Tensor,
+    inverse: torch.Tensor,
+    vocabulary: int,
+    are_certain: bool,
+) -> None:
+    for row, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+        for place in range(begin, end):
+            left = probabilities[place].clone()
+            if draft_probabilities is None:
+                left[drafts[place]] = 0
+            else:
+                left = (left - draft_probabilities[place]).clamp(min=0)
+            out[place] = (left * inverse[row]).argmax()
+
+
 for _schema, _function in (
+    ("expand_kernel_impl(Tensor! out, Tensor given, Tensor ends, float replaced, float by) -> ()", _expand),
+    (
+        "rejection_greedy_sample_kernel_impl(Tensor! out, Tensor ends, Tensor drafts, Tensor targets, Tensor bonus, "
+        "Tensor? greedy, int most) -> ()",
+        _reject_greedy,
+    ),
+    (
+        "rejection_random_sample_kernel_impl(Tensor! out, Tensor ends, Tensor drafts, Tensor? draft_probabilities, "
+        "Tensor probabilities, Tensor bonus, Tensor recovered, Tensor uniform, Tensor greedy, int most, "
+        "int vocabulary, bool are_certain) -> ()",
+        _reject_random,
+    ),
+    (
+        "sample_recovered_tokens_kernel_impl(Tensor! out, Tensor ends, Tensor drafts, Tensor? draft_probabilities, "
+        "Tensor probabilities, Tensor inverse, int vocabulary, bool are_certain) -> ()",
+        _recover,
+    ),
     ("greedy_argmax(Tensor logits) -> Tensor", _greedy_argmax),
     ("init_cpu_memory_env(int[] nodes) -> ()", _init_cpu_memory_env),
     ("silu_and_mul(Tensor! out, Tensor input) -> ()", _silu_and_mul),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -45,6 +46,27 @@ def test_whole_prompts_come_from_the_host_once_the_device_has_forgotten_them(
     before = engine.counters
     assert engine.answers(prompts[:1]) == computed[:1]
     assert loaded(before, engine.counters) == (len(prompts[0]) - 1) // 16 * 16
+    engine.assert_nothing_is_held()
+
+
+def test_prefills_are_timed_and_blocks_that_are_sooner_computed_are_not_loaded(
+    engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    choices = engine.manager._choices
+    assert choices.model.prefill.is_known
+    assert engine.manager.get_stats().loads.prefill_token_seconds > 0
+    assert len(engine.side.times._steps) <= 2, "no step waits for its time for long"
+    monkeypatch.setattr(choices, "_is_auto", True)
+    for _ in range(40):
+        choices.model.link.observe(1 << 10, 100.0, time.monotonic())
+    before = engine.counters
+    assert engine.answers(prompts[:1]) == computed[:1]
+    assert loaded(before, engine.counters) == 0
+    (decision,) = engine.manager.get_stats().loads.recent
+    assert (decision.choice, decision.num_tokens) == ("nothing", len(prompts[0]))
+    assert decision.true_seconds > 0
     engine.assert_nothing_is_held()
 
 
@@ -141,9 +163,9 @@ def test_preempted_requests_answer_the_same(
     preempted: list[str] = []
     preempt = engine.scheduler._preempt_request
 
-    def counting(request: Any, *rest: Any) -> None:
+    def counting(request: Any, *rest: Any, **named: Any) -> None:
         preempted.append(request.request_id)
-        preempt(request, *rest)
+        preempt(request, *rest, **named)
 
     monkeypatch.setattr(engine.scheduler, "_preempt_request", counting)
     assert engine.answers(given, 150) == alone
@@ -238,27 +260,35 @@ def test_hooks_take_unknown_requests_and_repeats(
     engine.assert_nothing_is_held()
 
 
-@pytest.mark.parametrize("hook", ["take_plans", "evicted", "offer"])
+@pytest.mark.parametrize(
+    "name", ["begin", "match", "load", "evicted", "offer", "finish", "take_plans", "expire", "apply"]
+)
 def test_a_manager_that_raises_in_a_step_changes_no_answer(
-    engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch, hook: str
+    engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     engine.answers(prompts)
     engine.forget_device()
-    before, original = engine.side.inconsistencies, getattr(engine.manager, hook)
+    before, original = engine.side.inconsistencies, getattr(engine.manager, name)
     raised: list[str] = []
 
-    def raise_once(*given: object) -> object:
-        if not raised and engine.side._running:
-            raised.append(hook)
+    def raise_twice(*given: object) -> object:
+        if len(raised) < 2 and engine.side._running:
+            raised.append(name)
             raise RuntimeError("injected")
         return original(*given)
 
-    monkeypatch.setattr(engine.manager, hook, raise_once)
+    monkeypatch.setattr(engine.manager, name, raise_twice)
     assert engine.answers(prompts) == computed
+    monkeypatch.undo()
     assert raised and engine.side.inconsistencies > before
     engine.side.inconsistencies = before
+    for _ in range(2):
+        engine.forget_device()
+        assert engine.answers(prompts) == computed
+    loads = engine.counters
     engine.forget_device()
     assert engine.answers(prompts) == computed
+    assert loaded(loads, engine.counters) > 0
     engine.assert_nothing_is_held()
 
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.service_help import service_process
 from tests.vllm.engine import connector_config, generate, running_engine
 from tests.vllm.observed import Observed
@@ -53,6 +55,49 @@ def test_a_restarted_engine_finds_its_blocks_in_storage(
         assert engine.answers(prompts) == computed
         assert engine.counters.storage_hit_tokens > 0
         engine.assert_nothing_is_held()
+
+
+def test_blocks_whose_step_went_without_its_plan_are_not_stored_with_the_next(
+    model: Path, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With write_back a block is copied out by the plan of the step that overwrites it."""
+    transfer = connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_WRITE_POLICY="write_back")
+    with running_engine(model, transfer) as llm:
+        engine = Observed(llm)
+        take_plans, lost = engine.manager.take_plans, []
+
+        def raise_before_evictions() -> object:
+            evictions = engine.manager._plans.open.evictions
+            if len(evictions) and len(lost) < 3:
+                lost.append(len(evictions))
+                raise RuntimeError("injected")
+            return take_plans()
+
+        monkeypatch.setattr(engine.manager, "take_plans", raise_before_evictions)
+        assert engine.answers(prompts) == computed
+        assert lost
+        for _ in range(2):
+            engine.forget_device()
+            assert engine.answers(prompts) == computed
+        assert engine.counters.host_hit_tokens > 0
+
+
+def test_a_failure_policy_of_the_user_is_honoured(
+    model: Path, prompts: Answers, computed: Answers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request whose load fails ends with an error, as vLLM has it by default."""
+    transfer = connector_config(
+        FDCACHE_HOST_MEMORY="16MiB", FDCACHE_VERIFY="all", kv_load_failure_policy="fail"
+    )
+    with running_engine(model, transfer) as llm:
+        engine = Observed(llm)
+        assert engine.answers(prompts[:1]) == computed[:1]
+        engine.forget_device()
+        engine.corrupt_host_records()
+        assert engine.answers(prompts[:1]) != computed[:1]
+        assert engine.counters.loads_failed == 1
+        engine.assert_nothing_is_held()
+    assert "kv_load_failure_policy" not in caplog.text
 
 
 def test_engines_share_a_service_and_outlive_it(

@@ -22,6 +22,7 @@ from fdcache.integrations.fastdeploy.controller import CacheController as Contro
 from fdcache.integrations.fastdeploy.link import SchedulerLink, WorkerLink, WorkerLost
 from fdcache.integrations.fastdeploy.manager import CacheManager as Manager
 from fdcache.integrations.fastdeploy.manager import is_preempted
+from fdcache.integrations.fastdeploy.prefills import PrefillTimes
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
@@ -89,6 +90,7 @@ class CacheManager(Manager):
         self._failed: dict[str, Any] = {}
         self._unsound: set[str] = set()
         self._reading: dict[str, tuple[Any, Future[None]]] = {}
+        self._prefills = PrefillTimes()
 
     def close(self) -> None:
         """Disconnect the workers and the service. Idempotent."""
@@ -136,11 +138,30 @@ class CacheManager(Manager):
             if request.request_id in self._reading:
                 return
             tracked = self._tracked.get(request.request_id)
+            self._prefills.ended(request.request_id)
             if not is_preempted(request):
                 self._unsound.discard(request.request_id)
             elif tracked is not None and tracked.request.is_loading:
                 self._unsound.add(request.request_id)
             super().request_finish(request)
+
+    def scheduled(self, requests: Iterable[Any]) -> None:
+        """Learn which prefills the scheduler has put into a step."""
+        with self._lock:
+            self._prefills.scheduled(
+                (tracked.request, request.prefill_start_index, stop)
+                for request in requests
+                if (tracked := self._tracked.get(request.request_id)) is not None
+                and (stop := min(request.prefill_end_index, tracked.request.num_tokens))
+                > request.prefill_start_index
+            )
+
+    def sampled(self, names: Iterable[str]) -> None:
+        """Learn whose tokens have come, and with them how fast the engine computes."""
+        with self._lock:
+            found = self._prefills.sampled(names)
+            if found is not None:
+                self.core.observe_prefill(found.chunks, found.seconds, waited=found.waited, steps=found.steps)
 
     def take_failed(self) -> list[Any]:
         """Return the requests whose load failed since the last call; the caller preempts them."""

@@ -1,11 +1,12 @@
 """FastDeploy plug-in: with FD_PLUGINS=fdcache, FastDeploy uses fdcache's cache manager and controller.
 
 FastDeploy calls the entry point ``install`` in the engine's and the workers' processes. It replaces FastDeploy's
-classes by those of ``fastdeploy.engine``. The first manager adapts FastDeploy's scheduler in three points:
+classes by those of ``fastdeploy.engine``. The first manager adapts FastDeploy's scheduler in four points:
 
 - a request whose load failed is preempted;
 - tokens that were sampled after a failed load are dropped before they are sent;
-- a request whose blocks are in storage waits for them.
+- a request whose blocks are in storage waits for them;
+- prefills are timed, so that the manager knows which blocks are sooner computed than loaded.
 
 A FastDeploy with other classes or signatures is refused.
 """
@@ -188,6 +189,9 @@ def _with_preemption(schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
         batch, errors = schedule(self)
         for task in tasks:
             batch.add_request(task)
+        if isinstance(self.cache_manager, engine.CacheManager):
+            prefill = sys.modules[_REQUESTS].RequestType.PREFILL
+            self.cache_manager.scheduled(each for each in batch.requests if each.task_type is prefill)
         return batch, errors
 
     setattr(schedule_after_failures, _ADAPTED, True)
@@ -230,6 +234,10 @@ def _with_sound_tokens(postprocess: Callable[..., None]) -> Callable[..., None]:
     def postprocess_sound(self: Any, batch_result: list[Any], mtype: int = _TARGET_TOKENS) -> None:
         if isinstance(self.resource_manager.cache_manager, engine.CacheManager):
             batch_result = _drop_unsound(self, batch_result, mtype)
+            if mtype == _TARGET_TOKENS:
+                self.resource_manager.cache_manager.sampled(
+                    result.request_id for result in batch_result if result.outputs.token_ids
+                )
         postprocess(self, batch_result, mtype)
 
     return postprocess_sound

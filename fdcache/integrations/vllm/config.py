@@ -20,6 +20,7 @@ from fdcache.settings.tree import KNOWN_NAMES
 logger = logging.getLogger(__name__)
 
 _FILE = "kv_connector_extra_config"
+_FAILURE_POLICY = "kv_load_failure_policy"
 _FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
@@ -146,18 +147,27 @@ def load_settings(vllm_config: Any, layout: KVLayout) -> Settings:
 
 def extra_settings(extra: Mapping[str, object]) -> dict[str, Sourced]:
     """Return the values of ``kv_connector_extra_config`` by variable. Raises ``ConfigurationError`` for other names."""
-    for name in extra:
+    given = {name: value for name, value in extra.items() if name != _FAILURE_POLICY}
+    for name in given:
         if name not in KNOWN_NAMES:
             near = suggest(name, KNOWN_NAMES)
             remedy = f"did you mean {near}?" if near else "`fdcache env show` lists the names"
             raise ConfigurationError(f"{_FILE}: {name} is no setting; {remedy}")
-    return {name: Sourced(_FILE, value) for name, value in extra.items()}
+    return {name: Sourced(_FILE, value) for name, value in given.items()}
 
 
-def recompute_failed_loads(transfer_config: Any) -> None:
-    """Let vLLM compute what cannot be loaded, where it would end the request with an error by default."""
-    if transfer_config.kv_load_failure_policy == "fail":
+def choose_failure_policy(transfer_config: Any) -> None:
+    """Let vLLM compute what cannot be loaded, where it would end the request with an error by default.
+
+    vLLM does not tell its default, 'fail', from one that the user gave: ``kv_connector_extra_config`` does.
+    Raises ``ConfigurationError`` for a policy that vLLM does not have.
+    """
+    policy = transfer_config.kv_connector_extra_config.get(_FAILURE_POLICY)
+    if policy not in (None, "fail", "recompute"):
+        raise ConfigurationError(f"{_FILE}: {_FAILURE_POLICY}={policy!r}; set it to 'recompute' or 'fail'")
+    if policy is None and transfer_config.kv_load_failure_policy == "fail":
         logger.info(
-            "kv_load_failure_policy is 'recompute': what cannot be loaded is computed, and no request fails for it"
+            "kv_load_failure_policy is 'recompute': what cannot be loaded is computed, and no request fails for it. "
+            "To let such requests fail, set kv_load_failure_policy to 'fail' in kv_connector_extra_config"
         )
-        transfer_config.kv_load_failure_policy = "recompute"
+    transfer_config.kv_load_failure_policy = policy or "recompute"

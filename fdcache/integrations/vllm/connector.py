@@ -15,15 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from fdcache.integrations.vllm.config import layout_from_config, load_settings, recompute_failed_loads
+from fdcache.integrations.vllm.config import choose_failure_policy, layout_from_config, load_settings
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports, WorkerStorage
 from fdcache.integrations.vllm.scheduler import SchedulerSide
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide
 from fdcache.manager import OffloadManager
-
-logger = logging.getLogger(__name__)
 
 
 class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -35,12 +33,13 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_where_vllm_logs()
         layout = layout_from_config(vllm_config, kv_cache_config)
         settings = load_settings(vllm_config, layout)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            recompute_failed_loads(self._kv_transfer_config)
+            choose_failure_policy(self._kv_transfer_config)
             events = vllm_config.kv_events_config
             self._events = EventTranslator() if events is not None and events.enable_kv_cache_events else None
             if self._events is not None:
@@ -75,7 +74,9 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Do nothing: blocks are stored after the step that computed them."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: the order of streams keeps blocks until they are stored."""
+        """Note the end of the step. The order of streams keeps blocks until they are stored."""
+        if self._worker is not None:
+            self._worker.computed()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose load has ended on this rank, well or not."""
@@ -88,8 +89,10 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this rank's reports."""
-        reports = self._worker.take_reports() if self._worker is not None else []
-        return WorkerReports(reports) if reports else None
+        if self._worker is None:
+            return None
+        reports, seconds = self._worker.take_reports(), self._worker.take_seconds()
+        return WorkerReports(reports, seconds) if reports or seconds else None
 
     # --- scheduler ----------------------------------------------------------------------------------------
 
@@ -115,14 +118,14 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """Start to read the request's blocks from storage."""
         if self._scheduler is not None:
-            with self._scheduler.guarded("on_new_request"):
+            with self._scheduler.guarded("on_new_request", follows_blocks=False):
                 self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded, None to be asked again; loads are asynchronous."""
         found: int | None = 0
         if self._scheduler is not None:
-            with self._scheduler.guarded("get_num_new_matched_tokens"):
+            with self._scheduler.guarded("get_num_new_matched_tokens", follows_blocks=False):
                 found = self._scheduler.matched(request, num_computed_tokens)
         return found, bool(found)
 
@@ -146,6 +149,8 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is not None and isinstance(reports, WorkerReports):
             with self._scheduler.guarded("update_connector_output"):
                 self._scheduler.reported(reports.reports)
+            with self._scheduler.guarded("update_connector_output", follows_blocks=False):
+                self._scheduler.times.ended(reports.seconds)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Offer the request's last blocks. vLLM may reuse them at once."""
@@ -156,7 +161,11 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         """Return True while copies are in flight, so that vLLM goes on stepping."""
-        return self._scheduler is not None and self._scheduler.has_pending_work
+        is_pending = False
+        if self._scheduler is not None:
+            with self._scheduler.guarded("has_pending_push_work", follows_blocks=False):
+                is_pending = self._scheduler.has_pending_work
+        return is_pending
 
     def reset_cache(self) -> bool | None:
         """Forget every block of this engine."""
@@ -166,15 +175,21 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[Any]:
         """Return which blocks entered and left host memory and storage, under vLLM's hashes."""
-        return self._scheduler.take_events() if self._scheduler is not None else ()
+        events: Iterable[Any] = ()
+        if self._scheduler is not None:
+            with self._scheduler.guarded("take_events", follows_blocks=False):
+                events = self._scheduler.take_events()
+        return events
 
     # --- both ---------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> FdcacheStats | None:
         """Return what has changed since the last call, at most once a second; in the scheduler."""
-        if self._scheduler is None:
-            return None
-        return self._stats.take(self._scheduler.inconsistencies)
+        taken: FdcacheStats | None = None
+        if self._scheduler is not None:
+            with self._scheduler.guarded("get_kv_connector_stats", follows_blocks=False):
+                taken = self._stats.take(self._scheduler.inconsistencies)
+        return taken
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FdcacheStats | None:
@@ -194,3 +209,13 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker.shutdown()
         if self._scheduler is not None:
             self._scheduler.manager.close()
+
+
+def _log_where_vllm_logs() -> None:
+    """Let fdcache's log lines appear in vLLM's log, unless the application has a place for them."""
+    ours, theirs = logging.getLogger("fdcache"), logging.getLogger("vllm")
+    if not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.getEffectiveLevel())

@@ -19,25 +19,35 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     ``plans``: encoded ``TransferPlan`` records in order. ``loads``: ids of the requests that wait for a plan, by its
     number. ``unloaded``: device blocks of requests whose load could not be planned, which they compute.
-    ``host_cache``: with the first step.
+    ``is_late``: a step has gone without its plan, this or the one before. Its blocks may be overwritten: plans are
+    refused, and what earlier plans copy out of the device does not count. ``host_cache``: with the first step.
+    ``timed``: number under which workers report the step's seconds, 0 for none.
     """
 
     plans: list[bytes] = field(default_factory=list)
     loads: dict[int, list[str]] = field(default_factory=dict)
     unloaded: dict[str, list[int]] = field(default_factory=dict)
+    is_late: bool = False
     host_cache: HostCache | None = None
+    timed: int = 0
 
 
 @dataclass
 class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Encoded ``TransferReport`` records of one rank, or of all once they are aggregated."""
+    """Encoded ``TransferReport`` records of one rank, or of all once they are aggregated.
+
+    ``seconds``: of timed steps, by number.
+    """
 
     reports: list[bytes] = field(default_factory=list)
+    seconds: dict[int, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
         """Return the reports of both."""
         assert isinstance(other, WorkerReports)
-        return WorkerReports(self.reports + other.reports)
+        numbers = self.seconds.keys() | other.seconds.keys()
+        slowest = {each: max(self.seconds.get(each, 0.0), other.seconds.get(each, 0.0)) for each in numbers}
+        return WorkerReports(self.reports + other.reports, slowest)
 
 
 @dataclass

@@ -14,17 +14,21 @@ from fdcache.errors import FdcacheError
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.keys import known_tokens, request_of
 from fdcache.integrations.vllm.metadata import StepMetadata
+from fdcache.integrations.vllm.timing import StepTimes
 from fdcache.manager import MatchStatus, OffloadManager, Request
-from fdcache.metadata import Int32Array, decode_report, decode_scan, encode
+from fdcache.metadata import Int32Array, TransferReport, decode_report, decode_scan, encode
 from fdcache.settings.cache import WritePolicy
 
 logger = logging.getLogger(__name__)
 
 
 class _Running:
-    """A request between its arrival and its end. ``blocks`` is its block table while it has one."""
+    """A request between its arrival and its end. ``blocks`` is its block table while it has one.
 
-    __slots__ = ("blocks", "device_tokens", "known_hashes", "request", "source")
+    Nothing more is loaded or offered for one that ``is_lost``.
+    """
+
+    __slots__ = ("blocks", "device_tokens", "is_lost", "known_hashes", "request", "source")
 
     def __init__(self, source: Any, request: Request) -> None:
         self.source = source
@@ -32,25 +36,31 @@ class _Running:
         self.blocks: list[int] = []
         self.device_tokens = 0
         self.known_hashes = 0
+        self.is_lost = False
 
 
 class SchedulerSide:
     """Follows vLLM's requests and blocks, and plans with an ``OffloadManager``.
 
     Hooks take requests that are unknown, and may be repeated. An inconsistency costs the block concerned its place
-    in the cache and is counted in ``inconsistencies``; no hook raises for one.
+    in the cache and is counted in ``inconsistencies``; no hook raises for one. After a hook that failed in a step the
+    block tables are not trusted: the requests of that time are computed to their end and nothing of them is stored.
     """
 
     def __init__(self, manager: OffloadManager, events: EventTranslator | None = None) -> None:
         self.manager = manager
         self._events = events
         self.inconsistencies = 0
+        self.times = StepTimes(manager)
         self._block_size = manager.layout.block_size
         self._running: dict[str, _Running] = {}
         self._loads: list[str] = []
         self._unloaded: dict[str, list[int]] = {}
+        self._reports: list[TransferReport] = []
         self._pool: Any = None
         self._resets_device = False
+        self._is_lost = False
+        self._is_late = False
         self._sent_host_cache = False
 
     def bind_pool(self, pool: Any) -> None:
@@ -83,7 +93,7 @@ class SchedulerSide:
     def matched(self, source: Any, device_tokens: int) -> int | None:
         """Return how many tokens beyond those on the device can be loaded; None to be asked in the next step."""
         known = self.arrived(source)
-        if known is None:
+        if known is None or known.is_lost:
             return 0
         known.blocks = []
         known.device_tokens = device_tokens
@@ -137,23 +147,36 @@ class SchedulerSide:
 
         Loads whose plan could not be taken wait for the plan of the next step.
         """
-        computed: list[tuple[_Running, int]] = []
-        is_followed = False
+        computed: list[tuple[_Running, int, int]] = []
         with self.guarded("following the block tables"):
             computed = self._learn_blocks(output)
-            is_followed = True
-        if not is_followed:
-            self._forget_all()
         made = StepMetadata()
+        was_late, self._is_late = self._is_late, True
         with self.guarded("planning"):
+            if self._is_lost or was_late:
+                self._lose_requests(are_blocks_known=not was_late)
             self._plan(made)
+            self._is_late = False
+        made.is_late = was_late or self._is_late
         made.unloaded, self._unloaded = self._unloaded, {}
-        for known, num_tokens in computed:
+        with self.guarded("timing", follows_blocks=False):
+            made.timed = self._timed(output, computed)
+        for known, _, num_tokens in computed:
             with self.guarded("offering"):
                 self._offer(known, num_tokens)
         return made
 
+    def _timed(self, output: Any, computed: Sequence[tuple[_Running, int, int]]) -> int:
+        """Return the number for the step's time; 0 if requests that are not followed have a part in it."""
+        if len(computed) < len(output.num_scheduled_tokens):
+            return 0
+        return self.times.begin((known.request, start, stop) for known, start, stop in computed)
+
     def _plan(self, made: StepMetadata) -> None:
+        if not self._sent_host_cache:
+            made.host_cache, self._sent_host_cache = self.manager.host_cache, True
+        if self._reports:
+            self.reported(())
         self._reset_device()
         if self.manager.settings.write_policy is WritePolicy.WRITE_BACK:
             self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
@@ -162,19 +185,24 @@ class SchedulerSide:
             made.plans.append(encode(plan))
             if plan.loads is not None and self._loads:
                 made.loads[plan.plan_id], self._loads = self._loads, []
-        if not self._sent_host_cache:
-            made.host_cache, self._sent_host_cache = self.manager.host_cache, True
 
-    def _forget_all(self) -> None:
-        """Follow no request any more, as the block tables known may be wrong; what is being loaded goes on."""
-        for request_id in list(self._running):
-            self._forget(request_id)
+    def _lose_requests(self, *, are_blocks_known: bool) -> None:
+        """Store nothing more of the requests so far, whose block tables may be wrong; what is being loaded goes on.
+
+        Every device block is taken for one that the step gives away: its copy comes first. After a step that went
+        without its plan, what the blocks hold is not known either.
+        """
+        for known in self._running.values():
+            known.is_lost = True
+            self.manager.finish(known.request)
         if self._pool is not None:
-            self.manager.forget(np.arange(self._pool.num_gpu_blocks, dtype=np.int32))
+            everything = np.arange(self._pool.num_gpu_blocks, dtype=np.int32)
+            (self.manager.evicted if are_blocks_known else self.manager.forget)(everything)
+        self._is_lost = False
 
-    def _learn_blocks(self, output: Any) -> list[tuple[_Running, int]]:
-        """Follow the block tables; return the scheduled requests with their tokens after the step."""
-        computed: list[tuple[_Running, int]] = []
+    def _learn_blocks(self, output: Any) -> list[tuple[_Running, int, int]]:
+        """Follow the block tables; return the scheduled requests with their tokens before and after the step."""
+        computed: list[tuple[_Running, int, int]] = []
         scheduled = output.num_scheduled_tokens
         given: list[int] = []
         for request_id in output.preempted_req_ids or ():
@@ -185,7 +213,7 @@ class SchedulerSide:
             given += blocks[start // self._block_size :]
             if (known := self._running.get(new.req_id)) is not None:
                 known.blocks = list(blocks)
-                computed.append((known, start + scheduled.get(new.req_id, 0)))
+                computed.append((known, start, start + scheduled.get(new.req_id, 0)))
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             start, added = cached.num_computed_tokens[i], cached.new_block_ids[i]
@@ -194,13 +222,15 @@ class SchedulerSide:
             given += blocks[start // self._block_size :] if resumed else blocks
             if (known := self._running.get(request_id)) is not None:
                 known.blocks = list(blocks) if resumed else known.blocks + blocks
-                computed.append((known, start + scheduled.get(request_id, 0)))
+                computed.append((known, start, start + scheduled.get(request_id, 0)))
         if given:
             self.manager.evicted(_ids(given))
         return computed
 
     def _offer(self, known: _Running, num_tokens: int) -> None:
         """Offer whole blocks of known tokens: those that drafts or steps in flight add are offered later."""
+        if known.is_lost:
+            return
         num_tokens = min(num_tokens, known.source.num_tokens)
         whole = num_tokens // self._block_size
         if whole > len(known.blocks):
@@ -249,12 +279,20 @@ class SchedulerSide:
     # --- reports and the whole cache ----------------------------------------------------------------------
 
     def reported(self, reports: Iterable[bytes]) -> None:
-        """Count the ranks' reports. Loads that failed are computed by vLLM, which the ranks told as well."""
-        for report in reports:
+        """Count the ranks' reports. Loads that failed are computed by vLLM, which the ranks told as well.
+
+        A report that an exception kept from being counted is counted in a later step: its plan holds host memory.
+        """
+        self._reports += map(decode_report, reports)
+        pending, self._reports = self._reports, []
+        for report in pending:
             try:
-                self.manager.apply([decode_report(report)])
+                self.manager.apply([report])
             except FdcacheError as error:
                 self._count("a report was not counted: %s", error)
+            except Exception:  # noqa: BLE001 - logged by _count
+                self._count("counting a report failed", exc_info=True)
+                self._reports.append(report)
 
     @property
     def has_pending_work(self) -> bool:
@@ -272,18 +310,23 @@ class SchedulerSide:
             self.manager.change_revision(f"{base}+{uuid4().hex[:16]}")
 
     @contextmanager
-    def guarded(self, hook: str) -> Iterator[None]:
-        """Log and count an exception of a hook. vLLM ends at one, and computes what is not cached."""
+    def guarded(self, hook: str, *, follows_blocks: bool = True) -> Iterator[None]:
+        """Log and count an exception of a hook. vLLM ends at one, and computes what is not cached.
+
+        The block tables may be wrong after one that ``follows_blocks``.
+        """
         try:
             yield
-        except Exception:
-            self.inconsistencies += 1
-            logger.exception("%s failed; the engine goes on without what it would have cached", hook)
+        except Exception:  # noqa: BLE001 - logged by _count
+            self._is_lost |= follows_blocks
+            self._count(
+                "%s failed; the engine goes on without what it would have cached", hook, exc_info=True
+            )
 
-    def _count(self, message: str, *values: object) -> None:
+    def _count(self, message: str, *values: object, exc_info: bool = False) -> None:
         self.inconsistencies += 1
         if self.inconsistencies.bit_count() == 1:  # at most one line each time their number doubles
-            logger.warning("inconsistency %d: " + message, self.inconsistencies, *values)
+            logger.warning("inconsistency %d: " + message, self.inconsistencies, *values, exc_info=exc_info)
 
 
 def _ids(blocks: Sequence[int]) -> Int32Array:

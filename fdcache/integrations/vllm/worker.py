@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import torch
 
 from fdcache.controller.cache_controller import CacheController
@@ -12,8 +13,9 @@ from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import ConfigurationError, FdcacheError
 from fdcache.integrations.vllm.metadata import StepMetadata
+from fdcache.integrations.vllm.timing import StepTimer
 from fdcache.layout import KVLayout
-from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport, decode_plan, encode
+from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport, TransferResult, decode_plan, encode
 from fdcache.settings import Settings
 from fdcache.settings.cache import TransferSettings
 from fdcache.tiers.host import HostCache
@@ -44,10 +46,13 @@ class WorkerSide:
         self._rank = rank
         self._controller: CacheController | None = None
         self._loads: dict[int, _Load] = {}
+        self._copies_out: dict[int, TransferPlan] = {}
+        self._overwritten: dict[int, TransferPlan] = {}
         self._reports: list[TransferReport] = []
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._on_gpu = False
+        self._timer = StepTimer()
         self.scan: bytes | None = None
 
     def register(
@@ -83,25 +88,41 @@ class WorkerSide:
             self._bad_blocks.update(blocks)
             if not any(request_id in requests for requests in step.loads.values()):
                 self._received.add(request_id)
+        if step.is_late:
+            self._overwritten |= self._copies_out
         stream = torch.cuda.current_stream() if self._on_gpu and step.plans else None
         for data in step.plans:
             plan = decode_plan(data)
             if plan.plan_id in step.loads:
                 self._loads[plan.plan_id] = _Load(step.loads[plan.plan_id], plan)
             try:
+                if step.is_late:
+                    controller.refuse(plan, "the step that it was made for went without it")
+                    continue
+                if plan.evictions is not None or plan.backups is not None:
+                    self._copies_out[plan.plan_id] = plan
                 counter = controller.submit_swap_tasks(plan, stream)
                 if not self._on_gpu:  # no stream holds the step back
                     counter.wait_all()
             except FdcacheError as error:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
+        self._timer.begin(step.timed, on_gpu=self._on_gpu)
+
+    def computed(self) -> None:
+        """End the time of a step whose work is submitted."""
+        self._timer.end(on_gpu=self._on_gpu)
+
+    def take_seconds(self) -> dict[int, float]:
+        """Return the seconds of timed steps that have ended since the last call, by number."""
+        return self._timer.take()
 
     def poll(self) -> set[str]:
         """Collect what has ended; return the requests whose loads have, well or not."""
         received, self._received = self._received, set()
         if self._controller is None:
             return received
-        reports = self._controller.poll()
+        reports = [self._without_overwritten(report) for report in self._controller.poll()]
         self._reports += reports
         for report in reports:
             load = self._loads.pop(report.plan_id, None)
@@ -114,6 +135,19 @@ class WorkerSide:
             for result in results:
                 self._bad_blocks.update(load.blocks[i] for i in result.failed.tolist())
         return received
+
+    def _without_overwritten(self, report: TransferReport) -> TransferReport:
+        """Return a report in which copies of blocks fail that a step may have overwritten meanwhile."""
+        self._copies_out.pop(report.plan_id, None)
+        plan = self._overwritten.pop(report.plan_id, None)
+        if plan is None or report.refused:
+            return report
+        reason = "a step that does not wait for the copy may have overwritten the blocks"
+        results = tuple(
+            TransferResult.failure(swap, reason) if swap.to_host else result
+            for swap, result in zip(plan.swaps(), report.results, strict=True)
+        )
+        return msgspec.structs.replace(report, results=results)
 
     def take_bad_blocks(self) -> set[int]:
         """Return the device blocks whose load failed since the last call."""

@@ -19,6 +19,7 @@ class RemoteFetches:
         self._sessions = sessions
         self._numbers = count(1)
         self._known: dict[int, Session] = {}
+        self._left: set[int] = set()
 
     @property
     def is_on(self) -> bool:
@@ -36,6 +37,8 @@ class RemoteFetches:
         """Let the service read what is stored of a request's path, unless it knows of the request."""
         session = self._sessions.session
         if session is None or not session.storage or not number or number in self._known:
+            return
+        if number in self._left:
             return
         start = on_device(hashes)
         if start + len(session.runs.find(hashes, start)) < len(hashes):
@@ -61,7 +64,7 @@ class RemoteFetches:
 
     def storage_use(self, number: int) -> int:
         """Return 0 without a number, 1 if the service may read blocks for it, 2 if it does."""
-        return 0 if not number else 2 if number in self._known else 1
+        return 0 if not number or number in self._left else 2 if number in self._known else 1
 
     def __contains__(self, number: int) -> bool:
         """Return True for a request that the service may keep a fetch for."""
@@ -73,8 +76,16 @@ class RemoteFetches:
             if state != NOT_FETCHED:
                 self._known[number] = session
 
+    def leave(self, number: int, *, keep: bool) -> None:
+        """Let the service forget a request that goes on without its reads."""
+        session = self._known.pop(number, None)
+        self._left.add(number)
+        if session is not None:
+            self._sessions.outbox.add(session, EndFetches([number], keep=keep))
+
     def end(self, number: int) -> None:
         """Let the service forget a request."""
+        self._left.discard(number)
         session = self._known.pop(number, None)
         if session is not None:
             self._sessions.outbox.add(session, EndFetches([number]))

@@ -35,7 +35,6 @@ from fdcache.service.wire.protocol import (
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.host import (
-    FETCHING_MATCH,
     NOTHING,
     HostCache,
     HostMatch,
@@ -215,7 +214,7 @@ class RemoteHostTier:
         for i, ((hashes, start), run, size) in enumerate(zip(paths, runs, counts, strict=True)):
             first, end = end, end + size
             if states and states[i] == FETCHING:
-                matches.append(FETCHING_MATCH)
+                matches.append(HostMatch(0, fetched=range(*fetched[i]), fetching=True))
                 continue
             if start + size < len(hashes):
                 self._count_in_flight_miss(session, hashes[start + size])

@@ -106,7 +106,9 @@ class Client:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return {}
         sections = (figures.get("counters"), figures.get("device"), figures.get("loads"))
-        return figures if all(each is None or isinstance(each, dict) for each in sections) else {}
+        if not all(each is None or isinstance(each, dict) for each in sections):
+            return {}
+        return figures if isinstance(figures.get("handovers", []), list) else {}
 
     def is_gone(self) -> bool:
         """Return True if all of its processes have ended. Stops watching those that have."""

@@ -150,6 +150,7 @@ def _add_clients(families: Families, clients: Sequence[ClientView]) -> None:
         for tier in HIT_TIERS:
             add_sample(hits, [*client, tier], its.hit_tokens(tier))
     _add_load_choices(families, figures, labels)
+    _add_handovers(families, figures, labels)
 
 
 def _add_load_choices(
@@ -173,6 +174,37 @@ def _add_load_choices(
         add_sample(hedged, client, its.load_figure("hedged"))
         for kind in ("expected", "true"):
             add_sample(seconds, [*client, kind], its.load_figure(f"{kind}_seconds"))
+
+
+_HANDOVERS = {
+    "transfers": ("fdcache_client_handovers", "Hand-overs between instances that have ended."),
+    "blocks": ("fdcache_client_handover_blocks", "Blocks that hand-overs brought whole."),
+    "bytes": ("fdcache_client_handover_bytes", "Bytes of these blocks."),
+    "waited_seconds": (
+        "fdcache_client_handover_wait_seconds",
+        "Time of hand-overs before the first block could be read, or the peer asked.",
+    ),
+    "moved_seconds": ("fdcache_client_handover_move_seconds", "Time of hand-overs after that."),
+}
+
+
+def _add_handovers(
+    families: Families, figures: Mapping[tuple[str, str], ClientFigures], labels: Sequence[str]
+) -> None:
+    kinds = [*labels, "direction", "peer", "result"]
+    totals = {field: families.family("counter", *each, kinds) for field, each in _HANDOVERS.items()}
+    leases = families.family(
+        "counter",
+        "fdcache_client_expired_leases",
+        "Sends that ended because no peer asked, or renewed its lease, in time.",
+        labels,
+    )
+    for client, its in figures.items():
+        counts = its.handover_counts()
+        for each in counts:
+            for field, family in totals.items():
+                add_sample(family, [*client, each.direction, each.peer, each.result], getattr(each, field))
+        add_sample(leases, client, sum(each.transfers for each in counts if each.is_expired_lease))
 
 
 def _add_storage(families: Families, storage: StorageView) -> None:

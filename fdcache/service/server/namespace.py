@@ -25,6 +25,7 @@ from fdcache.service.wire.shared_memory import Extent, Geometry, create_shared, 
 from fdcache.service.wire.views import MissReason
 from fdcache.settings.cache import Eviction
 from fdcache.settings.server import ServerSettings
+from fdcache.tiers.learned_file import LearnedFile
 from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED
 
 READY_HEADER = 2
@@ -199,6 +200,7 @@ class Namespace:
         """None while the namespace has no memory."""
         self.history = History(settings.eviction_log)
         self.tenants = Tenants(quotas, Path(f"{self.geometry.directory}/{self.geometry.prefix}.tenants"))
+        self.learned = LearnedFile(Path(f"{self.geometry.directory}/{self.geometry.prefix}.reuse"))
         self.unverified: set[int] = set()
         """Slots recovered from an earlier service whose checksums no load has verified yet; see ``set_unverified``."""
         self.pending_events: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
@@ -264,6 +266,8 @@ class Namespace:
             self._table_memory = self._make_table(num_extents)
         self.memory.map(num_extents)
         self._resize()
+        assert self.tier is not None
+        self.learned.load(self.tier)
 
     def shrink(self) -> bool:
         """Return the last extent of every rank to the arena. Return False if one of its slots is in use."""
@@ -280,6 +284,7 @@ class Namespace:
             self.tier = None
             self.layout_path.unlink(missing_ok=True)
             self.tenants.remove()
+            self.learned.remove()
         self.unverified = {slot for slot in self.unverified if slot < self.num_slots}
         return True
 
@@ -452,6 +457,11 @@ class Namespace:
         if reason in (MissReason.EVICTED, MissReason.TENANT_QUOTA) and removed:
             self.on_evict(np.frombuffer(b"".join(removed), np.uint8).reshape(len(removed), 32))
         self.pending_events.append((kinds, hashes, parents))
+
+    def save_learned(self) -> None:
+        """Keep what eviction has learned for the next service, from time to time."""
+        if self.tier is not None:
+            self.learned.save_if_due(self.tier)
 
     def close(self) -> None:
         """Unmap the memory and remove the presence table."""

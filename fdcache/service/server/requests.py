@@ -73,6 +73,7 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> Ma
         path, number = hashes[first:end], int(numbers[i]) if len(numbers) else 0
         if number and may_read and client.fetches.must_wait(number, path, _constant(start)):
             states[i] = FETCHING
+            fetched[i] = client.fetches.progress(number)
             continue
         if paused:
             namespace.history.count_refused(size - start, MissReason.PAUSED)
@@ -138,7 +139,7 @@ def prefetch(client: Client, request: Prefetch) -> None:
 def end_fetches(client: Client, request: EndFetches) -> Answer:
     """End the storage reads of finished requests."""
     for number in request.numbers:
-        client.fetches.end(number)
+        client.fetches.leave(number, keep=request.keep)
     return Done()
 
 

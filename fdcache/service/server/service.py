@@ -19,6 +19,7 @@ from fdcache.service.server.namespace import STOCK_DIVISOR, Namespace
 from fdcache.service.server.namespaces import Namespaces
 from fdcache.service.server.storage import ServiceStorage
 from fdcache.service.wire.protocol import (
+    FETCHED,
     Alive,
     Answer,
     Ask,
@@ -181,7 +182,8 @@ class Service:
             raise RefusalError("malformed", client.ring_error)
         answer = requests.match(client, request, paused=self.paused, may_read=self._grants_slots)
         if answer.fetched and (storage := self.storage_of(client.namespace)) is not None:
-            storage.hit_blocks += int(np.diff(int32_from(answer.fetched, "fetched").reshape(-1, 2)).sum())
+            parts = np.diff(int32_from(answer.fetched, "fetched").reshape(-1, 2))[:, 0]
+            storage.hit_blocks += int(parts[np.frombuffer(answer.states, np.uint8) == FETCHED].sum())
         self._send_reads(client)
         return answer
 
@@ -268,6 +270,8 @@ class Service:
         self.clients.reap(self.settings.session_timeout)
         self.open_tables()
         self.work()
+        for namespace in self.namespaces.values():
+            namespace.save_learned()
         self.send_events(send)
         for namespace, recall in self.namespaces.reclaims.take_new():
             for client in self.clients.of(namespace):

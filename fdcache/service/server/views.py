@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from fdcache import __version__
+from fdcache._core import Tier
 from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.service.server.arguments import (
     ArgumentError,
@@ -35,6 +36,7 @@ from fdcache.service.wire.storage_views import (
 from fdcache.service.wire.views import (
     ArenaView,
     BlockView,
+    ClientFigures,
     ClientView,
     ConfigView,
     CopiedView,
@@ -44,6 +46,7 @@ from fdcache.service.wire.views import (
     NamedTenantView,
     NamespaceTierView,
     NamespaceView,
+    ReuseView,
     ServiceView,
     StateView,
     TenantView,
@@ -53,6 +56,7 @@ from fdcache.service.wire.views import (
 )
 from fdcache.settings.effective import EffectiveValue
 from fdcache.storage.connector import StorageState, StorageStats
+from fdcache.tiers.reuse import ReuseReport
 from fdcache.tiers.storage_index import LocalIndex
 
 MAX_TREE = 1000
@@ -80,6 +84,7 @@ class Views:
             "clients": lambda arguments: self.clients(),
             "tenants": self.tenants,
             "transfers": lambda arguments: self.transfers(),
+            "eviction": self.eviction,
             "tree": self.tree,
             "block": self.block,
             "explain": self.explain,
@@ -247,12 +252,37 @@ class Views:
                     pinned_runs=len(client.runs),
                     plans_in_flight=figures.get("plans_in_flight", 0),
                     queued_backups=figures.get("queued_backups", 0),
+                    sending_blocks=figures.get("sending_blocks", 0),
+                    fetching_blocks=figures.get("fetching_blocks", 0),
+                    held_blocks=figures.get("held_blocks", 0),
+                    handovers=ClientFigures.of(figures).handover_counts(),
                     copied={
                         direction: CopiedView(copied.bytes, copied.durations.total)
                         for direction, copied in client.traffic.copied.items()
                     },
                 )
             )
+        return found
+
+    def eviction(self, arguments: Arguments) -> list[ReuseView]:
+        """Return what the orders of eviction have learned: host and storage tiers, and those that clients report."""
+        found = []
+        for namespace in select_namespaces(self._service, arguments):
+            pools: dict[str, Tier] = {}
+            if namespace.tier is not None:
+                pools["host"] = namespace.tier
+            storage = self._service.storage_of(namespace)
+            if storage is not None and isinstance(storage.index, LocalIndex):
+                pools["storage"] = storage.index.pool
+            for tier, pool in pools.items():
+                tables = pool.reuse()
+                report = None if tables is None else ReuseReport.of(tables)
+                found.append(ReuseView(tier, "service", namespace.id, report))
+            for client in self._service.clients.of(namespace):
+                learned = ClientFigures.of(client.reported()).learned()
+                found += [
+                    ReuseView(tier, client.name, namespace.id, report) for tier, report in learned.items()
+                ]
         return found
 
     # --- blocks -------------------------------------------------------------------------------------------

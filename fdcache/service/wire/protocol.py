@@ -69,9 +69,10 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
 
 
 class EndFetches(msgspec.Struct, frozen=True, tag="end_fetches"):
-    """End requests: stop reading for them and drop what was kept."""
+    """End requests: stop reading for them and drop what was kept. ``keep``: what is being read is read to its end."""
 
     numbers: list[int]
+    keep: bool = False
 
 
 class Refill(msgspec.Struct, frozen=True, tag="refill"):
@@ -180,9 +181,10 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
     ``runs`` has the numbers of the request, 0 for a path of which nothing is pinned.
 
     ``fetched``, int32, has two numbers for each path: the first of these blocks that storage delivered for the request,
-    and the first behind those. ``states``, uint8, is ``NOT_FETCHED`` when the service keeps nothing for the request,
-    ``FETCHED`` when it keeps something until ``EndFetches``, ``FETCHING`` when the look-up must be retried as well.
-    Both are empty when no path has a number.
+    and the first behind those; while its state is ``FETCHING``, those of its path that are still being read.
+    ``states``, uint8, is ``NOT_FETCHED`` when the service keeps nothing for the request, ``FETCHED`` when it keeps
+    something until ``EndFetches``, ``FETCHING`` when the look-up must be retried as well. Both are empty when no path
+    has a number.
     """
 
     runs: bytes

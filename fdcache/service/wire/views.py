@@ -16,7 +16,8 @@ from fdcache.service.wire.protocol import to_number
 from fdcache.service.wire.records import Unit, counter, gauge, histogram, shown
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
 from fdcache.settings.effective import EffectiveValue
-from fdcache.tiers.statistics import Histogram, LoadDecision, Traffic
+from fdcache.tiers.reuse import ReuseReport
+from fdcache.tiers.statistics import HandoverCount, Histogram, LoadDecision, Traffic
 
 # --- the host tier -----------------------------------------------------------------------------------------
 
@@ -252,9 +253,21 @@ class ClientFigures(msgspec.Struct):
     live_requests: Annotated[
         Any, shown("Requests that hold blocks.", gauge("fdcache_client_live_requests"), column="requests")
     ] = 0
+    sending_blocks: Annotated[
+        Any, shown("Blocks that it hands over to peers.", gauge("fdcache_client_sending_blocks"))
+    ] = 0
+    fetching_blocks: Annotated[
+        Any, shown("Blocks that it fetches from peers.", gauge("fdcache_client_fetching_blocks"))
+    ] = 0
+    held_blocks: Annotated[
+        Any,
+        shown("Slots of fetches that no request waits for any more.", gauge("fdcache_client_held_blocks")),
+    ] = 0
     counters: dict[str, Any] | None = None
     device: dict[str, Any] | None = None
     loads: dict[str, Any] | None = None
+    handovers: list[Any] = []
+    reuse: Any = None
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> ClientFigures:
@@ -283,6 +296,21 @@ class ClientFigures(msgspec.Struct):
             return msgspec.convert((self.loads or {}).get("recent", []), list[LoadDecision])
         except msgspec.ValidationError:
             return []
+
+    def handover_counts(self) -> list[HandoverCount]:
+        """Return the hand-overs that have ended, each peer and result once; none where they make no sense."""
+        try:
+            counts = msgspec.convert(self.handovers, list[HandoverCount])
+        except msgspec.ValidationError:
+            return []
+        return list({(each.direction, each.peer, each.result): each for each in counts}.values())
+
+    def learned(self) -> dict[str, ReuseReport]:
+        """Return what the client's tiers have learned of reuse; nothing where it makes no sense."""
+        try:
+            return msgspec.convert(self.reuse or {}, dict[str, ReuseReport])
+        except msgspec.ValidationError:
+            return {}
 
     def hit_shares(self) -> dict[str, float]:
         """Return the share of prompt tokens found in each tier; empty where the figures contradict each other."""
@@ -344,7 +372,11 @@ class CopiedView(msgspec.Struct):
 
 
 class TransferView(msgspec.Struct):
-    """Slots and pins of a client, its own queues, and its copies by direction since it registered."""
+    """Slots and pins of a client, its own queues, and its copies by direction since it registered.
+
+    ``handovers`` to and from peer instances that have ended, as it says; ``held_blocks`` are slots of fetches that no
+    request waits for any more.
+    """
 
     client: Annotated[str, shown("Name of the client.", column="client")]
     writable_slots: Annotated[int, shown("Slots that it may copy into.", column="writable slots")] = 0
@@ -353,7 +385,11 @@ class TransferView(msgspec.Struct):
     queued_backups: Annotated[
         Any, shown("Blocks queued for the host, as it says.", column="queued backups")
     ] = 0
+    sending_blocks: Any = 0
+    fetching_blocks: Any = 0
+    held_blocks: Any = 0
     copied: dict[str, CopiedView] = {}
+    handovers: list[HandoverCount] = []
 
 
 # --- the service -------------------------------------------------------------------------------------------
@@ -507,6 +543,15 @@ class ExplainView(msgspec.Struct):
     namespace: str
     blocks: list[ExplainedBlock]
     broken_at: int | None
+
+
+class ReuseView(msgspec.Struct):
+    """What the order of eviction of one tier has learned. ``learned`` is None for an order that learns nothing."""
+
+    tier: Annotated[str, shown("Kind of the tier.")]
+    of: Annotated[str, shown("The client that it belongs to, or the service.")]
+    namespace: Annotated[str, shown("Name of the namespace.")]
+    learned: ReuseReport | None
 
 
 # --- resets ------------------------------------------------------------------------------------------------

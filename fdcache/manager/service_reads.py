@@ -1,0 +1,101 @@
+"""Reads that a service does for this engine's requests: which of them a request waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from fdcache.manager.keyed import OffloadRequest
+from fdcache.tiers.storage_reads import ReadJudge
+
+
+class RequestJudge(ReadJudge, Protocol):
+    """Judge of one request's reads, which has ``on_device`` blocks."""
+
+    on_device: int
+
+
+class Choices(Protocol):
+    """Decisions and observations of an engine."""
+
+    def reads_for(self, request: OffloadRequest) -> RequestJudge | None:
+        """Return the judge of a request's reads; None if it waits for all of them."""
+
+    def observe_read(self, num_blocks: int, seconds: float) -> None:
+        """Learn how long a read took."""
+
+
+class Wait(Enum):
+    """What to do about a read that a request would have to wait for."""
+
+    WAIT = auto()
+    LEAVE = auto()
+    """Go on without it; it still fills the host tier."""
+    DROP = auto()
+    """Go on without it; it is taken back."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """Blocks ``first`` to ``stop`` that have been read since ``began``; ``arrived`` of the path came at ``since``."""
+
+    first: int
+    stop: int
+    arrived: int
+    began: float
+    since: float
+
+
+class ServiceReads:
+    """Decides on the reads of a service as ``RequestReads`` does on those of this process.
+
+    The service tells with each look-up how far a read has come. How fast its storage is for this engine is learnt from
+    the reads that were waited for, their queue included, and from those that were late.
+    """
+
+    def __init__(self, choices: Choices, clock: Callable[[], float]) -> None:
+        self._choices = choices
+        self._clock = clock
+        self._reads: dict[str, _Read] = {}
+
+    def judge(self, request: OffloadRequest, on_device: int, arrived: int, stop: int) -> Wait:
+        """Decide on a request that has ``on_device`` blocks: ``arrived`` of its path have come, ``stop`` are to."""
+        if stop <= arrived:  # not known yet
+            return Wait.WAIT
+        now, judge = self._clock(), self._choices.reads_for(request)
+        read = self._reads.get(request.request_id)
+        if read is None:
+            self._reads[request.request_id] = _Read(arrived, stop, arrived, now, now)
+            wait = Wait.WAIT if judge is None else _begun(judge, on_device, arrived, stop)
+        else:
+            if arrived > read.arrived:
+                read.arrived, read.since = arrived, now
+            read.stop, wait = max(read.stop, stop), Wait.WAIT
+            if judge is not None:
+                judge.on_device = min(on_device, arrived)
+                if not judge.is_worth_waiting(arrived, [stop], 0, read.since):
+                    self._choices.observe_read(stop - arrived, now - read.since)
+                    wait = Wait.LEAVE
+        if wait is not Wait.WAIT:
+            del self._reads[request.request_id]
+        return wait
+
+    def found(self, request: OffloadRequest) -> None:
+        """Learn that the service has looked the request up: it waits no longer."""
+        read = self._reads.pop(request.request_id, None)
+        if read is not None:
+            self._choices.observe_read(read.stop - read.first, self._clock() - read.began)
+
+    def forget(self, request: OffloadRequest) -> None:
+        """Forget a request that has ended."""
+        self._reads.pop(request.request_id, None)
+
+
+def _begun(judge: ReadJudge, on_device: int, arrived: int, stop: int) -> Wait:
+    """Decide on a read that has begun: it is taken back if it is not worth it, unless its speed is worth knowing."""
+    worth, waits = judge.worth_reading(on_device, arrived, stop, 0)
+    if worth <= arrived:
+        return Wait.DROP
+    return Wait.WAIT if waits else Wait.LEAVE

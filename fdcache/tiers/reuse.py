@@ -1,0 +1,128 @@
+"""What an order of eviction has learned of reuse, by class and age, for tools."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache._core import ReuseTables
+from fdcache.metadata import CacheLevel
+
+Amounts = list[Annotated[float, msgspec.Meta(ge=0, le=1e300)]]
+
+ROLES = (
+    "end of a path, new",
+    "end of a path, used before",
+    "new, of a fresh prompt",
+    "new, of a continuation",
+    "used once before",
+    "used twice before",
+    "used 3 times before",
+    "used 4 to 7 times before",
+    "used 8 times or more",
+)
+OUTPUTS = ("up to 4", "up to 32", "up to 128", "up to 512", "more")
+NEWS = ("up to 512", "up to 2,048", "up to 8,192", "up to 32,768", "more")
+GROUPS = {"all": ("blocks",), "role": ROLES, "output tokens": OUTPUTS, "unknown prompt tokens": NEWS}
+"""Classes by what they differ in."""
+
+_DIGITS = 4
+_LEARN_SECONDS = 16.0
+
+
+class ReuseClass(msgspec.Struct, frozen=True):
+    """Blocks of one class. For each age: how many were used again at it, and the seconds that blocks spent at it.
+
+    Counts fade with a half-life of one hour. ``group`` is a key of ``GROUPS``, ``name`` one of its classes.
+    """
+
+    group: str
+    name: str
+    reused: Amounts
+    seconds: Amounts
+
+    def rates(self) -> list[float | None]:
+        """Return the reuses per second of a block at each age; None where no block has been."""
+        return [
+            uses / spent if spent else None for uses, spent in zip(self.reused, self.seconds, strict=True)
+        ]
+
+
+class ReuseReport(msgspec.Struct, frozen=True):
+    """Reuse in one tier. ``ages``: seconds at which the ages begin, and at which the last one ends."""
+
+    ages: Amounts
+    classes: list[ReuseClass]
+
+    def __post_init__(self) -> None:
+        lengths = {len(each) for found in self.classes for each in (found.reused, found.seconds)}
+        if sorted(set(self.ages)) != self.ages or lengths - {len(self.ages) - 1}:
+            raise ValueError("ages must ascend, and each class have a number for each")
+
+    @classmethod
+    def of(cls, tables: ReuseTables) -> ReuseReport:
+        """Return the report of a native order; classes that no block has been in are left out."""
+        shape = (tables.ROLES, tables.OUTPUTS, tables.NEWS, tables.AGES)
+        reused, seconds = tables.reused.reshape(shape), tables.at_risk.reshape(shape)
+        summed = {"all": (0, 1, 2), "role": (1, 2), "output tokens": (0, 2), "unknown prompt tokens": (0, 1)}
+        classes = [
+            ReuseClass(group, name, _rounded(uses), _rounded(spent))
+            for group, names in GROUPS.items()
+            for name, uses, spent in zip(
+                names,
+                reused.sum(axis=summed[group]).reshape(len(names), -1),
+                seconds.sum(axis=summed[group]).reshape(len(names), -1),
+                strict=True,
+            )
+            if spent.any()
+        ]
+        return cls(tables.begins.tolist(), classes)
+
+    def of_group(self, group: str) -> list[ReuseClass]:
+        """Return the classes of one group."""
+        return [each for each in self.classes if each.group == group]
+
+    def bands(self, width: int) -> list[tuple[float, float, slice]]:
+        """Return begin, end and ages of each ``width`` ages in a row."""
+        last = len(self.ages) - 1
+        return [
+            (self.ages[first], self.ages[min(first + width, last)], slice(first, first + width))
+            for first in range(0, last, width)
+        ]
+
+
+def chance(found: ReuseClass, band: tuple[float, float, slice]) -> float | None:
+    """Return the share of the blocks reaching the band that are used again within it; None if none was there."""
+    begin, end, ages = band
+    spent = sum(found.seconds[ages])
+    return float(-np.expm1(-sum(found.reused[ages]) / spent * (end - begin))) if spent else None
+
+
+Reports = dict[CacheLevel, ReuseReport]
+
+
+class RecentReuse:
+    """The reports of an engine's tiers. Once something was learned they are made anew every 16 s, as the tables are."""
+
+    def __init__(self, read: Callable[[], Reports], clock: Callable[[], float] = time.monotonic) -> None:
+        self._read, self._clock = read, clock
+        self._reports: Reports = {}
+        self._read_again = 0.0
+
+    def recent(self) -> Reports:
+        """Return the reports, by tier."""
+        now = self._clock()
+        if now >= self._read_again:
+            self._reports = self._read()
+            if any(report.classes for report in self._reports.values()):
+                self._read_again = now + _LEARN_SECONDS
+        return self._reports
+
+
+def _rounded(row: NDArray[np.float64]) -> list[float]:
+    return [float(f"{number:.{_DIGITS}g}") for number in row.tolist()]

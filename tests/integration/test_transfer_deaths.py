@@ -1,0 +1,210 @@
+"""Hand-overs between two processes, one of which is killed, stopped or replaced at a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fdcache.manager import Request
+from fdcache.manager.results import LoadStatus
+from fdcache.transfer import links
+from tests.transfer_help import prompt_of
+from tests.transfer_peer import GATE
+from tests.transfer_wire import Parcel
+from tests.transfer_world import BLOCKS, MESSAGES, World, quick
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.mark.parametrize("kind", quick("Ready", "Renew"))
+def test_decode_goes_on_when_prefill_is_killed_at_a_message(make_world: MakeWorld, kind: str) -> None:
+    world = make_world("decode")
+    reached = world.kill_at(kind)
+    world.peer.ask("send", "r", 1, BLOCKS, 2 if kind == "Renew" else None)
+    request = world.fetch("r", 1)
+    world.until(reached)
+    world.take_whole(request, late=kind == "Hello")  # of which nothing is known that could prove its end
+    world.until(lambda: world.mine.is_clean)
+    allowed = {"Hello": {"timeout", "cancelled"}, "Last": {"done", "peer_gone"}, "End": {"done"}}
+    assert set(world.mine.results) <= allowed.get(kind, {"peer_gone"})
+    world.start_peer()
+    world.read_by_mine("next", 2)
+
+
+@pytest.mark.parametrize("kind", quick("Ready", "a read", of=(*MESSAGES, "a read")))
+def test_prefill_frees_its_blocks_when_decode_is_killed_at_a_message(
+    make_world: MakeWorld, kind: str
+) -> None:
+    world = make_world("prefill")
+    reached = world.kill_at(kind)
+    request = world.send("r", 1, 2 if kind == "Renew" else BLOCKS)
+    if kind == "a read":
+        world.peer.ask("close_gate")
+    world.peer.ask("fetch", "r", 1, BLOCKS, world.source("r"))
+    if kind == "a read":
+        world.until(lambda: world.peer.ask("reads_waiting"))
+        world.peer.kill()
+    else:
+        world.until(reached)
+    unknown = kind in ("Hello", "Welcome", "Ask")  # no process is known to have asked
+    world.until(lambda: not world.mine.manager.get_stats().sending_blocks, late=unknown)
+    allowed = {
+        "Hello": {"expired"},
+        "Welcome": {"expired"},
+        "Ask": {"expired", "peer_gone"},
+        "End": {"done", "peer_gone"},
+    }
+    world.mine.manager.request_finish([request])
+    assert set(world.mine.results) <= allowed.get(kind, {"peer_gone"})
+    world.start_peer()
+    world.read_by_peer("next", 2)
+
+
+@pytest.mark.parametrize("kind", quick("Ready", of=("Hello", "Ask", "Ready", "Renew")))
+def test_decode_computes_when_prefill_is_stopped_and_nothing_late_hurts(
+    make_world: MakeWorld, kind: str
+) -> None:
+    world = make_world("decode", blocks=8)
+    if kind == "Ready":
+        GATE.close()
+
+    reached = world.stop_at(kind)
+    world.peer.ask("send", "r", 1, BLOCKS, 2 if kind == "Renew" else BLOCKS)
+    request = world.fetch("r", 1)
+    world.until(reached)
+    if kind == "Ready":
+        world.until(lambda: GATE.waiting)
+    outcome = world.outcome(late=True)
+    assert outcome.recompute_from == 0
+    assert outcome.status is LoadStatus.OVERDUE or not GATE.waiting
+    world.mine.manager.request_finish([request])
+    GATE.open()
+    world.until(lambda: world.mine.is_clean)
+    other = Request("other", prompt_of(2, 7))
+    world.mine.start(other)
+    world.mine.compute(other, "none")
+    world.peer.resume()
+    world.peer.ask("give_up", "r")
+    world.until(lambda: world.peer.ask("is_clean"))
+    assert world.mine.wrong_blocks(other, 0, 7) == []
+    assert set(world.mine.results) <= {"timeout", "cancelled"}
+    assert set(world.peer.ask("results")) <= {"not_wanted", "cancelled"}
+    world.mine.manager.request_finish([other])
+    world.read_by_mine("next", 3)
+
+
+@pytest.mark.parametrize("kind", quick("Ready", of=("Welcome", "Granted", "Ready", "Last")))
+def test_prefill_serves_others_when_decode_is_stopped_and_late_reads_hurt_nobody(
+    make_world: MakeWorld, kind: str
+) -> None:
+    world = make_world("prefill", blocks=8)
+    reached = world.stop_at(kind)
+    world.send("r", 1)
+    world.peer.ask("fetch", "r", 1, BLOCKS, world.source("r"))
+    world.until(reached)
+    world.until(lambda: world.mine.is_clean, late=True)
+    assert world.mine.results == ["expired"]
+    other = Request("other", prompt_of(2, 7))
+    world.mine.start(other)
+    world.mine.compute(other, "none")  # where the blocks of the first were
+    world.mine.manager.request_finish([other])
+    world.peer.resume()
+    world.until(lambda: world.peer.ask("outcomes"))
+    status, whole, reason = world.peer.ask("outcomes")[0]
+    assert (status == "confirmed") == (whole == BLOCKS) and (whole == BLOCKS or reason)
+    assert world.peer.ask("wrong", "r", whole) == []
+    world.peer.ask("finish", "r")
+    world.until(lambda: world.peer.ask("is_clean"))
+    world.read_by_peer("next", 3)
+
+
+@pytest.mark.parametrize("machine", ["this", pytest.param("another", marks=pytest.mark.slow)])
+def test_all_of_a_replaced_prefill_is_dropped_once_its_reads_have_ended(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str
+) -> None:
+    if machine == "another":  # the end of the process is not visible from here
+        monkeypatch.setattr(links, "machine_id", lambda: "another")
+    world = make_world("decode")
+    planes = [each for each in tmp_path.iterdir() if is_mapped(each)]
+    GATE.close()
+    world.peer.ask("send", "r", 1, BLOCKS)
+    request = world.fetch("r", 1)
+    world.until(lambda: GATE.waiting)
+    (mapped,) = [each for each in tmp_path.iterdir() if is_mapped(each) and each not in planes]
+    world.peer.kill()
+    world.start_peer()
+    world.peer.ask("send", "next", 2, BLOCKS)
+    following = world.fetch("next", 2)
+    assert not set(following.block_table) & set(request.block_table)
+    world.until(lambda: world.mine.transfers.held_blocks >= BLOCKS)
+    assert is_mapped(mapped), "a read is in flight"
+    GATE.open()
+    world.until(lambda: len(world.mine.outcomes) == 2)
+    assert {each.request_id: each.status for each in world.mine.outcomes}["r"] is LoadStatus.FAILED
+    world.mine.manager.request_finish([request, following])
+    world.until(lambda: world.mine.is_clean and not is_mapped(mapped))
+    world.mine.outcomes.clear()
+    world.read_by_mine("last", 3)
+
+
+def is_mapped(file: Path) -> bool:
+    """Return True if this process maps a file, deleted or not."""
+    return str(file) in Path("/proc/self/maps").read_text()
+
+
+def test_a_replaced_decode_gets_nothing_of_the_former(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        links, "machine_id", lambda: "another"
+    )  # the end of the process is not visible from here
+    world = make_world("prefill")
+    first = world.send("r", 1, 2)
+    granted = world.at("Granted", lambda parcel: parcel.deliver())
+    world.peer.ask("fetch", "r", 1, BLOCKS, world.source("r"))
+    world.until(granted)
+    world.peer.kill()
+    assert world.mine.manager.get_stats().sending_blocks == BLOCKS
+    world.start_peer()
+    world.mine.manager.request_finish([first])
+    world.read_by_peer("next", 2)
+    assert "peer_gone" in world.mine.results
+
+
+@pytest.mark.parametrize("role", quick("decode", of=("decode", "prefill")))
+def test_late_messages_of_a_killed_process_do_not_disturb_its_successor(
+    make_world: MakeWorld, role: str
+) -> None:
+    world = make_world(role)
+    seen: list[Parcel] = []
+
+    def keep(parcel: Parcel) -> None:
+        seen.append(parcel)
+        parcel.deliver()
+
+    world.wire.fault = keep
+    if role == "decode":
+        world.peer.ask("send", "r", 1, BLOCKS, 2)
+        request = world.fetch("r", 1)
+    else:
+        request = world.send("r", 1, 2)
+        world.peer.ask("fetch", "r", 1, BLOCKS, world.source("r"))
+    world.until(lambda: {"Welcome", "Ready", "Renew"} <= {each.kind for each in seen})
+    world.peer.kill()
+    world.mine.manager.request_finish([request])
+    world.until(lambda: world.mine.is_clean)
+    world.start_peer()
+
+    mixed = {"Hello", "Stranger"}
+
+    def mix(parcel: Parcel) -> None:
+        parcel.deliver()
+        if parcel.kind not in mixed:
+            mixed.add(parcel.kind)
+            for each in seen:
+                each.deliver()
+
+    read = world.read_by_mine if role == "decode" else world.read_by_peer
+    read("next", 2, mix)

@@ -1,0 +1,60 @@
+"""Regions of packed memory, and the error without NIXL."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fdcache.errors import TransferNotFoundError
+from fdcache.settings.peers import PeerSettings
+from fdcache.transfer.factory import require_connector
+from fdcache.transfer.packed_memory import CHUNK_BYTES, PackedMemory, Packing, Region
+from fdcache.transfer.rdma import find_nixl
+from tests.seeds import budget
+
+
+@settings(max_examples=budget(100), deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5 * CHUNK_BYTES), st.booleans()), max_size=60))
+def test_regions_never_overlap_and_are_refused_only_without_a_gap(steps: list[tuple[int, bool]]) -> None:
+    memory = PackedMemory(16 * CHUNK_BYTES)
+    taken: list[Region] = []
+    for nbytes, frees in steps:
+        if frees and taken:
+            memory.free(taken.pop(nbytes % len(taken)))
+        used = np.zeros(16, np.bool_)
+        for each in taken:
+            assert not used[each.first : each.first + each.count].any()
+            used[each.first : each.first + each.count] = True
+        region = memory.take(nbytes)
+        chunks = -(-nbytes // CHUNK_BYTES)
+        gaps = np.lib.stride_tricks.sliding_window_view(~used, chunks).all(axis=1)
+        assert (region is None) == (not gaps.any())
+        if region is not None:
+            assert region.count == chunks
+            taken.append(region)
+    assert memory.bytes_taken == sum(each.count for each in taken) * CHUNK_BYTES
+
+
+def test_planes_are_packed_one_block_after_the_other() -> None:
+    packing = Packing([100, 200, 64, 8], 1, 3)
+    assert packing.record_bytes == 256 + 64
+
+
+def test_a_missing_package_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nixl_cu12", "nixl_cu13", "nixl"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(TransferNotFoundError, match=r"pip install 'fdcache\[nixl\]'"):
+        require_connector(PeerSettings(connector="rdma"))
+
+
+def test_a_package_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nixl_cu12.py").write_text("import libucx_of_another_world\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "nixl_cu12", raising=False)
+    with pytest.raises(TransferNotFoundError, match="libucx_of_another_world"):
+        find_nixl()

@@ -1,0 +1,333 @@
+"""Both sides of the vLLM connector with the records and requests of vLLM's wheel, without its engine.
+
+Skipped without vLLM: ``python -m tests.vllm.setup`` makes environments with it, ``make test-vllm`` runs in them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: python -m tests.vllm.setup")
+
+import torch
+from vllm import SamplingParams
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.request import Request
+
+from fdcache.integrations.vllm.connector import FdcacheConnector
+from fdcache.integrations.vllm.events import EventTranslator
+from fdcache.integrations.vllm.keys import request_of
+from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports
+from fdcache.integrations.vllm.scheduler import SchedulerSide
+from fdcache.integrations.vllm.stats import FdcacheStats, StatsDelta
+from fdcache.integrations.vllm.worker import WorkerSide
+from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
+from fdcache.manager import OffloadManager
+from fdcache.settings import Settings
+from tests.service_help import until
+
+BLOCK, BLOCKS, PAGE = 4, 32, 64
+LAYOUT = KVLayout.build(
+    [PlaneSpec(PlaneKind.KEY, "uint8", (PAGE,))], model="m", revision="r", block_size=BLOCK, num_layers=2
+)
+init_none_hash(sha256)
+HASHER = get_request_block_hasher(BLOCK, sha256)
+
+
+def request(name: str, tokens: list[int] | None = None, **options: Any) -> Request:
+    """A request of vLLM's, by default of ten tokens."""
+    given = list(range(10)) if tokens is None else tokens
+    return Request(name, given, SamplingParams(max_tokens=8), None, block_hasher=HASHER, **options)
+
+
+class Engine:
+    """The scheduler's and the worker's side, and device pages whose bytes tell which block of which text they are."""
+
+    def __init__(self, **variables: str) -> None:
+        given = {
+            "FDCACHE_BLOCK_SIZE": str(BLOCK),
+            "FDCACHE_HOST_MEMORY": "1MiB",
+            "FDCACHE_WRITE_POLICY": "write_through",
+            "FDCACHE_VERIFY": "all",
+        }
+        settings = Settings.load(environ=given | variables)
+        self.events = EventTranslator()
+        self.manager = OffloadManager.from_settings(LAYOUT, self.events.enable(settings))
+        self.side = SchedulerSide(self.manager, self.events)
+        self.worker = WorkerSide(settings, LAYOUT, 0)
+        self.pages = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in ("0", "1")}
+        self.worker.register(self.pages, list(self.pages), BLOCKS)
+        self.steps: list[StepMetadata] = []
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.manager.close()
+
+    def admit(self, source: Request, blocks: list[int], computed: int = 0) -> SchedulerOutput:
+        """The step that computes all of a request whose first ``computed`` tokens are on the device."""
+        new = replace(NewRequestData.from_request(source, (blocks,)), num_computed_tokens=computed)
+        count = source.num_tokens - computed
+        return replace(
+            SchedulerOutput.make_empty(),
+            scheduled_new_reqs=[new],
+            num_scheduled_tokens={source.request_id: count},
+            total_num_scheduled_tokens=count,
+        )
+
+    def step(self, output: SchedulerOutput | None = None, fill: int = 0) -> set[str]:
+        """Execute a step, in which the model writes ``fill`` into the new blocks; return the requests that arrived."""
+        made = self.side.step(output or SchedulerOutput.make_empty())
+        self.steps.append(made)
+        self.worker.submit(pickle.loads(pickle.dumps(made)))  # noqa: S301 - as vLLM does
+        for new in output.scheduled_new_reqs if output is not None else ():
+            for block in new.block_ids[0][new.num_computed_tokens // BLOCK :]:
+                for pages in self.pages.values():
+                    pages[block] = fill
+        arrived = self.worker.poll()
+        self.side.reported(WorkerReports(self.worker.take_reports()).reports)
+        return arrived
+
+    def settle(self) -> None:
+        """Step until no copy is in flight."""
+        until(lambda: not self.side.has_pending_work or self.step(), "the end of all copies")
+
+    def compute(self, source: Request, blocks: list[int], fill: int) -> None:
+        """Compute and finish a request."""
+        assert self.side.matched(source, 0) == 0
+        self.side.allocated(source, blocks, 0)
+        self.step(self.admit(source, blocks), fill)
+        source.num_computed_tokens = source.num_tokens
+        self.side.finished(source, blocks)
+        self.settle()
+
+    def load(self, source: Request, blocks: list[int]) -> int | None:
+        """Load what is there of a request; return the number of tokens."""
+        found = self.side.matched(source, 0)
+        if found:
+            self.side.allocated(source, blocks, found)
+            arrived: set[str] = set()
+            until(lambda: arrived.update(self.step()) or arrived, "the end of the load")
+            assert arrived == {source.request_id}
+        return found
+
+    def content(self, block: int) -> set[int]:
+        """The bytes of a device block."""
+        return {byte for pages in self.pages.values() for byte in np.unique(pages[block].numpy()).tolist()}
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.close()
+
+
+def image(name: str, offset: int, length: int) -> list[MultiModalFeatureSpec]:
+    """An image of a request."""
+    return [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=length))]
+
+
+def test_whole_blocks_are_stored_and_loaded_elsewhere(engine: Engine) -> None:
+    engine.compute(request("a"), [3, 4, 5], fill=7)
+    assert engine.load(request("b"), [8, 9]) == 2 * BLOCK
+    assert engine.content(8) == engine.content(9) == {7}
+    assert engine.worker.take_bad_blocks() == set()
+
+
+def test_the_same_tokens_with_other_inputs_share_no_block(engine: Engine) -> None:
+    inputs: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"lora_request": LoRARequest("a", 1, "/x")},
+        {"lora_request": LoRARequest("a", 1, "/y")},
+        {"lora_request": LoRARequest("b", 2, "/x")},
+        {"mm_features": image("p", 1, 2)},
+        {"mm_features": image("q", 1, 2)},
+        {"mm_features": image("p", 1, 3)},
+        {"mm_features": image("p", 2, 2)},
+    ]
+    for i, given in enumerate(inputs):
+        engine.compute(request(f"first{i}", **given), [1, 2, 3], fill=i + 1)
+    for i, given in enumerate(inputs):
+        assert engine.load(request(f"second{i}", **given), [8, 9]) == 2 * BLOCK
+        assert engine.content(8) == engine.content(9) == {i + 1}
+
+
+def test_an_image_changes_its_own_block_and_those_after_it(engine: Engine) -> None:
+    engine.compute(request("a", mm_features=image("p", 5, 2)), [1, 2, 3], fill=1)
+    assert engine.side.matched(request("b", mm_features=image("q", 5, 2)), 0) == BLOCK
+
+
+def test_requests_whose_tokens_do_not_name_their_kv_are_not_cached() -> None:
+    assert request_of(request("a", prompt_embeds=torch.zeros(10, 4))) is None
+    assert request_of(request("b", resumable=True)) is None
+    inplace = LoRARequest("a", 1, "/x", load_inplace=True)
+    assert request_of(request("c", lora_request=inplace)) is None
+
+
+def test_a_block_that_is_given_away_is_copied_before_it_is_overwritten() -> None:
+    engine = Engine(FDCACHE_WRITE_POLICY="write_back")
+    first, second = request("a"), request("b", list(range(100, 110)))
+    engine.compute(first, [3, 4, 5], fill=7)
+    engine.side.arrived(second)
+    engine.step(engine.admit(second, [4, 3, 6]), fill=9)
+    engine.settle()
+    assert engine.load(request("c"), [8, 9]) == 2 * BLOCK
+    assert engine.content(8) == engine.content(9) == {7}
+    engine.close()
+
+
+def test_blocks_of_a_preempted_request_are_those_of_its_new_table(engine: Engine) -> None:
+    """In one step it loses its blocks, another gets them, and it comes back with others."""
+    first, second = request("a"), request("b", list(range(100, 110)))
+    assert engine.side.matched(first, 0) == 0
+    engine.step(engine.admit(first, [3, 4, 5]), fill=7)
+    taken = engine.admit(second, [3, 4, 5])
+    engine.side.arrived(second)
+    engine.step(replace(taken, preempted_req_ids={"a"}), fill=9)
+    resumed = CachedRequestData.make_empty()
+    resumed.req_ids, resumed.resumed_req_ids = ["a"], {"a"}
+    resumed.new_block_ids, resumed.num_computed_tokens, resumed.num_output_tokens = (
+        [([10, 11, 12],)],
+        [0],
+        [0],
+    )
+    engine.step(
+        replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=resumed, num_scheduled_tokens={"a": 10})
+    )
+    assert engine.side._running["a"].blocks == [10, 11, 12]
+    engine.settle()
+    assert engine.load(request("c"), [20, 21]) == 2 * BLOCK
+    assert engine.content(20) == engine.content(21) == {7}
+    assert engine.load(request("d", list(range(100, 110))), [22, 23]) == 2 * BLOCK
+    assert engine.content(22) == {9}
+    assert engine.side.inconsistencies == 0
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_nothing_wrong_is_stored_after_a_step_without_its_plan(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(FDCACHE_WRITE_POLICY=policy)
+    first, second = request("a"), request("b", list(range(100, 110)))
+    assert engine.side.matched(first, 0) == 0
+    engine.step(engine.admit(first, [3, 4, 5]), fill=7)
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.manager, "take_plans", fail)
+        engine.side.arrived(second)
+        engine.step(engine.admit(second, [3, 4, 5]), fill=9)
+    engine.settle()
+    assert engine.side.inconsistencies == 1
+    found = engine.load(request("c"), [8, 9])
+    assert not found or engine.content(8) == engine.content(9) == {7}
+    for source, blocks in ((first, []), (second, [3, 4, 5])):
+        source.num_computed_tokens = 10
+        engine.side.finished(source, blocks)
+    engine.settle()
+    assert engine.load(request("d", list(range(100, 110))), [10, 11]) == 0  # of that time nothing is stored
+    engine.compute(request("e", list(range(50, 60))), [3, 4, 5], fill=5)
+    engine.compute(request("f", list(range(60, 70))), [3, 4, 5], fill=6)
+    assert engine.load(request("g", list(range(50, 60))), [10, 11]) == 2 * BLOCK
+    assert engine.content(10) == engine.content(11) == {5}
+    engine.close()
+
+
+def test_a_load_that_a_step_without_its_plan_loses_is_computed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.compute(request("a"), [3, 4, 5], fill=7)
+    source = request("b")
+    assert engine.side.matched(source, 0) == 2 * BLOCK
+    engine.side.allocated(source, [8, 9, 10], 2 * BLOCK)
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.manager, "take_plans", fail)
+        assert engine.step() == set()
+    arrived: set[str] = set()
+    until(lambda: arrived.update(engine.step()) or arrived, "the end of the load")
+    assert arrived == {"b"}
+    assert engine.worker.take_bad_blocks() == {8, 9}
+    assert engine.side.matched(source, 0) == 0
+    engine.settle()
+
+
+def test_copies_that_a_step_without_its_plan_may_have_overwritten_do_not_count(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy out is in flight while the step that would wait for it goes without its plan."""
+    first = request("a")
+    assert engine.side.matched(first, 0) == 0
+    engine.step(engine.admit(first, [3, 4, 5]), fill=7)
+    poll = engine.worker._controller.poll  # type: ignore[union-attr]
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.worker._controller, "poll", list)
+        engine.step()
+        assert engine.steps[-1].plans
+        patched.setattr(engine.manager, "take_plans", lambda: 1 / 0)
+        second = request("b", list(range(100, 110)))
+        engine.side.arrived(second)
+        engine.step(engine.admit(second, [3, 4, 5]), fill=9)
+    assert engine.worker._controller.poll == poll  # type: ignore[union-attr]
+    engine.settle()
+    assert engine.load(request("c"), [8, 9]) == 0
+
+
+def test_events_carry_the_hashes_of_vllm_and_the_medium(engine: Engine) -> None:
+    source = request("a", list(range(12)), lora_request=LoRARequest("chat", 1, "/x"))
+    theirs = [maybe_convert_block_hash(each) for each in source.block_hashes]
+    engine.compute(source, [3, 4, 5], fill=7)
+    stored = list(engine.side.take_events())
+    assert all(isinstance(each, BlockStored) for each in stored)
+    assert [each.block_hashes for each in stored] == [[each] for each in theirs]
+    assert [each.parent_block_hash for each in stored] == [None, *theirs[:-1]]
+    assert [each.token_ids for each in stored] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert {(each.medium, each.lora_name, each.block_size) for each in stored} == {("CPU", "chat", BLOCK)}
+    engine.side.reset()
+    removed = list(engine.side.take_events())
+    assert all(isinstance(each, BlockRemoved) and each.medium == "CPU" for each in removed)
+    assert {key for each in removed for key in each.block_hashes} == set(theirs)
+    assert list(engine.side.take_events()) == []
+
+
+def test_statistics_are_differences_that_add_up(engine: Engine) -> None:
+    seconds = iter(range(0, 100, 2))
+    delta = StatsDelta(engine.manager, lambda: float(next(seconds)))
+    assert delta.take(0) is None
+    engine.compute(request("a"), [3, 4, 5], fill=7)
+    first = delta.take(0)
+    engine.load(request("b"), [8, 9])
+    second = delta.take(1)
+    assert first is not None and second is not None
+    assert first.data["blocks_backed_up"] == 2
+    assert first.data["bytes_saved"] == 2 * 2 * PAGE
+    assert second.data["host_hit_tokens"] == 2 * BLOCK
+    assert "blocks_backed_up" not in second.data
+    assert second.data["inconsistencies"] == 1
+    total = FdcacheConnector.build_kv_connector_stats(first.data)
+    assert isinstance(total, FdcacheStats) and not total.is_empty()
+    summed = total.aggregate(second)
+    assert summed.reduce()["blocks_backed_up"] == 2
+    assert summed.reduce()["host_blocks_ready"] == second.data["host_blocks_ready"]
+
+
+def test_reports_of_ranks_are_aggregated() -> None:
+    assert WorkerReports([b"a"]).aggregate(WorkerReports([b"b"])).reports == [b"a", b"b"]
