@@ -379,7 +379,8 @@ def cost(source: Source, gpu: int) -> Table:
         row: dict[str, Any] = {"GPU": side, "work": name}
         for grid in COST_GRIDS:
             access = reader.rank.with_grid(grid)
-            slowdowns, moved = [], []
+            slowdowns: list[float] = []
+            moved: list[float] = []
             for _ in range(_ROUNDS):
                 alone = unit(name)
                 with reader.reading(access, moved):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import cupy
 import numpy as np
 
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
+from fdcache.transfer.connector import ReadOrder, ReadOutcome
 from fdcache.transfer.device_ipc import DeviceIpcConnector
 from tests.cuda_stand_in import REFUSED, Driver
-from tests.gpu.peers import KIB, GpuPeerPlanes, Peer, contents, layout_of
-from tests.service_help import until
+from tests.gpu.peers import KIB, GpuPeerPlanes, Peer, contents, end_of_read, layout_of
 
 BLOCKS = 12
 LAYOUT = layout_of(8 * KIB)
@@ -26,7 +24,8 @@ def refuse_every_call() -> None:
     driver = Driver()
     with Peer("planes", 0, 8 * KIB, BLOCKS) as peer:
         mine = GpuPeerPlanes(LAYOUT, BLOCKS)
-        before, refused = driver.held(), set()
+        refused: set[str] = set()
+        before = driver.held()
         for call in CALLS:
             for after in range(3):
                 driver.fail(call, after=after, code=REFUSED)
@@ -51,7 +50,7 @@ def _connect_and_read(mine: GpuPeerPlanes, described: bytes) -> str | None:
         gate = mine.device.create_event()
         gate.record(mine.device.as_stream(cupy.cuda.Stream(non_blocking=True)))
         connector.read(ReadOrder(1, b"peer", PLACES, 8, 0, 0, LAYOUT.num_planes, SLOTS, gate))
-        end = _end(connector)
+        end = end_of_read(connector)
         if end.outcome is not ReadOutcome.OK:
             return end.error
         for data, arrived in zip(contents(LAYOUT, BLOCKS, 1), mine.arrays, strict=True):
@@ -59,12 +58,6 @@ def _connect_and_read(mine: GpuPeerPlanes, described: bytes) -> str | None:
         return None
     finally:
         connector.close()
-
-
-def _end(connector: DeviceIpcConnector) -> ReadEnd:
-    ends: list[Any] = []
-    until(lambda: ends.extend(connector.poll()) or ends, "the end of a read")
-    return ends[0]
 
 
 def unmap_after_the_last_read() -> None:
@@ -86,7 +79,7 @@ def unmap_after_the_last_read() -> None:
         connector.disconnect(b"peer")
         gc.collect()
         assert driver.held()["opened"] == planes
-        assert _end(connector).outcome is ReadOutcome.OK
+        assert end_of_read(connector).outcome is ReadOutcome.OK
         assert driver.held()["opened"] == 0
         for data, arrived in zip(contents(LAYOUT, BLOCKS, 1), mine.arrays, strict=True):
             assert np.array_equal(arrived[SLOTS], data[list(PLACES)])

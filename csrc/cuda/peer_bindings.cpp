@@ -47,7 +47,8 @@ void bind_memory(nb::module_ &module) {
         "export_memory",
         [](cuda::Context &context, cuda::Address address) {
             const cuda::Exported found = cuda::export_memory(context, address);
-            return nb::make_tuple(nb::bytes(found.handle.bytes, sizeof found.handle), found.base, found.nbytes);
+            return nb::make_tuple(nb::bytes(found.handle.bytes, sizeof found.handle), found.base,
+                                  found.nbytes);
         },
         "context"_a, "address"_a,
         nb::sig("def export_memory(context: CudaContext, address: int) -> tuple[bytes, int, int]"),

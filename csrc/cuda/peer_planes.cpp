@@ -17,7 +17,8 @@ Grid spread(unsigned thread_blocks) {
 // Launches as much of the grid as there is work for its warps.
 void launch(FunctionHandle function, Grid most, std::size_t items, StreamHandle stream, void **arguments) {
     const std::size_t warps = most.threads / kLanes;
-    const auto blocks = static_cast<unsigned>(std::min<std::size_t>(most.blocks, (items + warps - 1) / warps));
+    const auto blocks =
+        static_cast<unsigned>(std::min<std::size_t>(most.blocks, (items + warps - 1) / warps));
     check(driver().launch(function, blocks, 1, 1, most.threads, 1, 1, 0, stream, arguments, nullptr),
           "cuLaunchKernel");
 }

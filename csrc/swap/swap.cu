@@ -171,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     move_blocks<Way::kSumOnly>(chunks, blocks, range, target);
 }
 
-// Copies blocks between planes: `theirs` are the same chunks of a peer, and the record of a block is its number
-// there. Planes of other GPUs are read in place, so that no piece costs a call.
+// Copies blocks between planes: `theirs` are the same chunks of a peer, and the record of a block is its
+// number there. Planes of other GPUs are read in place, so that no piece costs a call.
 extern "C" __global__ void __launch_bounds__(1024)
     fdcache_read_peer(const Chunk *chunks, const Chunk *theirs, const Block *blocks, Range range) {
     const unsigned lane = threadIdx.x % kLanes;
@@ -185,7 +185,8 @@ extern "C" __global__ void __launch_bounds__(1024)
         const Chunk &other = theirs[index];
         const auto place = static_cast<long long>(block.record);
         auto *to = reinterpret_cast<unsigned char *>(mine.base + static_cast<Word>(mine.stride * block.slot));
-        auto *from = reinterpret_cast<const unsigned char *>(other.base + static_cast<Word>(other.stride * place));
+        auto *from =
+            reinterpret_cast<const unsigned char *>(other.base + static_cast<Word>(other.stride * place));
         move_piece<true, false>({to, from, mine.nbytes, 0}, lane);
     }
 }

@@ -263,7 +263,7 @@ class CacheController:
         Requires the device planes, and ends with them. ``peers``: by default those of the settings of
         ``from_settings``. ``lookahead_tokens``: those of the manager. ``verifies``: compare blocks with what prefill
         computed, by default unless FDCACHE_VERIFY is off. Raises ``TransferError`` if the connector or the address
-        cannot be used, or the blocks are on a GPU.
+        cannot be used, or peers cannot open the memory of the planes.
         """
         with self._submission, self._lock:
             self._check_usable()

@@ -13,8 +13,9 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import cupy
 import numpy as np
@@ -26,8 +27,9 @@ from fdcache.layout import KVLayout
 from fdcache.manager import Request
 from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.connector import LocalPlanes, ReadOrder, TransferContext
+from fdcache.transfer.connector import LocalPlanes, ReadEnd, ReadOrder, TransferContext
 from fdcache.transfer.device_ipc import DeviceIpcConnector
+from tests.service_help import until
 from tests.transfer_help import Instance, prompt_of
 
 KIB = 1024
@@ -105,13 +107,29 @@ class GpuInstance(Instance):
         self.ordinal = device.gpu.ordinal
         super().__init__(role, directory, name, device=device, stream=stream, **options)
 
+    def __enter__(self) -> Self:
+        return self
+
     def write(self, plane: Any, slot: int, data: np.ndarray) -> None:
         with cupy.cuda.Device(self.ordinal), self.stream:
             plane[slot] = cupy.asarray(data)
 
     def read(self, plane: Any, slot: int) -> np.ndarray:
         with cupy.cuda.Device(self.ordinal):
-            return cupy.asnumpy(plane[slot])
+            found: np.ndarray = cupy.asnumpy(plane[slot])
+            return found
+
+
+def end_of_read(connector: DeviceIpcConnector) -> ReadEnd:
+    """Wait for the end of a read."""
+    ends: list[ReadEnd] = []
+
+    def has_ended() -> bool:
+        ends.extend(connector.poll())
+        return bool(ends)
+
+    until(has_ended, "the end of a read")
+    return ends[0]
 
 
 class Peer:
@@ -142,7 +160,7 @@ class Peer:
         self.process.kill()
         self.process.wait()
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -221,5 +239,7 @@ class _Lines:
         return ""
 
 
+COMMANDS: dict[str, Callable[..., None]] = {"planes": _show_planes, "read": _read, "prefill": _prefill}
+
 if __name__ == "__main__":
-    {"planes": _show_planes, "read": _read, "prefill": _prefill}[sys.argv[1]](*sys.argv[2:])
+    COMMANDS[sys.argv[1]](*sys.argv[2:])

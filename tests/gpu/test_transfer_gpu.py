@@ -27,12 +27,11 @@ from fdcache.transfer.device_ipc import DeviceIpcConnector
 from fdcache.transfer.sharing import share
 from tests.gpu.test_cuda_device import run_python
 from tests.gpu.test_cuda_order import spin
-from tests.service_help import until
 from tests.transfer_help import BLOCK, LAYOUT, prompt_of
 
 cupy = pytest.importorskip("cupy")
 
-from tests.gpu.peers import KIB, GpuInstance, GpuPeerPlanes, Peer, contents, device_of, layout_of  # noqa: E402
+from tests.gpu.peers import KIB, GpuInstance, GpuPeerPlanes, Peer, contents, device_of, end_of_read, layout_of  # noqa: E402
 
 IPC = PeerSettings(connector="ipc")
 BLOCKS = 96
@@ -52,7 +51,8 @@ def second_gpu(place: str) -> int:
 class TestDeviceIpc(TransferConformance):
     @pytest.fixture(params=PLACES)
     def open_peer(self, request: Any) -> Callable[[KVLayout, int], tuple[GpuPeerPlanes, DeviceIpcConnector]]:
-        gpus, opened = (0, second_gpu(request.param)), []
+        gpus = (0, second_gpu(request.param))
+        opened: list[GpuPeerPlanes] = []
 
         def open_one(layout: KVLayout, num_blocks: int) -> tuple[GpuPeerPlanes, DeviceIpcConnector]:
             planes = GpuPeerPlanes(layout, num_blocks, gpus[len(opened) % 2])
@@ -68,9 +68,7 @@ def read(
     """Read blocks of a peer and return the end."""
     order = ReadOrder(1, boot, tuple(places), len(places), 0, *planes, np.array(slots, np.int32))
     connector.read(order)
-    ends: list[ReadEnd] = []
-    until(lambda: ends.extend(connector.poll()) or ends, "the end of a read")
-    return ends[0]
+    return end_of_read(connector)
 
 
 def shuffled(seed: int) -> list[int]:
@@ -149,9 +147,8 @@ def test_memory_of_a_killed_peer_is_released_after_the_reads() -> None:
         peer.kill()
         connector.disconnect(b"peer")
         gc.collect()
-        ends: list[ReadEnd] = []
-        until(lambda: ends.extend(connector.poll()) or ends, "the end of a read")
-        assert ends[0].outcome is ReadOutcome.OK, ends[0].error
+        end = end_of_read(connector)
+        assert end.outcome is ReadOutcome.OK, end.error
         assert np.array_equal(mine.arrays[0], contents(layout, BLOCKS, 1)[0])
         assert "cannot be opened" in (connector.connect(b"late", bytes.fromhex(peer.line)) or "")
         assert mine.device.lost is None

@@ -97,7 +97,8 @@ int cuIpcOpenMemHandle_v2(Address *address, IpcHandle handle, unsigned) {
     if (current_gpu() < 0) return kInvalidContext;
     Named named{};
     std::memcpy(&named, handle.bytes, sizeof named);
-    if (named.process == getpid()) return kInvalidContext;  // as the driver: not in the process that allocated it
+    if (named.process == getpid())
+        return kInvalidContext;  // as the driver: not in the process that allocated it
     const std::lock_guard lock(mutex);
     void *&data = by_handle[{reinterpret_cast<const char *>(handle.bytes), sizeof handle.bytes}];
     if (data == nullptr && (data = map_file(named)) == nullptr) return kMapFailed;
