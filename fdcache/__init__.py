@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fdcache.controller.layers import LayerDoneCounter
     from fdcache.errors import FdcacheError, LayerSwapTimeoutError
     from fdcache.hashing import MultimodalItem
+    from fdcache.hints import Hint, HintKind, HintOutcome, HintStatus
     from fdcache.layout import KVLayout, Plane, PlaneKind
     from fdcache.manager import (
         Allocation,
@@ -48,6 +49,7 @@ _HOMES = {
     "fdcache.controller.layers": ("LayerDoneCounter",),
     "fdcache.errors": ("FdcacheError", "LayerSwapTimeoutError"),
     "fdcache.hashing": ("MultimodalItem",),
+    "fdcache.hints": ("Hint", "HintKind", "HintOutcome", "HintStatus"),
     "fdcache.layout": ("KVLayout", "Plane", "PlaneKind"),
     "fdcache.manager": (
         "Allocation",
@@ -89,6 +91,10 @@ __all__ = [
     "CacheSwapMetadata",
     "EvictionPolicy",
     "FdcacheError",
+    "Hint",
+    "HintKind",
+    "HintOutcome",
+    "HintStatus",
     "KVLayout",
     "KeyedRequest",
     "LayerDoneCounter",

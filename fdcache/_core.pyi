@@ -588,11 +588,47 @@ SLOT_WRITING: int = 1
 
 SLOT_READY: int = 2
 
+class HintKind(enum.IntEnum):
+    """What a client says of blocks."""
+
+    ONCE = 0
+
+    RELEASE = 1
+
+    RETAIN = 2
+
+    RETURN = 3
+
+    PRIORITY = 4
+
+class HintAnswer(enum.Enum):
+    """What became of a hint."""
+
+    TAKEN = 0
+
+    NOT_LEARNING = 1
+
+    OVER_BUDGET = 2
+
+    NO_BLOCK = 3
+
+class HintFate(enum.IntEnum):
+    """What became of a block with a hint."""
+
+    WAITING = 0
+
+    USED = 1
+
+    EVICTED = 2
+
+    GONE = 3
+
 class ReuseTables:
     """
     What was learned of reuse, by class and age.
 
-    Tables are flat, of ``ROLES`` x ``OUTPUTS`` x ``NEWS`` x ``AGES`` numbers.
+    Tables are flat, of ``ROLES`` x ``OUTPUTS`` x ``NEWS`` x ``AGES`` numbers, and of
+    ``HINTS`` x ``AGES`` for blocks that a client has told about.
     """
 
     @property
@@ -625,6 +661,9 @@ class ReuseTables:
     """(arg: object, /) -> int"""
 
     AGES: Final[int] = ...
+    """(arg: object, /) -> int"""
+
+    HINTS: Final[int] = ...
     """(arg: object, /) -> int"""
 
 class Tier:
@@ -897,6 +936,30 @@ class Tier:
         slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
     ) -> None:
         """Return withheld slots to use."""
+
+    def hint(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        kind: HintKind,
+        value: float = 0.0,
+        all: bool = False,
+    ) -> HintAnswer:
+        """
+        Take what a client says of blocks of one path, until their next use: of those that no other
+        path goes through, or of ``all``. ``value``: seconds, or a priority of 1 to 100.
+        """
+
+    def hint_fates(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Return what became of blocks that a hint was taken for, as a ``HintFate`` each.
+        """
 
     def reuse(self) -> ReuseTables | None:
         """

@@ -15,6 +15,7 @@
   * LayoutError
     * UnsupportedLayoutError
   * HashingError
+  * HintError
   * RequestStateError
   * UnsupportedCallError
   * StaleLeaseError
@@ -72,6 +73,10 @@ class UnsupportedLayoutError(LayoutError):
 
 class HashingError(FdcacheError, ValueError):
     """Tokens or extra keys cannot be hashed."""
+
+
+class HintError(FdcacheError, ValueError):
+    """A hint about the reuse of blocks contradicts itself."""
 
 
 class RequestStateError(FdcacheError):

@@ -133,6 +133,7 @@ def explain(
         str, typer.Option(help="Beginning of the namespace's name; needed if there are several.")
     ] = "",
     tenant: Annotated[str | None, typer.Option(help="Tenant of the prompt.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="Adapter id of the prompt.")] = None,
     lookahead: Annotated[
         int | None,
         typer.Option(
@@ -147,7 +148,7 @@ def explain(
 
     ahead = load_settings({"FDCACHE_LOOKAHEAD_TOKENS": lookahead}).cache.lookahead_tokens
     with connect(server) as client:
-        explained, answer = explain_tokens(client, namespace, _read_tokens(tokens), tenant, ahead)
+        explained, answer = explain_tokens(client, namespace, _read_tokens(tokens), tenant, ahead, adapter)
         clients, _ = ask(client, list[ClientView], "clients")
     if json:
         output.print_json(answer)
@@ -200,7 +201,12 @@ def _decided(found: LoadDecision) -> str:
 
 
 def explain_tokens(
-    client: Client, namespace: str, tokens: Sequence[int], tenant: str | None, lookahead: int = 0
+    client: Client,
+    namespace: str,
+    tokens: Sequence[int],
+    tenant: str | None,
+    lookahead: int = 0,
+    adapter: str | None = None,
 ) -> tuple[ExplainView, Any]:
     """Ask about the path of a prompt, hashed with the layout of the namespace."""
     import msgspec
@@ -209,7 +215,8 @@ def explain_tokens(
     from fdcache.layout import KVLayout
 
     layout = KVLayout.from_json(msgspec.json.encode(client.ask("layout", namespace=namespace)))
-    blocks = TokenBlocks(layout.block_size, root_hash(layout.fingerprint, tenant), lookahead=lookahead)
+    root = root_hash(layout.fingerprint, tenant)
+    blocks = TokenBlocks(layout.block_size, root, adapter_id=adapter, lookahead=lookahead)
     blocks.append(list(tokens))
     hashes = [row.tobytes().hex() for row in blocks.hashes]
     return ask(client, ExplainView, "explain", namespace=layout.fingerprint.hex()[:16], hashes=hashes)

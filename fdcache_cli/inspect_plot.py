@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -204,7 +204,7 @@ def plot_reuse(tiers: Sequence[ReuseView], path: Path) -> None:
                     for begin, end, rate in zip(report.ages, report.ages[1:], found.rates(), strict=False)
                     if rate
                 ]
-                style = {"color": "black", "linewidth": 2} if found.group == "all" else {}
+                style: dict[str, Any] = {"color": "black", "linewidth": 2} if found.group == "all" else {}
                 axes.plot(*zip(*points, strict=True) if points else ([], []), label=found.name, **style)
             axes.set_xscale("log")
             axes.set_yscale("log")

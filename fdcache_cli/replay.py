@@ -34,6 +34,7 @@ from fdcache.replay.config import (
 )
 from fdcache.replay.devices import DeviceName, device_bytes
 from fdcache.replay.engine import replay as run_replay
+from fdcache.replay.hints import with_hints
 from fdcache.replay.report import MANAGER_CALLS, Report, require_plotting, write_plot
 from fdcache.replay.statistics import Tally, Traffic
 from fdcache.replay.sweep import SweepConfig
@@ -195,6 +196,16 @@ def replay(
     optimum: Annotated[
         bool, typer.Option("--optimum", help="Add the hit rate of the best possible eviction to a --sweep.")
     ] = False,
+    hints: Annotated[
+        float | None,
+        typer.Option(
+            metavar="WRONG",
+            min=0,
+            max=1,
+            help="Give each request the hints about reuse that fit the workload, wrong ones to this share of them; "
+            "with --eviction learned.",
+        ),
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes of a --sweep. Default: one for each CPU.")
     ] = None,
@@ -292,6 +303,8 @@ def replay(
             require_plotting(plot)
         total = requests if trace else requests or GENERATED_REQUESTS
         items = read_trace(trace, total) if trace else generate(workload, total or GENERATED_REQUESTS, seed)
+        if hints is not None:
+            items = iter(with_hints(list(items), hints, seed))
         if sweep is not None:
             planned = _sweep_config(config, Capacities.parse(sweep), policies, settings, optimum, jobs)
             with _interrupts() as stop:

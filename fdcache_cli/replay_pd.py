@@ -19,6 +19,7 @@ from fdcache_cli import errors
 _OTHERS = (
     "sweep",
     "optimum",
+    "hints",
     "policies",
     "jobs",
     "plot",

@@ -64,10 +64,12 @@ class Engine:
         assert host is not None
         until(lambda: host.copy_room, "slots are granted")
 
-    def serve(self, tokens: list[int], tenant: str | None = None) -> tuple[int, list[LoadOutcome]]:
+    def serve(
+        self, tokens: list[int], tenant: str | None = None, adapter_id: str | None = None
+    ) -> tuple[int, list[LoadOutcome]]:
         """One request from match to finish; host blocks found, and what came of loading them."""
         self._names += 1
-        request = Request(f"r{self._names}", tokens, tenant=tenant)
+        request = Request(f"r{self._names}", tokens, tenant=tenant, adapter_id=adapter_id)
         (match,) = self.manager.match_prefix([request])
         (allocation,) = self.manager.allocate_device_blocks([(request, len(tokens))])
         assert allocation.ok

@@ -16,6 +16,7 @@
 
 #include "hash/backends.hpp"
 #include "hash/digest.hpp"
+#include "hash/spare_memory.hpp"
 
 namespace fdcache {
 
@@ -112,7 +113,7 @@ class AppendOnly {
     T *extend(std::size_t count) {
         if (size_ + count > capacity_) {
             const std::size_t capacity = std::max(size_ + count, capacity_ + capacity_ / 2);
-            auto store = std::make_shared_for_overwrite<T[]>(capacity);
+            auto store = std::allocate_shared_for_overwrite<T[]>(SpareAllocator<T>(), capacity);
             std::copy_n(store_.get(), size_, store.get());
             store_ = std::move(store);
             capacity_ = capacity;

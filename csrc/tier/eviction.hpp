@@ -23,6 +23,14 @@ struct RequestEnd {
 };
 
 class ReuseTables;
+struct Hint;
+
+// What became of a hint.
+enum class HintAnswer : std::uint8_t { kTaken, kNotLearning, kOverBudget, kNoBlock };
+
+// Where a block is that a hint was taken for: waiting in the tier, used since then, evicted to make room, or
+// gone without a trace: removed, or evicted long ago.
+enum class HintFate : std::uint8_t { kWaiting, kUsed, kEvicted, kGone };
 
 // The entries that are not used. The tier adds a child before its parent, and removes a parent when one of
 // its children is used again. A *busy* entry (a copy reads it, or an entry below it) keeps its place but is
@@ -66,6 +74,13 @@ class EvictionOrder {
     // A use of entries of one path ended, given from the end of the path on; `end` is null if no more is
     // known.
     virtual void use(std::span<const Slot>, const RequestEnd *) {}
+    // What a client says of entries of one path, given from the end of the path on: of those of them that no
+    // other path goes through, or of `all`.
+    virtual HintAnswer hint(std::span<const Slot>, const Hint &, bool /* all */) {
+        return HintAnswer::kNotLearning;
+    }
+    // `slot`: kNoSlot if the block is no entry.
+    virtual HintFate fate(Slot, const Digest &) { return HintFate::kGone; }
     // What was learned of reuse; null for policies that keep no such tables.
     virtual ReuseTables *tables() { return nullptr; }
     // Prefetches what `arrive` or `leave` reads for a block.

@@ -96,6 +96,13 @@ std::optional<Ghosts::Memory> Ghosts::take(const Digest &digest) {
     return forget(ghost);
 }
 
+std::optional<Ghosts::Memory> Ghosts::peek(const Digest &digest) {
+    if (!size_) return std::nullopt;
+    const std::uint32_t *const cell = find(key_of(digest));
+    if (!cell) return std::nullopt;
+    return ring_[place_of(*cell)].memory();
+}
+
 void Ghosts::prefetch(const Digest &digest) const {
     if (size_) __builtin_prefetch(&table_[home(key_of(digest))], 1);
 }

@@ -30,6 +30,7 @@ class Ghosts {
     std::optional<Memory> add(const Digest &digest, const Memory &memory);
     // Removes a block that is an entry again.
     std::optional<Memory> take(const Digest &digest);
+    std::optional<Memory> peek(const Digest &digest);
     void prefetch(const Digest &digest) const;
 
     std::size_t size() const { return size_; }

@@ -37,6 +37,8 @@ class LeafOrder : public EvictionOrder {
     // Called before an entry is added.
     virtual void before_add(Slot) {}
 
+    // Entries in the order right below this one.
+    std::uint32_t children(Slot slot) const { return nodes_[slot].children; }
     std::uint32_t slots() const { return static_cast<std::uint32_t>(nodes_.size()); }
     void owe(double share);
     std::size_t leaves() const { return heap_.size(); }

@@ -45,6 +45,7 @@ void LearnedOrder::arrive(Slot slot, const Digest &digest, std::uint32_t depth) 
         block.kind = ghost->kind;
         block.hits = ghost->hits;
         block.is_tracked = true;
+        kept_ += is_kept(block);
     }
 }
 
@@ -54,6 +55,7 @@ void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
         const Ghosts::Memory memory{block.last_ms, block.kind, block.hits};
         const auto forgotten = evicted ? ghosts_.add(digest, memory) : memory;
         if (forgotten) tables_.forget(forgotten->kind, now_ - forgotten->last_ms);
+        kept_ -= is_kept(block);
     }
     block = Block{};
 }
@@ -83,10 +85,51 @@ void LearnedOrder::touch(Block &block, const Features &features, bool is_last) {
         tables_.reuse(block.kind, now_ - block.last_ms);
         if (block.hits != UINT8_MAX) ++block.hits;
     }
+    kept_ -= is_kept(block);
     const std::size_t role = role_of(block.hits, features.is_fresh, is_last);
     block.kind = static_cast<std::uint8_t>(role * ReuseTables::kFeatures + features.lengths);
     block.last_ms = now_;
     block.is_tracked = block.is_used = true;
+}
+
+// Data corrects what a hint says, through the class of its blocks; the budget bounds what it costs until
+// then.
+HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint, bool all) {
+    std::size_t own = path.size();
+    if (!all)
+        for (own = 0; own < path.size() && children(path[own]) <= (own ? 1u : 0u); ++own) continue;
+    if (!own) return HintAnswer::kNoBlock;
+    if (hint.keeps()) {
+        if (static_cast<double>(kept_ + own) > kHintBudget * static_cast<double>(blocks_.size()))
+            return HintAnswer::kOverBudget;
+    }
+    for (const Slot slot : path.first(own)) {
+        Block &block = blocks_[slot];
+        if (!block.is_tracked) touch(block, {true, 0}, false);
+        // Its age goes on from its last use.
+        Hint since = hint;
+        if (hint.kind == HintKind::kRetain || hint.kind == HintKind::kReturn)
+            since.value += (now_ - block.last_ms) / 1000.0;
+        kept_ -= is_kept(block);
+        block.kind = static_cast<std::uint8_t>(ReuseTables::kFirstHint + HintClasses::of(since, block.hits));
+        kept_ += is_kept(block);
+        rank_again(slot);
+    }
+    return HintAnswer::kTaken;
+}
+
+HintFate LearnedOrder::fate(Slot slot, const Digest &digest) {
+    const bool is_there = slot != kNoSlot;
+    std::uint8_t kind = 0;
+    if (is_there) {
+        kind = blocks_[slot].kind;
+    } else {
+        const auto ghost = ghosts_.peek(digest);
+        if (!ghost) return HintFate::kGone;
+        kind = ghost->kind;
+    }
+    if (kind < ReuseTables::kFirstHint) return HintFate::kUsed;
+    return is_there ? HintFate::kWaiting : HintFate::kEvicted;
 }
 
 // A block that was copied into the tier without a request.
@@ -134,6 +177,7 @@ void LearnedOrder::clear() {
     LeafOrder::clear();
     std::fill(blocks_.begin(), blocks_.end(), Block{});
     ghosts_.clear();
+    kept_ = 0;
 }
 
 std::size_t LearnedOrder::bytes() const {

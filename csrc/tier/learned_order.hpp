@@ -6,6 +6,7 @@
 #include <span>
 
 #include "tier/ghosts.hpp"
+#include "tier/hints.hpp"
 #include "tier/leaf_order.hpp"
 #include "tier/reuse_tables.hpp"
 
@@ -22,6 +23,8 @@ class LearnedOrder final : public LeafOrder {
     void arrive(Slot slot, const Digest &digest, std::uint32_t depth) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
     void use(std::span<const Slot> path, const RequestEnd *end) override;
+    HintAnswer hint(std::span<const Slot> path, const Hint &hint, bool all) override;
+    HintFate fate(Slot slot, const Digest &digest) override;
     void prefetch(Slot slot, const Digest &digest) const override {
         __builtin_prefetch(&blocks_[slot], 1);
         ghosts_.prefetch(digest);
@@ -37,10 +40,11 @@ class LearnedOrder final : public LeafOrder {
     static constexpr std::uint32_t kLearnEvery = 16'000;  // ms
     static constexpr double kRankEvery = 4'000;           // ms
     static constexpr std::size_t kFewLeaves = 64;         // that are ranked again at each time
-    static constexpr std::size_t kSamples = 16384;        // blocks whose age is looked at to learn
-    static constexpr std::size_t kAhead = 16;             // samples between a prefetch and its use
-    static constexpr std::uint32_t kTailTokens = 2048;    // the end of a path, which few requests share
-    static constexpr std::uint8_t kManyHits = 8;          // of a block that many requests begin with
+    static constexpr double kHintBudget = 0.5;          // share of the slots whose blocks may stay for hints
+    static constexpr std::size_t kSamples = 16384;      // blocks whose age is looked at to learn
+    static constexpr std::size_t kAhead = 16;           // samples between a prefetch and its use
+    static constexpr std::uint32_t kTailTokens = 2048;  // the end of a path, which few requests share
+    static constexpr std::uint8_t kManyHits = 8;        // of a block that many requests begin with
 
     struct Block {
         std::uint32_t last_ms = 0;
@@ -57,6 +61,9 @@ class LearnedOrder final : public LeafOrder {
         std::uint8_t lengths;
     };
 
+    static bool is_kept(const Block &block) {
+        return block.kind >= ReuseTables::kFirstHint + HintClasses::kFirstKeeping;
+    }
     double rank(Slot slot) const override;
     void before_add(Slot slot) override;
     Features features_of(std::span<const Slot> path, const RequestEnd *end) const;
@@ -70,6 +77,7 @@ class LearnedOrder final : public LeafOrder {
     mutable std::uint32_t placed_ms_ = 0;  // the last use whose age was looked up
     mutable double place_ = 0;             // on the scale of ages
     std::uint32_t tail_ = 1;               // blocks of a path's end
+    std::size_t kept_ = 0;                 // entries that stay for hints
     std::uint32_t now_ = 0;
     std::uint32_t learned_ = 0;  // when the tables were computed
     bool is_timed_ = false;

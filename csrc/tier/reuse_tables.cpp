@@ -6,12 +6,14 @@
 #include <cstring>
 #include <optional>
 
+#include "tier/hints.hpp"
+
 namespace fdcache {
 namespace {
 
 constexpr double kHalfLife = 3600;     // seconds in which counts fade to a half
-constexpr double kSmoothing = 0.5;     // of a mean path: weight of the coarser group
-constexpr std::uint32_t kVersion = 1;  // of saved tables
+constexpr double kSmoothing = 0.5;     // of a mean path: weight of the coarser group, or of a hint
+constexpr std::uint32_t kVersion = 2;  // of saved tables
 
 using Widths = std::array<double, ReuseTables::kAges>;
 
@@ -106,11 +108,11 @@ void ReuseTables::learn(const Table<double> &present, double seconds) {
     compute();
 }
 
-// From all blocks to a role, and from a role to its classes.
+// From all blocks without a hint to a role, and from a role to its classes.
 void ReuseTables::compute() {
     const double weight = std::max(kSmoothing * path_, 0.5);
     Ages all_reused{}, all_risk{}, base;
-    for (std::size_t kind = 0; kind < kClasses; ++kind) {
+    for (std::size_t kind = 0; kind < kFirstHint; ++kind) {
         add(all_reused, reused_[kind]);
         add(all_risk, at_risk_[kind]);
     }
@@ -139,6 +141,19 @@ void ReuseTables::compute() {
             rate_[kind] = smoothed(reused_[kind], at_risk_[kind], of_role, weight);
             worth_[kind] = gittins(rate_[kind]);
         }
+    }
+    compute_hints(base, weight);
+}
+
+// What a hint says is where the rate of its class begins; what comes of such hints draws it away.
+void ReuseTables::compute_hints(const Ages &base, double weight) {
+    for (std::size_t hint = 0; hint < kHints; ++hint) {
+        const std::size_t kind = kFirstHint + hint;
+        Ages said;
+        for (std::size_t age = 0; age < kAges; ++age)
+            said[age] = HintClasses::expected_rate(hint, begin(age) + widths()[age] / 2, base[age]);
+        rate_[kind] = smoothed(reused_[kind], at_risk_[kind], said, weight);
+        worth_[kind] = gittins(rate_[kind]);
     }
 }
 

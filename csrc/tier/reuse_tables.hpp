@@ -18,7 +18,9 @@ class ReuseTables {
     static constexpr std::size_t kOutputs = 5;  // lengths of the request's output
     static constexpr std::size_t kNews = 5;     // lengths of its prompt that were not known
     static constexpr std::size_t kFeatures = kOutputs * kNews;
-    static constexpr std::size_t kClasses = kRoles * kFeatures;
+    static constexpr std::size_t kHints = 30;  // classes of blocks that a client has told about
+    static constexpr std::size_t kFirstHint = kRoles * kFeatures;
+    static constexpr std::size_t kClasses = kFirstHint + kHints;
     static constexpr std::size_t kAges = 23;
 
     // Counts by class and age; `present` are blocks that have this age now.
@@ -66,6 +68,7 @@ class ReuseTables {
     using Ages = std::array<double, kAges>;
 
     void compute();
+    void compute_hints(const Ages &base, double weight);
     static std::array<double, kAges + 1> gittins(const Ages &rate);
 
     Table<double> reused_{};

@@ -30,6 +30,7 @@
 #include "tier/eviction.hpp"
 #include "tier/free_runs.hpp"
 #include "tier/hash_index.hpp"
+#include "tier/hints.hpp"
 #include "tier/large_vector.hpp"
 #include "tier/presence.hpp"
 #include "tier/reuse_tables.hpp"
@@ -185,6 +186,12 @@ class Tier {
     // As `release`, and the eviction order learns that the lease's entries were used. `end`: null if no more
     // is known of the request.
     bool finish(LeaseId lease, const RequestEnd *end = nullptr);
+
+    // What a client says of the READY ones of these blocks of one path, in path order: of those among them
+    // that no other path goes through, or of `all`.
+    HintAnswer hint(std::span<const Digest> hashes, const Hint &hint, bool all);
+    // What became of blocks that a hint was taken for.
+    std::vector<HintFate> hint_fates(std::span<const Digest> hashes) const;
 
     // Pins, for `lease`, the leading run of READY blocks from index `start` on. Adds a hit to each block
     // except the first `known`, which the same request has matched before.

@@ -75,9 +75,27 @@ void bind_tier(nb::module_ &module) {
                 rows.push_back(value(tables, kind, age));
         return to_numpy<double>(std::move(rows));
     };
-    nb::class_<ReuseTables>(module, "ReuseTables",
-                            "What was learned of reuse, by class and age.\n\n"
-                            "Tables are flat, of ``ROLES`` x ``OUTPUTS`` x ``NEWS`` x ``AGES`` numbers.")
+    nb::enum_<HintKind>(module, "HintKind", nb::is_arithmetic(), "What a client says of blocks.")
+        .value("ONCE", HintKind::kOnce)
+        .value("RELEASE", HintKind::kRelease)
+        .value("RETAIN", HintKind::kRetain)
+        .value("RETURN", HintKind::kReturn)
+        .value("PRIORITY", HintKind::kPriority);
+    nb::enum_<HintAnswer>(module, "HintAnswer", "What became of a hint.")
+        .value("TAKEN", HintAnswer::kTaken)
+        .value("NOT_LEARNING", HintAnswer::kNotLearning)
+        .value("OVER_BUDGET", HintAnswer::kOverBudget)
+        .value("NO_BLOCK", HintAnswer::kNoBlock);
+    nb::enum_<HintFate>(module, "HintFate", nb::is_arithmetic(), "What became of a block with a hint.")
+        .value("WAITING", HintFate::kWaiting)
+        .value("USED", HintFate::kUsed)
+        .value("EVICTED", HintFate::kEvicted)
+        .value("GONE", HintFate::kGone);
+    nb::class_<ReuseTables>(
+        module, "ReuseTables",
+        "What was learned of reuse, by class and age.\n\n"
+        "Tables are flat, of ``ROLES`` x ``OUTPUTS`` x ``NEWS`` x ``AGES`` numbers, and of\n"
+        "``HINTS`` x ``AGES`` for blocks that a client has told about.")
         .def_prop_ro(
             "reused",
             [table](const ReuseTables &self) {
@@ -114,7 +132,8 @@ void bind_tier(nb::module_ &module) {
         .def_ro_static("ROLES", &ReuseTables::kRoles)
         .def_ro_static("OUTPUTS", &ReuseTables::kOutputs)
         .def_ro_static("NEWS", &ReuseTables::kNews)
-        .def_ro_static("AGES", &ReuseTables::kAges);
+        .def_ro_static("AGES", &ReuseTables::kAges)
+        .def_ro_static("HINTS", &ReuseTables::kHints);
     nb::class_<Tier>(
         module, "Tier",
         "Slots, the entries in them and their users; any thread may call.\n\n"
@@ -336,6 +355,23 @@ void bind_tier(nb::module_ &module) {
             "give_back",
             [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.give_back(slots_of(slots)); },
             "slots"_a, "Return withheld slots to use.")
+        .def(
+            "hint",
+            [](Tier &tier, const HashesIn &hashes, HintKind kind, double value, bool all) {
+                return tier.hint(digests_of(hashes), Hint{kind, value}, all);
+            },
+            "hashes"_a, "kind"_a, "value"_a = 0.0, "all"_a = false,
+            "Take what a client says of blocks of one path, until their next use: of those that no other\n"
+            "path goes through, or of ``all``. ``value``: seconds, or a priority of 1 to 100.")
+        .def(
+            "hint_fates",
+            [](const Tier &tier, const HashesIn &hashes) {
+                std::vector<std::uint8_t> codes;
+                for (const HintFate fate : tier.hint_fates(digests_of(hashes)))
+                    codes.push_back(static_cast<std::uint8_t>(fate));
+                return to_numpy<std::uint8_t>(std::move(codes));
+            },
+            "hashes"_a, "Return what became of blocks that a hint was taken for, as a ``HintFate`` each.")
         .def("reuse", &Tier::reuse,
              "Return a copy of what the eviction order has learned; None for one that does not learn.")
         .def(

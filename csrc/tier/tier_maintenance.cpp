@@ -75,6 +75,24 @@ void Tier::evict_above(std::uint32_t slots) {
         least_generation_ = std::max(least_generation_, entries_[slot].generation);
 }
 
+HintAnswer Tier::hint(std::span<const Digest> hashes, const Hint &hint, bool all) {
+    std::lock_guard lock(mutex_);
+    if (!order_->tables()) return HintAnswer::kNotLearning;
+    std::vector<Slot> path;
+    for (auto hash = hashes.rbegin(); hash != hashes.rend(); ++hash)
+        if (const Slot slot = find_ready(*hash); slot != kNoSlot) path.push_back(slot);
+    if (path.empty()) return HintAnswer::kNoBlock;
+    order_->set_time(now_ms());
+    return order_->hint(path, hint, all);
+}
+
+std::vector<HintFate> Tier::hint_fates(std::span<const Digest> hashes) const {
+    std::lock_guard lock(mutex_);
+    std::vector<HintFate> fates;
+    for (const Digest &hash : hashes) fates.push_back(order_->fate(find_ready(hash), hash));
+    return fates;
+}
+
 std::optional<ReuseTables> Tier::reuse() const {
     std::lock_guard lock(mutex_);
     const ReuseTables *const tables = order_->tables();

@@ -14,8 +14,10 @@ from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
 from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import PlanError, RequestStateError, TransferError
 from fdcache.hashing import Tokens
+from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager.handover import Handovers, PeerTerms
+from fdcache.manager.hints import HintBook
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
@@ -110,6 +112,7 @@ class CacheManager:
         self._handovers = handovers
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
         self._reuse = RecentReuse(tiers.reuse)
+        self._hints = HintBook(tiers.pools.values(), layout.block_size, clock)
         self._clock = None if clock is time.monotonic else clock
         self._set_time()
 
@@ -351,6 +354,7 @@ class CacheManager:
             self._set_time()
             if self._service is not None:
                 self._reset_device_if_asked(self._service)
+            self._hints.settle()
             if self._state is ManagerState.RUNNING:
                 self._plans.plan_background()
             if self._service is None:
@@ -450,8 +454,11 @@ class CacheManager:
         with self._lock:
             return self._plans.expire()
 
-    def request_finish(self, requests: Iterable[Request]) -> None:
-        """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent."""
+    def request_finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
+        """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.
+
+        The hints of a request are taken then, unless it is ``preempted`` and comes back.
+        """
         requests = list(requests)
         with self._lock:
             self._set_time()
@@ -460,6 +467,29 @@ class CacheManager:
                     self._handovers.released(request)
             self._requests.finish(requests)
             self._choices.forget(requests)
+            for request in requests:
+                if request.hints and not preempted:
+                    request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
+
+    def hint(self, request: Request, hints: Iterable[Hint]) -> list[HintOutcome]:
+        """Take hints about a request that has ended, such as that its session is over; return their outcomes.
+
+        ::
+
+            manager.hint(Request("session 7 is over", token_ids), [Hint.release()])
+        """
+        with self._lock:
+            self._set_time()
+            self._requests.prepare(request)
+            return self._take_hints(request, hints)
+
+    def _take_hints(self, request: Request, hints: Iterable[Hint]) -> list[HintOutcome]:
+        return self._hints.take(request.request_id, hints, request.block_hashes, request.num_prompt_tokens)
+
+    def take_hint_outcomes(self) -> list[HintOutcome]:
+        """Return the outcomes of hints whose time is over, each once: kept, or evicted early and why."""
+        with self._lock:
+            return self._hints.take_outcomes()
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
@@ -602,6 +632,7 @@ class CacheManager:
                 held_blocks=self._handovers.held_blocks if self._handovers else 0,
                 loads=self._choices.figures(),
                 handovers=self._handovers.tally.counts() if self._handovers else [],
+                hints=self._hints.figures.copy(),
             )
 
     def get_reuse(self) -> dict[CacheLevel, ReuseReport]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from types import TracebackType
 
+from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest
 from fdcache.manager.offload import OffloadManager
@@ -111,6 +112,17 @@ class EngineClient:
                 self._manager.forget(slots)
             return self._manager.get_stats().counters.blocks_backed_up - before
 
+    def hint(self, hashes: HashArray, hints: Sequence[Hint]) -> list[HintOutcome]:
+        """Tell what is known of the reuse of a path that was stored, such as ``[Hint.release()]``.
+
+        Return the outcome of each hint; what becomes of one that keeps blocks follows from ``hint_outcomes``.
+        """
+        return self._manager.hint(self._request(hashes, ROOT), hints)
+
+    def hint_outcomes(self) -> list[HintOutcome]:
+        """Return the outcomes of hints whose time is over, each once: kept, or evicted early and why."""
+        return self._manager.take_hint_outcomes()
+
     def events(self) -> list[CacheEvent]:
         """Return events of the layout's tier since the last call; needs ``settings.event_buffer``."""
         return self._manager.take_events()
@@ -176,6 +188,14 @@ class AsyncEngineClient:
     ) -> int:
         """See ``EngineClient.store``."""
         return await asyncio.to_thread(self._client.store, hashes, slots, start, tenant=tenant)
+
+    async def hint(self, hashes: HashArray, hints: Sequence[Hint]) -> list[HintOutcome]:
+        """See ``EngineClient.hint``."""
+        return await asyncio.to_thread(self._client.hint, hashes, hints)
+
+    async def hint_outcomes(self) -> list[HintOutcome]:
+        """See ``EngineClient.hint_outcomes``."""
+        return await asyncio.to_thread(self._client.hint_outcomes)
 
     async def events(self) -> list[CacheEvent]:
         """See ``EngineClient.events``."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from fdcache.errors import HashingError
+from fdcache.hints import Hint, HintOutcome
 from fdcache.manager.requests import Request
 from fdcache.metadata import HashArray
 from fdcache.plans.blocks import ROOT
@@ -30,8 +32,13 @@ class KeyedRequest:
     a known parent is loaded like any other; it is stored below those of its blocks that the host tier has. Only runs
     from the beginning are read from storage.
 
+    ``hints`` and ``hint_outcomes``: as for ``Request``; all blocks count as prompt.
+
     Raises ``HashingError`` for keys that are not 32 bytes each.
     """
+
+    hints: Sequence[Hint] = ()
+    hint_outcomes: Sequence[HintOutcome] = ()
 
     def __init__(
         self,
@@ -58,6 +65,11 @@ class KeyedRequest:
     def num_tokens(self) -> int:
         """Number of tokens of the blocks that have a key."""
         return len(self.block_hashes) * self._block_size
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The same: keys do not tell prompt and output apart."""
+        return self.num_tokens
 
     def append_keys(self, keys: HashArray) -> None:
         """Append the keys of further blocks. Raises ``HashingError``."""

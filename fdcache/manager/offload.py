@@ -12,9 +12,11 @@ import numpy as np
 
 from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import ConfigurationError, PlanError
+from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.device_contents import device_ids_of
+from fdcache.manager.hints import HintBook
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.offloaded import OffloadedRequests, Tracked
@@ -92,6 +94,7 @@ class OffloadManager:
         )
         self._requests = OffloadedRequests(settings, layout, self._host, counters, clock, self._choices)
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
+        self._hints = HintBook(tiers.pools.values(), layout.block_size, clock)
         self._set_time()
 
     def _set_time(self) -> None:
@@ -287,10 +290,32 @@ class OffloadManager:
             self._copies.next_evicted(ids)
 
     def finish(self, request: OffloadRequest) -> None:
-        """End, abort or forget a request. Idempotent; loads in flight still end with a ``LoadOutcome``."""
+        """End, abort or forget a request. Idempotent; loads in flight still end with a ``LoadOutcome``.
+
+        Its hints are taken then.
+        """
         with self._lock:
             self._set_time()
             self._requests.finish(request)
+            if request.hints:
+                request.hint_outcomes, request.hints = self.hint(request, request.hints), ()
+
+    def hint(self, request: OffloadRequest, hints: Iterable[Hint]) -> list[HintOutcome]:
+        """Take hints about the blocks of a request that has ended in the tiers of this process.
+
+        Those that are still being copied to the host are not among them. The tiers of a service take no hints.
+        """
+        with self._lock:
+            self._set_time()
+            self._requests.prepare(request)
+            return self._hints.take(
+                request.request_id, hints, request.block_hashes, request.num_prompt_tokens
+            )
+
+    def take_hint_outcomes(self) -> list[HintOutcome]:
+        """Return the outcomes of hints whose time is over, each once: kept, or evicted early and why."""
+        with self._lock:
+            return self._hints.take_outcomes()
 
     def _give_away(self, ids: Int32Array) -> None:
         self._copies.given_away(ids, self._plans.open, self._plans.__contains__)
@@ -308,6 +333,7 @@ class OffloadManager:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes."""
         with self._lock:
             self._set_time()
+            self._hints.settle()
             self._plans.plan_background()
             self._host.report(lambda: msgspec.json.encode(self.get_stats()))
             self._host.flush()
@@ -425,6 +451,7 @@ class OffloadManager:
                 reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
                 storage=usage.get(CacheLevel.STORAGE),
                 loads=self._choices.figures(),
+                hints=self._hints.figures.copy(),
             )
 
     def _blocks_being_loaded(self) -> int:

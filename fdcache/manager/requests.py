@@ -22,6 +22,7 @@ from fdcache._core import (
     WholeReports,
 )
 from fdcache.hashing import MultimodalItem, Tokens, encode_text, hash_blocks, make_extra_keys, root_hash
+from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager.results import Allocation, MatchResult
 from fdcache.manager.tiers import Tiers
@@ -48,7 +49,9 @@ class Request(RequestState):
     ``prompt``: int32 token ids. ``multimodal``: images and other items that the token ids stand for. ``adapter_id``
     and ``tenant`` keep its blocks apart from those of other adapters and tenants. ``use_cache=False``: reuse no
     blocks and leave none behind. ``device_only``: reuse blocks on the device, load none; the manager sets it when a
-    load of the request misses its deadline. ``max_cached_tokens``: the most tokens that a match may return.
+    load of the request misses its deadline. ``max_cached_tokens``: the most tokens that a match may return. ``hints``:
+    what the client knows of the reuse of its blocks, which the manager takes when the request ends, also if it is set
+    later; ``hint_outcomes`` are the answers.
 
     ``block_table`` and ``block_hashes`` are views of native arrays, which later growth does not change.
 
@@ -61,6 +64,8 @@ class Request(RequestState):
     _unasked: PeerSource | None = None
     _sends = 0
     _is_finishing = False
+    hints: Sequence[Hint] = ()
+    hint_outcomes: Sequence[HintOutcome] = ()
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class Request(RequestState):
         use_cache: bool = True,
         device_only: bool = False,
         max_cached_tokens: int | None = None,
+        hints: Sequence[Hint] = (),
     ) -> None:
         super().__init__(
             request_id,
@@ -83,10 +89,11 @@ class Request(RequestState):
             device_only,
             max_cached_tokens,
         )
-
         self.tenant = tenant
         if multimodal or adapter_id is not None:
             self._keys = (adapter_id, multimodal)
+        if hints:
+            self.hints = hints
 
     def hashes_for(self, layout: KVLayout, lookahead: int) -> HashArray:
         """Return the hashes that an instance of another layout has for its full blocks."""

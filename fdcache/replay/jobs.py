@@ -57,7 +57,7 @@ class Job:
         self.block_size = block_size
         self.prompt_length = item.prompt_length
         self.tokens: NDArray[np.int32] = tokens
-        self.request = Request(str(item.index), tokens[: self.prompt_length])
+        self.request = Request(str(item.index), tokens[: self.prompt_length], hints=item.hints)
         self.total = item.computed_length
         self.known = self.prompt_length
         self.planned = 0

@@ -195,7 +195,7 @@ class Point:
                 (allocation,) = self._manager.allocate_device_blocks([(job.request, job.total)])
                 if allocation.ok:
                     return match
-                self._manager.request_finish([job.request])
+                self._manager.request_finish([job.request], preempted=True)
             if not self._running:
                 raise ReplayError(f"request {job.index} gets no blocks though no other request is in flight")
             self._finish_oldest()

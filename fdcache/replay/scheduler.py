@@ -119,7 +119,7 @@ class Scheduler:
         if step is not None:
             step.drop(job)
         self.running.remove(job)
-        self._manager.request_finish([job.request])
+        self._manager.request_finish([job.request], preempted=True)
         job.release()
         self._waiting.appendleft(job)
         self._tally.preemptions += 1
@@ -267,7 +267,7 @@ class Scheduler:
                 continue
             missing = self._config.blocks_for(job.request.num_tokens) - match.num_device_blocks
             if budget <= 0 or not self._has_room(missing):
-                self._manager.request_finish([job.request])
+                self._manager.request_finish([job.request], preempted=True)
                 put_back.append(job)
                 continue
             cached = match.num_cached_tokens
@@ -279,7 +279,7 @@ class Scheduler:
             if allocation.ok:
                 self._enter(step, job, match, end)
             else:
-                self._manager.request_finish([job.request])
+                self._manager.request_finish([job.request], preempted=True)
                 self._blocks_may_be_free = False
                 put_back.append(job)
         return budget, put_back

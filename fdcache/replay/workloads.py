@@ -11,6 +11,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache.hints import Hint
 from fdcache.replay.readings import READINGS, Reading
 
 VOCABULARY = 128_000
@@ -34,6 +35,7 @@ class WorkItem:
         after: index of the request that must end before this one arrives (the previous turn), or None.
         think_ms: time between the end of ``after`` and the arrival of this request.
         clipped_tokens: prompt tokens of the recording that are left out because their content is unknown.
+        hints: what its client says of the reuse of its blocks.
     """
 
     index: int
@@ -45,6 +47,7 @@ class WorkItem:
     after: int | None = None
     think_ms: float = 0.0
     clipped_tokens: int = 0
+    hints: tuple[Hint, ...] = ()
 
     @property
     def prompt_length(self) -> int:

@@ -28,8 +28,21 @@ ROLES = (
 )
 OUTPUTS = ("up to 4", "up to 32", "up to 128", "up to 512", "more")
 NEWS = ("up to 512", "up to 2,048", "up to 8,192", "up to 32,768", "more")
-GROUPS = {"all": ("blocks",), "role": ROLES, "output tokens": OUTPUTS, "unknown prompt tokens": NEWS}
-"""Classes by what they differ in."""
+HINTS = (
+    "not needed again",
+    *(f"needed within {seconds} s" for seconds in ("6", "37", "220", "1,400", "8,200", "50,000")),
+    *(f"priority {numbers}" for numbers in ("1 to 34", "35 to 68", "69 to 100")),
+)
+GROUPS = {
+    "all": ("blocks",),
+    "role": ROLES,
+    "output tokens": OUTPUTS,
+    "unknown prompt tokens": NEWS,
+    "hint": HINTS,
+}
+"""Classes by what they differ in. Blocks with a hint are in no other group but ``all``."""
+
+_SUMMED = {"role": (1, 2), "output tokens": (0, 2), "unknown prompt tokens": (0, 1)}
 
 _DIGITS = 4
 _LEARN_SECONDS = 16.0
@@ -67,18 +80,11 @@ class ReuseReport(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, tables: ReuseTables) -> ReuseReport:
         """Return the report of a native order; classes that no block has been in are left out."""
-        shape = (tables.ROLES, tables.OUTPUTS, tables.NEWS, tables.AGES)
-        reused, seconds = tables.reused.reshape(shape), tables.at_risk.reshape(shape)
-        summed = {"all": (0, 1, 2), "role": (1, 2), "output tokens": (0, 2), "unknown prompt tokens": (0, 1)}
+        reused, seconds = _by_group(tables, tables.reused), _by_group(tables, tables.at_risk)
         classes = [
             ReuseClass(group, name, _rounded(uses), _rounded(spent))
             for group, names in GROUPS.items()
-            for name, uses, spent in zip(
-                names,
-                reused.sum(axis=summed[group]).reshape(len(names), -1),
-                seconds.sum(axis=summed[group]).reshape(len(names), -1),
-                strict=True,
-            )
+            for name, uses, spent in zip(names, reused[group], seconds[group], strict=True)
             if spent.any()
         ]
         return cls(tables.begins.tolist(), classes)
@@ -122,6 +128,16 @@ class RecentReuse:
             if any(report.classes for report in self._reports.values()):
                 self._read_again = now + _LEARN_SECONDS
         return self._reports
+
+
+def _by_group(tables: ReuseTables, table: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    """Return the rows of a table summed for each class of each group."""
+    told = len(table) - tables.HINTS * tables.AGES
+    known = table[:told].reshape(tables.ROLES, tables.OUTPUTS, tables.NEWS, tables.AGES)
+    groups = {group: known.sum(axis=axes) for group, axes in _SUMMED.items()}
+    groups["all"] = table.reshape(-1, tables.AGES).sum(axis=0, keepdims=True)
+    groups["hint"] = table[told:].reshape(len(HINTS), -1, tables.AGES).sum(axis=1)
+    return groups
 
 
 def _rounded(row: NDArray[np.float64]) -> list[float]:

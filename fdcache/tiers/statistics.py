@@ -311,6 +311,16 @@ class HandoverCount(msgspec.Struct):
         return self.direction == SwapPurpose.SEND.value and self.result == "expired"
 
 
+class HintFigures(msgspec.Struct):
+    """Number of hints by outcome, a value of ``HintStatus``; one that was taken may have a second outcome later."""
+
+    outcomes: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def copy(self) -> HintFigures:
+        """Return a snapshot."""
+        return HintFigures(dict(self.outcomes))
+
+
 class CacheStats(msgspec.Struct, frozen=True):
     """A snapshot of a manager. A tier that does not exist is None, and so is the storage when others share it.
 
@@ -336,3 +346,4 @@ class CacheStats(msgspec.Struct, frozen=True):
     traffic: Traffic = msgspec.field(default_factory=Traffic)
     loads: LoadFigures = msgspec.field(default_factory=LoadFigures)
     handovers: list[HandoverCount] = msgspec.field(default_factory=list)
+    hints: HintFigures = msgspec.field(default_factory=HintFigures)

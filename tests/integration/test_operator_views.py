@@ -183,6 +183,17 @@ class TestBlocksAndPrompts:
         assert "no load 410 ms), took " in shown
         engine.close()
 
+    def test_explain_looks_for_the_blocks_of_an_adapter(self, service: LocalService, tmp_path: Path) -> None:
+        engine = Engine(service.address)
+        engine.serve(PROMPT, adapter_id="chat")
+        (tmp_path / "tokens").write_text(json.dumps(PROMPT))
+        asked = ["inspect", "explain", "--tokens", str(tmp_path / "tokens"), "--server", service.address]
+        assert "the run ends before block 0" in run(*asked).stdout
+        until(
+            lambda: "a hit: all" in run(*asked, "--adapter", "chat").stdout, "the blocks are in the service"
+        )
+        engine.close()
+
     @pytest.mark.parametrize(
         ("text", "status", "said"),
         [

@@ -1,4 +1,5 @@
 // Block hashes and arrays that readers keep while they grow.
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -142,9 +143,37 @@ void sum_parts() {
     }
 }
 
+// Threads fill large arrays, let others of them go, and read what they keep: memory that is used again is
+// nobody else's.
+void use_memory_again() {
+    constexpr std::size_t kLarge = SpareMemory::kLeast / sizeof(std::int32_t);
+    const void *freed = nullptr;
+    {
+        AppendOnly<std::int32_t> first;
+        freed = first.extend(2 * kLarge);
+    }
+    AppendOnly<std::int32_t> next;
+    expect(next.extend(2 * kLarge) == freed, "a large array did not get the memory of the one before");
+    run_threads(4, [](int thread) {
+        std::vector<std::shared_ptr<std::int32_t[]>> kept;
+        for (std::size_t round = 0; round < 40; ++round) {
+            const std::size_t count = kLarge * (1 + round % 5);
+            const auto value = 100 * thread + static_cast<std::int32_t>(round);
+            AppendOnly<std::int32_t> array;
+            std::fill_n(array.extend(count), count, value);
+            array.commit(count);
+            if (round % 4 == 0) kept.push_back(array.share());
+            for (std::size_t i = 0; i < kept.size(); ++i)
+                expect(kept[i][kLarge - 1] == 100 * thread + 4 * static_cast<std::int32_t>(i),
+                       "an array that is in use was overwritten");
+        }
+    });
+}
+
 const Cases kCases{
     {"read-while-it-grows", read_while_it_grows},
     {"hash-in-threads", hash_in_threads},
+    {"use-memory-again", use_memory_again},
     {"sum-parts", sum_parts},
 };
 

@@ -19,6 +19,7 @@ FOUNDATION = {
     "errors",
     "groups",
     "hashing",
+    "hints",
     "layout",
     "machine",
     "metadata",

@@ -5,9 +5,14 @@ Skipped without vLLM: ``python -m tests.vllm.setup`` makes environments with it,
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +20,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: python -m tests.vllm.setup")
 
+import prometheus_client
 import torch
+from prometheus_client import CollectorRegistry
 from vllm import SamplingParams
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
@@ -30,7 +37,7 @@ from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.keys import request_of
 from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports
 from fdcache.integrations.vllm.scheduler import SchedulerSide
-from fdcache.integrations.vllm.stats import FdcacheStats, StatsDelta
+from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide
 from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
 from fdcache.manager import OffloadManager
@@ -327,6 +334,39 @@ def test_statistics_are_differences_that_add_up(engine: Engine) -> None:
     summed = total.aggregate(second)
     assert summed.reduce()["blocks_backed_up"] == 2
     assert summed.reduce()["host_blocks_ready"] == second.data["host_blocks_ready"]
+
+
+def test_the_metrics_of_the_guide_exist() -> None:
+    guide = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
+    named = set(re.findall(r"vllm:fdcache_(\w+)", guide))
+    registry = CollectorRegistry()
+    kinds = {
+        kind: functools.partial(kind, registry=registry)
+        for kind in (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
+    }
+    metrics = FdcacheMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})
+    metrics.observe({"host_hit_tokens": 3, "host_blocks": 5})
+    metrics.observe({"host_hit_tokens": 4, "host_blocks": 6})
+    samples = {each.name: each.value for family in registry.collect() for each in family.samples}
+    assert samples["vllm:fdcache_host_hit_tokens_total"] == 7
+    assert samples["vllm:fdcache_host_blocks"] == 6
+    there = {name.removeprefix("vllm:fdcache_") for name in samples}
+    assert len(named) > 8
+    assert named <= there | {name.removesuffix("_total") for name in there}
+
+
+def test_one_wrong_byte_in_host_memory_costs_its_block_alone(engine: Engine) -> None:
+    engine.compute(request("a"), [3, 4, 5], fill=7)
+    arena = engine.worker._controller.host_arena  # type: ignore[union-attr]
+    (extent,) = arena.extents  # type: ignore[union-attr]
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * extent.nbytes).from_address(extent.address))
+    (places,) = np.nonzero(memory == 7)
+    memory[places[-1]] ^= 1  # a bit of the last plane of the second record
+    assert engine.load(request("b"), [8, 9]) == 2 * BLOCK
+    assert engine.content(8) == {7}
+    assert engine.worker.take_bad_blocks() == {9}
+    assert engine.manager.get_stats().counters.blocks_corrupt_in_host == 1
+    assert engine.side.matched(request("c"), 0) == BLOCK
 
 
 def test_reports_of_ranks_are_aggregated() -> None:

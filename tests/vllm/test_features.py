@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,10 @@ def test_both_schedulers_answer_alike(
 
 
 @pytest.mark.skipif(_ON_SECOND_RUNNER, reason="vLLM's second runner needs CUDA streams for pipelines")
+@pytest.mark.skipif(
+    version("vllm").startswith("0.33."),
+    reason="pipelines of vLLM 0.33 fail on a CPU, without a connector too",
+)
 def test_stages_of_a_pipeline_answer_alike(prompts: Answers, tmp_path: Path) -> None:
     model = make_model(tmp_path, num_layers=4)
     options: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}

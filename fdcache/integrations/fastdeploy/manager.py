@@ -13,6 +13,7 @@ import numpy as np
 
 from fdcache.errors import RequestStateError, UnsupportedCallError
 from fdcache.hashing import MultimodalItem
+from fdcache.hints import HintOutcome, read_hints
 from fdcache.integrations.fastdeploy.config import (
     device_blocks,
     device_bytes,
@@ -69,6 +70,7 @@ class TrackedRequest:
         outputs_at_match: generated tokens at the time of the match.
         publish_at: number of generated tokens that completes the next block.
         load_failed: its blocks hold wrong bytes, so nothing more of it is published.
+        refused_hints: outcomes of hints that could not be read.
     """
 
     engine_request: Any
@@ -80,6 +82,7 @@ class TrackedRequest:
     has_blocks: bool = False
     matched: bool = False
     load_failed: bool = False
+    refused_hints: Sequence[HintOutcome] = ()
 
 
 class CacheManager:
@@ -258,14 +261,19 @@ class CacheManager:
     def request_finish(self, request: Any) -> None:
         """End, abort or preempt a request: its computed blocks stay cached, its pins are released. Idempotent.
 
-        With ``FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST=0`` only the prompt of a preempted request stays cached.
+        With ``FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST=0`` only the prompt of a preempted request stays cached. The
+        hints in the request's ``metadata`` (see ``fdcache.hints``) are taken at its end, and their outcomes written to
+        its ``hint_outcomes``.
         """
         with self._lock:
             tracked = self._tracked.pop(request.request_id, None)
             if tracked is None:
                 return
-            self._publish(tracked, ended=not is_preempted(request))
-            self.core.request_finish([tracked.request])
+            ended = not is_preempted(request)
+            self._publish(tracked, ended=ended)
+            self.core.request_finish([tracked.request], preempted=not ended)
+            if ended and (tracked.refused_hints or tracked.request.hint_outcomes):
+                request.hint_outcomes = [*tracked.refused_hints, *tracked.request.hint_outcomes]
             if tracked.request.device_only:
                 # Remember it on the engine's request: its next match creates a new tracked request.
                 tracked.engine_request._fdcache_device_only = True
@@ -280,7 +288,8 @@ class CacheManager:
         if known is not None and known.outputs == len(outputs) and not known.matched:
             return known  # still waiting, perhaps for storage
         if known is not None:
-            self.core.request_finish([known.request])
+            self.core.request_finish([known.request], preempted=True)
+        hints, refused = read_hints(request.request_id, getattr(request, "metadata", None))
         tokens = np.concatenate([tokens_of(request.prompt_token_ids), outputs])
         tracked = TrackedRequest(
             request,
@@ -290,10 +299,12 @@ class CacheManager:
                 multimodal=images_of(request),
                 use_cache=use_cache,
                 device_only=getattr(request, "_fdcache_device_only", False),
+                hints=hints,
             ),
             outputs=len(outputs),
             outputs_at_match=len(outputs),
             publish_at=len(outputs) + 1,
+            refused_hints=refused,
         )
         self._tracked[request.request_id] = tracked
         return tracked

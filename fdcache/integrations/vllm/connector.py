@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from fdcache.hints import HintOutcome
 from fdcache.integrations.vllm.config import choose_failure_policy, layout_from_config, load_settings
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports, WorkerStorage
@@ -153,11 +155,12 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._scheduler.times.ended(reports.seconds)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the request's last blocks. vLLM may reuse them at once."""
+        """Offer the request's last blocks. vLLM may reuse them at once. Outcomes of hints go to the client."""
+        outcomes: list[HintOutcome] = []
         if self._scheduler is not None:
             with self._scheduler.guarded("request_finished"):
-                self._scheduler.finished(request, block_ids)
-        return False, None
+                outcomes = self._scheduler.finished(request, block_ids)
+        return False, {"hint_outcomes": msgspec.to_builtins(outcomes)} if outcomes else None
 
     def has_pending_push_work(self) -> bool:
         """Return True while copies are in flight, so that vLLM goes on stepping."""

@@ -36,6 +36,16 @@ def request_of(request: Any) -> Request | None:
     )
 
 
+def extra_of(request: Any) -> dict[str, Any]:
+    """Return the fields of a request that may hold hints: ``kv_hints`` where vLLM has it, and extra arguments."""
+    found: dict[str, Any] = {}
+    for fields in (getattr(request.sampling_params, "extra_args", None), request.kv_transfer_params):
+        if isinstance(fields, dict):
+            found |= fields
+    envelope = getattr(request, "kv_hints", None)
+    return found if envelope is None else {**found, "kv_hints": envelope}
+
+
 def known_tokens(request: Any, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return the tokens of a request from ``start`` on that vLLM knows by now."""
     return np.asarray(request.all_token_ids[start:], np.int32)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from fdcache.errors import FdcacheError
+from fdcache.hints import HintOutcome, read_hints
 from fdcache.integrations.vllm.events import EventTranslator
-from fdcache.integrations.vllm.keys import known_tokens, request_of
+from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
 from fdcache.integrations.vllm.metadata import StepMetadata
 from fdcache.integrations.vllm.timing import StepTimes
 from fdcache.manager import MatchStatus, OffloadManager, Request
@@ -28,11 +29,12 @@ class _Running:
     Nothing more is loaded or offered for one that ``is_lost``.
     """
 
-    __slots__ = ("blocks", "device_tokens", "is_lost", "known_hashes", "request", "source")
+    __slots__ = ("blocks", "device_tokens", "is_lost", "known_hashes", "refused_hints", "request", "source")
 
-    def __init__(self, source: Any, request: Request) -> None:
+    def __init__(self, source: Any, request: Request, refused_hints: Sequence[HintOutcome]) -> None:
         self.source = source
         self.request = request
+        self.refused_hints = refused_hints
         self.blocks: list[int] = []
         self.device_tokens = 0
         self.known_hashes = 0
@@ -86,7 +88,8 @@ class SchedulerSide:
         request = request_of(source)
         if request is None:
             return None
-        known = self._running[source.request_id] = _Running(source, request)
+        request.hints, refused = read_hints(source.request_id, extra_of(source))
+        known = self._running[source.request_id] = _Running(source, request, refused)
         self.manager.begin(request)
         return known
 
@@ -127,15 +130,16 @@ class SchedulerSide:
                 self._unloaded[source.request_id] = wanted[loaded:]
                 self._count("a load of %d blocks was promised, %d are there", count, loaded)
 
-    def finished(self, source: Any, blocks: Sequence[int]) -> None:
-        """Offer what a request has computed and not offered yet, and forget it."""
+    def finished(self, source: Any, blocks: Sequence[int]) -> list[HintOutcome]:
+        """Offer what a request has computed and not offered yet, and forget it; return the outcomes of its hints."""
         known = self._running.get(source.request_id)
         if known is None:
-            return
+            return []
         if known.source is source and blocks and known.blocks:
             known.blocks = list(blocks)
             self._offer(known, source.num_computed_tokens)
         self._forget(source.request_id)
+        return [*known.refused_hints, *known.request.hint_outcomes]
 
     def _forget(self, request_id: str) -> None:
         self.manager.finish(self._running.pop(request_id).request)

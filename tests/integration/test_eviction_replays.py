@@ -1,0 +1,115 @@
+"""What hints and the objective of eviction are worth in replays of generated traffic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fdcache.hints import HintKind
+from fdcache.layout import KVLayout
+from fdcache.manager import CacheManager, Request
+from fdcache.replay.config import Verify
+from fdcache.replay.hints import with_hints
+from fdcache.replay.points import Point, run_point
+from fdcache.replay.workloads import WorkItem, WorkloadName, generate
+from fdcache.settings import Settings
+from tests.replay_help import small_config
+
+REQUESTS = 1000
+
+
+def found(items: list[WorkItem], eviction: str = "learned") -> float:
+    config = small_config(
+        device_blocks=800,
+        host_memory=0,
+        concurrency=1,
+        verify=Verify.OFF,
+        cache={"eviction": eviction},
+    )
+    return run_point(items, config).hit_rate
+
+
+@pytest.fixture(scope="module")
+def chat() -> list[WorkItem]:
+    return list(generate(WorkloadName.CHAT, REQUESTS, 5))
+
+
+def test_hints_say_what_the_workload_does(chat: list[WorkItem]) -> None:
+    hinted = with_hints(chat, 0.0, 1)
+    follows = {item.after for item in chat}
+    for item, before in zip(hinted, chat, strict=True):
+        assert item.index == before.index
+        first = item.hints[0]
+        if item.index in follows:
+            assert (first.kind, first.end, len(item.hints)) == (HintKind.RETURN, None, 1)
+            (later,) = [each for each in chat if each.after == item.index]
+            assert first.seconds == pytest.approx(max((later.timestamp_ms - item.timestamp_ms) / 1000, 1.0))
+        else:
+            assert item.hints[-1].kind is HintKind.ONCE
+
+
+def test_a_share_of_the_hints_is_wrong(chat: list[WorkItem]) -> None:
+    right, wrong, some = (with_hints(chat, share, 1) for share in (0.0, 1.0, 0.3))
+    assert all(a.hints != b.hints for a, b in zip(right, wrong, strict=True))
+    differing = np.mean([a.hints != b.hints for a, b in zip(right, some, strict=True)])
+    assert differing == pytest.approx(0.3, abs=0.05)
+    assert all(each.hints in (a.hints, b.hints) for each, a, b in zip(some, right, wrong, strict=True))
+
+
+def test_right_hints_find_more_and_wrong_ones_cost_little(chat: list[WorkItem]) -> None:
+    without = found(chat)
+    rates = {share: found(with_hints(chat, share, 1)) for share in (0.0, 0.3, 0.5, 1.0)}
+    assert rates[0.0] > rates[0.3] > rates[0.5] > without + 0.01
+    assert rates[0.0] > without + 0.06
+    assert rates[1.0] > without - 0.01
+    assert found(with_hints(chat, 0.0, 1), "lru") == found(chat, "lru")
+
+
+def test_hints_of_a_replay_all_have_an_outcome(chat: list[WorkItem]) -> None:
+    config = small_config(
+        device_blocks=800, host_memory=0, concurrency=1, verify=Verify.OFF, cache={"eviction": "learned"}
+    )
+    items = with_hints(chat[:300], 0.3, 1)
+    with Point(config) as point:
+        for item in items:
+            point.serve(item)
+        point.end()
+        point._seconds += 7 * 3600
+        told = point._manager.take_hint_outcomes()
+        outcomes = point._manager.get_stats().hints.outcomes
+    answered = sum(outcomes.get(name, 0) for name in ("taken", "over_budget", "no_block", "ignored"))
+    assert answered == sum(len(item.hints) for item in items)
+    assert outcomes["kept"] + outcomes.get("evicted_early", 0) == len(told) > 100
+
+
+@pytest.mark.parametrize(("objective", "short_stays"), [("hits", True), ("compute", False)])
+def test_the_objective_decides_between_a_recent_and_a_deep_block(objective: str, short_stays: bool) -> None:
+    block = 4096
+    layout = KVLayout.uniform(
+        model="m", revision="1", num_layers=1, block_size=block, kv_heads=1, head_dim=8, dtype="bfloat16"
+    )
+    values = {
+        "FDCACHE_DEVICE_BLOCKS": "12",
+        "FDCACHE_HOST_MEMORY": "0",
+        "FDCACHE_EVICTION": "learned",
+        "FDCACHE_EVICTION_OBJECTIVE": objective,
+    }
+    now = 0.0
+    manager = CacheManager.from_settings(layout, Settings.load(environ=values), clock=lambda: now)
+
+    def serve(first: int, blocks: int) -> Request:
+        request = Request(f"r{first}", np.arange(first, first + blocks * block, dtype=np.int32))
+        manager.match_prefix([request])
+        assert manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
+        manager.take_plans()
+        manager.commit([(request, request.num_tokens)])
+        manager.request_finish([request])
+        return request
+
+    deep = serve(0, 9)
+    now = 20.0
+    short = serve(50_000, 3)
+    now = 21.0
+    serve(70_000, 1)
+    left = [sum(map(len, manager.find_blocks(each).values())) for each in (deep, short)]
+    assert left == ([8, 3] if short_stays else [9, 2])

@@ -1,0 +1,115 @@
+"""Hints in the requests of engines, and what the client is answered."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fdcache.hints import Hint, HintKind, HintStatus
+from fdcache.integrations.vllm.keys import extra_of
+from fdcache.layout import KVLayout
+from fdcache.manager import EngineClient
+from fdcache.metadata import TransferPlan, TransferReport
+from fdcache.settings.cache import CacheSettings, EvictionPolicy, WritePolicy
+from tests.fastdeploy_help import BLOCK, fd_request, make, report_of, run
+
+LAYOUT = KVLayout.uniform(
+    model="m", revision="1", num_layers=1, block_size=BLOCK, kv_heads=1, head_dim=8, dtype="bfloat16"
+)
+SETTINGS = CacheSettings(
+    host_memory=16 * LAYOUT.record_bytes,
+    eviction=EvictionPolicy.LEARNED,
+    write_policy=WritePolicy.WRITE_THROUGH,
+)
+ENVELOPE = {
+    "protocol_version": "0.1",
+    "message_id": "m",
+    "actions": [
+        {
+            "action_id": "keep",
+            "action_type": "kv.retain",
+            "action_version": "1.0",
+            "payload": {"directives": [{"priority": 90, "duration": 60}]},
+        }
+    ],
+}
+
+
+def executed(plan: TransferPlan) -> TransferReport:
+    """The report of a plan whose copies need no bytes."""
+    results = [
+        msgspec.structs.replace(result, checksums=np.zeros(len(swap) if swap.to_host else 0, np.uint64))
+        for swap, result in zip(plan.swaps(), report_of(plan).results, strict=True)
+    ]
+    return TransferReport(plan_id=plan.plan_id, rank=0, results=tuple(results))
+
+
+class TestFastDeploy:
+    def test_hints_of_the_metadata_are_taken_at_the_end_and_answered(self, monkeypatch: Any) -> None:
+        monkeypatch.setenv("FDCACHE_EVICTION", "learned")
+        manager = make()
+        request = fd_request("a", 4 * BLOCK)
+        request.metadata = {"kv_hints": ENVELOPE, "hints": [{"kind": "?", "id": "odd"}]}
+        run(manager, request)
+        manager.request_finish(request)
+        refused, taken = request.hint_outcomes
+        assert (refused.id, refused.status) == ("odd", HintStatus.REFUSED)
+        assert (taken.id, taken.kind, taken.status) == ("keep", HintKind.RETAIN, HintStatus.TAKEN)
+        assert taken.blocks == 4
+        assert manager.core.get_stats().hints.outcomes == {"taken": 1}
+
+    def test_a_request_without_hints_gets_no_answer(self) -> None:
+        manager = make()
+        request = fd_request("a", 4 * BLOCK)
+        run(manager, request)
+        manager.request_finish(request)
+        assert not hasattr(request, "hint_outcomes")
+
+
+def vllm_request(**fields: Any) -> Any:
+    tokens = list(range(4 * BLOCK + 1))
+    return SimpleNamespace(
+        **{
+            "request_id": "r",
+            "all_token_ids": tokens,
+            "num_tokens": len(tokens),
+            "num_computed_tokens": len(tokens) - 1,
+            "prompt_embeds": None,
+            "resumable": False,
+            "lora_request": None,
+            "mm_features": [],
+            "cache_salt": None,
+            "skip_reading_prefix_cache": False,
+            "sampling_params": None,
+            "kv_transfer_params": None,
+            **fields,
+        }
+    )
+
+
+class TestVllm:
+    def test_hints_come_in_extra_arguments_transfer_parameters_or_the_envelope(self) -> None:
+        control = {"type": "ephemeral"}
+        sampling = SimpleNamespace(extra_args={"cache_control": control})
+        assert extra_of(vllm_request(sampling_params=sampling)) == {"cache_control": control}
+        assert extra_of(vllm_request(kv_transfer_params={"hints": []})) == {"hints": []}
+        assert extra_of(vllm_request(kv_hints=ENVELOPE)) == {"kv_hints": ENVELOPE}
+        assert extra_of(vllm_request(kv_hints=None)) == {}
+
+
+def test_a_client_hints_about_a_path_that_it_has_stored() -> None:
+    now = 0.0
+    with EngineClient(SETTINGS, LAYOUT, lambda plan: [executed(plan)]) as client:
+        hashes = np.random.default_rng(0).integers(0, 256, (3, 32), np.uint8)
+        assert client.store(hashes, np.arange(3, dtype=np.int32)) == 3
+        client._manager._hints._clock = lambda: now
+        (taken,) = client.hint(hashes, [Hint.retain(30)])
+        assert (taken.status, taken.blocks) == (HintStatus.TAKEN, 3)
+        assert client.hint_outcomes() == []
+        now = 31.0
+        assert [each.status for each in client.hint_outcomes()] == [HintStatus.KEPT]
+        (released,) = client.hint(hashes, [Hint.release()])
+        assert (released.status, released.blocks) == (HintStatus.TAKEN, 3)

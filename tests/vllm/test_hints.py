@@ -1,0 +1,54 @@
+"""Hints in vLLM's requests: taken when the request ends, and answered with its output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from fdcache.hints import HintStatus
+from fdcache.integrations.vllm.connector import FdcacheConnector
+from fdcache.integrations.vllm.scheduler import SchedulerSide
+from fdcache.manager import OffloadManager
+from tests.unit.test_connector_hints import ENVELOPE, LAYOUT, SETTINGS, executed
+
+
+def ended(**fields: Any) -> tuple[bool, dict[str, Any] | None]:
+    """What the connector returns for a request of four blocks that are on the host when it ends."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    source = Request("r", list(range(17)), fields.pop("sampling", SamplingParams()), None, **fields)
+    source.num_computed_tokens = 16
+    connector = FdcacheConnector.__new__(FdcacheConnector)
+    connector._scheduler = side = SchedulerSide(OffloadManager(SETTINGS, LAYOUT))
+    connector.on_new_request(source)
+    known = side._running["r"]
+    known.blocks = [0, 1, 2, 3, 4]
+    side.manager.offer(known.request, 16, np.arange(4, dtype=np.int32))
+    while plans := side.manager.take_plans():  # backups come a share of the pool at a time
+        side.manager.apply([executed(plan) for plan in plans])
+    return connector.request_finished(source, known.blocks)
+
+
+def test_the_envelope_of_a_request_is_answered() -> None:
+    protocol = pytest.importorskip("vllm.v1.kv_hints.protocol")
+    envelope = msgspec.convert(ENVELOPE, protocol.KvHintsEnvelope)
+    _, answer = ended(kv_hints=envelope)
+    assert answer is not None
+    (outcome,) = answer["hint_outcomes"]
+    assert (outcome["id"], outcome["status"], outcome["blocks"]) == ("keep", HintStatus.TAKEN, 4)
+
+
+def test_extra_arguments_may_have_hints() -> None:
+    from vllm.sampling_params import SamplingParams
+
+    _, answer = ended(sampling=SamplingParams(extra_args={"hints": [{"kind": "once", "id": "x"}, 3]}))
+    assert answer is not None
+    assert [each["status"] for each in answer["hint_outcomes"]] == [HintStatus.REFUSED, HintStatus.TAKEN]
+
+
+def test_a_request_without_hints_is_not_answered() -> None:
+    assert ended() == (False, None)
