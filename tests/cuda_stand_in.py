@@ -70,5 +70,5 @@ class Driver:
 
     def held(self) -> dict[str, int]:
         """Return what is taken and not given back, and the number of releases of things not taken."""
-        names = ("events", "registered", "contexts", "pushed", "unknown")
+        names = ("events", "registered", "opened", "contexts", "pushed", "unknown")
         return {name: getattr(self._library, f"stand_in_{name}")() for name in names}

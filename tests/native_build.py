@@ -22,7 +22,7 @@ NATIVE = ROOT / "tests/native"
 LIBRARY = "libcuda.so.1"
 DRIVER = [
     NATIVE / f"stand_in_{part}.cpp"
-    for part in ("control", "driver", "faults", "gpus", "holdings", "kernels", "memory", "streams")
+    for part in ("control", "driver", "faults", "gpus", "holdings", "ipc", "kernels", "memory", "streams")
 ]
 CHECKSUM = ROOT / "csrc/hash/checksum.cpp"
 CCACHE = list(filter(None, [shutil.which("ccache")]))

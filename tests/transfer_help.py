@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import Device
 from fdcache.errors import TransferNotFoundError
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.handover import PeerTerms
@@ -50,6 +51,8 @@ class Instance:
         server: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         rank_settings: TransferSettings | None = None,
+        device: Device | None = None,
+        stream: Any = None,
         **peers: Any,
     ) -> None:
         options = {"timeout": 120.0, "lease": 120.0, "connector": "ipc", **peers}
@@ -69,7 +72,9 @@ class Instance:
         self.rank_planes: list[list[np.ndarray]] = []
         self.addresses: list[str] = []
         for rank in range(ranks):
-            controller = CacheController(rank_settings or TransferSettings(group_layers=1), layout, rank=rank)
+            controller = CacheController(
+                rank_settings or TransferSettings(group_layers=1), layout, rank=rank, device=device
+            )
             tensors = controller.initialize_kv_cache(blocks, shared=directory)
             self.rank_planes.append([each.reshape(blocks, -1).view(np.uint8) for each in tensors])
             controller.initialize_host_cache(self.manager.host_cache)
@@ -78,6 +83,7 @@ class Instance:
             self.addresses.append(address)
             self.ranks.append(controller)
         self.controller, self.planes, self.address = self.ranks[0], self.rank_planes[0], self.addresses[0]
+        self.stream = stream
         self.outcomes: list[LoadOutcome] = []
 
     def __enter__(self) -> Instance:
@@ -92,7 +98,7 @@ class Instance:
         """Submit what is planned and apply what was reported."""
         for plan in self.manager.take_plans():
             for each in self.ranks:
-                each.submit_swap_tasks(plan)
+                each.submit_swap_tasks(plan, self.stream)
         for each in self.ranks:
             self.outcomes += self.manager.apply(each.poll())
         self.outcomes += self.manager.expire()
@@ -155,8 +161,9 @@ class Instance:
                 for index, plane in enumerate(LAYOUT.planes):
                     if plane.layer == layer:
                         for block in range(first, last):
-                            planes[index][request.block_table[block]] = expected(request, block, index, rank)
-                self.ranks[rank].layer_computed(layer, {transfer: last})
+                            data = expected(request, block, index, rank)
+                            self.write(planes[index], request.block_table[block], data)
+                self.ranks[rank].layer_computed(layer, {transfer: last}, self.stream)
         self.manager.commit([(request, last * BLOCK)])
 
     def wrong_blocks(self, request: Request, first: int, last: int) -> list[int]:
@@ -165,11 +172,22 @@ class Instance:
             block
             for block in range(first, last)
             if any(
-                not np.array_equal(plane[request.block_table[block]], expected(request, block, index, rank))
+                not np.array_equal(
+                    self.read(plane, request.block_table[block]), expected(request, block, index, rank)
+                )
                 for rank, planes in enumerate(self.rank_planes)
                 for index, plane in enumerate(planes)
             )
         ]
+
+    def write(self, plane: Any, slot: int, data: np.ndarray) -> None:
+        """Write a block of a plane."""
+        plane[slot] = data
+
+    def read(self, plane: Any, slot: int) -> np.ndarray:
+        """Return a block of a plane."""
+        found: np.ndarray = plane[slot]
+        return found
 
 
 def expected(request: Request, block: int, plane: int, rank: int = 0) -> np.ndarray:

@@ -225,9 +225,10 @@ void bind_submitter(nb::module_ &module) {
 }
 
 cuda::Kernels kernels_of(const std::vector<std::uintptr_t> &handles) {
-    if (handles.size() != 4) throw std::invalid_argument("kernels are copy_in, copy_out, sum, copy_words");
+    if (handles.size() != 5)
+        throw std::invalid_argument("kernels are copy_in, copy_out, sum, copy_words, read_peer");
     const auto function = [&](std::size_t i) { return handle_of<cuda::FunctionHandle>(handles[i]); };
-    return {function(0), function(1), function(2), function(3)};
+    return {function(0), function(1), function(2), function(3), function(4)};
 }
 
 BoundSwapPlanes make_planes(const PlanesRef &table, cuda::Address chunks, std::vector<unsigned> first_chunk,
@@ -283,7 +284,7 @@ void bind_batch(nb::module_ &module) {
                     std::move(owner)};
             },
             "context"_a, "kernels"_a, "policy"_a, "owner"_a,
-            "``kernels``: copy_in, copy_out, sum, copy_words, which ``owner`` keeps loaded.")
+            "``kernels``: copy_in, copy_out, sum, copy_words, read_peer, which ``owner`` keeps loaded.")
         .def("prepare", &make_swap, "swap"_a, "to_host"_a, "planes"_a, "records"_a, "extents"_a,
              "fingerprint"_a, "verify"_a,
              "Prepare the copies of a transfer; return None unless it is sound (``is_sound_transfer``).\n"
@@ -321,6 +322,7 @@ void bind_cuda(nb::module_ &module) {
     bind_submitter(module);
     bind_batch(module);
     bind_launches(module);
+    bind_peers(module);
 }
 
 }  // namespace fdcache

@@ -99,5 +99,6 @@ std::optional<BoundSwap> make_swap(const BoundDevice &device, nb::handle transfe
                                    const BoundExtents &extents, const nb::bytes &fingerprint, bool verify);
 
 void bind_launches(nb::module_ &module);
+void bind_peers(nb::module_ &module);
 
 }  // namespace fdcache

@@ -34,6 +34,11 @@ Driver load_driver() {
     load(library, "cuMemHostRegister_v2", loaded.host_register);
     load(library, "cuMemHostUnregister", loaded.host_unregister);
     load(library, "cuMemHostGetDevicePointer_v2", loaded.host_device_address);
+    load(library, "cuMemGetAddressRange_v2", loaded.address_range);
+    load(library, "cuIpcGetMemHandle", loaded.ipc_get);
+    load(library, "cuIpcOpenMemHandle_v2", loaded.ipc_open);
+    load(library, "cuIpcCloseMemHandle", loaded.ipc_close);
+    load(library, "cuCtxEnablePeerAccess", loaded.enable_peer);
     load(library, "cuMemcpyAsync", loaded.copy);
     load(library, "cuMemcpy2DAsync_v2", loaded.copy_2d);
     load(library, "cuLaunchKernel", loaded.launch);

@@ -15,6 +15,11 @@ using EventHandle = struct CUevent_st *;
 using FunctionHandle = struct CUfunc_st *;
 using ContextHandle = struct CUctx_st *;
 
+// An allocation that other processes can open, in the driver's own format.
+struct IpcHandle {
+    unsigned char bytes[64];
+};
+
 inline constexpr int kSuccess = 0;
 inline constexpr int kNotReady = 600;
 
@@ -66,6 +71,11 @@ struct Driver {
     int (*host_register)(void *, std::size_t, unsigned);
     int (*host_unregister)(void *);
     int (*host_device_address)(Address *, void *, unsigned);
+    int (*address_range)(Address *, std::size_t *, Address);
+    int (*ipc_get)(IpcHandle *, Address);
+    int (*ipc_open)(Address *, IpcHandle, unsigned);
+    int (*ipc_close)(Address);
+    int (*enable_peer)(ContextHandle, unsigned);
     int (*copy)(Address, Address, std::size_t, StreamHandle);
     int (*copy_2d)(const Copy2D *, StreamHandle);
     int (*launch)(FunctionHandle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,

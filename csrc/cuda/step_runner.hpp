@@ -16,6 +16,7 @@ struct Kernels {
     FunctionHandle copy_out;
     FunctionHandle sum;
     FunctionHandle copy_words;
+    FunctionHandle read_peer;
 };
 
 // The chunks of all planes, in order, as the kernels read them.

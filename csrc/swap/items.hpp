@@ -20,8 +20,9 @@ struct Chunk {
 
 // One block of a batch.
 struct Block {
-    Word record;  // device-visible address of the record
-    Word sum;     // of its words so far, for the record checksum
+    Word
+        record;  // device-visible address of the record; of a read from a peer, the number of the block there
+    Word sum;    // of its words so far, for the record checksum
     long long slot;
 };
 

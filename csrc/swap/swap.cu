@@ -171,6 +171,26 @@ extern "C" __global__ void __launch_bounds__(1024)
     move_blocks<Way::kSumOnly>(chunks, blocks, range, target);
 }
 
+// Copies blocks between planes: `theirs` are the same chunks of a peer, and the record of a block is its
+// number there. Planes of other GPUs are read in place, so that no piece costs a call.
+extern "C" __global__ void __launch_bounds__(1024)
+    fdcache_read_peer(const Chunk *chunks, const Chunk *theirs, const Block *blocks, Range range) {
+    const unsigned lane = threadIdx.x % kLanes;
+    const unsigned warps = gridDim.x * (blockDim.x / kLanes);
+    const Word items = static_cast<Word>(range.num_blocks) * range.num_chunks;
+    for (Word item = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes; item < items; item += warps) {
+        const Block &block = blocks[range.first_block + static_cast<unsigned>(item / range.num_chunks)];
+        const unsigned index = range.first_chunk + static_cast<unsigned>(item % range.num_chunks);
+        const Chunk &mine = chunks[index];
+        const Chunk &other = theirs[index];
+        const auto place = static_cast<long long>(block.record);
+        auto *to = reinterpret_cast<unsigned char *>(mine.base + static_cast<Word>(mine.stride * block.slot));
+        auto *from =
+            reinterpret_cast<const unsigned char *>(other.base + static_cast<Word>(other.stride * place));
+        move_piece<true, false>({to, from, mine.nbytes, 0}, lane);
+    }
+}
+
 // Copies a small table to or from pinned host memory. On a copy engine it would wait behind the large copies
 // of other batches in the same direction.
 extern "C" __global__ void __launch_bounds__(1024)

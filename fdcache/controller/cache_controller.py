@@ -263,7 +263,7 @@ class CacheController:
         Requires the device planes, and ends with them. ``peers``: by default those of the settings of
         ``from_settings``. ``lookahead_tokens``: those of the manager. ``verifies``: compare blocks with what prefill
         computed, by default unless FDCACHE_VERIFY is off. Raises ``TransferError`` if the connector or the address
-        cannot be used, or the blocks are on a GPU.
+        cannot be used, or peers cannot open the memory of the planes.
         """
         with self._submission, self._lock:
             self._check_usable()
@@ -305,6 +305,9 @@ class CacheController:
         transfer = self._transfer
         if transfer is None:
             return
+
+        if compute_stream is None and self.device.has_compute_streams:
+            raise StreamError("compute_stream: None orders nothing on a GPU; pass the stream that computes")
 
         def record() -> Event | None:
             if compute_stream is None:
@@ -420,10 +423,13 @@ class CacheController:
         has_copies = any(map(len, plan.swaps()))
         if has_copies:
             self._check_memory()
-        stream, refusal = self._compute_stream(compute_stream, has_copies)
+        stream, refusal = self._compute_stream(
+            compute_stream, has_copies or any(len(task.swap) for task in plan.peers)
+        )
         prepared = self._prepare_storage(plan)
         if plan.peers:
             self._check_peers(plan)
+        unordered = refusal
         refusal = refusal or unattached
         if refusal is None and self._arena is not None:
             refusal = self._arena.prepare(plan)
@@ -433,9 +439,24 @@ class CacheController:
         if self._transfer is not None:
             for plan_id in plan.cancelled:
                 self._transfer.cancel(plan_id)
-            for task in plan.peers:
-                self._in_flight.add(self._transfer.submit(task))
+            self._hand_over(self._transfer, plan, stream, unordered)
         return layers
+
+    def _hand_over(
+        self, transfer: TransferEndpoint, plan: TransferPlan, stream: Stream | None, refusal: str | None
+    ) -> None:
+        """Begin the hand-overs of a plan, after what the compute stream has now, its evictions included."""
+        after: Event | None = None
+        if plan.peers and stream is not None and self.device.has_compute_streams:
+            try:
+                after = self.device.create_event()
+                after.record(stream)
+            except DeviceError as error:
+                refusal = reason_of(error)
+        for task in plan.peers:
+            self._in_flight.add(
+                transfer.submit(task, after) if refusal is None else transfer.refuse(task, refusal)
+            )
 
     def _check_peers(self, plan: TransferPlan) -> None:
         """Raise ``CacheNotReadyError`` or ``PlanError`` for hand-overs that this rank cannot begin."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fdcache.controller.layers import layer_groups
 from fdcache.devices.base import Device, DevicePlanes, PlaneBinding
-from fdcache.devices.cpu import CpuPlanes
+from fdcache.devices.cuda import CudaDevice
 from fdcache.errors import TransferError
 from fdcache.layout import KVLayout
 from fdcache.settings.cache import TransferSettings
@@ -27,11 +27,11 @@ def open_endpoint(
     lookahead_tokens: int,
     verifies: bool,
 ) -> TransferEndpoint:
-    """Open the endpoint of one rank. Raises ``TransferError``, also for planes of a GPU."""
-    if device.has_compute_streams or not isinstance(planes, CpuPlanes):
+    """Open the endpoint of one rank. Raises ``TransferError``, also for a connector that reads no GPU."""
+    access = device.peer_access(planes) if isinstance(device, CudaDevice) else None
+    if device.has_compute_streams and (access is None or peers.connector != "ipc"):
         raise TransferError(
-            f"FDCACHE_TRANSFER={peers.connector}: the blocks are on a GPU, and so far only blocks in CPU memory are "
-            "handed over; unset FDCACHE_TRANSFER"
+            f"FDCACHE_TRANSFER={peers.connector}: the blocks are on a GPU, and this connector reads CPU memory; use ipc"
         )
     local = LocalPlanes(
         layout,
@@ -39,6 +39,7 @@ def open_endpoint(
         planes.num_blocks,
         tuple(each.address for each in bindings),
         tuple(each.stride for each in bindings),
+        access,
     )
     groups = layer_groups(layout.total_layers, transfer.first_group_layers, transfer.group_layers)
     options = EndpointOptions(

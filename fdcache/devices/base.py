@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fdcache._core import CopyWindow, PlanLauncher, RecordTable
+from fdcache._core import CopyWindow, PlaneTable, PlanLauncher, RecordTable
 from fdcache.layout import Plane
 from fdcache.metadata import CacheSwapMetadata, TransferResult
 
@@ -76,6 +76,10 @@ class HostArena(Protocol):
 
 class DevicePlanes(Protocol):
     """Planes of a layout on a device, made by ``Device.bind_planes``."""
+
+    @property
+    def table(self) -> PlaneTable:
+        """Addresses and strides of the planes."""
 
     @property
     def num_blocks(self) -> int:

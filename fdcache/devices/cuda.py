@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from fdcache import _core
 from fdcache.devices.base import (
     BlockCopy,
@@ -24,6 +22,8 @@ from fdcache.devices.base import (
 from fdcache.devices.calibration import Calibration, load_calibration, make_policy, min_group_bytes
 from fdcache.devices.copies import NO_POSITIONS, Outcome, make_result, refuse_swap
 from fdcache.devices.cuda_memory import BlockTable, CudaMemory
+from fdcache.devices.cuda_peers import CudaPeerAccess
+from fdcache.devices.cuda_planes import CudaPlanes
 from fdcache.devices.cuda_streams import (
     CudaStream,
     ExternalStream,
@@ -38,7 +38,7 @@ from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferReport, Tra
 from fdcache.settings.cache import TransferSettings, Verify
 from fdcache.tasks import TransferStatus
 
-_KERNELS = ("fdcache_copy_in", "fdcache_copy_out", "fdcache_sum", "fdcache_copy_words")
+_KERNELS = ("fdcache_copy_in", "fdcache_copy_out", "fdcache_sum", "fdcache_copy_words", "fdcache_read_peer")
 
 
 class CudaDevice:
@@ -148,7 +148,14 @@ class CudaDevice:
 
     def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> CudaPlanes:
         """Bind the planes of a layout, in its order."""
-        return CudaPlanes(bindings, record_bytes, self._memory)
+        return CudaPlanes.of(bindings, record_bytes, self._memory)
+
+    def peer_access(self, planes: DevicePlanes) -> CudaPeerAccess:
+        """Return reads of these planes out of those of peers."""
+        if not isinstance(planes, CudaPlanes):
+            raise TypeError(f"expected planes of the CUDA device, got {type(planes).__name__}")
+        budget = self.settings.swap_sm_budget
+        return CudaPeerAccess(self.gpu, self._context, self._copier, self._memory, planes, budget=budget)
 
     def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
         """Prepare a batch of copies.
@@ -214,26 +221,6 @@ class CudaDevice:
         return extents
 
 
-class CudaPlanes:
-    """Planes of a layout in GPU memory, and the table of their chunks that the kernels read."""
-
-    def __init__(self, bindings: Sequence[PlaneBinding], record_bytes: int, memory: CudaMemory) -> None:
-        self.num_planes = len(bindings)
-        self.num_blocks = min(binding.num_blocks for binding in bindings)
-        table = _core.PlaneTable(
-            [binding.address for binding in bindings],
-            [binding.stride for binding in bindings],
-            [binding.plane.nbytes for binding in bindings],
-            [binding.plane.offset for binding in bindings],
-            [binding.owner for binding in bindings],
-        )
-        chunks, first_chunk = _core.swap_chunks(table, record_bytes)
-        self._chunks = memory.allocate(len(chunks))
-        self._chunks.set(np.frombuffer(chunks, np.uint8))
-        owned = (table, self._chunks)
-        self.core = _core.CudaPlanes(table, self._chunks.data.ptr, first_chunk, self.num_blocks, owned)
-
-
 class CudaBlockCopy:
     """Batch of block copies on a GPU."""
 
@@ -285,7 +272,7 @@ class CudaBlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Handles of copy_in, copy_out, sum and copy_words; ``module`` keeps them loaded."""
+    """Handles of copy_in, copy_out, sum, copy_words and read_peer; ``module`` keeps them loaded."""
 
     handles: tuple[int, ...]
     module: Any

@@ -15,22 +15,37 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
+from fdcache import _core
 from fdcache._core import PlaneTable
+from fdcache.devices.base import Event
+from fdcache.devices.cuda_peers import CudaPeerAccess
 from fdcache.layout import KVLayout
-from fdcache.metadata import Int32Array
+from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPlanes:
-    """The planes of this rank: a plane's block b lies at its ``addresses`` entry plus b times its ``strides`` entry."""
+    """The planes of this rank: a plane's block b lies at its ``addresses`` entry plus b times its ``strides`` entry.
+
+    ``gpu`` is set if they are in the memory of a GPU.
+    """
 
     layout: KVLayout
     table: PlaneTable
     num_blocks: int
     addresses: tuple[int, ...]
     strides: tuple[int, ...]
+    gpu: CudaPeerAccess | None = None
+
+    def sums(self, slots: Int32Array, pieces: Pieces | None = None) -> UInt64Array:
+        """Return the sum of each block, or of pieces of its planes. Raises ``DeviceError``."""
+        table, blocks = self.table_of(pieces), np.ascontiguousarray(slots)
+        if self.gpu is not None:
+            return self.gpu.sums(blocks, None if pieces is None else self.gpu.part(pieces, table))
+        return _core.sum_planes(table, self.num_blocks, blocks, 0, self.layout.num_planes)
 
     def table_of(self, pieces: Pieces | None) -> PlaneTable:
         """Return the table of pieces of the planes, None for all."""
@@ -49,6 +64,14 @@ class Pieces:
         """Return the pieces of planes at these addresses as planes of their own; ``owner`` keeps them alive."""
         begins = [address + start for address, start in zip(addresses, self.starts, strict=True)]
         return PlaneTable(begins, list(strides), list(self.sizes), list(self.positions), owner)
+
+
+def whole_planes(layout: KVLayout) -> Pieces:
+    """Return the planes of a layout as pieces."""
+    planes = layout.planes
+    return Pieces(
+        (0,) * len(planes), tuple(each.nbytes for each in planes), tuple(each.offset for each in planes)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +111,8 @@ class ReadOutcome(StrEnum):
 class ReadOrder:
     """Read planes of ``len(slots)`` blocks of a published part into ``slots``.
 
-    ``places`` and ``count`` describe the part; its first ``skip`` blocks are left out.
+    ``places`` and ``count`` describe the part; its first ``skip`` blocks are left out. On a GPU the slots may be
+    written ``after`` that event, if there is one.
     """
 
     read_id: int
@@ -99,6 +123,7 @@ class ReadOrder:
     first_plane: int
     last_plane: int
     slots: Int32Array
+    after: Event | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from fdcache import _core
 from fdcache.devices.base import Event
-from fdcache.errors import TransferError
+from fdcache.errors import DeviceError, TransferError
 from fdcache.layout import KVLayout
-from fdcache.metadata import HandoverEnd, Int32Array, PeerTask, SwapPurpose, UInt64Array
+from fdcache.metadata import HandoverEnd, Int32Array, PeerTask, SwapPurpose
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
@@ -125,8 +124,11 @@ class TransferEndpoint:
 
     # --- any thread -------------------------------------------------------------------------------------------
 
-    def submit(self, task: PeerTask) -> TransferExecution:
-        """Begin a hand-over; its execution ends once nothing accesses its slots any more."""
+    def submit(self, task: PeerTask, after: Event | None = None) -> TransferExecution:
+        """Begin a hand-over; its execution ends once nothing accesses its slots any more.
+
+        ``after``: on a GPU, the work that computes blocks of a send, or still uses slots of a fetch.
+        """
         execution = TransferExecution(task, self._options.rank, partial(self.cancel, task.plan_id))
         if task.swap.purpose is SwapPurpose.SEND:
             with self._lock:
@@ -135,9 +137,15 @@ class TransferEndpoint:
             self._command(partial(self._offer, task))
             if task.computed:
                 for _, last in self._groups:
-                    self.layer_computed(last - 1, {task.transfer: task.computed})
+                    self.layer_computed(last - 1, {task.transfer: task.computed}, lambda: after)
         else:
-            self._command(partial(self._fetch, task, execution))
+            self._command(partial(self._fetch, task, execution, after))
+        return execution
+
+    def refuse(self, task: PeerTask, reason: str) -> TransferExecution:
+        """Return the execution of a hand-over that cannot begin."""
+        execution = TransferExecution(task, self._options.rank, lambda: None)
+        execution.finish(HandoverEnd("", FetchEnd.REFUSED.value, 0), 0, (), 0, reason)
         return execution
 
     def cancel(self, plan_id: int) -> None:
@@ -309,6 +317,8 @@ class TransferEndpoint:
     def _patience(self) -> int:
         if self._connector.needs_polling or (self._fetches and isinstance(self._connector, Notifier)):
             return _POLLING_MS
+        if any(each.event is not None for each in self._queues.parts):
+            return _POLLING_MS
         return _BUSY_MS if self._sends or self._fetches or self._queues.parts else _IDLE_MS
 
     def _take_links(self, now: float) -> None:
@@ -402,9 +412,9 @@ class TransferEndpoint:
 
     # --- fetches ----------------------------------------------------------------------------------------------
 
-    def _fetch(self, task: PeerTask, execution: TransferExecution, now: float) -> None:
+    def _fetch(self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float) -> None:
         sharing = self._sharing
-        gathering = Gathering(execution, task, self._planes.layout.payload_bytes)
+        gathering = Gathering(execution, task, self._planes.layout.payload_bytes, after)
         self._fetches[task.plan_id] = gathering
         ranks = [(rank, task.wanted) for rank, _ in sharing.sources]
         ranks += [(rank, False) for rank in sharing.declined]
@@ -523,9 +533,7 @@ class TransferEndpoint:
             case Publish():
                 self._publishers[reader].publish(effect)
             case ComputeSums():
-                self._prefill.sums(
-                    reader, effect.plan_id, self._sums(effect.slots, self._sharing.readers[reader])
-                )
+                self._sum_sources(reader, effect)
             case OfferEnded():
                 self._end_send(effect.plan_id, effect.end, effect.error, effect.peer, effect.blocks)
             case PlacesRead():
@@ -533,7 +541,7 @@ class TransferEndpoint:
             case BeginRead():
                 self._begin_read(effect)
             case ComputeTargetSums():
-                self._decode.sums(effect.plan_id, self._sums(effect.slots, self._pieces_of(effect.plan_id)))
+                self._sum_targets(effect)
             case FetchEnded():
                 self._end_leg(effect)
             case _:
@@ -565,10 +573,11 @@ class TransferEndpoint:
         return None if joint is None else joint.own
 
     def _begin_read(self, effect: BeginRead) -> None:
-        ready = effect.ready
+        ready, after = effect.ready, None
         for leg in self._legs.values():
             if leg.task.transfer == ready.transfer and leg.boot == effect.peer:
                 leg.gathering.execution.begin()
+                after = leg.gathering.after
         self._connector.read(
             ReadOrder(
                 effect.read_id,
@@ -579,18 +588,25 @@ class TransferEndpoint:
                 ready.first_plane,
                 ready.last_plane,
                 effect.slots,
+                after,
             )
         )
 
-    def _sums(self, slots: Int32Array, pieces: Pieces | None) -> UInt64Array:
-        planes = self._planes
-        return _core.sum_planes(
-            planes.table_of(pieces),
-            planes.num_blocks,
-            np.ascontiguousarray(slots),
-            0,
-            planes.layout.num_planes,
-        )
+    def _sum_sources(self, reader: int, effect: ComputeSums) -> None:
+        try:
+            sums = self._planes.sums(effect.slots, self._sharing.readers[reader])
+        except DeviceError as error:
+            self._prefill.cancel(effect.plan_id, str(error))
+        else:
+            self._prefill.sums(reader, effect.plan_id, sums)
+
+    def _sum_targets(self, effect: ComputeTargetSums) -> None:
+        try:
+            sums = self._planes.sums(effect.slots, self._pieces_of(effect.plan_id))
+        except DeviceError as error:
+            self._decode.cancel(effect.plan_id, str(error))
+            sums = np.empty(0, np.uint64)  # not compared: the fetch has ended
+        self._decode.sums(effect.plan_id, sums)
 
     def _end_all(self, reason: str) -> None:
         """Tell the peers, wait for the reads in flight that end by themselves, and fail what is left."""

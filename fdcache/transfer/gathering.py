@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fdcache.devices.base import Event
 from fdcache.metadata import HandoverEnd, PeerTask
 from fdcache.transfer.decode import FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
@@ -16,6 +17,8 @@ class Gathering:
     execution: TransferExecution
     task: PeerTask
     payload_bytes: int
+    after: Event | None = None
+    """On a GPU, the work after which its slots may be written."""
     legs: dict[int, Leg] = field(default_factory=dict)
     """The legs that have not ended, by number."""
     ends: list[tuple[str, FetchEnded]] = field(default_factory=list)

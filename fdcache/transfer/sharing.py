@@ -12,7 +12,7 @@ from functools import cached_property
 
 from fdcache.errors import LayoutError, TransferError
 from fdcache.layout import KVLayout
-from fdcache.transfer.connector import Joint, Pieces
+from fdcache.transfer.connector import Joint, Pieces, whole_planes
 
 _WORD = 8
 
@@ -68,7 +68,7 @@ def share(layout: KVLayout, rank: int, peer_ranks: int | None) -> Sharing:
 
 def _replicated(own: KVLayout, theirs: KVLayout, rank: int) -> Sharing:
     ranks = _facing(own, theirs, rank)
-    joint = Joint(theirs, _whole(theirs), _whole(own))
+    joint = Joint(theirs, whole_planes(theirs), whole_planes(own))
     readers = len(ranks) if theirs.tp_size > own.tp_size else 1
     return Sharing(theirs, ((ranks[0], joint),), ranks[1:], (None,) * readers, ranks[0])
 
@@ -77,7 +77,7 @@ def _split(own: KVLayout, theirs: KVLayout, rank: int) -> Sharing:
     ranks = _facing(own, theirs, rank)
     if theirs.tp_size > own.tp_size:
         sources = tuple(
-            (each, Joint(theirs, _whole(theirs), _piece(theirs, own, index, theirs)))
+            (each, Joint(theirs, whole_planes(theirs), _piece(theirs, own, index, theirs)))
             for index, each in enumerate(ranks)
         )
         readers = tuple(_piece(theirs, own, index, own) for index in range(len(ranks)))
@@ -94,13 +94,6 @@ def _facing(own: KVLayout, theirs: KVLayout, rank: int) -> tuple[int, ...]:
     if times:
         return tuple(range(rank * times, (rank + 1) * times))
     return (rank * theirs.tp_size // own.tp_size,)
-
-
-def _whole(layout: KVLayout) -> Pieces:
-    planes = layout.planes
-    return Pieces(
-        (0,) * len(planes), tuple(each.nbytes for each in planes), tuple(each.offset for each in planes)
-    )
 
 
 def _piece(small: KVLayout, large: KVLayout, index: int, prefill: KVLayout) -> Pieces:

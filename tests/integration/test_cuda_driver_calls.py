@@ -15,7 +15,8 @@ METHODS = ("auto", "dma", "staged", "kernel")
 def run(cuda_driver: Path, *scenarios: str) -> None:
     """Run scenarios one after the other in a process."""
     steps = "; ".join(f"print({each!r}); {each}" for each in scenarios)
-    done = cuda_stand_in.run_python(cuda_driver, f"from tests import cuda_scenarios; {steps}; print('DONE')")
+    modules = ", ".join({each.partition(".")[0] for each in scenarios})
+    done = cuda_stand_in.run_python(cuda_driver, f"from tests import {modules}; {steps}; print('DONE')")
     assert done.stdout.endswith("DONE\n"), done.stdout + done.stderr
 
 
@@ -69,3 +70,11 @@ def test_a_stream_of_another_gpu_is_refused(cuda_driver: Path) -> None:
 )
 def test_requests_whose_copies_are_refused_compute_again(cuda_driver: Path, call: str, policy: str) -> None:
     run(cuda_driver, f"cuda_scenarios.serve_requests({policy!r}, {call!r})")
+
+
+def test_reads_from_a_peer_whose_calls_are_refused_fail_and_leave_nothing_mapped(cuda_driver: Path) -> None:
+    run(
+        cuda_driver,
+        "cuda_peer_scenarios.unmap_after_the_last_read()",
+        "cuda_peer_scenarios.refuse_every_call()",
+    )

@@ -10,6 +10,7 @@
 #include "native/stand_in_faults.hpp"
 #include "native/stand_in_gpus.hpp"
 #include "native/stand_in_holdings.hpp"
+#include "native/stand_in_ipc.hpp"
 #include "native/stand_in_kernels.hpp"
 #include "native/stand_in_memory.hpp"
 #include "native/stand_in_streams.hpp"
@@ -49,6 +50,10 @@ int stand_in_registered() {
     return static_cast<int>(stand_in::registered.held());
 }
 
+int stand_in_opened() {
+    return static_cast<int>(stand_in::opened.held());
+}
+
 int stand_in_contexts() {
     return stand_in::contexts;
 }
@@ -65,6 +70,10 @@ int stand_in_unknown() {
 
 void stand_in_know(const void *data, std::size_t nbytes, int gpu) {
     stand_in::make_known(data, nbytes, gpu);
+}
+
+void stand_in_share(const void *data, int descriptor) {
+    stand_in::share(data, descriptor);
 }
 
 int stand_in_owner(const void *data) {
@@ -122,7 +131,7 @@ void stand_in_trap(stand_in::Stream *stream) {
 // In the order of `cuda::Kernels`.
 void *stand_in_kernel(int gpu, unsigned index) {
     const cuda::Kernels made = stand_in::kernels(gpu);
-    return std::array{made.copy_in, made.copy_out, made.sum, made.copy_words}.at(index);
+    return std::array{made.copy_in, made.copy_out, made.sum, made.copy_words, made.read_peer}.at(index);
 }
 
 }  // extern "C"

@@ -2,7 +2,7 @@
 
 namespace fdcache::stand_in {
 
-Holdings events, registered;
+Holdings events, registered, opened;
 std::atomic<int> contexts{0}, pushed{0};
 
 bool Holdings::take(const void *what) {

@@ -23,7 +23,7 @@ class Holdings {
     std::size_t unknown_ = 0;
 };
 
-extern Holdings events, registered;
+extern Holdings events, registered, opened;
 extern std::atomic<int> contexts, pushed;
 
 }  // namespace fdcache::stand_in

@@ -62,22 +62,40 @@ std::function<void()> bind_move(void **arguments) {
     };
 }
 
+std::function<void()> bind_read_peer(void **arguments) {
+    return [chunks = argument<const Chunk *>(arguments, 0), theirs = argument<const Chunk *>(arguments, 1),
+            blocks = argument<const Block *>(arguments, 2), range = argument<Range>(arguments, 3)] {
+        for (unsigned row = 0; row < range.num_blocks; ++row) {
+            const Block &block = blocks[range.first_block + row];
+            for (unsigned i = range.first_chunk; i < range.first_chunk + range.num_chunks; ++i) {
+                const auto place = static_cast<long long>(block.record);
+                auto *to = reinterpret_cast<std::uint8_t *>(chunks[i].base + chunks[i].stride * block.slot);
+                auto *from = reinterpret_cast<std::uint8_t *>(theirs[i].base + theirs[i].stride * place);
+                expect_reached(to, chunks[i].nbytes);
+                expect_reached(from, chunks[i].nbytes);
+                std::memcpy(to, from, chunks[i].nbytes);
+            }
+        }
+    };
+}
+
 }  // namespace
 
 cuda::Kernels kernels(int gpu) {
-    using Functions = std::array<cuda::CUfunc_st, 4>;
+    using Functions = std::array<cuda::CUfunc_st, 5>;
     static std::array<Functions, kMostGpus> of_gpus = [] {
         std::array<Functions, kMostGpus> made;
         for (int each = 0; each < kMostGpus; ++each) {
             made[each] = {{{bind_move<Way::kIn>, each},
                            {bind_move<Way::kOut>, each},
                            {bind_move<Way::kSum>, each},
-                           {bind_copy_words, each}}};
+                           {bind_copy_words, each},
+                           {bind_read_peer, each}}};
         }
         return made;
     }();
-    auto &[copy_in, copy_out, sum, copy_words] = of_gpus.at(gpu);
-    return {&copy_in, &copy_out, &sum, &copy_words};
+    auto &[copy_in, copy_out, sum, copy_words, read_peer] = of_gpus.at(gpu);
+    return {&copy_in, &copy_out, &sum, &copy_words, &read_peer};
 }
 
 }  // namespace fdcache::stand_in

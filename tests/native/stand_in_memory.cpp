@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <shared_mutex>
@@ -45,6 +46,14 @@ int owner_of(const void *data) {
     const std::shared_lock lock(mutex);
     const Piece *piece = find(data, 0);
     return piece != nullptr ? piece->gpu : kHost;
+}
+
+Known piece_of(const void *data) {
+    const std::shared_lock lock(mutex);
+    const auto behind = known.upper_bound(reinterpret_cast<std::uintptr_t>(data));
+    if (find(data, 0) == nullptr) return {};
+    const auto &[first, piece] = *std::prev(behind);
+    return {reinterpret_cast<const void *>(first), piece.nbytes, piece.gpu};
 }
 
 void expect_reached(const void *data, std::size_t nbytes) {

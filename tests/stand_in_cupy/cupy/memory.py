@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 import weakref
 from typing import Any, Self
@@ -45,17 +47,38 @@ def _allocate(nbytes: int, gpu: int) -> np.ndarray:
     return made
 
 
+def _allocate_shared(nbytes: int, gpu: int) -> np.ndarray:
+    """Memory that other processes can open. Its views keep its base alive, not the array."""
+    descriptor = os.memfd_create("stand-in")
+    os.ftruncate(descriptor, max(nbytes, 1))
+    mapped = mmap.mmap(descriptor, max(nbytes, 1))
+    made = np.ndarray(len(mapped), np.uint8, mapped)
+    driver.know(made.ctypes.data, made.nbytes, gpu)
+    driver.share(made.ctypes.data, descriptor)
+    weakref.finalize(mapped, _forget_shared, made.ctypes.data, descriptor).atexit = False
+    return made
+
+
+def _forget_shared(address: int, descriptor: int) -> None:
+    driver.share(address, -1)
+    driver.forget(address)
+    os.close(descriptor)
+
+
 class Memory:
-    """Bytes of the current GPU. ``used`` counts those of all GPUs, ``made`` the allocations there ever were."""
+    """Bytes of the current GPU. ``used`` counts those of all GPUs, ``made`` the allocations there ever were.
+
+    Memory of a pool, which arrays are made of, cannot be opened by other processes.
+    """
 
     made = used = 0
 
-    def __init__(self, nbytes: int) -> None:
-        self.bytes = _allocate(nbytes, Device().id)
+    def __init__(self, nbytes: int, *, pooled: bool = False) -> None:
+        self.bytes = (_allocate if pooled else _allocate_shared)(nbytes, Device().id)
         self.ptr = self.bytes.ctypes.data
         Memory.made += 1
         Memory.used += nbytes
-        weakref.finalize(self.bytes, Memory._free, nbytes)
+        weakref.finalize(self.bytes if pooled else self.bytes.base, Memory._free, nbytes)
 
     @classmethod
     def _free(cls, nbytes: int) -> None:
@@ -81,5 +104,5 @@ class MemoryPointer:
 
 def empty(shape: Any, dtype: Any) -> np.ndarray:
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    made: np.ndarray = Memory(nbytes).bytes[:nbytes].view(dtype).reshape(shape)
+    made: np.ndarray = Memory(nbytes, pooled=True).bytes[:nbytes].view(dtype).reshape(shape)
     return made

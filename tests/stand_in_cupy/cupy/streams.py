@@ -93,5 +93,11 @@ class RawModule:
 
     def get_function(self, name: str) -> Any:
         """One of them."""
-        names = ("fdcache_copy_in", "fdcache_copy_out", "fdcache_sum", "fdcache_copy_words")
+        names = (
+            "fdcache_copy_in",
+            "fdcache_copy_out",
+            "fdcache_sum",
+            "fdcache_copy_words",
+            "fdcache_read_peer",
+        )
         return SimpleNamespace(kernel=SimpleNamespace(ptr=driver.kernel(self._gpu, names.index(name))))
