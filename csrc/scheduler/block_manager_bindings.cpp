@@ -23,6 +23,10 @@ using Live = nb::typed<nb::dict, nb::str, nb::any>;  // the requests between mat
 
 // --- hashing -----------------------------------------------------------------------------------------------
 
+// Tokens of a request from which on it is hashed without the GIL. Shorter ones are hashed in a fraction of a
+// millisecond, and to get the GIL back from a busy thread takes up to five.
+constexpr std::size_t tokens_without_gil = 1 << 17;
+
 // Hashes the tokens of a request that `manager` must bind. Another thread may be doing so: then waits for it.
 void bind_request(const PythonBlockManager &manager, PythonRequest &request, bool release_gil) {
     while (manager.must_bind(request)) {
@@ -43,7 +47,7 @@ void bind_request(const PythonBlockManager &manager, PythonRequest &request, boo
             lock.lock();
         }
         if (!manager.must_bind(request)) return;
-        if (release_gil) {
+        if (release_gil && count >= tokens_without_gil) {
             const nb::gil_scoped_release release;
             blocks->commit(count);
         } else {

@@ -57,6 +57,7 @@ class SchedulerSide:
         self._block_size = manager.layout.block_size
         self._running: dict[str, _Running] = {}
         self._loads: list[str] = []
+        self._made = StepMetadata()
         self._unloaded: dict[str, list[int]] = {}
         self._reports: list[TransferReport] = []
         self._pool: Any = None
@@ -118,6 +119,7 @@ class SchedulerSide:
         try:
             if known is not None:
                 known.blocks = list(blocks)
+                self._close_loads()
                 self.manager.evicted(_ids(blocks[first + count :]))
                 loaded = self.manager.load(known.request, _ids(wanted))
         finally:
@@ -154,13 +156,13 @@ class SchedulerSide:
         computed: list[tuple[_Running, int, int]] = []
         with self.guarded("following the block tables"):
             computed = self._learn_blocks(output)
-        made = StepMetadata()
         was_late, self._is_late = self._is_late, True
         with self.guarded("planning"):
             if self._is_lost or was_late:
                 self._lose_requests(are_blocks_known=not was_late)
-            self._plan(made)
+            self._plan()
             self._is_late = False
+        made, self._made = self._made, StepMetadata()
         made.is_late = was_late or self._is_late
         made.unloaded, self._unloaded = self._unloaded, {}
         with self.guarded("timing", follows_blocks=False):
@@ -176,19 +178,30 @@ class SchedulerSide:
             return 0
         return self.times.begin((known.request, start, stop) for known, start, stop in computed)
 
-    def _plan(self, made: StepMetadata) -> None:
+    def _plan(self) -> None:
         if not self._sent_host_cache:
-            made.host_cache, self._sent_host_cache = self.manager.host_cache, True
+            self._made.host_cache, self._sent_host_cache = self.manager.host_cache, True
         if self._reports:
             self.reported(())
         self._reset_device()
         if self.manager.settings.write_policy is WritePolicy.WRITE_BACK:
             self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
         self.manager.expire()
+        self._take_plans()
+
+    def _close_loads(self) -> None:
+        """Give each request a plan of its own: it is admitted when its blocks are there, not with the step's last.
+
+        After a step that failed, the requests that are lost come before any plan.
+        """
+        if self._loads and not (self._is_lost or self._is_late):
+            self._take_plans()
+
+    def _take_plans(self) -> None:
         for plan in self.manager.take_plans():
-            made.plans.append(encode(plan))
+            self._made.plans.append(encode(plan))
             if plan.loads is not None and self._loads:
-                made.loads[plan.plan_id], self._loads = self._loads, []
+                self._made.loads[plan.plan_id], self._loads = self._loads, []
 
     def _lose_requests(self, *, are_blocks_known: bool) -> None:
         """Store nothing more of the requests so far, whose block tables may be wrong; what is being loaded goes on.
