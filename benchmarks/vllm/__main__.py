@@ -31,6 +31,8 @@ from benchmarks.vllm.worker import Job
 
 LOADED = ("chat", "single", "beside", "unique")
 PARTS = (*LOADED, "restart", "tokens")
+START_LIMIT_S = 300.0
+"""An engine that is not ready by then is left out."""
 RANDOM = {"cuda": "random", "cpu": "tiny-random"}
 
 
@@ -82,7 +84,7 @@ class Run:
                     self.add({"shape": shape.name, "engine": name, "part": "skipped", "why": str(error)})
             ready = {}
             for name, process in begun.items():
-                found = self._collect(shape, name, process.results("start"))
+                found = self._collect(shape, name, process.results("start", START_LIMIT_S))
                 for record in found:
                     self._least_start_s = min(self._least_start_s or 1e9, record["engine_s"])
                     ready[name] = process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import selectors
@@ -80,12 +81,12 @@ class Process:
         self._lines: list[bytes] = []
         self._pending = b""
 
-    def results(self, last: str | None = None) -> Iterator[dict[str, Any]]:
+    def results(self, last: str | None = None, seconds: float = math.inf) -> Iterator[dict[str, Any]]:
         """Yield results as they come: up to one of the part ``last``, to ``DONE``, or to the end of the process.
 
-        Raises ``JobError`` if the process fails and ``CutError`` at the deadline.
+        Raises ``JobError`` if the process fails or gives none for so many seconds, ``CutError`` at the deadline.
         """
-        while (line := self._next()) is not None:
+        while (line := self._next(seconds)) is not None:
             record: dict[str, Any] = json.loads(line)
             if record["part"] == DONE:
                 return
@@ -103,14 +104,17 @@ class Process:
             self._process.stdin.flush()
         yield from self.results()
 
-    def _next(self) -> bytes | None:
+    def _next(self, seconds: float) -> bytes | None:
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not self._lines:
-                left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-                if not selector.select(left):
-                    raise CutError
+                left = math.inf if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                least = min(left, seconds)
+                if not selector.select(None if math.isinf(least) else least):
+                    if left <= seconds:
+                        raise CutError
+                    raise JobError(f"nothing for {seconds:g} s (its log is {self._log})")
                 piece = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not piece:
                     return None

@@ -200,6 +200,16 @@ def test_an_engine_that_ends_before_it_is_ready_has_failed(tmp_path: Path) -> No
         list(process.results("start"))
 
 
+def test_an_engine_that_does_not_become_ready_is_given_up(tmp_path: Path) -> None:
+    with (
+        processes(tmp_path, "exec sleep 600", time.monotonic() + 600).started(
+            "x", Job("tiny", "small"), {}
+        ) as process,
+        pytest.raises(JobError, match=r"nothing for 0.1 s"),
+    ):
+        list(process.results("start", 0.1))
+
+
 def test_an_order_to_an_engine_that_has_failed_names_the_cause(tmp_path: Path) -> None:
     script = """echo '{"part": "start"}'; exec 0<&-; echo 'TypeError: late' >&2; exit 1"""
     with processes(tmp_path, script).started("x", Job("tiny", "small"), {}) as process:

@@ -70,6 +70,26 @@ def test_prefills_are_timed_and_blocks_that_are_sooner_computed_are_not_loaded(
     engine.assert_nothing_is_held()
 
 
+def test_requests_admitted_in_one_step_wait_for_plans_of_their_own(
+    engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    waiting: list[list[list[str]]] = []
+    step = engine.side.step
+
+    def observed(output: Any) -> Any:
+        made = step(output)
+        waiting.append(list(made.loads.values()))
+        return made
+
+    monkeypatch.setattr(engine.side, "step", observed)
+    assert engine.answers(prompts[:2]) == computed[:2]
+    assert max(len(plans) for plans in waiting) == 2
+    assert all(len(requests) == 1 for plans in waiting for requests in plans)
+    engine.assert_nothing_is_held()
+
+
 def test_a_loaded_block_with_the_bytes_of_another_changes_the_answer(
     engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,10 +26,19 @@ logger = logging.getLogger(__name__)
 class _Running:
     """A request between its arrival and its end. ``blocks`` is its block table while it has one.
 
-    Nothing more is loaded or offered for one that ``is_lost``.
+    The first ``offered`` of them are offered. Nothing more is loaded or offered for one that ``is_lost``.
     """
 
-    __slots__ = ("blocks", "device_tokens", "is_lost", "known_hashes", "refused_hints", "request", "source")
+    __slots__ = (
+        "blocks",
+        "device_tokens",
+        "is_lost",
+        "known_hashes",
+        "offered",
+        "refused_hints",
+        "request",
+        "source",
+    )
 
     def __init__(self, source: Any, request: Request, refused_hints: Sequence[HintOutcome]) -> None:
         self.source = source
@@ -39,6 +48,12 @@ class _Running:
         self.device_tokens = 0
         self.known_hashes = 0
         self.is_lost = False
+        self.offered = 0
+
+    def has_table(self, blocks: Sequence[int]) -> None:
+        """Give the request another block table, of which nothing is offered."""
+        self.blocks = list(blocks)
+        self.offered = 0
 
 
 class SchedulerSide:
@@ -99,7 +114,7 @@ class SchedulerSide:
         known = self.arrived(source)
         if known is None or known.is_lost:
             return 0
-        known.blocks = []
+        known.has_table(())
         known.device_tokens = device_tokens
         self._learn_tokens(known, source.num_tokens)
         found = self.manager.match(known.request, device_tokens)
@@ -118,7 +133,7 @@ class SchedulerSide:
         loaded = 0
         try:
             if known is not None:
-                known.blocks = list(blocks)
+                known.has_table(blocks)
                 self._close_loads()
                 self.manager.evicted(_ids(blocks[first + count :]))
                 loaded = self.manager.load(known.request, _ids(wanted))
@@ -224,12 +239,12 @@ class SchedulerSide:
         given: list[int] = []
         for request_id in output.preempted_req_ids or ():
             if (known := self._running.get(request_id)) is not None:
-                known.blocks = []
+                known.has_table(())
         for new in output.scheduled_new_reqs:
             blocks, start = new.block_ids[0], new.num_computed_tokens
             given += blocks[start // self._block_size :]
             if (known := self._running.get(new.req_id)) is not None:
-                known.blocks = list(blocks)
+                known.has_table(blocks)
                 computed.append((known, start, start + scheduled.get(new.req_id, 0)))
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -238,7 +253,10 @@ class SchedulerSide:
             resumed = request_id in cached.resumed_req_ids
             given += blocks[start // self._block_size :] if resumed else blocks
             if (known := self._running.get(request_id)) is not None:
-                known.blocks = list(blocks) if resumed else known.blocks + blocks
+                if resumed:
+                    known.has_table(blocks)
+                else:
+                    known.blocks += blocks
                 computed.append((known, start, start + scheduled.get(request_id, 0)))
         if given:
             self.manager.evicted(_ids(given))
@@ -250,12 +268,15 @@ class SchedulerSide:
             return
         num_tokens = min(num_tokens, known.source.num_tokens)
         whole = num_tokens // self._block_size
+        if whole == known.offered and (self._events is None or known.known_hashes >= whole):
+            return
         if whole > len(known.blocks):
             self._count("%d blocks are computed, %d are known", whole, len(known.blocks))
         elif whole:
             self._learn_tokens(known, num_tokens)
             self._learn_hashes(known)
             self.manager.offer(known.request, num_tokens, _ids(known.blocks[:whole]))
+            known.offered = whole
 
     def _learn_tokens(self, known: _Running, num_tokens: int) -> None:
         have = known.request.num_tokens
