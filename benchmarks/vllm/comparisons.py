@@ -59,6 +59,52 @@ class Comparisons:
     def __init__(self, run: Runs, shape: Shape) -> None:
         self._run = run
         self._shape = shape
+        self.places = replace(run.places, host_bytes=min(run.places.host_bytes, MOST_HOST_BYTES))
+
+    @property
+    def full(self) -> int:
+        """Number of blocks of the prompt that can be reused."""
+        return (length_of(LOADS[self._run.options.scale]) - 1) // BLOCK
+
+    def from_host(self, names: Sequence[str]) -> dict[str, dict[str, Answer]]:
+        """Compare what engines answer from the host with what they answer from the device; return all answers."""
+        found = {}
+        with self._run.started(self._shape, names, self.places, False) as ready:
+            for name, process in ready.items():
+                # What is to be read again has time to be written, and is written to its end.
+                again = [{"settle": True}, {"settle": True}] if name == STORAGE else []
+                answers = found[name] = self.ask(name, process, [*FROM_HOST, *again])
+                host, device = answers.get("host"), answers.get("device")
+                if name == SPOILING:
+                    self.expect("control: a cleared block is noticed", host, device, equal=False)
+                elif name != FAILING:
+                    shown = OURS if name == STORAGE else name
+                    self.expect(f"{shown}: from the host as from the device", host, device)
+                if name == STORAGE:
+                    process.leave(30)
+                process.end()
+        return found
+
+    def restarted(self, label: str) -> Answer | None:
+        """Return what an engine answers whose storage was filled by another process."""
+        with self._run.started(self._shape, [STORAGE], self.places, False) as ready:
+            for process in ready.values():
+                answer = self.ask(STORAGE, process, [{"ask": label}]).get(label)
+                process.leave(30)
+                return answer
+        return None
+
+    def splits_as_computed(self, splits: dict[str, tuple[int, Answer]]) -> None:
+        """Compare answers with those to prompts of which as many blocks come from the device."""
+        orders = list(COMPUTED)
+        for what, (blocks, _) in splits.items():
+            orders += [{"forget": True}, {"ask": f"head {what}", "same_blocks": blocks}, {"ask": what}]
+        with self._run.started(self._shape, [NONE], self.places, False) as ready:
+            for process in ready.values():
+                wanted = self.ask(NONE, process, orders)
+                for what, (blocks, answer) in splits.items():
+                    text = f"fdcache: {what}: {blocks} of {self.full} blocks reused, the rest as computed"
+                    self.expect(text, answer, wanted.get(what), cached=what.endswith("storage"))
 
     def ask(self, engine: str, process: Process, asked: list[dict[str, Any]]) -> dict[str, Answer]:
         """Return an engine's answers by their labels; none if it has failed."""
@@ -91,55 +137,26 @@ class Comparisons:
 
 def compare_tokens(run: Runs, shape: Shape, names: Sequence[str]) -> None:
     """Compare hits from every tier with hits from the device, and broken loads with the same split computed."""
-    ask, expect = (comparisons := Comparisons(run, shape)).ask, comparisons.expect
-    places = replace(run.places, host_bytes=min(run.places.host_bytes, MOST_HOST_BYTES))
+    comparing = Comparisons(run, shape)
     chosen = [name for name in names if name in BESIDE and name not in {NONE, OURS}]
     if OURS in names:
         chosen += [STORAGE, FAILING, SPOILING]
-    full = (length_of(LOADS[run.options.scale]) - 1) // BLOCK
     splits: dict[str, tuple[int, Answer]] = {}
     first: dict[str, Answer] = {}
     for some in batched(chosen, max(run.options.together)):
-        with run.started(shape, some, places, False) as ready:
-            for name, process in ready.items():
-                again = [{"settle": True}, {"settle": True}] if name == STORAGE else []
-                found = ask(name, process, [*FROM_HOST, *again])
-                host, device = found.get("host"), found.get("device")
-                if name == FAILING:
-                    if host and host["has_fault"]:
-                        splits["one failed load"] = (full // 2, host)
-                elif name == SPOILING:
-                    expect("control: a cleared block is noticed", host, device, equal=False)
-                else:
-                    shown = OURS if name == STORAGE else name
-                    expect(f"{shown}: from the host as from the device", host, device)
-                if name == STORAGE:
-                    first = found
-                    process.leave(30)
-                process.end()
-
-    def restarted(label: str) -> Answer | None:
-        with run.started(shape, [STORAGE], places, False) as ready:
-            for process in ready.values():
-                answer = ask(STORAGE, process, [{"ask": label}]).get(label)
-                process.leave(30)
-                return answer
-        return None
-
-    stored = restarted("storage") if first else None
-    expect("fdcache: from storage after a restart as from the device", stored, first.get("device"))
-    if stored and stored["cached"]:
-        corrupt(places.storage(STORAGE))
-        if refused := restarted("refused"):
-            splits["one corrupted block in storage"] = (refused["cached"] // BLOCK, refused)
-    if NONE not in names:
-        return
-    orders = list(COMPUTED)
-    for what, (blocks, _) in splits.items():
-        orders += [{"forget": True}, {"ask": f"head {what}", "same_blocks": blocks}, {"ask": what}]
-    with run.started(shape, [NONE], places, False) as ready:
-        for process in ready.values():
-            wanted = ask(NONE, process, orders)
-            for what, (blocks, answer) in splits.items():
-                text = f"fdcache: {what}: {blocks} of {full} blocks reused, the rest as computed"
-                expect(text, answer, wanted.get(what), cached=what.endswith("storage"))
+        found = comparing.from_host(some)
+        first |= found.get(STORAGE, {})
+        failed = found.get(FAILING, {}).get("host")
+        if failed and failed["has_fault"]:
+            splits["one failed load"] = (comparing.full // 2, failed)
+    if first:
+        stored = comparing.restarted("storage")
+        comparing.expect(
+            "fdcache: from storage after a restart as from the device", stored, first.get("device")
+        )
+        if stored and stored["cached"]:
+            corrupt(comparing.places.storage(STORAGE))
+            if refused := comparing.restarted("refused"):
+                splits["one corrupted block in storage"] = (refused["cached"] // BLOCK, refused)
+    if NONE in names:
+        comparing.splits_as_computed(splits)

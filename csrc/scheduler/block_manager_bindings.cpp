@@ -5,6 +5,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
 #include <mutex>
 #include <string_view>
 #include <unordered_set>
@@ -23,12 +24,14 @@ using Live = nb::typed<nb::dict, nb::str, nb::any>;  // the requests between mat
 
 // --- hashing -----------------------------------------------------------------------------------------------
 
-// Tokens of a request from which on it is hashed without the GIL. Shorter ones are hashed in a fraction of a
-// millisecond, and to get the GIL back from a busy thread takes up to five.
-constexpr std::size_t tokens_without_gil = 1 << 17;
+// Tokens from which on a request is hashed without the GIL even in the thread that computes. Fewer are hashed
+// in a fraction of a millisecond, and to get the GIL back from a busy thread takes up to five.
+constexpr std::size_t many_tokens = 1 << 17;
+constexpr std::size_t never = std::numeric_limits<std::size_t>::max();
 
-// Hashes the tokens of a request that `manager` must bind. Another thread may be doing so: then waits for it.
-void bind_request(const PythonBlockManager &manager, PythonRequest &request, bool release_gil) {
+// Hashes the tokens of a request that `manager` must bind, `least_without_gil` or more of them without the
+// GIL. Another thread may be doing so: then waits for it.
+void bind_request(const PythonBlockManager &manager, PythonRequest &request, std::size_t least_without_gil) {
     while (manager.must_bind(request)) {
         const BlockKeys keys = manager.keys();
         const TokenBlocks *const before = request.is_bound() ? &request.blocks() : nullptr;
@@ -47,7 +50,7 @@ void bind_request(const PythonBlockManager &manager, PythonRequest &request, boo
             lock.lock();
         }
         if (!manager.must_bind(request)) return;
-        if (release_gil && count >= tokens_without_gil) {
+        if (count >= least_without_gil) {
             const nb::gil_scoped_release release;
             blocks->commit(count);
         } else {
@@ -59,7 +62,7 @@ void bind_request(const PythonBlockManager &manager, PythonRequest &request, boo
         const bool is_same =
             now == before && (!now || now->tokens().size() == count) && manager.keys() == keys;
         if (is_same && !request.is_live()) return request.bind(keys, std::move(blocks));
-        release_gil = false;
+        least_without_gil = never;
     }
 }
 
@@ -67,7 +70,7 @@ void bind_request(const PythonBlockManager &manager, PythonRequest &request, boo
 
 void check_match(const PythonBlockManager &manager, const RequestSequence &requests, const Live &live) {
     for (nb::handle each : requests) manager.check_idle(request_of(each));
-    for (nb::handle each : requests) bind_request(manager, request_of(each), false);
+    for (nb::handle each : requests) bind_request(manager, request_of(each), never);
     // Hashing may have run Python code; nothing does from here on.
     std::unordered_set<std::string_view> seen;
     for (nb::handle each : requests) {
@@ -370,10 +373,13 @@ void bind_block_manager(nb::module_ &module) {
             "follow_hits"_a = 0, "host"_a.none() = nb::none())
         .def(
             "prepare",
-            [](const PythonBlockManager &self, PythonRequest &request) { bind_request(self, request, true); },
-            "request"_a,
-            "Hash the tokens of a request, without the GIL, unless they are. Any thread may call. Raises\n"
-            "HashingError for tokens that cannot be hashed.")
+            [](const PythonBlockManager &self, PythonRequest &request, bool keeps_gil) {
+                bind_request(self, request, keeps_gil ? many_tokens : 0);
+            },
+            "request"_a, "keeps_gil"_a = false,
+            "Hash the tokens of a request, without the GIL, unless they are. Any thread may call. With\n"
+            "``keeps_gil`` the GIL is kept for all but very long ones. Raises HashingError for tokens that\n"
+            "cannot be hashed.")
         .def(
             "change_fingerprint",
             [](PythonBlockManager &self, const nb::bytes &fingerprint) {

@@ -145,9 +145,12 @@ class OffloadedRequests:
         return len(self._tracked)
 
     def prepare(self, request: OffloadRequest) -> None:
-        """Hash the tokens of a request, unless they are hashed. Raises ``HashingError``, ``RequestStateError``."""
+        """Hash the tokens of a request, unless they are hashed. Raises ``HashingError``, ``RequestStateError``.
+
+        The GIL is kept, as this is the thread of the engine's steps: it would be waited for longer than this takes.
+        """
         if isinstance(request, Request):
-            self._hasher.prepare(request)
+            self._hasher.prepare(request, keeps_gil=True)
 
     def get(self, request: OffloadRequest) -> Tracked | None:
         """Return a request that has arrived and not ended."""

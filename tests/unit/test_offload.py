@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +36,31 @@ def loaded(engine: OffloadEngine, request: Request, into: np.ndarray) -> Any:
     engine.step()
     (outcome,) = engine.collect()
     return outcome
+
+
+def test_the_engines_thread_keeps_the_gil_while_a_prompt_is_hashed(engine: OffloadEngine) -> None:
+    gate, ran = threading.Lock(), threading.Event()
+
+    def wait() -> None:
+        with gate:
+            ran.set()
+
+    interval = sys.getswitchinterval()
+    gate.acquire()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    request = Request("long", np.arange(100_000, dtype=np.int32))
+    sys.setswitchinterval(60)
+    try:
+        gate.release()
+        engine.manager.begin(request)
+        ran_meanwhile = ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+    thread.join()
+    assert not ran_meanwhile
+    assert len(request.block_hashes) == 100_000 // BLOCK
+    engine.manager.finish(request)
 
 
 # --- match ------------------------------------------------------------------------------------------------

@@ -183,7 +183,9 @@ def test_results_come_as_they_are_written(tmp_path: Path) -> None:
 
 def test_an_engine_waits_for_orders_and_says_when_each_is_done(tmp_path: Path) -> None:
     script = """echo '{"part": "start"}'
-while read -r order; do echo "{\\"part\\": \\"got\\", \\"order\\": $order}"; echo '{"part": "done"}'; done; touch left"""
+while read -r order; do
+echo "{\\"part\\": \\"got\\", \\"order\\": $order}"
+echo '{"part": "done"}'; done; touch left"""
     with processes(tmp_path, script).started("x", Job("tiny", "small"), {}) as process:
         assert list(process.results("start")) == [{"part": "start"}]
         for order in ({"parts": ["chat"]}, {"ask": [{"settle": True}]}):
@@ -413,6 +415,8 @@ def test_wrong_tokens_fail_the_run(tmp_path: Path, capsys: pytest.CaptureFixture
 
 class Kept:
     """Keeps the records of comparisons."""
+
+    places = Places(Path(), 1 << 40)
 
     def __init__(self) -> None:
         self.added: list[dict[str, Any]] = []
