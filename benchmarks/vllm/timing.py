@@ -137,10 +137,12 @@ def phases(found: Iterable[Event], sent: float, came: float) -> dict[str, float]
 
     times: dict[str, float] = {}
     at = sent
-    for phase, name, end in zip(PHASES, ("match", "submit", "report", "step"), (1, 2, 2, 2), strict=False):
+    for phase, name in zip(PHASES, ("match", "submit", "report", "step"), strict=False):
         if (event := first(name, at)) is not None:
-            times[phase] = (event[end] - at) * 1000
-            at = event[end]
+            _, begin, end = event
+            until = begin if name == "match" else end
+            times[phase] = (until - at) * 1000
+            at = until
     times[PHASES[-1]] = (came - at) * 1000
     return times
 
