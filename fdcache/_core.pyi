@@ -1447,10 +1447,11 @@ class BlockManager:
         follow_hits: int = 0,
         host: Tier | PinnedRuns | None | None = None,
     ) -> None: ...
-    def prepare(self, request: RequestState) -> None:
+    def prepare(self, request: RequestState, keeps_gil: bool = False) -> None:
         """
-        Hash the tokens of a request, without the GIL, unless they are. Any thread may call. Raises
-        HashingError for tokens that cannot be hashed.
+        Hash the tokens of a request, without the GIL, unless they are. Any thread may call. With
+        ``keeps_gil`` the GIL is kept for all but very long ones. Raises HashingError for tokens that
+        cannot be hashed.
         """
 
     def change_fingerprint(self, fingerprint: bytes) -> None:
