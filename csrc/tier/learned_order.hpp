@@ -23,8 +23,6 @@ class LearnedOrder final : public LeafOrder {
     void arrive(Slot slot, const Digest &digest, std::uint32_t depth) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
     void use(std::span<const Slot> path, const RequestEnd *end) override;
-    HintAnswer hint(std::span<const Slot> path, const Hint &hint, bool all) override;
-    HintFate fate(Slot slot, const Digest &digest) override;
     void prefetch(Slot slot, const Digest &digest) const override {
         __builtin_prefetch(&blocks_[slot], 1);
         ghosts_.prefetch(digest);
