@@ -2337,7 +2337,7 @@ class CudaCopier:
         self, context: CudaContext, kernels: Sequence[int], policy: SwapPolicy, owner: object
     ) -> None:
         """
-        ``kernels``: copy_in, copy_out, sum, copy_words, which ``owner`` keeps loaded.
+        ``kernels``: copy_in, copy_out, sum, copy_words, read_peer, which ``owner`` keeps loaded.
         """
 
     def prepare(
@@ -2458,6 +2458,77 @@ def take_ended(executions: dict[int, Any]) -> list[Any]:
     """
     Remove the plans that have ended from a dictionary by id, and return their reports in its order.
     """
+
+class CudaPeerMemory:
+    """An allocation of another process, mapped until the object is deleted."""
+
+    def __init__(self, context: CudaContext, handle: bytes) -> None:
+        """``handle``: of ``export_memory`` in the other process."""
+
+    @property
+    def address(self) -> int: ...
+
+def export_memory(context: CudaContext, address: int) -> tuple[bytes, int, int]:
+    """
+    Return the handle, the address and the bytes of the allocation around an address. Raises CudaError for
+    memory that has no handle.
+    """
+
+def enable_peer_access(context: CudaContext, other: CudaContext) -> None:
+    """Let kernels access the memory of another GPU of this process."""
+
+class CudaPlaneWork:
+    """A kernel over the planes of blocks."""
+
+    @property
+    def done(self) -> CudaEvent:
+        """Event of its end, reached even if the driver refused the kernel."""
+
+    @property
+    def error(self) -> str:
+        """Reason of the driver's refusal, empty without one."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds on the GPU, once ``done`` is reached."""
+
+def read_planes(
+    copier: CudaCopier,
+    stream: int,
+    source: CudaPlanes,
+    places: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    target: CudaPlanes,
+    slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    first_plane: int,
+    last_plane: int,
+    host: int,
+    table: int,
+    table_bytes: int,
+    thread_blocks: int,
+    threads: int,
+    after: Sequence[CudaEvent],
+) -> CudaPlaneWork:
+    """
+    Read planes [first_plane, last_plane) of blocks ``places`` of other planes into ``slots`` with one kernel,
+    after these events. ``host``, ``table``: a block table in pinned memory and on the GPU, in use until the end.
+    Raises IndexError for a block that does not exist.
+    """
+
+def sum_device_planes(
+    copier: CudaCopier,
+    stream: int,
+    planes: CudaPlanes,
+    slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    host: int,
+    table: int,
+    table_bytes: int,
+) -> CudaPlaneWork:
+    """
+    Sum the planes of blocks as ``sum_planes`` does; ``read_sums`` returns the sums once it has ended.
+    """
+
+def read_sums(host: int, count: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+    """Return the sums in a block table."""
 
 def set_leak_warnings(on: bool) -> None:
     """
