@@ -109,6 +109,17 @@ class Engine:
         """Step until no copy is in flight."""
         until(lambda: not self.side.has_pending_work or self.step(), "the end of all copies")
 
+    def arrived(self) -> set[str]:
+        """Step until a load ends; return the requests whose load has."""
+        found: set[str] = set()
+
+        def has_ended() -> bool:
+            found.update(self.step())
+            return bool(found)
+
+        until(has_ended, "the end of the load")
+        return found
+
     def compute(self, source: Request, blocks: list[int], fill: int) -> None:
         """Compute and finish a request."""
         assert self.side.matched(source, 0) == 0
@@ -123,9 +134,7 @@ class Engine:
         found = self.side.matched(source, 0)
         if found:
             self.side.allocated(source, blocks, found)
-            arrived: set[str] = set()
-            until(lambda: arrived.update(self.step()) or arrived, "the end of the load")
-            assert arrived == {source.request_id}
+            assert self.arrived() == {source.request_id}
         return found
 
     def content(self, block: int) -> set[int]:
@@ -269,9 +278,7 @@ def test_a_load_that_a_step_without_its_plan_loses_is_computed(
     with monkeypatch.context() as patched:
         patched.setattr(engine.manager, "take_plans", fail)
         assert engine.step() == set()
-    arrived: set[str] = set()
-    until(lambda: arrived.update(engine.step()) or arrived, "the end of the load")
-    assert arrived == {"b"}
+    assert engine.arrived() == {"b"}
     assert engine.worker.take_bad_blocks() == {8, 9}
     assert engine.side.matched(source, 0) == 0
     engine.settle()

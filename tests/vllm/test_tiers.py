@@ -64,7 +64,8 @@ def test_blocks_whose_step_went_without_its_plan_are_not_stored_with_the_next(
     transfer = connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_WRITE_POLICY="write_back")
     with running_engine(model, transfer) as llm:
         engine = Observed(llm)
-        take_plans, lost = engine.manager.take_plans, []
+        take_plans = engine.manager.take_plans
+        lost: list[int] = []
 
         def raise_before_evictions() -> object:
             evictions = engine.manager._plans.open.evictions
