@@ -65,12 +65,12 @@ def test_decision_is_the_best_of_all_lengths(model: CostModel, cached: Cached) -
         assert decision.num_blocks == cached.num_blocks
         return
     assert decision.seconds == model.seconds(cached, decision.num_blocks)
-    others = (decision.seconds_whole, decision.seconds_nothing)
-    assert others[0] is not None and others[1] is not None
-    assert decision.seconds <= min(others)
+    assert decision.seconds_whole is not None and decision.seconds_nothing is not None
+    other = min(decision.seconds_whole, decision.seconds_nothing)
+    assert decision.seconds <= other
     if decision.choice is LoadChoice.PART:
         assert decision.seconds <= best * (1 + 1e-9) + 1e-12
-        assert decision.seconds * (1 + MARGIN) <= min(others) * (1 + 1e-9)
+        assert decision.seconds * (1 + MARGIN) <= other * (1 + 1e-9)
     else:
         assert decision.seconds <= best * (1 + MARGIN) * (1 + 1e-9) + 1e-12
 
