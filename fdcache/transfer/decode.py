@@ -169,12 +169,17 @@ class DecodeSide:
     # --- this instance ----------------------------------------------------------------------------------------
 
     def fetch(self, fetch: Fetch, now: float) -> None:
-        """Ask a peer, which was accepted, for blocks."""
+        """Ask a peer, which was accepted, for blocks. An attempt that is being fetched is refused."""
+        key = fetch.peer, fetch.transfer, fetch.attempt
+        if key in self._by_transfer:
+            reason = f"attempt {fetch.attempt} of transfer {fetch.transfer!r} is being fetched already"
+            self._effects.append(FetchEnded(fetch.plan_id, FetchEnd.REFUSED, 0, (), reason))
+            return
         shape = (len(fetch.slots), self._num_planes)
         state = _State(fetch, now + fetch.timeout, now, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_))
         state.limit = state.size
         self._fetches[fetch.plan_id] = state
-        self._by_transfer[fetch.peer, fetch.transfer, fetch.attempt] = fetch.plan_id
+        self._by_transfer[key] = fetch.plan_id
         self._tell(state, now)
 
     def decline(self, peer: Peer, transfer: str, attempt: int) -> None:

@@ -112,6 +112,8 @@ class TransferEndpoint:
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
+        self._ended: str | None = None
+        """Why nothing is handed over any more."""
         self._failures: list[BaseException] = []
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fdcache-transfer", daemon=True)
@@ -130,16 +132,19 @@ class TransferEndpoint:
         ``after``: on a GPU, the work that computes blocks of a send, or still uses slots of a fetch.
         """
         execution = TransferExecution(task, self._options.rank, partial(self.cancel, task.plan_id))
-        if task.swap.purpose is SwapPurpose.SEND:
-            with self._lock:
+        is_send = task.swap.purpose is SwapPurpose.SEND
+        with self._lock:
+            if self._ended is not None:
+                return self.refuse(task, self._ended)
+            if is_send:
                 self._sends[task.plan_id] = _Sending(execution, task, [0] * len(self._groups))
                 self._send_of[task.transfer] = task.plan_id
-            self._command(partial(self._offer, task))
-            if task.computed:
-                for _, last in self._groups:
-                    self.layer_computed(last - 1, {task.transfer: task.computed}, lambda: after)
-        else:
-            self._command(partial(self._fetch, task, execution, after))
+                self._command(partial(self._offer, task))
+            else:
+                self._command(partial(self._fetch, task, execution, after))
+        if is_send and task.computed:
+            for _, last in self._groups:
+                self.layer_computed(last - 1, {task.transfer: task.computed}, lambda: after)
         return execution
 
     def refuse(self, task: PeerTask, reason: str) -> TransferExecution:
@@ -196,8 +201,8 @@ class TransferEndpoint:
             ready.set()
 
         self._command(make)
-        if not ready.wait(5.0):
-            raise TransferError("the thread of the hand-overs does not answer")
+        if not ready.wait(0.0 if self._ended is not None else 5.0):
+            raise TransferError(self._ended or "the thread of the hand-overs does not answer")
         return answer[0]
 
     def close(self) -> None:
@@ -296,9 +301,7 @@ class TransferEndpoint:
             if descriptor == self._wakeup:
                 os.eventfd_read(self._wakeup)
         now = time.monotonic()
-        commands = self._queues.commands
-        for _ in range(len(commands)):
-            commands.popleft()(now)
+        self._run_commands(now)
         self._links.tick(now)
         for data in self._notifications():
             self._links.take(data, now)
@@ -313,6 +316,11 @@ class TransferEndpoint:
         for publisher in self._publishers:
             while publisher.publish_next():  # announced at once: decode reads one while the next is packed
                 self._settle()
+
+    def _run_commands(self, now: float) -> None:
+        commands = self._queues.commands
+        for _ in range(len(commands)):
+            commands.popleft()(now)
 
     def _patience(self) -> int:
         if self._connector.needs_polling or (self._fetches and isinstance(self._connector, Notifier)):
@@ -497,13 +505,13 @@ class TransferEndpoint:
         if not gathering.legs:
             self._fetches.pop(plan_id, None)
 
-    def _cancel_leg(self, leg: Leg) -> None:
+    def _cancel_leg(self, leg: Leg, reason: str = "cancelled") -> None:
         if leg.boot:
-            self._decode.cancel(leg.number)
+            self._decode.cancel(leg.number, reason)
         elif leg.wanted:
             unwanted = self._unwanted.setdefault(leg.address, deque(maxlen=_MOST_UNWANTED))
             unwanted.append((leg.task.transfer, leg.task.attempt))
-            self._end_unasked(leg.number, FetchEnd.CANCELLED, "cancelled")
+            self._end_unasked(leg.number, FetchEnd.CANCELLED, reason)
 
     def _cancel(self, plan_id: int, now: float) -> None:
         if plan_id in self._sends:
@@ -610,21 +618,22 @@ class TransferEndpoint:
 
     def _end_all(self, reason: str) -> None:
         """Tell the peers, wait for the reads in flight that end by themselves, and fail what is left."""
-        for plan_id in list(self._sends):
-            self._prefill.cancel(plan_id, reason)
-        for plan_id in list(self._fetches):
-            self._cancel(plan_id, 0.0)
-        self._settle()
+        with self._lock:
+            self._ended = reason
+        try:
+            self._run_commands(0.0)
+            for plan_id in list(self._sends):
+                self._prefill.cancel(plan_id, reason)
+            for leg in list(self._legs.values()):
+                self._cancel_leg(leg, reason)
+            self._settle()
+        except Exception:
+            logger.exception("peers may not know that hand-overs have ended")
         self._connector.close()
-        for end in self._connector.poll():
-            self._decode.read_ended(end.read_id, reason)
-        self._settle()
-        for plan_id in list(self._sends):
-            self._end_send(plan_id, prefill.SendEnd.CANCELLED, reason)
+        for send in list(self._sends):
+            self._end_send(send, prefill.SendEnd.CANCELLED, reason)
         for number in list(self._legs):
             self._end_unasked(number, FetchEnd.CANCELLED, reason)
-        for command in self._queues.commands:
-            command(0.0)
 
     # --- views ------------------------------------------------------------------------------------------------
 

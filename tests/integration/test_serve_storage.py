@@ -119,7 +119,7 @@ def test_a_service_killed_while_it_wrote_restarts_warm_and_correct(tmp_path: Pat
                     *("--device-blocks", "150", "--write-policy", "write_through"),
                 ],
                 stdout=subprocess.PIPE,
-                env={**os.environ, "FDCACHE_SERVER": service.address, "FDCACHE_RPC_TIMEOUT": "10"},
+                env={**os.environ, "FDCACHE_SERVER": service.address, "FDCACHE_RPC_TIMEOUT": "1"},
             )
             until(lambda: storage_of(service)["blocks"] > 0, "blocks are stored")
             time.sleep(seconds)

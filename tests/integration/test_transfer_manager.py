@@ -257,6 +257,49 @@ def test_held_slots_beyond_the_limit_stop_fetches(tmp_path: Path) -> None:
         decode.until(lambda: decode.manager.get_stats().held_blocks == 0)
 
 
+def test_an_attempt_that_is_being_fetched_is_refused(pair: tuple[Instance, Instance]) -> None:
+    prefill, decode = pair
+    first, second = Request("first", prompt_of(1, 6)), Request("second", prompt_of(2, 6))
+    for each in (first, second):
+        assert decode.fetch(each, prefill.source("r")) == 6
+    decode.until(lambda: decode.outcomes)
+    (refused,) = decode.outcomes
+    assert (refused.request_id, refused.recompute_from) == ("second", 0)
+    assert "attempt 1 of transfer 'r' is being fetched already" in str(refused.error_message)
+    mine = Request("mine", prompt_of(1, 6))
+    prefill.start(mine)
+    prefill.manager.send([(mine, "r")])
+    prefill.step()
+    prefill.compute(mine, "r")
+    decode.until(lambda: len(decode.outcomes) == 2, prefill)
+    assert decode.outcomes[1].recompute_from == 6 * BLOCK
+
+
+def test_hand_overs_end_when_their_thread_has_failed(
+    pair: tuple[Instance, Instance], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = pair
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no more")
+
+    before, after = Request("before", prompt_of(1, 6)), Request("after", prompt_of(2, 6))
+    assert decode.fetch(before, prefill.source("before")) == 6
+    endpoint = decode.controller._transfer
+    assert endpoint is not None
+    monkeypatch.setattr(endpoint._connector, "poll", fail)
+    decode.until(lambda: len(decode.outcomes) == 1)
+    assert decode.fetch(after, prefill.source("after")) == 6
+    decode.until(lambda: len(decode.outcomes) == 2)
+    assert all("MemoryError: no more" in str(each.error_message) for each in decode.outcomes)
+    assert "hand-overs have failed" in caplog.text
+    with pytest.raises(TransferError, match="no more"):
+        decode.controller.transfer_stats()
+    for each in (before, after):
+        decode.manager.request_finish([each])
+    decode.until(lambda: is_clean(decode))
+
+
 def test_calls_without_transfers_are_refused() -> None:
     manager = CacheManager(CacheSettings(device_blocks=8), LAYOUT)
     with pytest.raises(TransferError, match="FDCACHE_TRANSFER"):
