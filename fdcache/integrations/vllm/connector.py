@@ -64,10 +64,18 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Tell the scheduler which blocks this rank's storage holds."""
         return WorkerStorage(self._worker.scan) if self._worker is not None else None
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Enqueue the step's copies, loads and stores alike.
+
+        The forward pass waits for copies of the blocks that it overwrites. This is the last hook before it in every
+        version: the second model runner calls ``start_load_kv`` after the forward pass since vLLM 0.33.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+            self._worker.submit(connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """Enqueue the step's copies, loads and stores alike."""
-        if self._worker is not None and isinstance(self._connector_metadata, StepMetadata):
-            self._worker.submit(self._connector_metadata)
+        """Do nothing: the copies were enqueued when the metadata was bound."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: what is loaded has arrived before its request is scheduled."""
