@@ -14,6 +14,7 @@ from fdcache.metadata import CacheLevel, StorageScan
 from fdcache.settings import Settings
 from fdcache.settings.cache import PrefetchPolicy, WritePolicy
 from tests.offload_engine import BLOCK, LAYOUT, OffloadEngine, ids, prompt
+from tests.service_engine import ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, until
 from tests.storage_help import path_hashes, storage_layout
 from tests.swaps import uniform_layout
@@ -72,7 +73,7 @@ def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(
     with local_service(tmp_path) as service:
         engine = at_service(service)
         engine.stored("first", prompt(1, 2), [0, 1])
-        until(lambda: service.ask("integrity") == [], "it is published")
+        until(lambda: ready_blocks(service) == 2, "it is published")
         request = Request("second", prompt(1, 2))
         engine.manager.begin(request)
         assert found(engine, request).num_tokens == 2 * BLOCK
