@@ -97,14 +97,7 @@ class Bench:
             self._serve(next(turns), case)
             learnt += 1
         found = self._measure(lambda: self._serve(next(turns), case))
-        loads = self.server.manager.get_stats().loads
-        print(case.name, case.gb_per_s, loads.recent[-1:], loads.host, loads.storage, file=sys.stderr)
-        print(
-            loads.prefill_step_seconds,
-            loads.prefill_token_seconds,
-            loads.prefill_context_seconds,
-            file=sys.stderr,
-        )
+        self._tell(case.name, case.gb_per_s, self.server.manager.get_stats().loads.recent[-1:])
         return found
 
     def always(self, case: Case) -> Samples:
@@ -151,6 +144,10 @@ class Bench:
             "samples": "/".join(str(len(way.seconds)) for way in (always, never, auto)),
         }
 
+    def _tell(self, *what: object) -> None:
+        """Print a finding at once: a run that is stopped early has told it."""
+        print(self.length, *what, file=sys.stderr, flush=True)
+
     def _set_speed(self, case: Case) -> None:
         self.server.storage.bytes_per_second = case.gb_per_s * 1e9 or None
 
@@ -159,7 +156,7 @@ class Bench:
             yield from self.texts
 
     def _measure(self, serve: Callable[[], tuple[float, int]]) -> Samples:
-        """Serve prompts; print each time, so that a run that is stopped has told what it found."""
+        """Serve prompts and return their times."""
         found, started = Samples(), time.perf_counter()
         for _ in range(self._samples):
             seconds, reused = serve()
@@ -167,7 +164,7 @@ class Bench:
             found.reused.append(reused)
             if time.perf_counter() - started > self._limit:
                 break
-        print(self.length, [(round(1e3 * each, 1), reused) for each, reused in found], file=sys.stderr)
+        self._tell([(round(1e3 * each, 1), reused) for each, reused in found])
         return found
 
     def _serve(self, text: Tokens, case: Case) -> tuple[float, int]:

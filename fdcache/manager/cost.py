@@ -24,6 +24,9 @@ MARGIN = 0.03
 _DECAY = 0.85
 """Weight of an observation relative to the next one: half the weight is in the last five."""
 
+_DECAY_OF_OTHER_SIZES = 0.99
+"""The same for an observation of another size: many short steps in a row do not hide what long ones take."""
+
 _MOST_SURPRISE = 4.0
 """An observation further than this factor from what was expected counts as this factor: one stall is no new speed."""
 
@@ -36,18 +39,66 @@ _SIMPLER = 0.8
 """A fit with one more coefficient has to leave less than this share of the error."""
 
 
+class _Sums:
+    """Weighted sums over observations, as least squares need them."""
+
+    def __init__(self, num_features: int) -> None:
+        self.products = np.zeros((num_features, num_features))
+        self.targets = np.zeros(num_features)
+        self.energy = 0.0
+
+    def decay(self, factor: float) -> None:
+        """Weaken all observations."""
+        self.products *= factor
+        self.targets *= factor
+        self.energy *= factor
+
+    def add(self, x: Vector, y: float) -> None:
+        """Add an observation."""
+        self.products += np.outer(x, x)
+        self.targets += x * y
+        self.energy += y * y
+
+    def merge(self, other: _Sums) -> None:
+        """Add the observations of others."""
+        self.products += other.products
+        self.targets += other.targets
+        self.energy += other.energy
+
+    def error(self, found: Vector) -> float:
+        """Return the sum of squared errors of these coefficients."""
+        return max(float(self.energy - 2 * found @ self.targets + found @ self.products @ found), 0.0)
+
+    def fit(self, subset: Sequence[int]) -> Vector | None:
+        """Return the least squares of these features alone; None for a negative or undetermined coefficient."""
+        part = np.ix_(subset, subset)
+        scale = np.sqrt(np.diag(self.products)[list(subset)])
+        if not (scale > 0).all():
+            return None
+        matrix = self.products[part] / np.outer(scale, scale)
+        if np.linalg.cond(matrix) > 1e8:
+            return None
+        values = np.linalg.solve(matrix, self.targets[list(subset)] / scale) / scale
+        if (values < 0).any():
+            return None
+        found = np.zeros(len(self.targets))
+        found[list(subset)] = values
+        return found
+
+
 class SpeedFit:
     """Seconds as a sum of non-negative coefficients times features, by decayed least squares of the relative error.
 
     ``scale`` is the position of the feature that observations are weighted by, the number of bytes or tokens. It always
-    has a coefficient: with observations of one size only, seconds are proportional to it.
+    has a coefficient: with observations of one size only, seconds are proportional to it. ``by_size``: observations of
+    one size, to a factor of 4, hardly weaken those of others.
     """
 
-    def __init__(self, num_features: int, scale: int) -> None:
+    def __init__(self, num_features: int, scale: int, *, by_size: bool = False) -> None:
         self._scale = scale
-        self._products = np.zeros((num_features, num_features))
-        self._targets = np.zeros(num_features)
-        self._energy = 0.0
+        self._by_size = by_size
+        self._sums: dict[int, _Sums] = {}
+        self._num_features = num_features
         self._coefficients: Vector | None = None
         others = [i for i in range(num_features) if i != scale]
         self._subsets = [
@@ -64,9 +115,10 @@ class SpeedFit:
             seconds = min(max(seconds, expected / _MOST_SURPRISE), expected * _MOST_SURPRISE)
         x, y = np.array(features) / size, seconds / size
         # Relative to the speed, so that every fit has errors of the same kind.
-        self._products = self._products * _DECAY + np.outer(x, x)
-        self._targets = self._targets * _DECAY + x * y
-        self._energy = self._energy * _DECAY + y * y
+        key = int(size).bit_length() // 2 if self._by_size else 0
+        for other, sums in self._sums.items():
+            sums.decay(_DECAY if other == key else _DECAY_OF_OTHER_SIZES)
+        self._sums.setdefault(key, _Sums(self._num_features)).add(x, y)
         self.observations += 1
         self._coefficients = None
 
@@ -87,32 +139,18 @@ class SpeedFit:
         return float(self.coefficients @ np.array(features))
 
     def _solve(self) -> Vector:
-        best, best_error = np.zeros(len(self._targets)), math.inf
+        best, best_error = np.zeros(self._num_features), math.inf
+        total = _Sums(self._num_features)
+        for sums in self._sums.values():
+            total.merge(sums)
         for subset in self._subsets:
-            found = self._fit(subset)
+            found = total.fit(subset)
             if found is None:
                 continue
-            missed = self._energy - 2 * found @ self._targets + found @ self._products @ found
-            error = max(float(missed), 0.0)
-            if error + 1e-9 * self._energy < _SIMPLER * best_error:
+            error = total.error(found)
+            if error + 1e-9 * total.energy < _SIMPLER * best_error:
                 best, best_error = found, error
         return best
-
-    def _fit(self, subset: Sequence[int]) -> Vector | None:
-        """Return the least squares of these features alone; None for a negative or undetermined coefficient."""
-        part = np.ix_(subset, subset)
-        scale = np.sqrt(np.diag(self._products)[list(subset)])
-        if not (scale > 0).all():
-            return None
-        matrix = self._products[part] / np.outer(scale, scale)
-        if np.linalg.cond(matrix) > 1e8:
-            return None
-        values = np.linalg.solve(matrix, self._targets[list(subset)] / scale) / scale
-        if (values < 0).any():
-            return None
-        found = np.zeros(len(self._targets))
-        found[list(subset)] = values
-        return found
 
 
 class LinkSpeed:
@@ -166,7 +204,7 @@ class PrefillSpeed:
     """
 
     def __init__(self) -> None:
-        self._fit = SpeedFit(3, scale=1)
+        self._fit = SpeedFit(3, scale=1, by_size=True)
         self.most_tokens = 1
 
     def observe(self, chunks: Sequence[tuple[int, int]], seconds: float, steps: int = 1) -> None:

@@ -201,6 +201,16 @@ def test_steps_that_wait_teach_what_a_short_one_takes() -> None:
     assert truly(model.decide(cached).num_blocks)[1] < 1.05 * best
 
 
+def test_short_steps_in_a_row_do_not_hide_what_a_long_one_takes() -> None:
+    known, numbers = PrefillSpeed(), np.random.default_rng(0)
+    for _ in range(3):
+        known.observe([(0, 1024)], 0.66)
+    for _ in range(40):
+        known.observe([(1008, 1024)], 0.03 * numbers.uniform(0.9, 1.1))
+    assert known.seconds(0, 1024) == pytest.approx(0.66, rel=0.15)
+    assert known.seconds(1008, 1024) == pytest.approx(0.03, rel=0.15)
+
+
 def test_a_step_that_took_as_long_as_its_loads_teaches_nothing() -> None:
     model = CostModel(block_size=BLOCK, block_bytes=BLOCK_BYTES)
     model.link = link(0.0, 1e-3 / BLOCK_BYTES)
