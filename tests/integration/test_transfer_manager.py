@@ -103,7 +103,7 @@ def test_a_changed_block_and_those_above_it_are_computed(pair: tuple[Instance, I
     prefill.manager.send([(mine, "r")])
     prefill.step()
     prefill.compute(mine, "r")
-    prefill.until(lambda: prefill.transfers.sent_blocks_held == 6)
+    prefill.until(lambda: [each.complete for each in prefill.transfers.transfers] == [True])
     prefill.planes[3][mine.block_table[2]][7] ^= 4  # a bit flips
     assert decode.fetch(theirs, prefill.source("r")) == 6
     decode.until(lambda: decode.outcomes)
@@ -129,7 +129,7 @@ def test_without_verification_a_changed_block_is_used(tmp_path: Path) -> None:
         prefill.manager.send([(mine, "r")])
         prefill.step()
         prefill.compute(mine, "r")
-        prefill.until(lambda: prefill.transfers.sent_blocks_held == 6)
+        prefill.until(lambda: [each.complete for each in prefill.transfers.transfers] == [True])
         prefill.planes[3][mine.block_table[2]][7] ^= 4
         decode.fetch(theirs, prefill.source("r"))
         decode.until(lambda: decode.outcomes)
