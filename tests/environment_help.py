@@ -315,8 +315,8 @@ CASES: dict[str, Case] = {
     "FDCACHE_STORAGE_TIMEOUT": Case(
         "7s",
         lambda engine: (
-            engine.manager._storage.reads._timeout,
-            engine.manager._storage.writes._timeout,
+            engine.manager._tiers.storage.reads._timeout,
+            engine.manager._tiers.storage.writes._timeout,
         ),
         storage_in_service("timeout"),
         beside=STORAGE,
@@ -326,7 +326,7 @@ CASES: dict[str, Case] = {
     "FDCACHE_PREFETCH_BANDWIDTH": Case("1MiB", reads("bandwidth"), beside=STORAGE),
     "FDCACHE_STORAGE_WRITE_BLOCKS": Case(
         "7",
-        lambda engine: engine.manager._storage.writes._write_blocks,
+        lambda engine: engine.manager._tiers.storage.writes._write_blocks,
         storage_in_service("write_blocks"),
         beside=STORAGE,
     ),
