@@ -15,7 +15,7 @@ from fdcache._core import PlanLauncher
 from fdcache.controller.arena import HostArena, Progress
 from fdcache.controller.device_planes import allocate_planes, bind_tensors
 from fdcache.controller.execution import PlansInFlight, reason_of, refused_executions
-from fdcache.controller.layers import LayerDoneCounter, LayerEvents
+from fdcache.controller.layers import LaunchedLayers, LayerDoneCounter, LayerEvents
 from fdcache.controller.transfers import TransferQueue, check_countable
 from fdcache.devices.base import Device, DevicePlanes, Event, PlaneBinding, Stream
 from fdcache.devices.cpu import CpuDevice
@@ -358,6 +358,8 @@ class CacheController:
             layers = self._launch_natively(plan, compute_stream)
             if layers is None or isinstance(layers, str):
                 layers = self._launch_checked(plan, compute_stream, layers)
+        if plan.is_ahead:
+            layers = LaunchedLayers([None] * self._num_layers)
         return LayerDoneCounter(
             plan.plan_id,
             self._num_layers,

@@ -19,6 +19,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager.handover import Handovers, PeerTerms
 from fdcache.manager.hints import HintBook
 from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.loads_ahead import loads_ahead
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import LiveRequests, PeerSource, Request
@@ -97,7 +98,10 @@ class CacheManager:
         self._choices = LoadChoices(
             settings.load_or_recompute, layout, clock, self._blocks_being_loaded, link_bandwidth
         )
-        self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock, self._choices)
+        ahead = loads_ahead(layout, tiers, counters, lambda: self._plans.ahead)
+        self._matcher = PrefixMatcher(
+            settings, layout, tiers, self._requests, counters, clock, self._choices, ahead
+        )
         handovers = None
         if peers is not None and peers.settings.is_on:
             require_transfer(peers.settings)
@@ -347,8 +351,8 @@ class CacheManager:
     def take_plans(self) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
 
-        There are at most two: the step's own, and one of background copies, so that no load waits for the report of
-        a backup.
+        There are at most three: the step's own, one of loads for requests that wait for storage, and one of background
+        copies, so that no load waits for the report of a backup.
         """
         with self._lock:
             self._set_time()
@@ -641,7 +645,8 @@ class CacheManager:
             return self._tiers.reuse()
 
     def _blocks_being_loaded(self) -> int:
-        return self._plans.blocks_in_flight(SwapPurpose.LOAD) + len(self._plans.open.loads)
+        plans = self._plans
+        return plans.blocks_in_flight(SwapPurpose.LOAD) + len(plans.open.loads) + len(plans.ahead.loads)
 
     def _all_counters(self) -> Counters:
         counters = msgspec.structs.replace(self._counters)

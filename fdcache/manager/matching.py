@@ -14,6 +14,7 @@ from fdcache._core import MatchForms
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.loads_ahead import LoadsAhead
 from fdcache.manager.requests import LiveRequests, Request, Unanswered
 from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.service_reads import Wait
@@ -55,7 +56,9 @@ class PrefixMatcher:
         counters: Counters,
         clock: Callable[[], float],
         choices: LoadChoices,
+        ahead: LoadsAhead | None,
     ) -> None:
+        self._ahead = ahead
         self._defer_timeout = settings.defer_timeout
         self._choices = choices
         self._shared = None if isinstance(tiers.host, LocalHostTier) else tiers.host
@@ -98,6 +101,8 @@ class PrefixMatcher:
         for request in requests:
             if id(request) in waiting:
                 self._requests.wait_for_reads(request)
+                if self._ahead is not None:
+                    self._ahead.load(request, self._requests.matchable(request))
         going = [request for request in requests if id(request) not in waiting]
         numbers = [self._requests.fetch_number(request) for request in going]
         uses = [fetches.storage_use(number) for number in numbers]
@@ -124,6 +129,10 @@ class PrefixMatcher:
             return result
         number = self._requests.fetch_number(request)
         fetched = len(fetches.fetched(number, result.num_device_blocks, result.num_host_blocks))
+        if self._ahead is not None and request._ahead is not None:
+            ahead = self._ahead.found(request, result.num_device_blocks)
+            self._requests.set_loaded_ahead(request, *ahead)
+            result = msgspec.structs.replace(result, num_ahead_blocks=sum(ahead))
         fetches.unpin(number)
         if not fetched:
             return result

@@ -59,6 +59,7 @@ class Request(RequestState):
     """
 
     _fetch = 0
+    _ahead: Ahead | None = None
     tenant: str | None = None
     _keys: tuple[str | None, Sequence[MultimodalItem]] = (None, ())
     _unasked: PeerSource | None = None
@@ -112,6 +113,18 @@ class Request(RequestState):
     def __repr__(self) -> str:
         state = "running" if self.is_live else "not matched"
         return f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_blocks} blocks, {state}>"
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Blocks ``first`` to ``stop`` of a request's path that were loaded while it waited for the blocks after them.
+
+    ``has_ended``: one of them did not come or has gone again, and no other is loaded.
+    """
+
+    first: int
+    stop: int
+    has_ended: bool = False
 
 
 class PeerSource(msgspec.Struct, frozen=True):
@@ -274,6 +287,10 @@ class LiveRequests:
     def set_from_storage(self, request: Request, blocks: int) -> None:
         """Count blocks of a request's host run as read from storage."""
         self._blocks.set_from_storage(request, blocks)
+
+    def set_loaded_ahead(self, request: Request, from_host: int, from_storage: int) -> None:
+        """Count blocks of a request on the device as hits of the tiers that they were loaded from for it."""
+        self._blocks.set_loaded_ahead(request, from_host, from_storage)
 
     def expect_from_peer(self, request: Request, source: PeerSource) -> int:
         """Extend a match by the blocks that only a peer has; return their number. Raises ``RequestStateError``."""
@@ -450,7 +467,7 @@ class LiveRequests:
             for request in requests:
                 if request._fetch:
                     self._fetches.end(request._fetch)
-                    request._fetch = 0
+                    request._fetch, request._ahead = 0, None
         if self._sources:
             for request in requests:
                 self._sources.pop(request.request_id, None)

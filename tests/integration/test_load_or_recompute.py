@@ -217,6 +217,16 @@ class Disk:
 
         until(arrived, "the read is reported")
 
+    def load(self, blocks: int) -> None:
+        """Send the plans until so many blocks have been loaded to the device ahead of their request."""
+
+        def loaded() -> bool:
+            self.engine.send()
+            self.engine.manager.apply(self.engine.controller.poll())
+            return bool(counters(self.engine).blocks_loaded == blocks)
+
+        until(loaded, "the load is reported")
+
 
 @pytest.fixture
 def groups_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +243,10 @@ def test_a_match_takes_what_has_arrived_of_a_late_read(stored: Path) -> None:
         engine.send()
         disk.serve(2)
         assert engine.match(request).status is MatchStatus.DEFERRED
+        disk.load(4)
         engine.now += 1.0
         match = engine.match(request)
-        assert (match.status, match.num_storage_blocks) == (MatchStatus.MATCHED, 4)
+        assert (match.status, match.num_device_blocks, match.num_ahead_blocks) == (MatchStatus.MATCHED, 4, 4)
         assert engine.allocate(request).ok
         settle_reads(engine)
         engine.check(request, 4)
@@ -253,12 +264,13 @@ def test_requests_share_the_reads_of_a_path(stored: Path) -> None:
         engine.send()
         disk.serve(1)
         assert engine.match(second).status is MatchStatus.DEFERRED
-        for _ in range(3):
+        for served in range(3):
             assert engine.match(second).status is MatchStatus.DEFERRED
+            disk.load(2 * (served + 1))
             disk.serve(1)
         for request in (first, second):
             match = engine.match(request)
-            assert match.num_storage_blocks + match.num_host_blocks == BLOCKS
+            assert match.total_matched_blocks == BLOCKS
             engine.manager.request_finish([request])
         assert counters(engine).blocks_requested_from_storage == BLOCKS
 
