@@ -20,6 +20,7 @@ from fdcache.settings.cache import (
 )
 from fdcache.storage.connector import BatchResult, RecordBatch
 from fdcache.storage.slab import SlabStore
+from tests.service_help import until
 from tests.storage_help import MIB, storage_layout
 
 LAYOUT = storage_layout()
@@ -147,6 +148,34 @@ class Engine:
             assert tier.pins == tier.holds == tier.leases == 0
             assert tier.writing == tier.quarantined + tier.withheld
         self.controller.shutdown()
+
+
+class Disk:
+    """A disk that serves one read each time it is told to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        engine.store.gate.clear()
+
+    def serve(self, reads: int) -> None:
+        before = counters(self.engine).blocks_prefetched
+        self.engine.store.allow(reads)
+
+        def arrived() -> bool:
+            self.engine.manager.apply(self.engine.controller.poll())
+            return bool(counters(self.engine).blocks_prefetched == before + 2 * reads)
+
+        until(arrived, "the read is reported")
+
+    def load(self, blocks: int) -> None:
+        """Send the plans until so many blocks have been loaded to the device ahead of their request."""
+
+        def loaded() -> bool:
+            self.engine.send()
+            self.engine.manager.apply(self.engine.controller.poll())
+            return bool(counters(self.engine).blocks_loaded == blocks)
+
+        until(loaded, "the load is reported")
 
 
 def tokens_of(first: int, blocks: int) -> list[int]:

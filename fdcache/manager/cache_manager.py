@@ -471,6 +471,7 @@ class CacheManager:
                     self._handovers.released(request)
             self._requests.finish(requests)
             self._choices.forget(requests)
+            self._matcher.forget(requests)
             for request in requests:
                 if request.hints and not preempted:
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()

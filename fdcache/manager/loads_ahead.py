@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from fdcache._core import CopyReservation
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
-from fdcache.manager.requests import Ahead, Request
+from fdcache.manager.requests import Request
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.plans.blocks import Blocks, parents_of
@@ -18,7 +19,19 @@ from fdcache.tiers.fetches import FetchTable
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
-from fdcache.tiers.storage_reads import leading_ready
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """Blocks ``first`` to ``stop`` of a request's path that were loaded while it waited for the blocks after them.
+
+    ``has_ended``: one of them did not come or has gone again, and no other is loaded.
+    """
+
+    first: int
+    stop: int
+    has_ended: bool = False
+
 
 MOST_BYTES = 128 << 20
 """Most bytes of one load on all ranks: loads of steps queue behind it."""
@@ -52,14 +65,15 @@ class LoadsAhead:
         self._backups = backups
         self._counters = counters
         self._plan = plan
+        self._ahead: dict[str, _Ahead] = {}
 
-    def load(self, request: Request, path: HashArray) -> None:
-        """Plan to load blocks of a request's ``path`` that have been read; it waits for others.
+    def load(self, request: Request, fetch: int, path: HashArray) -> None:
+        """Plan to load blocks of a request's ``path`` that have been read; it waits for others of this fetch.
 
         Does nothing while its last load is in flight, or the device has no room for the whole request.
         """
-        arrived, _ = self._fetches.progress(request._fetch)
-        ahead = request._ahead
+        arrived, _ = self._fetches.progress(fetch)
+        ahead = self._ahead.get(request.request_id)
         if ahead is not None and (ahead.has_ended or arrived <= ahead.stop):
             return
         presence = self._device.contains(path[:arrived])
@@ -71,17 +85,24 @@ class LoadsAhead:
             return
         count = min(arrived - start, self._most)
         if self._has_room(request, start) and (loaded := self._load(path, start, start + count)):
-            request._ahead = Ahead(start if ahead is None else ahead.first, start + loaded)
+            first = start if ahead is None else ahead.first
+            self._ahead[request.request_id] = _Ahead(first, start + loaded)
             self._counters.blocks_loaded_ahead += loaded
 
-    def found(self, request: Request, on_device: int) -> tuple[int, int]:
+    def found(self, request: Request, fetch: int, on_device: int) -> tuple[int, int]:
         """Return how many of the blocks that a match found on the device came from the host and from storage."""
-        ahead = request._ahead
+        ahead = self._ahead.get(request.request_id)
         if ahead is None:
             return 0, 0
         first, stop = min(ahead.first, on_device), min(ahead.stop, on_device)
-        from_storage = len(self._fetches.fetched(request._fetch, first, stop - first))
+        from_storage = len(self._fetches.fetched(fetch, first, stop - first))
         return stop - first - from_storage, from_storage
+
+    def forget(self, requests: Iterable[Request]) -> None:
+        """Forget requests that have ended."""
+        if self._ahead:
+            for request in requests:
+                self._ahead.pop(request.request_id, None)
 
     def _has_room(self, request: Request, have: int) -> bool:
         needed = -(-request.num_tokens // self._block_size) - have

@@ -78,6 +78,11 @@ class PrefixMatcher:
             number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
             self._fetches.begin(number, hashes, self._on_device, self._choices.reads_for(request))
 
+    def forget(self, requests: list[Request]) -> None:
+        """Forget requests that have ended."""
+        if self._ahead is not None:
+            self._ahead.forget(requests)
+
     def match(self, requests: list[Request]) -> list[MatchResult]:
         """Pin the longest cached prefix of each request, short of its last token.
 
@@ -102,7 +107,8 @@ class PrefixMatcher:
             if id(request) in waiting:
                 self._requests.wait_for_reads(request)
                 if self._ahead is not None:
-                    self._ahead.load(request, self._requests.matchable(request))
+                    number = self._requests.fetch_number(request)
+                    self._ahead.load(request, number, self._requests.matchable(request))
         going = [request for request in requests if id(request) not in waiting]
         numbers = [self._requests.fetch_number(request) for request in going]
         uses = [fetches.storage_use(number) for number in numbers]
@@ -129,8 +135,9 @@ class PrefixMatcher:
             return result
         number = self._requests.fetch_number(request)
         fetched = len(fetches.fetched(number, result.num_device_blocks, result.num_host_blocks))
-        if self._ahead is not None and request._ahead is not None:
-            ahead = self._ahead.found(request, result.num_device_blocks)
+        if self._ahead is not None and any(
+            ahead := self._ahead.found(request, number, result.num_device_blocks)
+        ):
             self._requests.set_loaded_ahead(request, *ahead)
             result = msgspec.structs.replace(result, num_ahead_blocks=sum(ahead))
         fetches.unpin(number)

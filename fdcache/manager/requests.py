@@ -59,7 +59,6 @@ class Request(RequestState):
     """
 
     _fetch = 0
-    _ahead: Ahead | None = None
     tenant: str | None = None
     _keys: tuple[str | None, Sequence[MultimodalItem]] = (None, ())
     _unasked: PeerSource | None = None
@@ -113,18 +112,6 @@ class Request(RequestState):
     def __repr__(self) -> str:
         state = "running" if self.is_live else "not matched"
         return f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_blocks} blocks, {state}>"
-
-
-@dataclass(slots=True)
-class Ahead:
-    """Blocks ``first`` to ``stop`` of a request's path that were loaded while it waited for the blocks after them.
-
-    ``has_ended``: one of them did not come or has gone again, and no other is loaded.
-    """
-
-    first: int
-    stop: int
-    has_ended: bool = False
 
 
 class PeerSource(msgspec.Struct, frozen=True):
@@ -467,7 +454,7 @@ class LiveRequests:
             for request in requests:
                 if request._fetch:
                     self._fetches.end(request._fetch)
-                    request._fetch, request._ahead = 0, None
+                    request._fetch = 0
         if self._sources:
             for request in requests:
                 self._sources.pop(request.request_id, None)

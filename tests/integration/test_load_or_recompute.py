@@ -13,12 +13,10 @@ from fdcache.errors import RequestStateError
 from fdcache.manager import MatchStatus, Request
 from fdcache.manager.cost import CostModel
 from fdcache.settings.cache import PrefetchPolicy
-from fdcache.tiers import storage_reads
 from fdcache.tiers.statistics import LoadFigures
 from tests.offload_engine import LAYOUT as OFFLOADED
 from tests.offload_engine import OffloadEngine, ids, prompt
-from tests.service_help import until
-from tests.storage_engine import BLOCK, LAYOUT, Engine, counters, store_a_path, tokens_of
+from tests.storage_engine import BLOCK, LAYOUT, Disk, Engine, counters, store_a_path, tokens_of
 from tests.storage_help import storage_layout
 
 BLOCKS = 8
@@ -198,39 +196,6 @@ def test_a_late_read_is_left_to_fill_the_host(stored: Path, policy: PrefetchPoli
         engine.manager.wakeup()
         learn(engine, compute=1.0)
         assert engine.run("b", tokens_of(1, BLOCKS)).num_host_blocks == BLOCKS
-
-
-class Disk:
-    """A disk that serves one read each time it is told to."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        engine.store.gate.clear()
-
-    def serve(self, reads: int) -> None:
-        before = counters(self.engine).blocks_prefetched
-        self.engine.store.allow(reads)
-
-        def arrived() -> bool:
-            self.engine.manager.apply(self.engine.controller.poll())
-            return bool(counters(self.engine).blocks_prefetched == before + 2 * reads)
-
-        until(arrived, "the read is reported")
-
-    def load(self, blocks: int) -> None:
-        """Send the plans until so many blocks have been loaded to the device ahead of their request."""
-
-        def loaded() -> bool:
-            self.engine.send()
-            self.engine.manager.apply(self.engine.controller.poll())
-            return bool(counters(self.engine).blocks_loaded == blocks)
-
-        until(loaded, "the load is reported")
-
-
-@pytest.fixture
-def groups_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_reads, "GROUP_BYTES", 2 * LAYOUT.record_bytes)
 
 
 @pytest.mark.usefixtures("groups_of_two")
