@@ -11,15 +11,15 @@ from types import TracebackType
 import msgspec
 
 from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
-from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import PlanError, RequestStateError, TransferError
 from fdcache.hashing import Tokens
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
+from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.handover import Handovers, PeerTerms
 from fdcache.manager.hints import HintBook
-from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads_ahead import loads_ahead
+from fdcache.manager.load_choices import LoadChoices, calibrated_priors
+from fdcache.manager.loads_ahead import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import LiveRequests, PeerSource, Request
@@ -66,8 +66,9 @@ class CacheManager:
     ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
     ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``peers``:
-    turns hand-overs between instances on. ``clock`` returns seconds. ``link_bandwidth``: bytes a second from host to
-    device as calibrated, or 0.0; see ``observe_prefill``.
+    turns hand-overs between instances on. ``clock`` returns seconds. ``priors``: speeds as calibrated; see
+    ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a
+    request that still waits for storage, as for an engine that submits plans only when a step follows.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
@@ -81,7 +82,8 @@ class CacheManager:
         lookup: StorageConnector | None = None,
         peers: PeerTerms | None = None,
         clock: Callable[[], float] = time.monotonic,
-        link_bandwidth: float = 0.0,
+        priors: Priors = NO_PRIORS,
+        loads_ahead: bool = True,
     ) -> None:
         self.settings = settings
         self.layout = layout
@@ -95,10 +97,15 @@ class CacheManager:
         self._device, self._host, self._storage = tiers.device, tiers.host, tiers.storage
         self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._requests = LiveRequests(settings, layout, tiers, counters)
+        ahead = make_loads_ahead(layout, tiers, counters, lambda: self._plans.ahead) if loads_ahead else None
         self._choices = LoadChoices(
-            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, link_bandwidth
+            settings.load_or_recompute,
+            layout,
+            clock,
+            self._blocks_being_loaded,
+            priors,
+            streams=ahead is not None,
         )
-        ahead = loads_ahead(layout, tiers, counters, lambda: self._plans.ahead)
         self._matcher = PrefixMatcher(
             settings, layout, tiers, self._requests, counters, clock, self._choices, ahead
         )
@@ -134,6 +141,7 @@ class CacheManager:
         device_bytes: int | Callable[[], int] | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
+        loads_ahead: bool = True,
     ) -> CacheManager:
         """Make a manager from settings, by default those of the environment.
 
@@ -159,7 +167,8 @@ class CacheManager:
                 lookup=lookup,
                 peers=PeerTerms.of(settings),
                 clock=clock,
-                link_bandwidth=calibrated_link(settings.transfer.calibration_dir),
+                priors=calibrated_priors(settings),
+                loads_ahead=loads_ahead,
             )
         except BaseException:
             if lookup is not None:

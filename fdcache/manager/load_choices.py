@@ -8,15 +8,19 @@ from dataclasses import dataclass
 
 import msgspec
 
+from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import RequestStateError
 from fdcache.layout import KVLayout
-from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LinkSpeed, LoadChoice
+from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LinkSpeed, LoadChoice, Priors
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import LoadLimit
 from fdcache.manager.service_reads import ServiceReads
 from fdcache.metadata import SwapPurpose, TransferReport
+from fdcache.settings import Settings
 from fdcache.settings.cache import LoadOrRecompute
+from fdcache.storage.calibration import load_storage_speed
 from fdcache.tiers.statistics import LoadDecision, LoadFigures, SpeedFigures
+from fdcache.tiers.storage_reads import GROUP_SECONDS
 
 _FORGET_AFTER = 30.0
 """Seconds without a load after which loads are made whatever their cost was: it may have changed."""
@@ -35,11 +39,21 @@ class _Open:
     since: float
 
 
+def calibrated_priors(settings: Settings) -> Priors:
+    """Return the speeds that ``fdcache init`` has measured: of the link, and of the folder of local storage."""
+    folder = settings.transfer.calibration_dir
+    link, storage = calibrated_link(folder), settings.storage_tier
+    found = load_storage_speed(storage.directory, folder) if storage.connector == "local" else None
+    if found is None:
+        return Priors(link)
+    return Priors(link, found.bytes_per_second, found.latency_seconds)
+
+
 class LoadChoices:
     """Decides how much of each request's cached prefix is loaded.
 
-    ``loads_ahead`` returns the number of blocks on their way to the device. ``link_prior``: bytes a second of the link,
-    as calibrated, or 0.0.
+    ``loads_ahead`` returns the number of blocks on their way to the device. ``priors``: speeds as calibrated.
+    ``streams``: blocks are loaded to the device while later ones are read.
     """
 
     def __init__(
@@ -48,14 +62,18 @@ class LoadChoices:
         layout: KVLayout,
         clock: Callable[[], float],
         loads_ahead: Callable[[], int],
-        link_prior: float = 0.0,
+        priors: Priors,
+        *,
+        streams: bool = False,
     ) -> None:
         self.model = CostModel(
             block_size=layout.block_size,
             block_bytes=layout.payload_bytes,
             record_bytes=layout.record_bytes,
             stages=layout.num_layers,
-            link_prior=link_prior,
+            priors=priors,
+            streams=streams,
+            read_seconds=GROUP_SECONDS,
         )
         self._is_auto = mode is LoadOrRecompute.AUTO
         self._clock = clock
@@ -284,7 +302,7 @@ class LoadChoices:
 
 @dataclass(slots=True)
 class RequestReads:
-    """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.storage_reads``."""
+    """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.waiting_fetches``."""
 
     choices: LoadChoices
     request: OffloadRequest

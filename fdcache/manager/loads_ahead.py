@@ -136,7 +136,7 @@ class LoadsAhead:
         return taken
 
 
-def loads_ahead(
+def make_loads_ahead(
     layout: KVLayout, tiers: Tiers, counters: Counters, plan: Callable[[], OpenPlan]
 ) -> LoadsAhead | None:
     """Return the loads ahead into ``plan``; None unless the host tier and its storage are of this process."""

@@ -25,7 +25,7 @@ _NO_CHECKSUMS = np.empty(0, np.uint64)
 
 MOST_GROUP_BYTES = 128 << 20
 _FIRST_GROUP_BYTES = 32 << 20
-_GROUP_SECONDS = 0.016
+GROUP_SECONDS = 0.016
 """Seconds that one read should take. Between two reads the disk is idle for a moment: about 2% of this time."""
 
 _MOST_ENDS = 8
@@ -61,7 +61,7 @@ class GroupSize:
 
     def of(self, nbytes: int) -> int:
         """Return the size for a fetch of that many bytes."""
-        size = self.speed * _GROUP_SECONDS if self.speed else _FIRST_GROUP_BYTES
+        size = self.speed * GROUP_SECONDS if self.speed else _FIRST_GROUP_BYTES
         return min(max(int(size), -(-nbytes // _MOST_GROUPS)), MOST_GROUP_BYTES)
 
 
