@@ -223,11 +223,13 @@ def load_or_recompute(
     cases += [Case(statistics.median_low(filter(None, gb_per_s)), on_host=0.5), Case(0.0, on_host=1.0)]
     rows = []
     for length in lengths:
+        if time.perf_counter() > end:
+            break
         folder = storage / str(length)
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(shape, device, length, folder, samples, limit)
         never = bench.never()
-        auto = [bench.auto(case) for case in cases]
+        auto = {case: bench.auto(case) for case in cases if time.perf_counter() < end}
         again = [(idle, bench.from_host_again(idle=idle).median) for idle in (0.0, 0.5)]
         print(length, "host again, by seconds of rest", again, file=sys.stderr, flush=True)
         always: dict[Case, Samples] = {}
@@ -238,9 +240,9 @@ def load_or_recompute(
             after = bench.always(cases[0], loads_ahead=False)
             print(length, "always, loaded after the reads", after.median, file=sys.stderr, flush=True)
         step = bench.device_step()
-        for case, decided in zip(cases, auto, strict=True):
-            if case in always:
-                rows.append(bench.row(case, decided, always[case], never, step))
+        for case in cases:
+            if case in always and case in auto:
+                rows.append(bench.row(case, auto[case], always[case], never, step))
                 print(*rows[-1].values(), file=sys.stderr, flush=True)
         path = bench.server.storage_path
         bench.server.close()
