@@ -9,6 +9,7 @@ from typing import Any
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.manager import Allocation, CacheManager, MatchResult, MatchStatus, Request
+from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.metadata import TransferPlan
 from fdcache.settings.cache import (
     CacheSettings,
@@ -62,6 +63,7 @@ class Engine:
         *,
         policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
         verify: Verify = Verify.STORAGE,
+        priors: Priors = NO_PRIORS,
         **changes: Any,
     ) -> None:
         self.now = 0.0
@@ -75,7 +77,7 @@ class Engine:
         )
         options = {"device_blocks": 30, "write_policy": WritePolicy.WRITE_THROUGH} | changes
         cache = CacheSettings(host_memory=HOST_BLOCKS * (LAYOUT.record_bytes + 128), **options)
-        self.manager = CacheManager(cache, LAYOUT, storage=storage, clock=lambda: self.now)
+        self.manager = CacheManager(cache, LAYOUT, storage=storage, clock=lambda: self.now, priors=priors)
         self.controller = CacheController(TransferSettings(verify=verify), LAYOUT)
         self.tensors = self.controller.initialize_kv_cache(30)
         self.controller.initialize_host_cache(self.manager.num_host_blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
@@ -33,10 +34,11 @@ _MOST_RECENT = 16
 
 @dataclass(slots=True)
 class _Open:
-    """A decision whose request has not computed its prompt yet."""
+    """A decision whose request has not computed its prompt yet, and how many blocks it loads after its match."""
 
     decision: LoadDecision
     since: float
+    loaded: int = 0
 
 
 def calibrated_priors(settings: Settings) -> Priors:
@@ -82,6 +84,8 @@ class LoadChoices:
         self._open: dict[str, _Open] = {}
         self._recent: deque[LoadDecision] = deque(maxlen=_MOST_RECENT)
         self._figures = LoadFigures()
+        self._began = clock()
+        self._probed_at: float | None = None
         self.service_reads = ServiceReads(self, clock)
 
     # --- observations ---------------------------------------------------------------------------------------
@@ -132,9 +136,9 @@ class LoadChoices:
         self.computed((request, stop) for request, _, stop in chunks)
 
     def _loaded(self, request: OffloadRequest) -> int:
-        """Return how many blocks a request loads, by the decision on it."""
+        """Return how many blocks a request has loaded since its match, if there is a decision on it."""
         found = self._open.get(request.request_id)
-        return found.decision.reused_blocks - found.decision.device_blocks if found is not None else 0
+        return found.loaded if found is not None else 0
 
     @property
     def has_open(self) -> bool:
@@ -159,7 +163,7 @@ class LoadChoices:
         if not (self._is_auto and self.model.loads_are_known()):
             return False
         seen = self.model.link.observed_at
-        return seen is None or self._clock() - seen <= _FORGET_AFTER
+        return self._clock() - (self._began if seen is None else seen) <= _FORGET_AFTER
 
     @property
     def decides_reads(self) -> bool:
@@ -177,13 +181,15 @@ class LoadChoices:
         """Return how many of the blocks on the host are worth loading."""
         cached = Cached(num_tokens, on_device, on_host, loads_ahead=self._loads_ahead())
         decision = self._decide(cached)
-        open_one = self._open.get(request_id)
-        if open_one is None:
-            self._note(request_id, last_block, cached, decision)
-        else:  # its reads have ended
-            open_one.decision.reused_blocks = decision.num_blocks
-            open_one.decision.waited_seconds = self._clock() - open_one.since
+        self._note(request_id, last_block, cached, decision)
         return decision.num_blocks - on_device
+
+    def matched(self, request_id: str, on_device: int, to_load: int) -> None:
+        """Learn what a request reuses in the end: after its reads, some of which may not have come."""
+        found = self._open.get(request_id)
+        if found is not None:
+            found.decision.reused_blocks, found.loaded = on_device + to_load, to_load
+            found.decision.waited_seconds = self._clock() - found.since
 
     def reads_for(self, request: OffloadRequest) -> RequestReads | None:
         """Return the judge of a request's reads from storage; None while speeds are unknown: all is read."""
@@ -221,10 +227,13 @@ class LoadChoices:
 
     def takes_probe(self) -> bool:
         """Return True if the speed of storage is so old that a read is worth its news alone."""
-        seen = self.model.storage.observed_at
-        is_due = seen is not None and self._clock() - seen > _PROBE_AFTER
-        self._figures.probes += is_due
-        return is_due
+        now, seen = self._clock(), self.model.storage.observed_at
+        last = max((each for each in (seen, self._probed_at) if each is not None), default=-inf)
+        if now - last <= _PROBE_AFTER:
+            return False
+        self._probed_at = now
+        self._figures.probes += 1
+        return True
 
     def is_worth_waiting(
         self,

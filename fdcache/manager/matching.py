@@ -89,6 +89,15 @@ class PrefixMatcher:
         One native call matches all requests. Those that a service has to be asked about are asked for together, in
         one round trip. Raises ``RequestStateError`` or ``HashingError`` before any request is matched.
         """
+        found = self._find(requests)
+        if self._choices.has_open:
+            for each in found:
+                if each.status is MatchStatus.MATCHED:
+                    to_load = each.num_host_blocks + each.num_storage_blocks
+                    self._choices.matched(each.request_id, each.num_device_blocks, to_load)
+        return found
+
+    def _find(self, requests: list[Request]) -> list[MatchResult]:
         if self._shared is not None:
             self._shared.begin_look_up()
         if self._fetches is not None and self._fetches.is_on:

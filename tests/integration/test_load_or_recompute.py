@@ -11,7 +11,7 @@ import pytest
 
 from fdcache.errors import RequestStateError
 from fdcache.manager import MatchStatus, Request
-from fdcache.manager.cost import CostModel
+from fdcache.manager.cost import CostModel, Priors
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.statistics import LoadFigures
 from tests.offload_engine import LAYOUT as OFFLOADED
@@ -168,6 +168,36 @@ def test_an_old_speed_of_storage_is_measured_without_a_wait(stored: Path) -> Non
         assert loads(engine).probes == 1
 
 
+def test_a_calibrated_speed_of_storage_is_corrected_by_a_read_that_nothing_waits_for(stored: Path) -> None:
+    with engine_of(stored, priors=Priors(storage=1.0)) as engine:  # a byte a second
+        request = Request("observed", tokens_of(99, 4))
+        for _ in range(5):
+            engine.manager.observe_prefill([(request, 0, 4 * BLOCK)], 0.4)
+            model_of(engine).link.observe(LAYOUT.payload_bytes, FAST, engine.now)
+        assert loads(engine).storage.bytes_per_second == 1.0
+        for name in ("a", "b"):
+            match = engine.match(request := Request(name, tokens_of(1, BLOCKS)))
+            assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
+            engine.manager.request_finish([request])
+            assert loads(engine).probes == 1
+        engine.settle()
+        assert counters(engine).blocks_prefetched == BLOCKS
+        assert model_of(engine).storage.observed_at is not None
+
+
+def test_a_calibrated_link_that_was_not_seen_for_long_decides_nothing(stored: Path) -> None:
+    with engine_of(stored, priors=Priors(link=1.0)) as engine:
+        fill_host(engine)
+        request = Request("observed", tokens_of(99, 4))
+        for _ in range(3):
+            engine.manager.observe_prefill([(request, 0, 4 * BLOCK)], 0.4)
+        assert engine.run("a", tokens_of(1, BLOCKS)).total_matched_blocks == 0
+        engine.manager.sleep()
+        engine.manager.wakeup()
+        engine.now += 31
+        assert engine.run("b", tokens_of(1, BLOCKS)).num_host_blocks == BLOCKS
+
+
 @pytest.mark.parametrize("policy", [PrefetchPolicy.WAIT_COMPLETE, PrefetchPolicy.TIMEOUT])
 def test_a_late_read_is_left_to_fill_the_host(stored: Path, policy: PrefetchPolicy) -> None:
     with engine_of(stored, policy=policy) as engine:
@@ -191,6 +221,8 @@ def test_a_late_read_is_left_to_fill_the_host(stored: Path, policy: PrefetchPoli
         figures = loads(engine)
         (decision,) = figures.recent
         assert (figures.hedged, figures.judged, decision.hedged) == (1, 1, True)
+        assert (decision.storage_blocks, decision.reused_blocks) == (BLOCKS, 0)
+        assert decision.waited_seconds == pytest.approx(1.0)
         assert decision.true_seconds == pytest.approx(1.0)
         engine.manager.sleep()
         engine.manager.wakeup()
@@ -212,6 +244,8 @@ def test_a_match_takes_what_has_arrived_of_a_late_read(stored: Path) -> None:
         engine.now += 1.0
         match = engine.match(request)
         assert (match.status, match.num_device_blocks, match.num_ahead_blocks) == (MatchStatus.MATCHED, 4, 4)
+        (decision,) = loads(engine).recent
+        assert (decision.reused_blocks, decision.hedged) == (4, True)
         assert engine.allocate(request).ok
         settle_reads(engine)
         engine.check(request, 4)
