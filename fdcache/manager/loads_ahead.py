@@ -74,20 +74,19 @@ class LoadsAhead:
         """
         arrived, _ = self._fetches.progress(fetch)
         ahead = self._ahead.get(request.request_id)
-        if ahead is not None and (ahead.has_ended or arrived <= ahead.stop):
+        if not arrived or (ahead is not None and (ahead.has_ended or arrived <= ahead.stop)):
             return
         presence = self._device.contains(path[:arrived])
         start = int(np.argmin(presence == READY)) if (presence != READY).any() else arrived
-        if start == arrived or presence[start] == PENDING:
-            return
-        if ahead is not None and start < ahead.stop:
+        if ahead is not None and start < ahead.stop and presence[start] != PENDING:
             ahead.has_ended = True  # its load has failed, or the device is too busy to keep it
-            return
-        count = min(arrived - start, self._most)
-        if self._has_room(request, start) and (loaded := self._load(path, start, start + count)):
-            first = start if ahead is None else ahead.first
-            self._ahead[request.request_id] = _Ahead(first, start + loaded)
-            self._counters.blocks_loaded_ahead += loaded
+        elif start == arrived:
+            self._ahead.setdefault(request.request_id, _Ahead(start, start)).stop = start
+        elif presence[start] != PENDING and self._has_room(request, start):
+            loaded = self._load(path, start, min(arrived, start + self._most))
+            if loaded:
+                self._ahead.setdefault(request.request_id, _Ahead(start, start)).stop = start + loaded
+                self._counters.blocks_loaded_ahead += loaded
 
     def found(self, request: Request, fetch: int, on_device: int) -> tuple[int, int]:
         """Return how many of the blocks that a match found on the device came from the host and from storage."""
