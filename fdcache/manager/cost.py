@@ -330,7 +330,7 @@ class CostModel:
         self.prefill = PrefillSpeed()
         self.link = LinkSpeed(priors.link)
         self.storage = LinkSpeed(priors.storage, priors.storage_latency, whole=_WHOLE_READ)
-        self._streams = streams
+        self.streams = streams
         self._read_seconds = read_seconds
         self._block_size = block_size
         self._block_bytes = block_bytes
@@ -374,7 +374,7 @@ class CostModel:
         load += np.where(to_load > 0, self.link.seconds(cached.loads_ahead * self._block_bytes), 0.0)
         read = self.storage.all_seconds(from_storage * self._record_bytes)
         wait = read + np.where(from_storage > 0, self.seconds_of_read(cached.reads_ahead), 0.0)
-        if not self._streams:
+        if not self.streams:
             return wait, load
         # Loads keep up with the reads as far as the link can; what is read last is loaded after it.
         share = np.minimum(self._read_seconds / np.maximum(read, _SHORTEST), 1.0)

@@ -29,16 +29,23 @@ _FORGET_AFTER = 30.0
 _PROBE_AFTER = 10.0
 """Seconds without a read after which one is begun for a request that does not wait for it."""
 
+_COMPARISONS = 64
+"""A read that is late is compared with computing again after one part of so many of the time that it has taken."""
+
 _MOST_RECENT = 16
 
 
 @dataclass(slots=True)
 class _Open:
-    """A decision whose request has not computed its prompt yet, and how many blocks it loads after its match."""
+    """A decision whose request has not computed its prompt yet, and how many blocks it loads after its match.
+
+    ``settled``: a read that began at the first of these times needs no comparison until the second.
+    """
 
     decision: LoadDecision
     since: float
     loaded: int = 0
+    settled: tuple[float, float] = (-inf, -inf)
 
 
 def calibrated_priors(settings: Settings) -> Priors:
@@ -252,22 +259,29 @@ class LoadChoices:
         """
         if not self.decides_reads:
             return True
-        model, elapsed = self.model, self._clock() - since
+        now_is, found = self._clock(), self._open.get(request_id)
+        if found is not None and found.settled[0] == since and now_is <= found.settled[1]:
+            return True
+        model, elapsed = self.model, now_is - since
         loads_ahead = self._loads_ahead()
         now = model.decide(
             Cached(num_tokens, on_device, arrived - on_device, loads_ahead=loads_ahead)
         ).seconds
         if now is None:
             now = model.seconds(Cached(num_tokens, on_device, 0), on_device)
-        end, start, late, soonest = model.seconds_of_read(ahead), arrived, None, float("inf")
+        end, start, soonest = model.seconds_of_read(ahead), arrived, inf
+        due = end + model.seconds_of_read(ends[0] - arrived)
+        late = max(elapsed - due, 0.0)
         for stop in ends:
             end += model.seconds_of_read(stop - start)
-            late = max(elapsed - end, 0.0) if late is None else late
-            whole = Cached(num_tokens, on_device, stop - on_device, loads_ahead=loads_ahead)
+            loaded = start if model.streams else on_device
+            whole = Cached(num_tokens, loaded, stop - loaded, loads_ahead=loads_ahead)
             soonest = min(soonest, end - elapsed + 2 * late + model.seconds(whole, stop))
             start = stop
         is_worth = soonest <= now * (1 + MARGIN)
-        if not is_worth and (found := self._open.get(request_id)) is not None and not found.decision.hedged:
+        if found is not None and is_worth:
+            found.settled = since, max(since + due, now_is + elapsed / _COMPARISONS)
+        elif found is not None and not found.decision.hedged:
             found.decision.hedged = True
             self._figures.hedged += 1
         return is_worth

@@ -253,6 +253,32 @@ def test_a_match_takes_what_has_arrived_of_a_late_read(stored: Path) -> None:
         engine.manager.request_finish([request])
 
 
+def test_a_wait_is_compared_again_once_its_read_is_late(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(stored) as engine:
+        learn(engine, compute=0.1, read=0.01)
+        engine.store.gate.clear()
+        request = Request("a", tokens_of(1, BLOCKS))
+        compared: list[object] = []
+        decide = model_of(engine).decide
+
+        def counted(*given: Any) -> Any:
+            compared.append(given)
+            return decide(*given)
+
+        monkeypatch.setattr(model_of(engine), "decide", counted)
+        for _ in range(50):
+            assert engine.match(request).status is MatchStatus.DEFERRED
+        engine.send()
+        assert len(compared) <= 2
+        engine.now += 0.1
+        assert engine.match(request).status is MatchStatus.DEFERRED
+        assert len(compared) == 3
+        settle_reads(engine)
+        engine.manager.request_finish([request])
+
+
 @pytest.mark.usefixtures("groups_of_two")
 def test_requests_share_the_reads_of_a_path(stored: Path) -> None:
     """The second one joins one read after the other, also those that began before it came."""

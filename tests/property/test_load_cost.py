@@ -104,7 +104,7 @@ def test_slower_copies_never_load_more(model: CostModel, cached: Cached, factor:
             block_size=BLOCK,
             block_bytes=BLOCK_BYTES,
             stages=model._stages,
-            streams=model._streams,
+            streams=model.streams,
             read_seconds=model._read_seconds,
         )
         slower.prefill, slower.link, slower.storage = model.prefill, model.link, model.storage
