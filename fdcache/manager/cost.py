@@ -38,6 +38,9 @@ _MIN_OBSERVATIONS = 3
 _CLEARLY_LONGER = 1.3
 """A step that took this much longer than its loads was computing."""
 
+_MOST_CONDITION = 1e8
+"""Condition of a system of equations from which on its solution is noise."""
+
 _SIMPLER = 0.8
 """A fit with one more coefficient has to leave less than this share of the error."""
 
@@ -74,19 +77,39 @@ class _Sums:
 
     def fit(self, subset: Sequence[int]) -> Vector | None:
         """Return the least squares of these features alone; None for a negative or undetermined coefficient."""
-        part = np.ix_(subset, subset)
-        scale = np.sqrt(np.diag(self.products)[list(subset)])
-        if not (scale > 0).all():
-            return None
-        matrix = self.products[part] / np.outer(scale, scale)
-        if np.linalg.cond(matrix) > 1e8:
-            return None
-        values = np.linalg.solve(matrix, self.targets[list(subset)] / scale) / scale
-        if (values < 0).any():
+        values = self._fit_two(*subset) if len(subset) <= 2 else self._fit_many(list(subset))
+        if values is None or min(values) < 0:
             return None
         found = np.zeros(len(self.targets))
         found[list(subset)] = values
         return found
+
+    def _fit_two(self, first: int, second: int | None = None) -> tuple[float, ...] | None:
+        """Solve for one or two coefficients, which takes a tenth of the time of the general way."""
+        a, x = self.products.item(first, first), self.targets.item(first)
+        if not a > 0:
+            return None
+        if second is None:
+            return (x / a,)
+        b, y, c = (
+            self.products.item(second, second),
+            self.targets.item(second),
+            self.products.item(first, second),
+        )
+        if not b > 0 or abs(c) >= math.sqrt(a * b) * (1 - 2 / _MOST_CONDITION):
+            return None
+        determinant = a * b - c * c
+        return ((x * b - y * c) / determinant, (y * a - x * c) / determinant)
+
+    def _fit_many(self, subset: list[int]) -> tuple[float, ...] | None:
+        scale = np.sqrt(np.diag(self.products)[subset])
+        if not (scale > 0).all():
+            return None
+        matrix = self.products[np.ix_(subset, subset)] / np.outer(scale, scale)
+        if np.linalg.cond(matrix) > _MOST_CONDITION:
+            return None
+        values = np.linalg.solve(matrix, self.targets[subset] / scale) / scale
+        return tuple(values.tolist())
 
 
 class SpeedFit:
