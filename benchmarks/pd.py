@@ -217,8 +217,9 @@ class Pair:
         self._address, raw = self._pipe.recv()
         self._raw = _Raw(blocks * layout.payload_bytes) if raw else None
         self.nixl = self._raw.reader(*raw) if self._raw and raw else None
-        endpoint = self._decode.controller._transfer
-        assert endpoint is not None
+        transfer = self._decode.controller._parts.transfer
+        assert transfer is not None
+        endpoint = transfer.endpoint
         self._recorder = endpoint._connector = Recorder(endpoint._connector)
         self._count = 0
 

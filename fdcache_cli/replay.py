@@ -1,4 +1,4 @@
-"""``fdcache replay``: its options, progress bar and report."""
+"""``fdcache replay``: its options, and how a run ends."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,9 +15,6 @@ from types import FrameType
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from fdcache.errors import ReplayOptionError
 from fdcache.replay.capacities import Axis, Capacities
@@ -35,25 +31,24 @@ from fdcache.replay.config import (
 from fdcache.replay.devices import DeviceName, device_bytes
 from fdcache.replay.engine import replay as run_replay
 from fdcache.replay.hints import with_hints
-from fdcache.replay.report import MANAGER_CALLS, Report, require_plotting, write_plot
-from fdcache.replay.statistics import Tally, Traffic
+from fdcache.replay.report import Report, require_plotting, write_plot
 from fdcache.replay.sweep import SweepConfig
 from fdcache.replay.trace import read_trace
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 from fdcache.settings import VARIABLES, Settings, SettingsError
 from fdcache.settings.cache import EvictionPolicy, WritePolicy
-from fdcache.settings.kinds import parse_size, readable_size
+from fdcache.settings.kinds import parse_size
 from fdcache.settings.problems import error as problem_of
 from fdcache.settings.sources import Source, Sourced
 from fdcache_cli import errors
 from fdcache_cli.errors import print_problems
 from fdcache_cli.output import progress_bars
 from fdcache_cli.replay_pd import refuse_with_pd, require_pd, run_and_print
+from fdcache_cli.replay_report import print_report, progress_bar
 from fdcache_cli.replay_sweep import parse_policies, refuse_options, sweep_and_print
 from fdcache_cli.running_service import is_served
 
 GENERATED_REQUESTS = 1000
-_REFRESH_SECONDS = 0.1
 
 
 def _size(text: str) -> int:
@@ -425,99 +420,3 @@ def _interrupts() -> Iterator[list[int]]:
         yield received
     finally:
         signal.signal(signal.SIGINT, former)
-
-
-@contextmanager
-def progress_bar(total: int | None) -> Iterator[Callable[[Tally], None] | None]:
-    """Yield a function that draws the counts so far; None when standard error is no terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (
-        TextColumn("replay"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("hit rate {task.fields[hit_rate]:.1%}  corrupt {task.fields[corrupt]}"),
-        TimeElapsedColumn(),
-    )
-    bar = Progress(*columns, console=console, transient=True, auto_refresh=False)
-    task = bar.add_task("replay", total=total, hit_rate=0.0, corrupt=0)
-    due = 0.0
-
-    def advance(tally: Tally) -> None:
-        nonlocal due
-        if (now := time.monotonic()) < due:
-            return
-        if not due:
-            bar.start()  # not earlier: storage being opened has its own bar
-        due = now + _REFRESH_SECONDS
-        ended = tally.finished + tally.rejected
-        bar.update(task, completed=ended, hit_rate=tally.hit_rate, corrupt=tally.corrupt_blocks)
-        bar.refresh()
-
-    try:
-        yield advance
-    finally:
-        bar.stop()
-
-
-def print_report(report: Report) -> None:
-    """Print the report as a table."""
-    tally = report.tally
-    table = Table(
-        title="fdcache replay" + (" (interrupted)" if report.interrupted else ""), show_header=False
-    )
-    table.add_column(style="bold")
-    table.add_column()
-    rows = {
-        "requests": f"{tally.requests}, {tally.finished} finished, {tally.rejected} rejected (larger than the pool)",
-        "prompt tokens": f"{tally.prompt_tokens:,}",
-        "found in the cache": f"{tally.hit_rate:.1%}: "
-        + ", ".join(f"{tier} {tokens:,}" for tier, tokens in tally.hit_tokens.items()),
-        "blocks compared": f"{tally.verified_blocks:,}",
-        "corrupt blocks": _colored(tally.corrupt_blocks),
-        "leaked": f"{_colored(report.leaked_slots)} slots, {_colored(report.leaked_pins)} pins",
-        "invariants": "[green]hold[/]"
-        if report.integrity_error is None
-        else f"[red]{report.integrity_error}[/]",
-        "preemptions": f"{tally.preemptions:,}",
-        "evictions": f"device {report.evictions:,}, host {report.host_evictions:,}",
-        "loads that failed": f"{tally.failed_loads:,} ({tally.recomputed_tokens:,} tokens recomputed)",
-        "host to device": _traffic(tally.h2d),
-        "device to host": _traffic(tally.d2h),
-        **_storage_rows(report),
-        "manager, us per request": _calls(report),
-        "time": f"{report.wall_seconds:.1f} s, {tally.steps:,} steps",
-        "peak memory": readable_size(report.peak_rss_bytes),
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
-
-
-def _storage_rows(report: Report) -> dict[str, str]:
-    storage = report.to_dict()["storage"]
-    if storage is None:
-        return {}
-    tally = report.tally
-    return {
-        "storage": f"{storage['connector']}, {', '.join(storage['states'])}; {storage['restored_blocks']:,} blocks "
-        f"from earlier, {storage['stored']:,} stored, {storage['hits']:,} read, {storage['corrupt']:,} refused",
-        "from and to storage": f"{_traffic(tally.from_storage)}, {_traffic(tally.to_storage)}",
-    }
-
-
-def _colored(count: int) -> str:
-    return f"[green]{count}[/]" if count == 0 else f"[red]{count:,}[/]"
-
-
-def _traffic(traffic: Traffic) -> str:
-    speed = f" ({traffic.bytes / traffic.seconds / 1e9:.1f} GB/s while copying)" if traffic.seconds else ""
-    return readable_size(traffic.bytes) + speed
-
-
-def _calls(report: Report) -> str:
-    calls = ((name, report.manager_us[name]) for name in MANAGER_CALLS)
-    times = (f"{name} {us['p50']:.1f} ({us['p99']:.1f})" for name, us in calls)
-    return "p50 (p99): " + ", ".join(times)

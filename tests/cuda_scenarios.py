@@ -187,9 +187,9 @@ def launch_in_one_call() -> None:
             reports: list[TransferReport] = []
             for each in made:
                 if not native:
-                    controller._launcher = None
+                    controller._plans.launcher = None
                 counter = controller.submit_swap_tasks(each, COMPUTE)
-                execution = controller._in_flight.executions[each.plan_id]
+                execution = controller._plans.in_flight.executions[each.plan_id]
                 assert isinstance(execution, _core.LaunchedPlan) == native
                 handler = controller.handler(each.plan_id)
                 assert not handler.cancel() and handler.wait(60) and counter.is_all_done()
@@ -221,7 +221,7 @@ def keep_loads_in_order() -> None:
         driver.delay(20_000)
         for number in range(4):
             worker.controller.submit_swap_tasks(plan(2 + number, load=[(number, 11)]), COMPUTE)
-        executions = worker.controller._in_flight.executions
+        executions = worker.controller._plans.in_flight.executions
         assert [isinstance(executions[each], _core.LaunchedPlan) for each in (2, 5)] == [True, False]
         reports: list[TransferReport] = []
         while len(reports) < 4:

@@ -58,7 +58,7 @@ class Engine:
 
     @property
     def slab(self) -> Any:
-        storage = self.controller._storage
+        storage = self.controller._parts.storage
         return storage.storage if storage else None
 
     def layer_timeout(self) -> float:
@@ -136,7 +136,7 @@ def reads(name: str) -> Read:
 
 
 def groups(engine: Engine) -> object:
-    return engine.controller._queue._groups._groups
+    return engine.controller._plans.queue._groups._groups
 
 
 def in_service(name: str) -> Read:
@@ -201,7 +201,9 @@ def endpoint(read: Read) -> Callable[[], object]:
 
     def observe(engine: Engine) -> object:
         engine.controller.open_transfer()
-        return read(engine.controller._transfer)
+        transfer = engine.controller._parts.transfer
+        assert transfer is not None
+        return read(transfer.endpoint)
 
     return embedded(observe)
 
@@ -276,7 +278,7 @@ CASES: dict[str, Case] = {
     "FDCACHE_LOG_FORMAT": Case("text", serve=formatter),
     "FDCACHE_FIRST_GROUP_LAYERS": Case("2", groups),
     "FDCACHE_GROUP_LAYERS": Case("1", groups),
-    "FDCACHE_LOADS_AHEAD": Case("1MiB", lambda engine: engine.controller._queue._loads._ahead_bytes),
+    "FDCACHE_LOADS_AHEAD": Case("1MiB", lambda engine: engine.controller._plans.queue._loads._ahead_bytes),
     "FDCACHE_COPY_THREADS": Case("3", lambda engine: engine.controller.device._copy_threads),
     "FDCACHE_LAYER_TIMEOUT": Case("7s", Engine.layer_timeout),
     "FDCACHE_SWAP_DRAIN_TIMEOUT": Case("7s", lambda engine: engine.controller.settings.drain_timeout),
@@ -315,8 +317,8 @@ CASES: dict[str, Case] = {
     "FDCACHE_STORAGE_TIMEOUT": Case(
         "7s",
         lambda engine: (
-            engine.manager._storage.reads._timeout,
-            engine.manager._storage.writes._timeout,
+            engine.manager._tiers.storage.reads._timeout,
+            engine.manager._tiers.storage.writes._timeout,
         ),
         storage_in_service("timeout"),
         beside=STORAGE,
@@ -326,7 +328,7 @@ CASES: dict[str, Case] = {
     "FDCACHE_PREFETCH_BANDWIDTH": Case("1MiB", reads("bandwidth"), beside=STORAGE),
     "FDCACHE_STORAGE_WRITE_BLOCKS": Case(
         "7",
-        lambda engine: engine.manager._storage.writes._write_blocks,
+        lambda engine: engine.manager._tiers.storage.writes._write_blocks,
         storage_in_service("write_blocks"),
         beside=STORAGE,
     ),

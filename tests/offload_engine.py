@@ -171,7 +171,7 @@ class OffloadEngine:
             if node.is_swapping:
                 continue
             for rank, controller in enumerate(self.ranks):
-                arena: Any = controller._arena
+                arena: Any = controller._parts.arena
                 record = arena.table.record(node.block_id)
                 planes = expected(self.layout, node.hash_value, rank)
                 wrong += any(

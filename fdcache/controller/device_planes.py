@@ -5,13 +5,72 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fdcache.devices.base import Device, PlaneBinding, TensorView
-from fdcache.errors import TensorError
+from fdcache.devices.base import Device, DevicePlanes, PlaneBinding, TensorView
+from fdcache.errors import CacheNotReadyError, TensorError
 from fdcache.layout import KVLayout, Plane
+
+if TYPE_CHECKING:
+    from fdcache.transfer.shared_planes import SharedPlanes
+
+
+class DeviceMemory:
+    """The device planes of one rank; None before ``allocate`` or ``register`` and after ``free``."""
+
+    def __init__(self, device: Device, layout: KVLayout) -> None:
+        self.planes: DevicePlanes | None = None
+        self.bindings: list[PlaneBinding] = []
+        self._device = device
+        self._layout = layout
+        self._allocated: tuple[int, str | None, Path | None] | None = None
+        self._shared: SharedPlanes | None = None
+
+    def allocate(self, num_blocks: int, framework: str | None, shared: Path | None) -> list[Any]:
+        """Allocate zero-filled planes, on the CPU in a folder for shared memory if there is one; return tensors."""
+        self._check_none()
+        if shared is None or self._device.has_compute_streams:
+            tensors = allocate_planes(self._device, self._layout, num_blocks, framework)
+        else:
+            from fdcache.transfer.shared_planes import SharedPlanes
+
+            self._shared = SharedPlanes(self._layout, num_blocks, shared)
+            tensors = self._shared.tensors(framework or "numpy")
+        self.register(tensors)
+        self._allocated = (num_blocks, framework, shared)
+        return tensors
+
+    def register(self, tensors: Sequence[Any]) -> None:
+        """Use the engine's tensors. Raises ``TensorError`` naming the plane that does not fit."""
+        self._check_none()
+        self.bindings = bind_tensors(self._device, self._layout, tensors)
+        self.planes = self._device.bind_planes(self.bindings, self._layout.record_bytes)
+
+    def allocate_again(self) -> list[Any]:
+        """Allocate the planes that ``free`` freed again. Raises ``CacheNotReadyError`` for the engine's own."""
+        if self._allocated is None:
+            raise CacheNotReadyError("the planes were registered by the engine; call register_kv_cache")
+        return self.allocate(*self._allocated)
+
+    def free(self) -> None:
+        """Let go of the planes."""
+        self.planes = None
+        self.bindings = []
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.close()
+
+    def forget(self) -> None:
+        """Let go of the planes for good: ``allocate_again`` will not allocate them."""
+        self.free()
+        self._allocated = None
+
+    def _check_none(self) -> None:
+        if self.planes is not None:
+            raise CacheNotReadyError("the device planes exist already; call free_cache or sleep first")
 
 
 def plane_blocks(layout: KVLayout, plane: Plane, num_blocks: int) -> int:

@@ -1,18 +1,22 @@
-"""The hand-over endpoint of a controller: its planes, and the layer groups that are announced together."""
+"""The hand-overs of a controller: its endpoint, and the tasks of plans that go through it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from fdcache.controller.execution import reason_of
 from fdcache.controller.layers import layer_groups
-from fdcache.devices.base import Device, DevicePlanes, PlaneBinding
+from fdcache.devices.base import Device, DevicePlanes, Event, PlaneBinding, Stream
 from fdcache.devices.cuda import CudaDevice
-from fdcache.errors import TransferError
+from fdcache.errors import DeviceError, PlanError, StreamError, TransferError
 from fdcache.layout import KVLayout
+from fdcache.metadata import CacheLevel, TransferPlan
 from fdcache.settings.cache import TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import LocalPlanes
 from fdcache.transfer.endpoint import EndpointOptions, TransferEndpoint
+from fdcache.transfer.execution import TransferExecution
 
 
 def open_endpoint(
@@ -46,3 +50,58 @@ def open_endpoint(
         peers, rank, lookahead_tokens=lookahead_tokens, verifies=verifies, groups=tuple(groups)
     )
     return TransferEndpoint(local, options)
+
+
+class PlannedHandovers:
+    """The hand-overs of one rank's plans, ordered after the work of the engine's stream.
+
+    ``endpoint`` answers the peers; ``num_blocks``: device blocks.
+    """
+
+    def __init__(self, endpoint: TransferEndpoint, device: Device, num_blocks: int) -> None:
+        self.endpoint = endpoint
+        self._device = device
+        self._num_blocks = num_blocks
+
+    def check(self, plan: TransferPlan) -> None:
+        """Raise ``PlanError`` for hand-overs of slots that the device does not have."""
+        for task in plan.peers:
+            swap = task.swap
+            slots = swap.dst_block_ids if swap.dst_type is CacheLevel.DEVICE else swap.src_block_ids
+            if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self._num_blocks:
+                raise PlanError(
+                    f"{swap.purpose.value} {task.plan_id}: a slot is not one of the {self._num_blocks} device blocks"
+                )
+
+    def submit(
+        self, plan: TransferPlan, stream: Stream | None, refusal: str | None
+    ) -> Iterator[TransferExecution]:
+        """Begin the hand-overs of a plan, after what the compute stream has now, its evictions included."""
+        for plan_id in plan.cancelled:
+            self.endpoint.cancel(plan_id)
+        after: Event | None = None
+        if plan.peers and stream is not None and self._device.has_compute_streams:
+            try:
+                after = self._device.create_event()
+                after.record(stream)
+            except DeviceError as error:
+                refusal = reason_of(error)
+        for task in plan.peers:
+            if refusal is None:
+                yield self.endpoint.submit(task, after)
+            else:
+                yield self.endpoint.refuse(task, refusal)
+
+    def layer_computed(self, layer: int, computed: Mapping[str, int], compute_stream: Any) -> None:
+        """Let peers read a layer of transfers, after the work that ``compute_stream`` has now."""
+        if compute_stream is None and self._device.has_compute_streams:
+            raise StreamError("compute_stream: None orders nothing on a GPU; pass the stream that computes")
+
+        def record() -> Event | None:
+            if compute_stream is None:
+                return None
+            event = self._device.create_event()
+            event.record(self._device.as_stream(compute_stream))
+            return event
+
+        self.endpoint.layer_computed(layer, computed, record)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from threading import RLock
-from types import TracebackType
 
 import msgspec
 
 from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
-from fdcache.errors import PlanError, RequestStateError, TransferError
+from fdcache.errors import RequestStateError, TransferError
 from fdcache.hashing import Tokens
-from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
+from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.handover import Handovers, PeerTerms
 from fdcache.manager.hints import HintBook
@@ -24,17 +22,14 @@ from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import LiveRequests, PeerSource, Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
-from fdcache.manager.tiers import make_tiers
-from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
+from fdcache.manager.tiers import Tiers, make_tiers
+from fdcache.metadata import TransferPlan, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
-from fdcache.settings.checks import log_misspelt, require_host_tier
-from fdcache.storage.connector import ConnectorContext, StorageConnector
-from fdcache.storage.factory import open_lookup
-from fdcache.tiers.events import CacheEvent
-from fdcache.tiers.host import HostCache, HostTier, LocalHostTier
-from fdcache.tiers.reuse import RecentReuse, ReuseReport
-from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, Traffic
+from fdcache.storage.connector import StorageConnector
+from fdcache.tiers.host import HostTier, LocalHostTier
+from fdcache.tiers.reuse import RecentReuse
+from fdcache.tiers.statistics import CacheStats, Counters
 from fdcache.transfer.factory import require_connector as require_transfer
 
 _ALLOCATIONS = AllocationForms(Allocation, AllocationFailure.NO_BLOCKS, AllocationFailure.DEFERRED)
@@ -48,7 +43,7 @@ class ManagerState(StrEnum):
     ASLEEP = "asleep"
 
 
-class CacheManager:
+class CacheManager(TierManager[Request]):
     """The device tier of one engine and the tiers below it, for all its ranks.
 
     ::
@@ -67,11 +62,14 @@ class CacheManager:
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
     ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``peers``:
     turns hand-overs between instances on. ``clock`` returns seconds. ``priors``: speeds as calibrated; see
-    ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a
-    request that still waits for storage, as for an engine that submits plans only when a step follows.
+    ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a request that still waits for storage, as
+    for an engine that submits plans only when a step follows.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
+
+    _tiers: Tiers
+    _requests: LiveRequests
 
     def __init__(
         self,
@@ -85,16 +83,13 @@ class CacheManager:
         priors: Priors = NO_PRIORS,
         loads_ahead: bool = True,
     ) -> None:
-        self.settings = settings
-        self.layout = layout
-        self._storage_lookup = lookup
-        self._lock = RLock()
+        super().__init__(settings, layout, lookup, clock)
         self._state = ManagerState.RUNNING
-        counters = self._counters = Counters()
+        counters = self._counters
         tiers = self._tiers = make_tiers(
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
-        self._device, self._host, self._storage = tiers.device, tiers.host, tiers.storage
+        self._device, self._host = tiers.device, tiers.host
         self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._requests = LiveRequests(settings, layout, tiers, counters)
         ahead = make_loads_ahead(layout, tiers, counters, lambda: self._plans.ahead) if loads_ahead else None
@@ -124,13 +119,7 @@ class CacheManager:
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
         self._reuse = RecentReuse(tiers.reuse)
         self._hints = HintBook(tiers.pools.values(), layout.block_size, clock)
-        self._clock = None if clock is time.monotonic else clock
         self._set_time()
-
-    def _set_time(self) -> None:
-        """Give the caller's time to the tiers, whose order of eviction depends on it."""
-        if self._clock is not None:
-            self._tiers.set_clock(self._clock())
 
     @classmethod
     def from_settings(
@@ -152,68 +141,21 @@ class CacheManager:
         Raises ``SettingsError`` for settings that are wrong or do not fit the layout, ``StorageError`` if the
         connector cannot be opened.
         """
-        settings = settings or Settings.load()
-        settings.check_layout(layout)
-        require_host_tier(settings)
-        log_misspelt(settings.misspelt)
-        cache, storage = settings.cache_for(layout, device_bytes), settings.storage_tier
-        if lookup is None and cache.server is None:
-            lookup = open_lookup(ConnectorContext(layout, None, storage, settings.mooncake))
-        try:
+        settings = settings_for(layout, settings)
+        cache = settings.cache_for(layout, device_bytes)
+        with lookup_for(layout, settings, lookup) as store:
             return cls(
                 cache,
                 layout,
-                storage=storage,
-                lookup=lookup,
+                storage=settings.storage_tier,
+                lookup=store,
                 peers=PeerTerms.of(settings),
                 clock=clock,
                 priors=calibrated_priors(settings),
                 loads_ahead=loads_ahead,
             )
-        except BaseException:
-            if lookup is not None:
-                lookup.close()
-            raise
-
-    def close(self) -> None:
-        """Leave the service, which frees what this engine held there, and close the storage look-up. Idempotent.
-
-        Call it after every worker has shut down.
-        """
-        if self._host:
-            self._host.close()
-        if self._storage_lookup is not None:
-            self._storage_lookup.close()
-
-    def __enter__(self) -> CacheManager:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def restore_storage(self, scans: Sequence[StorageScan]) -> int:
-        """Make the blocks in the ranks' local storage findable; return their number.
-
-        Before this call nothing is read from local storage or written to it. ``scans``: those of
-        ``CacheController.open_storage``. Raises ``PlanError`` unless there is one for each rank.
-        """
-        with self._lock:
-            if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
-                raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
-            return self._storage.restore(scans) if self._storage else 0
 
     # --- a scheduler step ---------------------------------------------------------------------------------
-
-    def prepare(self, requests: Iterable[Request]) -> None:
-        """Hash the tokens of requests that have arrived, so that their match need not.
-
-        Takes no lock and releases the GIL: call it in the thread that tokenizes, beside the steps. Raises
-        ``HashingError`` for tokens that cannot be hashed.
-        """
-        for request in requests:
-            self._requests.prepare(request)
 
     def prefetch(self, requests: Iterable[Request]) -> None:
         """Start to read blocks of requests from storage into the host tier. Call it when requests arrive.
@@ -440,28 +382,6 @@ class CacheManager:
             self._choices.record(reports)
             return outcomes
 
-    def observe_prefill(
-        self,
-        chunks: Iterable[tuple[Request, int, int]],
-        seconds: float | None,
-        *,
-        waited: bool = False,
-        steps: int = 1,
-    ) -> None:
-        """Learn how fast the engine computes: a step took ``seconds`` for tokens ``start`` to ``stop`` of requests.
-
-        ::
-
-            manager.observe_prefill([(request, request.num_cached_tokens, request.num_tokens)], seconds)
-
-        From the third call on a match loads no more of a prefix than takes less time to load than to compute, unless
-        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills once their results are there.
-        ``seconds``: None if unknown. ``waited``: their layers waited for loads. ``steps``: how many steps in a row
-        computed the chunks. Raises ``RequestStateError`` for tokens that a request does not have.
-        """
-        with self._lock:
-            self._choices.observe_prefill(chunks, seconds, waited=waited, steps=steps)
-
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""
         with self._lock:
@@ -485,26 +405,6 @@ class CacheManager:
                 if request.hints and not preempted:
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
 
-    def hint(self, request: Request, hints: Iterable[Hint]) -> list[HintOutcome]:
-        """Take hints about a request that has ended, such as that its session is over; return their outcomes.
-
-        ::
-
-            manager.hint(Request("session 7 is over", token_ids), [Hint.release()])
-        """
-        with self._lock:
-            self._set_time()
-            self._requests.prepare(request)
-            return self._take_hints(request, hints)
-
-    def _take_hints(self, request: Request, hints: Iterable[Hint]) -> list[HintOutcome]:
-        return self._hints.take(request.request_id, hints, request.block_hashes, request.num_prompt_tokens)
-
-    def take_hint_outcomes(self) -> list[HintOutcome]:
-        """Return the outcomes of hints whose time is over, each once: kept, or evicted early and why."""
-        with self._lock:
-            return self._hints.take_outcomes()
-
     # --- the whole cache ----------------------------------------------------------------------------------
 
     def worker_lost(self, rank: int) -> list[LoadOutcome]:
@@ -527,22 +427,6 @@ class CacheManager:
         with self._lock:
             self._requests.stop_publishing()
             return self._tiers.reset()
-
-    def change_revision(self, revision: str) -> int:
-        """Forget the blocks of the former weights after the engine has loaded others; return their number.
-
-        Call it between steps. Workers need no call. Running requests keep their blocks and publish no more. With a
-        service, blocks of the new revision are shared with all engines that have it.
-
-        Raises ``LayoutError`` for the current revision, ``ConfigurationError`` with a storage tier, whose files belong
-        to one revision: make a new manager then.
-        """
-        with self._lock:
-            layout = self.layout.with_revision(revision)
-            forgotten = self._tiers.change_layout(layout)
-            self._requests.change_fingerprint(layout.fingerprint)
-            self.layout = layout
-            return forgotten
 
     def resize_device_pool(self, num_blocks: int) -> bool:
         """Change the number of device blocks. Return False, and change nothing, while a block beyond it is in use.
@@ -582,11 +466,6 @@ class CacheManager:
         with self._lock:
             self._state = ManagerState.RUNNING
 
-    def take_events(self) -> list[CacheEvent]:
-        """Return what entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
-        with self._lock:
-            return list(self._tiers.take_events(self.layout.block_size))
-
     # --- state and statistics -----------------------------------------------------------------------------
 
     @property
@@ -595,29 +474,9 @@ class CacheManager:
         return self._state
 
     @property
-    def host_cache(self) -> HostCache:
-        """The argument of every rank's ``CacheController.initialize_host_cache``: plain data."""
-        return self._host.host_cache if self._host else HostCache()
-
-    @property
-    def shared_blocks_in_use(self) -> int:
-        """Pins and slots being written of this engine in a service's tier; 0 without a service."""
-        return self._host.in_use if self._host and self.settings.server is not None else 0
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks of the host tier; with a service, the number that it has assigned to this layout so far."""
-        return self._host.num_blocks if self._host else 0
-
-    @property
     def num_device_blocks(self) -> int:
         """Blocks of the device tier."""
         return self._device.stats().slots
-
-    @property
-    def reads_storage(self) -> bool:
-        """True if blocks may be read from storage, by this process or by the service."""
-        return self._tiers.fetches is not None
 
     @property
     def num_free_device_blocks(self) -> int:
@@ -627,36 +486,12 @@ class CacheManager:
     def get_stats(self) -> CacheStats:
         """Return a snapshot of tiers and counters."""
         with self._lock:
-            backups, storage = self._tiers.backups, self._storage
-            usage = {level: pool.usage() for level, pool in self._tiers.pools.items()}
-            return CacheStats(
-                device=usage[CacheLevel.DEVICE],
-                host=usage.get(CacheLevel.HOST),
-                counters=self._all_counters(),
-                live_requests=len(self._requests),
-                plans_in_flight=self._plans.in_flight,
-                queued_backups=backups.queued if backups else 0,
-                traffic=self._host.traffic.copy() if self._host else Traffic(),
-                queued_stores=storage.writes.queued if storage else 0,
-                storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
-                reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
-                storage=usage.get(CacheLevel.STORAGE),
-                sending_blocks=self._plans.blocks_in_flight(SwapPurpose.SEND),
-                fetching_blocks=self._plans.blocks_in_flight(SwapPurpose.FETCH),
-                held_blocks=self._handovers.held_blocks if self._handovers else 0,
-                loads=self._choices.figures(),
-                handovers=self._handovers.tally.counts() if self._handovers else [],
-                hints=self._hints.figures.copy(),
+            return self._snapshot(
+                self._device.usage(),
+                self._all_counters(),
+                self._tiers.backups.queued if self._tiers.backups else 0,
+                self._handovers.held_blocks if self._handovers else 0,
             )
-
-    def get_reuse(self) -> dict[CacheLevel, ReuseReport]:
-        """Return what each tier has learned of reuse, for ``FDCACHE_EVICTION=learned``; {} for other policies."""
-        with self._lock:
-            return self._tiers.reuse()
-
-    def _blocks_being_loaded(self) -> int:
-        plans = self._plans
-        return plans.blocks_in_flight(SwapPurpose.LOAD) + len(plans.open.loads) + len(plans.ahead.loads)
 
     def _all_counters(self) -> Counters:
         counters = msgspec.structs.replace(self._counters)
@@ -664,30 +499,12 @@ class CacheManager:
         self._plans.count(counters)
         return counters
 
-    def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
-        """Return bytes per rank of each tier."""
-        return self._tiers.memory_usage(self.layout)
-
     def free_device_blocks(self) -> list[int]:
         """Return the slots of the free device blocks. Visits every block."""
         with self._lock:
             return [
                 slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
             ]
-
-    def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
-        """Return the full blocks of a request's tokens by tier, in path order; pin nothing.
-
-        Covers the tiers of this process; for those of a service run ``fdcache inspect explain``.
-        """
-        with self._lock:
-            self._requests.prepare(request)
-            return self._tiers.find(request.block_hashes)
-
-    def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` naming every invariant that does not hold."""
-        with self._lock:
-            self._tiers.verify()
 
     def _reset_device_if_asked(self, service: HostTier) -> None:
         """Forget the device tier if an operator of the service has asked for it."""

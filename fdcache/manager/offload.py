@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from threading import RLock
-from types import TracebackType
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
 
-from fdcache.errors import ConfigurationError, PlanError
-from fdcache.hints import Hint, HintOutcome
+from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
+from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.device_contents import device_ids_of
@@ -24,10 +22,7 @@ from fdcache.manager.plans import Plans
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.manager.tiers import LowerTiers, make_lower_tiers
 from fdcache.metadata import (
-    BlockNode,
-    CacheLevel,
     Int32Array,
-    StorageScan,
     SwapPurpose,
     TransferPlan,
     TransferReport,
@@ -35,16 +30,12 @@ from fdcache.metadata import (
 from fdcache.plans.blocks import ROOT
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
-from fdcache.settings.checks import log_misspelt, require_host_tier
-from fdcache.storage.connector import ConnectorContext, StorageConnector
-from fdcache.storage.factory import open_lookup
-from fdcache.tiers.events import CacheEvent
-from fdcache.tiers.host import HostCache, HostTier
-from fdcache.tiers.reuse import ReuseReport
-from fdcache.tiers.statistics import CacheStats, Counters, TierUsage
+from fdcache.storage.connector import StorageConnector
+from fdcache.tiers.host import HostTier
+from fdcache.tiers.statistics import CacheStats, TierUsage
 
 
-class OffloadManager:
+class OffloadManager(TierManager[OffloadRequest]):
     """Host and storage tier of one engine that has a prefix cache of its own on the device, for all its ranks.
 
     ::
@@ -66,6 +57,8 @@ class OffloadManager:
     device blocks of the settings have no effect. Raises ``ConfigurationError`` without a host tier.
     """
 
+    _requests: OffloadedRequests
+
     def __init__(
         self,
         settings: CacheSettings,
@@ -76,18 +69,14 @@ class OffloadManager:
         clock: Callable[[], float] = time.monotonic,
         priors: Priors = NO_PRIORS,
     ) -> None:
-        self.settings = settings
-        self.layout = layout
-        self._storage_lookup = lookup
-        self._clock = clock
-        self._lock = RLock()
-        counters = self._counters = Counters()
-        host, self._storage = make_lower_tiers(
+        super().__init__(settings, layout, lookup, clock)
+        counters = self._counters
+        host, storage_tier = make_lower_tiers(
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
         self._host = _required(host)
         self._copies = CopyOut(settings, self._host, counters, clock)
-        tiers = self._tiers = LowerTiers(self._host, self._storage, self._copies, self._host.fetches)
+        tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches)
         tiers.record_events(settings.event_buffer)
         self._choices = LoadChoices(
             settings.load_or_recompute, layout, clock, self._blocks_being_loaded, priors
@@ -96,11 +85,6 @@ class OffloadManager:
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
         self._hints = HintBook(tiers.pools.values(), layout.block_size, clock)
         self._set_time()
-
-    def _set_time(self) -> None:
-        """Give the caller's time to the tiers, whose order of eviction depends on it."""
-        if self._clock is not time.monotonic:
-            self._tiers.set_clock(self._clock())
 
     @classmethod
     def from_settings(
@@ -116,74 +100,23 @@ class OffloadManager:
         Raises ``SettingsError`` for settings that are wrong or do not fit the layout, ``StorageError`` if the
         connector cannot be opened.
         """
-        settings = settings or Settings.load()
-        settings.check_layout(layout)
-        require_host_tier(settings)
-        log_misspelt(settings.misspelt)
-        cache, storage = settings.cache, settings.storage_tier
-        if lookup is None and cache.server is None:
-            lookup = open_lookup(ConnectorContext(layout, None, storage, settings.mooncake))
-        try:
+        settings = settings_for(layout, settings)
+        with lookup_for(layout, settings, lookup) as store:
             return cls(
-                cache,
+                settings.cache,
                 layout,
-                storage=storage,
-                lookup=lookup,
+                storage=settings.storage_tier,
+                lookup=store,
                 clock=clock,
                 priors=calibrated_priors(settings),
             )
-        except BaseException:
-            if lookup is not None:
-                lookup.close()
-            raise
-
-    def close(self) -> None:
-        """Leave the service, which frees what this engine held there, and close the storage look-up. Idempotent.
-
-        Call it after every worker has shut down.
-        """
-        self._host.close()
-        if self._storage_lookup is not None:
-            self._storage_lookup.close()
-
-    def __enter__(self) -> OffloadManager:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def host_cache(self) -> HostCache:
-        """The argument of every rank's ``CacheController.initialize_host_cache``: plain data."""
-        return self._host.host_cache
 
     @property
     def store_room(self) -> int:
         """Most blocks that plans may copy to the host tier now; a service grants slots in the background."""
         return self._host.copy_room
 
-    def restore_storage(self, scans: Sequence[StorageScan]) -> int:
-        """Make the blocks in the ranks' local storage findable; return their number.
-
-        Before this call nothing is read from local storage or written to it. ``scans``: those of
-        ``CacheController.open_storage``. Raises ``PlanError`` unless there is one for each rank.
-        """
-        with self._lock:
-            if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
-                raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
-            return self._storage.restore(scans) if self._storage else 0
-
     # --- requests -----------------------------------------------------------------------------------------
-
-    def prepare(self, requests: Iterable[OffloadRequest]) -> None:
-        """Hash the tokens of requests that have arrived, beside the steps: takes no lock and releases the GIL.
-
-        Raises ``HashingError`` for tokens that cannot be hashed.
-        """
-        for request in requests:
-            self._requests.prepare(request)
 
     def begin(self, request: OffloadRequest) -> None:
         """Hash a request that has arrived, and start to read its blocks from storage into the host tier."""
@@ -300,23 +233,6 @@ class OffloadManager:
             if request.hints:
                 request.hint_outcomes, request.hints = self.hint(request, request.hints), ()
 
-    def hint(self, request: OffloadRequest, hints: Iterable[Hint]) -> list[HintOutcome]:
-        """Take hints about the blocks of a request that has ended in the tiers of this process.
-
-        Those that are still being copied to the host are not among them. The tiers of a service take no hints.
-        """
-        with self._lock:
-            self._set_time()
-            self._requests.prepare(request)
-            return self._hints.take(
-                request.request_id, hints, request.block_hashes, request.num_prompt_tokens
-            )
-
-    def take_hint_outcomes(self) -> list[HintOutcome]:
-        """Return the outcomes of hints whose time is over, each once: kept, or evicted early and why."""
-        with self._lock:
-            return self._hints.take_outcomes()
-
     def _give_away(self, ids: Int32Array) -> None:
         self._copies.given_away(ids, self._plans.open, self._plans.__contains__)
 
@@ -357,21 +273,6 @@ class OffloadManager:
                 self._copies.copies_ended()
             return outcomes
 
-    def observe_prefill(
-        self,
-        chunks: Iterable[tuple[OffloadRequest, int, int]],
-        seconds: float | None,
-        *,
-        waited: bool = False,
-        steps: int = 1,
-    ) -> None:
-        """Learn how fast the engine computes; see ``CacheManager.observe_prefill``.
-
-        Raises ``RequestStateError`` for tokens that a request does not have.
-        """
-        with self._lock:
-            self._choices.observe_prefill(chunks, seconds, waited=waited, steps=steps)
-
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once, and unpin matches that nothing has asked for lately.
 
@@ -411,67 +312,16 @@ class OffloadManager:
             self._requests.forget_found()
             return self._tiers.reset()
 
-    def change_revision(self, revision: str) -> int:
-        """Forget the blocks of the former weights after the engine has loaded others; return their number.
-
-        Workers need no call. Requests of the former weights find and leave nothing. Raises ``LayoutError`` for the
-        current revision, ``ConfigurationError`` with a storage tier: make a new manager then.
-        """
-        with self._lock:
-            layout = self.layout.with_revision(revision)
-            forgotten = self._tiers.change_layout(layout)
-            self._requests.change_fingerprint(layout.fingerprint)
-            self.layout = layout
-            return forgotten
-
     def take_device_reset(self) -> bool:
         """Return True if an operator of the service asked since the last call to reset the device cache."""
         return self._host.take_device_reset()
 
-    def take_events(self) -> list[CacheEvent]:
-        """Return what entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
-        with self._lock:
-            return list(self._tiers.take_events(self.layout.block_size))
-
     def get_stats(self) -> CacheStats:
         """Return a snapshot of tiers and counters; ``device`` has the engine's blocks as far as they were offered."""
         with self._lock:
-            usage = {level: pool.usage() for level, pool in self._tiers.pools.items()}
-            storage, contents, queued = self._storage, self._copies.contents, self._copies.queued
-            return CacheStats(
-                device=TierUsage(blocks=contents.num_blocks, ready=len(contents)),
-                host=usage[CacheLevel.HOST],
-                counters=msgspec.structs.replace(self._counters),
-                live_requests=len(self._requests),
-                plans_in_flight=self._plans.in_flight,
-                queued_backups=queued,
-                traffic=self._host.traffic.copy(),
-                queued_stores=storage.writes.queued if storage else 0,
-                storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
-                reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
-                storage=usage.get(CacheLevel.STORAGE),
-                loads=self._choices.figures(),
-                hints=self._hints.figures.copy(),
-            )
-
-    def _blocks_being_loaded(self) -> int:
-        return self._plans.blocks_in_flight(SwapPurpose.LOAD) + len(self._plans.open.loads)
-
-    def get_reuse(self) -> dict[CacheLevel, ReuseReport]:
-        """Return what each tier of this process has learned of reuse; {} for policies that do not learn."""
-        with self._lock:
-            return self._tiers.reuse()
-
-    def find_blocks(self, request: OffloadRequest) -> dict[CacheLevel, list[BlockNode]]:
-        """Return the full blocks of a request's tokens by tier of this process, in path order; pin nothing."""
-        self._requests.prepare(request)
-        with self._lock:
-            return self._tiers.find(request.block_hashes)
-
-    def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` naming every invariant that does not hold."""
-        with self._lock:
-            self._tiers.verify()
+            contents = self._copies.contents
+            device = TierUsage(blocks=contents.num_blocks, ready=len(contents))
+            return self._snapshot(device, msgspec.structs.replace(self._counters), self._copies.queued)
 
 
 def _required(host: HostTier | None) -> HostTier:

@@ -105,7 +105,7 @@ def test_host_memory_pinned_by_one_gpu_serves_the_other(gpus: list[Gpu]) -> None
     with GpuWorker(layout, gpu=gpus[0].uuid) as first, GpuWorker(layout, gpu=gpus[1].uuid, seed=1) as second:
         before = [first.block(slot) for slot in range(8)]
         first.run(plan(1, evict=[(slot, 7 - slot) for slot in range(8)]))
-        second.controller._arena = first.controller.host_arena
+        second.controller._parts.arena = first.controller.host_arena
         (loaded,) = second.run(plan(2, load=[(7 - slot, slot) for slot in range(8)])).results
         assert loaded.success, loaded.error_message
         assert [second.block(slot) for slot in range(8)] == before

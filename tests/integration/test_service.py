@@ -82,7 +82,7 @@ class TestSharing:
             engine = Engine(service.address)
             engine.serve(PROMPT)
             until(lambda: ready_blocks(service) == 10, "the blocks are stored")
-            arena = engine.ranks[0]._arena
+            arena = engine.ranks[0]._parts.arena
             assert isinstance(arena, SharedHostArena)
             (former,) = arena.extents
             (namespace,) = service.service.namespaces.values()

@@ -170,7 +170,7 @@ def test_an_engine_drops_a_bad_block_and_its_descendants_and_never_reads_them_ag
 from tests.storage_engine import Engine, counters, store_a_path, tokens_of
 store_a_path(folder)
 engine = Engine(folder)
-paths = engine.manager._storage.pool
+paths = engine.manager._tiers.storage.pool
 nodes = sorted(paths.nodes(range(8)), key=lambda node: node.depth)
 fail(engine.store.file, nodes[5].block_id)
 first = engine.run("first", tokens_of(1, 8))

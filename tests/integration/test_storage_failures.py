@@ -123,7 +123,7 @@ def test_an_engine_on_a_full_disk_uses_the_room_there_is_and_grows_again(
         assert tier.withheld > 0
         assert tier.evictions > 0
         assert engine.store.stats().state is StorageState.FULL
-        newest = engine.manager._storage.pool.nodes(range(tier.blocks))  # type: ignore[union-attr]
+        newest = engine.manager._tiers.storage.pool.nodes(range(tier.blocks))  # type: ignore[union-attr]
         assert len(newest) == tier.ready > 0
         ballast.unlink()
         for first in range(40, 80):

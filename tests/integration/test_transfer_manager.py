@@ -285,8 +285,9 @@ def test_hand_overs_end_when_their_thread_has_failed(
 
     before, after = Request("before", prompt_of(1, 6)), Request("after", prompt_of(2, 6))
     assert decode.fetch(before, prefill.source("before")) == 6
-    endpoint = decode.controller._transfer
-    assert endpoint is not None
+    transfer = decode.controller._parts.transfer
+    assert transfer is not None
+    endpoint = transfer.endpoint
     monkeypatch.setattr(endpoint._connector, "poll", fail)
     decode.until(lambda: len(decode.outcomes) == 1)
     assert decode.fetch(after, prefill.source("after")) == 6

@@ -216,8 +216,8 @@ std::vector<Slot> TierModel::match(LeaseId lease, std::span<const Digest> hashes
         run.push_back(find_ready(hashes[i]));
     if (run.empty()) return run;
     const std::vector<Slot> whole = path(run.back());
-    if (whole.size() != start + run.size() || !std::equal(run.begin(), run.end(), whole.begin() + start))
-        throw Refused();
+    // A run may begin anywhere in a path: `start` is the caller's count, not the depth in the tier.
+    if (whole.size() < run.size() || !std::equal(run.rbegin(), run.rend(), whole.rbegin())) throw Refused();
     adopt_match(lease, run, start, known);
     return run;
 }

@@ -104,7 +104,7 @@ class StorageMachine(ManagerMachine):
 
     @property
     def index(self) -> LocalIndex:
-        tier = self.engine.manager._storage
+        tier = self.engine.manager._tiers.storage
         assert tier is not None and isinstance(tier.index, LocalIndex)
         return tier.index
 
@@ -218,7 +218,7 @@ class StorageMachine(ManagerMachine):
         assert (storage.pins, storage.holds, storage.leases) == (0, 0, 0)
         assert storage.writing == storage.quarantined + storage.withheld
         assert storage.free + storage.evictable + storage.writing == storage.blocks
-        reads = self.engine.manager._storage.reads  # type: ignore[union-attr]
+        reads = self.engine.manager._tiers.storage.reads  # type: ignore[union-attr]
         assert reads.blocks_in_flight == 0
         assert reads.take_unneeded() == ()
         reads.advance()

@@ -211,9 +211,10 @@ class TestRefusedPlans:
     ) -> None:
         sound = swap(SwapPurpose.LOAD, [(0, 0), (1, 1)])
         core = worker.controller
-        assert core._planes is not None and core.host_arena is not None
+        planes = core._parts.memory.planes
+        assert planes is not None and core.host_arena is not None
         with pytest.raises(PlanError, match=message):
-            core.device.copy_blocks(core._planes, core.host_arena, msgspec.structs.replace(sound, **changes))
+            core.device.copy_blocks(planes, core.host_arena, msgspec.structs.replace(sound, **changes))
 
     def test_a_plan_already_in_flight(self, worker: Worker) -> None:
         gate = Gate()

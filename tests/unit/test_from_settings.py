@@ -130,7 +130,7 @@ def test_the_storage_of_the_settings_is_opened_below_the_host_cache(tmp_path: Pa
         controller.initialize_host_cache()
         scan = controller.open_storage(lambda done, total: told.append((done, total)))
         assert scan is not None and len(scan.slots) == 0
-        assert isinstance(controller._storage and controller._storage.storage, SlabStore)
+        assert isinstance(controller._parts.storage and controller._parts.storage.storage, SlabStore)
         assert told
 
 

@@ -112,14 +112,15 @@ def test_a_copy_keeps_the_arrays_that_it_reads() -> None:
     """They are used in place: a copy that starts after the plan was dropped still finds its hashes."""
     with Worker(device_blocks=2, host_blocks=2) as worker:
         core, device = worker.controller, CpuDevice()
-        assert core._planes is not None and core.host_arena is not None
+        planes = core._parts.memory.planes
+        assert planes is not None and core.host_arena is not None
         stream, gate = device.create_stream(), CpuEvent()
         stream.wait_event(gate)
         transfer = swap(SwapPurpose.BACKUP, [(0, 0), (1, 1)])
         names = [block_hash(name).copy() for name in ("first", "second")]
         transfer.hash_values = np.stack(names)
-        copy = device.copy_blocks(core._planes, core.host_arena, transfer)
-        copy.enqueue(stream, 0, core._planes.num_planes)
+        copy = device.copy_blocks(planes, core.host_arena, transfer)
+        copy.enqueue(stream, 0, planes.num_planes)
         transfer.hash_values = np.zeros((2, 32), np.uint8)
         del transfer
         gc.collect()

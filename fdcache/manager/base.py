@@ -1,0 +1,278 @@
+"""TierManager: the parts of a manager that do not depend on who owns the device cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import RLock
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar
+
+from fdcache.errors import PlanError
+from fdcache.hints import Hint, HintOutcome
+from fdcache.layout import KVLayout
+from fdcache.manager.hints import HintBook
+from fdcache.manager.keyed import OffloadRequest
+from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.plans import Plans
+from fdcache.manager.tiers import LowerTiers
+from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose
+from fdcache.settings import Settings
+from fdcache.settings.cache import CacheSettings
+from fdcache.settings.checks import log_misspelt, require_host_tier
+from fdcache.storage.connector import ConnectorContext, StorageConnector
+from fdcache.storage.factory import open_lookup
+from fdcache.tiers.events import CacheEvent
+from fdcache.tiers.host import HostCache
+from fdcache.tiers.reuse import ReuseReport
+from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage, Traffic
+
+RequestT_contra = TypeVar("RequestT_contra", bound=OffloadRequest, contravariant=True)
+
+
+class KnownRequests(Protocol[RequestT_contra]):
+    """The requests of a manager, as far as its tiers are concerned."""
+
+    def prepare(self, request: RequestT_contra) -> None:
+        """Hash the tokens of a request, unless they are hashed."""
+
+    def change_fingerprint(self, fingerprint: bytes) -> None:
+        """Publish no more of the requests that are running; hash those to come under this fingerprint."""
+
+    def __len__(self) -> int: ...
+
+
+class TierManager(Generic[RequestT_contra]):
+    """Base of ``CacheManager`` and ``OffloadManager``: the tiers below the device, their time, hints and statistics.
+
+    A subclass sets ``_tiers``, ``_requests``, ``_plans``, ``_choices`` and ``_hints`` when it is made.
+    """
+
+    _tiers: LowerTiers
+    _requests: KnownRequests[RequestT_contra]
+    _plans: Plans
+    _choices: LoadChoices
+    _hints: HintBook
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        layout: KVLayout,
+        lookup: StorageConnector | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self.layout = layout
+        self._storage_lookup = lookup
+        self._lock = RLock()
+        self._counters = Counters()
+        self._clock = None if clock is time.monotonic else clock
+
+    def _set_time(self) -> None:
+        """Give the caller's time to the tiers, whose order of eviction depends on it."""
+        if self._clock is not None:
+            self._tiers.set_clock(self._clock())
+
+    def close(self) -> None:
+        """Leave the service, which frees what this engine held there, and close the storage look-up. Idempotent.
+
+        Call it after every worker has shut down.
+        """
+        if self._tiers.host:
+            self._tiers.host.close()
+        if self._storage_lookup is not None:
+            self._storage_lookup.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def host_cache(self) -> HostCache:
+        """The argument of every rank's ``CacheController.initialize_host_cache``: plain data."""
+        return self._tiers.host.host_cache if self._tiers.host else HostCache()
+
+    @property
+    def shared_blocks_in_use(self) -> int:
+        """Pins and slots being written of this engine in a service's tier; 0 without a service."""
+        return self._tiers.host.in_use if self._tiers.host and self.settings.server is not None else 0
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier; with a service, the number that it has assigned to this layout so far."""
+        return self._tiers.host.num_blocks if self._tiers.host else 0
+
+    @property
+    def reads_storage(self) -> bool:
+        """True if blocks may be read from storage, by this process or by the service."""
+        return self._tiers.fetches is not None
+
+    def restore_storage(self, scans: Sequence[StorageScan]) -> int:
+        """Make the blocks in the ranks' local storage findable; return their number.
+
+        Before this call nothing is read from local storage or written to it. ``scans``: those of
+        ``CacheController.open_storage``. Raises ``PlanError`` unless there is one for each rank.
+        """
+        with self._lock:
+            if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
+                raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
+            return self._tiers.storage.restore(scans) if self._tiers.storage else 0
+
+    def prepare(self, requests: Iterable[RequestT_contra]) -> None:
+        """Hash the tokens of requests that have arrived, so that their match need not.
+
+        Takes no lock and releases the GIL: call it in the thread that tokenizes, beside the steps. Raises
+        ``HashingError`` for tokens that cannot be hashed.
+        """
+        for request in requests:
+            self._requests.prepare(request)
+
+    def observe_prefill(
+        self,
+        chunks: Iterable[tuple[RequestT_contra, int, int]],
+        seconds: float | None,
+        *,
+        waited: bool = False,
+        steps: int = 1,
+    ) -> None:
+        """Learn how fast the engine computes: a step took ``seconds`` for tokens ``start`` to ``stop`` of requests.
+
+        ::
+
+            manager.observe_prefill([(request, request.num_cached_tokens, request.num_tokens)], seconds)
+
+        From the third call on a match loads no more of a prefix than takes less time to load than to compute, unless
+        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills once their results are there.
+        ``seconds``: None if unknown. ``waited``: their layers waited for loads. ``steps``: how many steps in a row
+        computed the chunks. Raises ``RequestStateError`` for tokens that a request does not have.
+        """
+        with self._lock:
+            self._choices.observe_prefill(chunks, seconds, waited=waited, steps=steps)
+
+    def hint(self, request: RequestT_contra, hints: Iterable[Hint]) -> list[HintOutcome]:
+        """Take hints about a request that has ended, such as that its session is over; return their outcomes.
+
+        ::
+
+            manager.hint(Request("session 7 is over", token_ids), [Hint.release()])
+
+        Blocks that are still being copied to the host are not among those of the host. The tiers of a service take no
+        hints.
+        """
+        with self._lock:
+            self._set_time()
+            self._requests.prepare(request)
+            return self._take_hints(request, hints)
+
+    def _take_hints(self, request: RequestT_contra, hints: Iterable[Hint]) -> list[HintOutcome]:
+        return self._hints.take(request.request_id, hints, request.block_hashes, request.num_prompt_tokens)
+
+    def take_hint_outcomes(self) -> list[HintOutcome]:
+        """Return the outcomes of hints whose time is over, each once: kept, or evicted early and why."""
+        with self._lock:
+            return self._hints.take_outcomes()
+
+    def change_revision(self, revision: str) -> int:
+        """Forget the blocks of the former weights after the engine has loaded others; return their number.
+
+        Call it between steps. Workers need no call. Running requests keep what they have and publish no more. With a
+        service, blocks of the new revision are shared with all engines that have it.
+
+        Raises ``LayoutError`` for the current revision, ``ConfigurationError`` with a storage tier, whose files belong
+        to one revision: make a new manager then.
+        """
+        with self._lock:
+            layout = self.layout.with_revision(revision)
+            forgotten = self._tiers.change_layout(layout)
+            self._requests.change_fingerprint(layout.fingerprint)
+            self.layout = layout
+            return forgotten
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return what entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
+        with self._lock:
+            return list(self._tiers.take_events(self.layout.block_size))
+
+    def get_reuse(self) -> dict[CacheLevel, ReuseReport]:
+        """Return what each tier of this process has learned of reuse; {} for policies that do not learn."""
+        with self._lock:
+            return self._tiers.reuse()
+
+    def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
+        """Return bytes per rank of each tier."""
+        return self._tiers.memory_usage(self.layout)
+
+    def find_blocks(self, request: RequestT_contra) -> dict[CacheLevel, list[BlockNode]]:
+        """Return the full blocks of a request's tokens by tier, in path order; pin nothing.
+
+        Covers the tiers of this process; for those of a service run ``fdcache inspect explain``.
+        """
+        with self._lock:
+            self._requests.prepare(request)
+            return self._tiers.find(request.block_hashes)
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` naming every invariant that does not hold."""
+        with self._lock:
+            self._tiers.verify()
+
+    def _snapshot(
+        self, device: TierUsage, counters: Counters, queued_backups: int, held_blocks: int = 0
+    ) -> CacheStats:
+        usage = {level: pool.usage() for level, pool in self._tiers.pools.items()}
+        host, storage, moving = self._tiers.host, self._tiers.storage, self._plans.blocks_in_flight
+        return CacheStats(
+            device=device,
+            host=usage.get(CacheLevel.HOST),
+            counters=counters,
+            live_requests=len(self._requests),
+            plans_in_flight=self._plans.in_flight,
+            queued_backups=queued_backups,
+            queued_stores=storage.writes.queued if storage else 0,
+            storing_blocks=moving(SwapPurpose.STORE),
+            reading_blocks=moving(SwapPurpose.PREFETCH),
+            storage=usage.get(CacheLevel.STORAGE),
+            sending_blocks=moving(SwapPurpose.SEND),
+            fetching_blocks=moving(SwapPurpose.FETCH),
+            held_blocks=held_blocks,
+            traffic=host.traffic.copy() if host else Traffic(),
+            loads=self._choices.figures(),
+            handovers=self._plans.handovers.tally.counts() if self._plans.handovers else [],
+            hints=self._hints.figures.copy(),
+        )
+
+    def _blocks_being_loaded(self) -> int:
+        plans = self._plans
+        return plans.blocks_in_flight(SwapPurpose.LOAD) + len(plans.open.loads) + len(plans.ahead.loads)
+
+
+def settings_for(layout: KVLayout, settings: Settings | None) -> Settings:
+    """Return settings that fit the layout, by default those of the environment. Raises ``SettingsError``."""
+    settings = settings or Settings.load()
+    settings.check_layout(layout)
+    require_host_tier(settings)
+    log_misspelt(settings.misspelt)
+    return settings
+
+
+@contextmanager
+def lookup_for(
+    layout: KVLayout, settings: Settings, lookup: StorageConnector | None
+) -> Iterator[StorageConnector | None]:
+    """Open the storage look-up of the settings, unless there is one; close it if the block fails.
+
+    None if the settings have no store that a look-up could ask, or a service asks it.
+    """
+    if lookup is None and settings.cache.server is None:
+        lookup = open_lookup(ConnectorContext(layout, None, settings.storage_tier, settings.mooncake))
+    try:
+        yield lookup
+    except BaseException:
+        if lookup is not None:
+            lookup.close()
+        raise
