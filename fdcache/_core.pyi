@@ -1523,6 +1523,12 @@ class BlockManager:
     def set_from_storage(self, request: RequestState, blocks: int) -> None:
         """Count blocks of a matched request's host run as read from storage."""
 
+    def set_loaded_ahead(self, request: RequestState, from_host: int, from_storage: int) -> None:
+        """
+        Count blocks of a matched request on the device as hits of the tier that they were loaded from
+        for it. Raises RequestStateError for more than it has there.
+        """
+
     def allocate(
         self,
         demands: Sequence[tuple[RequestState, int]],

@@ -339,6 +339,7 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
         clear_storage: empty the storage before anything else of this plan.
         after: ids of earlier plans whose reads of the device have to end before this plan's loads, and before the
             compute after it. Ids of plans that have ended have no effect.
+        is_ahead: the loads are for requests that still wait for blocks from storage, so that no step waits for them.
     """
 
     plan_id: int
@@ -351,6 +352,7 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     cancelled: tuple[int, ...] = ()
     clear_storage: bool = False
     after: tuple[int, ...] = ()
+    is_ahead: bool = False
 
     def swaps(self) -> tuple[CacheSwapMetadata, ...]:
         """Return the transfers in order of execution: evictions, loads, backups."""
@@ -358,7 +360,7 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 
     def __repr__(self) -> str:
         shown = {"arena": self.arena, "cancelled": self.cancelled, "clear_storage": self.clear_storage}
-        shown["after"] = self.after
+        shown |= {"after": self.after, "is_ahead": self.is_ahead}
         parts = [str(self.plan_id)]
         parts += [f"{swap.purpose.value} of {len(swap)}" for swap in self.swaps()]
         parts += [f"{task.swap.purpose.value} of {len(task.swap)} as {task.plan_id}" for task in self.storage]

@@ -1,4 +1,4 @@
-"""``fdcache init``: check a machine, prepare it, and measure the links of its GPUs."""
+"""``fdcache init``: check a machine, prepare it, and measure the links of its GPUs and its storage."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def init(
     ] = None,
 ) -> None:
     """Check this machine and prepare it: create missing directories and a settings file, compile the swap kernels for
-    each GPU, measure its link, and save the calibration.
+    each GPU, measure its link and the folder of local storage, and save the calibrations.
 
     Exit 1 if something would keep a service from starting; every problem names its remedy.
 
-    A calibration of another driver, topology or version is measured again. Without one, copies on a GPU use safe
-    defaults.
+    A calibration of another driver, topology, file system or version is measured again. Without one, copies on a GPU
+    use safe defaults. For the storage at most 256 MiB are written, for a few seconds.
 
     Example: `fdcache init --check` reports and changes nothing.
     """
@@ -73,6 +73,7 @@ def init(
     findings = machine_setup.examine(settings) + made
     kernels = _compile_kernels(keep=not check) if _has_gpu(findings) else {}
     findings += kernels.values()
+    findings += machine_setup.storage_speed(settings, measure=not check, force=force)
     if check:
         findings += machine_setup.calibrations(settings) if _has_gpu(findings) else []
     else:

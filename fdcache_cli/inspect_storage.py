@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,15 +84,22 @@ _HEADER = ("NAMESPACE", "MODEL", "RANKS", "BLOCKS", "OF", "BYTES", "DEPTH", "AGE
 
 
 def _show_files(path: Path, verify: bool, json: bool) -> None:
+    from fdcache.service.wire.address import load_settings
+    from fdcache.storage.calibration import load_storage_speed
     from fdcache.storage.offline import read_file, slab_files, summarize
 
     with progress_bars() as advance:
         files = [read_file(file, verify=verify, on_progress=advance) for file in slab_files(path)]
     summary = summarize(files, verified=verify)
+    folder = path if path.is_dir() else path.parent
+    speed = load_storage_speed(folder, load_settings({}).transfer.calibration_dir)
     if json:
-        output.print_json(summary)
+        output.print_json({**summary, "speed": None if speed is None else asdict(speed)})
     else:
         _print_files(path, summary)
+        if speed is not None:
+            gb_per_s = speed.bytes_per_second / 1e9
+            output.print_line(f"read at {gb_per_s:.2f} GB/s by `fdcache init`, {speed.measured_at}")
     if summary["corrupt_blocks"] or summary["damaged_files"]:
         raise typer.Exit(errors.FAILED)
 

@@ -9,6 +9,7 @@ from typing import Any
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.manager import Allocation, CacheManager, MatchResult, MatchStatus, Request
+from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.metadata import TransferPlan
 from fdcache.settings.cache import (
     CacheSettings,
@@ -20,6 +21,7 @@ from fdcache.settings.cache import (
 )
 from fdcache.storage.connector import BatchResult, RecordBatch
 from fdcache.storage.slab import SlabStore
+from tests.service_help import until
 from tests.storage_help import MIB, storage_layout
 
 LAYOUT = storage_layout()
@@ -61,6 +63,7 @@ class Engine:
         *,
         policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
         verify: Verify = Verify.STORAGE,
+        priors: Priors = NO_PRIORS,
         **changes: Any,
     ) -> None:
         self.now = 0.0
@@ -74,7 +77,7 @@ class Engine:
         )
         options = {"device_blocks": 30, "write_policy": WritePolicy.WRITE_THROUGH} | changes
         cache = CacheSettings(host_memory=HOST_BLOCKS * (LAYOUT.record_bytes + 128), **options)
-        self.manager = CacheManager(cache, LAYOUT, storage=storage, clock=lambda: self.now)
+        self.manager = CacheManager(cache, LAYOUT, storage=storage, clock=lambda: self.now, priors=priors)
         self.controller = CacheController(TransferSettings(verify=verify), LAYOUT)
         self.tensors = self.controller.initialize_kv_cache(30)
         self.controller.initialize_host_cache(self.manager.num_host_blocks)
@@ -147,6 +150,34 @@ class Engine:
             assert tier.pins == tier.holds == tier.leases == 0
             assert tier.writing == tier.quarantined + tier.withheld
         self.controller.shutdown()
+
+
+class Disk:
+    """A disk that serves one read each time it is told to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        engine.store.gate.clear()
+
+    def serve(self, reads: int) -> None:
+        before = counters(self.engine).blocks_prefetched
+        self.engine.store.allow(reads)
+
+        def arrived() -> bool:
+            self.engine.manager.apply(self.engine.controller.poll())
+            return bool(counters(self.engine).blocks_prefetched == before + 2 * reads)
+
+        until(arrived, "the read is reported")
+
+    def load(self, blocks: int) -> None:
+        """Send the plans until so many blocks have been loaded to the device ahead of their request."""
+
+        def loaded() -> bool:
+            self.engine.send()
+            self.engine.manager.apply(self.engine.controller.poll())
+            return bool(counters(self.engine).blocks_loaded == blocks)
+
+        until(loaded, "the load is reported")
 
 
 def tokens_of(first: int, blocks: int) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--limit", type=float, default=4.0, metavar="SECONDS", help="recompute: longest time of one median"
     )
     parser.add_argument(
+        "--seconds", type=float, default=inf, help="recompute: begin nothing that would end later"
+    )
+    parser.add_argument(
         "--storage", type=Path, metavar="DIR", help="a folder on a local disk, for the storage tier"
     )
     parser.add_argument("--json", type=Path)
@@ -115,6 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
                 samples=flags.rounds,
                 limit=flags.limit,
                 storage=flags.storage,
+                seconds=flags.seconds,
             )
             show("load or recompute, storage slowed", found["recompute"])
     if flags.json:

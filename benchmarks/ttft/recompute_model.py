@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from benchmarks.storage import read_bandwidth
@@ -19,9 +20,11 @@ from benchmarks.ttft.model import Shape
 from benchmarks.ttft.prefill import link_bandwidth
 from benchmarks.ttft.recompute import Row
 from benchmarks.ttft.server import Server, Tokens, prompt
+from fdcache.manager.cost import Priors
+from fdcache.storage.calibration import measure_storage
 
 PROMPTS = 3
-LEARNING_SECONDS = 2.0
+LEARNING_SECONDS = 1.0
 """Prompts are served for this long, at least two of them, before the times of a manager that decides count."""
 
 
@@ -68,6 +71,10 @@ class Bench:
         self.length = length
         self._samples, self._limit = samples, limit
         blocks = -(-length // shape.block_size)
+        block_bytes = shape.layout().payload_bytes
+        speed = measure_storage(folder)
+        link = 1e9 * link_bandwidth(device, min(blocks * block_bytes, 1 << 30))
+        self._tell("storage as `fdcache init` measures it", speed)
         self.server = Server(
             shape,
             device,
@@ -77,6 +84,7 @@ class Bench:
             storage=folder,
             load_or_recompute="auto",
             eviction="lru",
+            priors=Priors(link, speed.bytes_per_second, speed.latency_seconds),
         )
         self.texts = [prompt(shape, length, 77 * length + seed) for seed in range(PROMPTS)]
         for use_cache in (False, True):  # the first prompts warm up
@@ -84,7 +92,7 @@ class Bench:
                 self.server.first_token(text, use_cache=use_cache)
         whole = (length - 1) // shape.block_size
         self.nbytes = whole * self.server.layout.payload_bytes
-        self.link = 1e9 * link_bandwidth(device, min(self.nbytes, 1 << 30))
+        self.link = link
         self.disk = read_bandwidth(self.server.storage_path, self.nbytes)
         self._block_size = shape.block_size
 
@@ -100,14 +108,26 @@ class Bench:
         self._tell(case.name, case.gb_per_s, self.server.manager.get_stats().loads.recent[-1:])
         return found
 
-    def always(self, case: Case) -> Samples:
+    def always(self, case: Case, *, loads_ahead: bool = True) -> Samples:
         """Serve prompts with managers that load everything."""
         self._set_speed(case)
         turns = self._turns()
 
         def serve() -> tuple[float, int]:
-            self.server.forget_all_but_storage(load_or_recompute="always")
+            self.server.forget_all_but_storage(loads_ahead=loads_ahead, load_or_recompute="always")
             return self._serve(next(turns), case)
+
+        return self._measure(serve)
+
+    def from_host_again(self, *, idle: float) -> Samples:
+        """Load one prompt from the host many times with one manager, after ``idle`` seconds without work."""
+        self.server.forget_all_but_storage(load_or_recompute="always")
+        self._first_token(self.texts[0])
+
+        def serve() -> tuple[float, int]:
+            self.server.forget_device()
+            time.sleep(idle)
+            return self._first_token(self.texts[0])
 
         return self._measure(serve)
 
@@ -122,12 +142,15 @@ class Bench:
         self._first_token(text)
         return self._measure(lambda: self._first_token(text)).median
 
+    def seconds_of_read(self, case: Case) -> float:
+        """Return about how long the blocks in storage take."""
+        speed = min(self.disk, case.gb_per_s * 1e9) if case.gb_per_s else self.disk
+        return self.nbytes * (1 - case.on_host) / speed
+
     def row(self, case: Case, auto: Samples, always: Samples, never: Samples, step: float) -> Row:
         """Return what the three ways took, and the goal for loading: bytes over the slower of disk and link."""
         best = min(always.median, never.median)
-        storage = min(self.disk, case.gb_per_s * 1e9) if case.gb_per_s else self.disk
-        read = self.nbytes * (1 - case.on_host) / storage
-        allowed = 1.15 * max(read, self.nbytes / self.link) + step
+        allowed = 1.15 * max(self.seconds_of_read(case), self.nbytes / self.link) + step
         return {
             "prompt": self.length,
             "from": case.name,
@@ -189,22 +212,38 @@ def load_or_recompute(
     samples: int,
     limit: float,
     storage: Path,
+    seconds: float = inf,
 ) -> list[Row]:
-    """Return a row for each length and case. A median is of ``samples``, or those of ``limit`` seconds."""
+    """Return a row for each length and case. A median is of ``samples``, or those of ``limit`` seconds.
+
+    Nothing is begun that would not end ``seconds`` after the start; its row is left out.
+    """
+    end = time.perf_counter() + seconds
     cases = [Case(speed) for speed in sorted(gb_per_s, key=lambda speed: -speed or -1e9)]
     cases += [Case(statistics.median_low(filter(None, gb_per_s)), on_host=0.5), Case(0.0, on_host=1.0)]
     rows = []
     for length in lengths:
+        if time.perf_counter() > end:
+            break
         folder = storage / str(length)
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(shape, device, length, folder, samples, limit)
         never = bench.never()
-        auto = [bench.auto(case) for case in cases]
-        always = [bench.always(case) for case in cases]
+        auto = {case: bench.auto(case) for case in cases if time.perf_counter() < end}
+        again = [(idle, bench.from_host_again(idle=idle).median) for idle in (0.0, 0.5)]
+        print(length, "host again, by seconds of rest", again, file=sys.stderr, flush=True)
+        always: dict[Case, Samples] = {}
+        for case in sorted(cases, key=bench.seconds_of_read):
+            if time.perf_counter() + 1.3 * bench.seconds_of_read(case) < end:
+                always[case] = bench.always(case)
+        if cases[0] in always and time.perf_counter() + 2 * limit < end:
+            after = bench.always(cases[0], loads_ahead=False)
+            print(length, "always, loaded after the reads", after.median, file=sys.stderr, flush=True)
         step = bench.device_step()
-        for case, decided, loaded in zip(cases, auto, always, strict=True):
-            rows.append(bench.row(case, decided, loaded, never, step))
-            print(*rows[-1].values(), file=sys.stderr, flush=True)
+        for case in cases:
+            if case in always and case in auto:
+                rows.append(bench.row(case, auto[case], always[case], never, step))
+                print(*rows[-1].values(), file=sys.stderr, flush=True)
         path = bench.server.storage_path
         bench.server.close()
         path.unlink()

@@ -26,6 +26,7 @@ from fdcache import (
     Request,
     TransferSettings,
 )
+from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
 from fdcache.storage.connector import ConnectorContext, PlacedStorage
@@ -83,8 +84,10 @@ class Server:
         storage: Path | None = None,
         load_or_recompute: str = "always",
         eviction: str = "lru",
+        priors: Priors = NO_PRIORS,
     ) -> None:
         self.shape = shape
+        self._priors = priors
         self.layout = shape.layout()
         self.torch_device = device
         self._make_settings = partial(
@@ -106,7 +109,7 @@ class Server:
                 prefetch_policy="wait_complete",
                 timeout=300.0,
             )
-        self.manager = CacheManager(self._settings, self.layout, storage=self._storage_tier)
+        self.manager = self._make_manager()
         self.controller = CacheController(TransferSettings(), self.layout, device=_fdcache_device(device))
         planes = [
             torch.zeros((device_blocks, *plane.shape), dtype=torch.bfloat16, device=device)
@@ -270,10 +273,19 @@ class Server:
         self.manager.sleep()
         self.manager.wakeup()
 
-    def forget_all_but_storage(self, **settings: str) -> None:
+    def _make_manager(self, *, loads_ahead: bool = True) -> CacheManager:
+        return CacheManager(
+            self._settings,
+            self.layout,
+            storage=self._storage_tier,
+            priors=self._priors,
+            loads_ahead=loads_ahead,
+        )
+
+    def forget_all_but_storage(self, *, loads_ahead: bool = True, **settings: str) -> None:
         """Start with a new manager that knows only the blocks in storage; ``settings`` replace those until now."""
         self._settings = self._make_settings(**settings) if settings else self._settings
-        self.manager = CacheManager(self._settings, self.layout, storage=self._storage_tier)
+        self.manager = self._make_manager(loads_ahead=loads_ahead)
         self.manager.restore_storage([self.storage.scan()])
 
     def close(self) -> None:

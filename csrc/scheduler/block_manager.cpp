@@ -100,11 +100,19 @@ bool BlockManager::begin(Tier::Session &tier, RequestState &request, std::size_t
     request.committed_tokens_ = request.allocated_tokens_ = 0;
     request.committed_blocks_ = request.returned_blocks_ = 0;
     request.is_loading = request.is_counted_ = request.lacks_blocks_below_ = false;
-    request.peer_blocks_ = 0;
+    request.ahead_from_host_ = request.ahead_from_storage_ = request.peer_blocks_ = 0;
     const bool pending = publishes(request) && extend_match(tier, request, limit);
     request.returned_blocks_ = request.committed_blocks_;
     request.num_cached_tokens = request.table_.size() * block_size_;
     return pending;
+}
+
+void BlockManager::set_loaded_ahead(RequestState &request, std::uint32_t from_host,
+                                    std::uint32_t from_storage) {
+    if (std::uint64_t{from_host} + from_storage > request.committed_blocks_)
+        throw RequestStateError(named(request) + " has fewer blocks on the device than were loaded ahead");
+    request.ahead_from_host_ = from_host;
+    request.ahead_from_storage_ = from_storage;
 }
 
 bool BlockManager::extend_match(Tier::Session &tier, RequestState &request, std::size_t limit) {
@@ -128,11 +136,12 @@ void BlockManager::count_hits(RequestState &request) {
     request.is_counted_ = true;
     ++stats_.lookups;
     stats_.lookup_tokens += request.num_tokens();
-    stats_.device_hit_tokens += request.committed_blocks_ * block_size_;
+    const std::size_t ahead_stored = request.ahead_from_storage_, ahead = ahead_stored + request.ahead_from_host_;
+    stats_.device_hit_tokens += (request.committed_blocks_ - ahead) * block_size_;
     const HostRun &run = request.host_run_;
     const std::size_t from_storage = std::min<std::size_t>(run.from_storage, run.size());
-    stats_.host_hit_tokens += (run.size() - from_storage) * block_size_;
-    stats_.storage_hit_tokens += from_storage * block_size_;
+    stats_.host_hit_tokens += (run.size() - from_storage + request.ahead_from_host_) * block_size_;
+    stats_.storage_hit_tokens += (from_storage + ahead_stored) * block_size_;
 }
 
 std::uint32_t BlockManager::grow_to(Tier::Session &tier, RequestState &request, std::size_t blocks) {

@@ -145,6 +145,9 @@ class BlockManager {
     void set_from_storage(RequestState &request, std::size_t blocks) {
         request.host_run_.from_storage = blocks;
     }
+    // Counts blocks of a matched request on the device as hits of the tier that they were loaded from for it.
+    // Throws RequestStateError for more than it has there.
+    void set_loaded_ahead(RequestState &request, std::uint32_t from_host, std::uint32_t from_storage);
     // Releases a request that waits for its reads from storage.
     void wait_for_reads(RequestState &request);
 

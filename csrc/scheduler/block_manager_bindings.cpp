@@ -442,6 +442,13 @@ void bind_block_manager(nb::module_ &module) {
                 self.set_from_storage(request, blocks);
             },
             "request"_a, "blocks"_a, "Count blocks of a matched request's host run as read from storage.")
+        .def(
+            "set_loaded_ahead",
+            [](PythonBlockManager &self, PythonRequest &request, std::uint32_t from_host,
+               std::uint32_t from_storage) { self.set_loaded_ahead(request, from_host, from_storage); },
+            "request"_a, "from_host"_a, "from_storage"_a,
+            "Count blocks of a matched request on the device as hits of the tier that they were loaded from\n"
+            "for it. Raises RequestStateError for more than it has there.")
         .def("allocate", &allocate, "demands"_a, "loads"_a, "live"_a, "forms"_a,
              "Extend the block table of each (request, number of tokens), and plan the loads of its host "
              "run.\n"

@@ -123,7 +123,7 @@ class Engine:
         start = time.perf_counter()
         result = self._ranks.execute(plans, chunks)
         if any(chunk.tokens.size > 1 for chunk in chunks):
-            waited = any(plan.loads for plan in plans)
+            waited = any(plan.loads for plan in plans if not plan.is_ahead)
             self._cache.observe(chunks, time.perf_counter() - start, waited=waited)
         outcomes = {outcome.request_id: outcome for outcome in self._cache.apply(result.reports)}
         results = {each.sequence: each for each in result.chunks}

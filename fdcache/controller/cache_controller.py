@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fdcache.controller.arena import HostArena, Progress
 from fdcache.controller.device_planes import DeviceMemory
-from fdcache.controller.layers import LayerDoneCounter
+from fdcache.controller.layers import LaunchedLayers, LayerDoneCounter, LayerEvents
 from fdcache.controller.submission import PlanSubmission, RankParts
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
@@ -313,7 +313,9 @@ class CacheController:
                 f"plan must be a TransferPlan of CacheManager.take_plans, got {type(plan).__name__}"
             )
         self._guard.check()
-        layers = self._plans.submit(plan, compute_stream)
+        layers: LayerEvents = self._plans.submit(plan, compute_stream)
+        if plan.is_ahead:
+            layers = LaunchedLayers([None] * self._num_layers)
         return LayerDoneCounter(
             plan.plan_id,
             self._num_layers,

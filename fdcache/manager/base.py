@@ -247,7 +247,8 @@ class TierManager(Generic[RequestT_contra]):
         )
 
     def _blocks_being_loaded(self) -> int:
-        return self._plans.blocks_in_flight(SwapPurpose.LOAD) + len(self._plans.open.loads)
+        plans = self._plans
+        return plans.blocks_in_flight(SwapPurpose.LOAD) + len(plans.open.loads) + len(plans.ahead.loads)
 
 
 def settings_for(layout: KVLayout, settings: Settings | None) -> Settings:

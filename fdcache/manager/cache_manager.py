@@ -9,14 +9,15 @@ from enum import StrEnum
 import msgspec
 
 from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
-from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import RequestStateError, TransferError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
 from fdcache.manager.base import TierManager, lookup_for, settings_for
+from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.handover import Handovers, PeerTerms
 from fdcache.manager.hints import HintBook
-from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.load_choices import LoadChoices, calibrated_priors
+from fdcache.manager.loads_ahead import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import LiveRequests, PeerSource, Request
@@ -60,8 +61,9 @@ class CacheManager(TierManager[Request]):
     ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
     ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``peers``:
-    turns hand-overs between instances on. ``clock`` returns seconds. ``link_bandwidth``: bytes a second from host to
-    device as calibrated, or 0.0; see ``observe_prefill``.
+    turns hand-overs between instances on. ``clock`` returns seconds. ``priors``: speeds as calibrated; see
+    ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a request that still waits for storage, as
+    for an engine that submits plans only when a step follows.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
@@ -78,7 +80,8 @@ class CacheManager(TierManager[Request]):
         lookup: StorageConnector | None = None,
         peers: PeerTerms | None = None,
         clock: Callable[[], float] = time.monotonic,
-        link_bandwidth: float = 0.0,
+        priors: Priors = NO_PRIORS,
+        loads_ahead: bool = True,
     ) -> None:
         super().__init__(settings, layout, lookup, clock)
         self._state = ManagerState.RUNNING
@@ -89,10 +92,18 @@ class CacheManager(TierManager[Request]):
         self._device, self._host = tiers.device, tiers.host
         self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._requests = LiveRequests(settings, layout, tiers, counters)
+        ahead = make_loads_ahead(layout, tiers, counters, lambda: self._plans.ahead) if loads_ahead else None
         self._choices = LoadChoices(
-            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, link_bandwidth
+            settings.load_or_recompute,
+            layout,
+            clock,
+            self._blocks_being_loaded,
+            priors,
+            streams=ahead is not None,
         )
-        self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock, self._choices)
+        self._matcher = PrefixMatcher(
+            settings, layout, tiers, self._requests, counters, clock, self._choices, ahead
+        )
         handovers = None
         if peers is not None and peers.settings.is_on:
             require_transfer(peers.settings)
@@ -119,6 +130,7 @@ class CacheManager(TierManager[Request]):
         device_bytes: int | Callable[[], int] | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
+        loads_ahead: bool = True,
     ) -> CacheManager:
         """Make a manager from settings, by default those of the environment.
 
@@ -139,7 +151,8 @@ class CacheManager(TierManager[Request]):
                 lookup=store,
                 peers=PeerTerms.of(settings),
                 clock=clock,
-                link_bandwidth=calibrated_link(settings.transfer.calibration_dir),
+                priors=calibrated_priors(settings),
+                loads_ahead=loads_ahead,
             )
 
     # --- a scheduler step ---------------------------------------------------------------------------------
@@ -289,8 +302,8 @@ class CacheManager(TierManager[Request]):
     def take_plans(self) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
 
-        There are at most two: the step's own, and one of background copies, so that no load waits for the report of
-        a backup.
+        There are at most three: the step's own, one of loads for requests that wait for storage, and one of background
+        copies, so that no load waits for the report of a backup.
         """
         with self._lock:
             self._set_time()
@@ -387,6 +400,7 @@ class CacheManager(TierManager[Request]):
                     self._handovers.released(request)
             self._requests.finish(requests)
             self._choices.forget(requests)
+            self._matcher.forget(requests)
             for request in requests:
                 if request.hints and not preempted:
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()

@@ -30,10 +30,16 @@ _DECAY_OF_OTHER_SIZES = 0.99
 _MOST_SURPRISE = 4.0
 """An observation further than this factor from what was expected counts as this factor: one stall is no new speed."""
 
-_LONGEST = 1e6
+_WHOLE_READ = 0.1
+"""Seconds of a read that counts as one observation. Reads are made in parts, of which each weighs less."""
+
+_LONGEST, _SHORTEST = 1e6, 1e-12
 _MIN_OBSERVATIONS = 3
 _CLEARLY_LONGER = 1.3
 """A step that took this much longer than its loads was computing."""
+
+_MOST_CONDITION = 1e8
+"""Condition of a system of equations from which on its solution is noise."""
 
 _SIMPLER = 0.8
 """A fit with one more coefficient has to leave less than this share of the error."""
@@ -53,11 +59,11 @@ class _Sums:
         self.targets *= factor
         self.energy *= factor
 
-    def add(self, x: Vector, y: float) -> None:
+    def add(self, x: Vector, y: float, weight: float) -> None:
         """Add an observation."""
-        self.products += np.outer(x, x)
-        self.targets += x * y
-        self.energy += y * y
+        self.products += weight * np.outer(x, x)
+        self.targets += weight * x * y
+        self.energy += weight * y * y
 
     def merge(self, other: _Sums) -> None:
         """Add the observations of others."""
@@ -71,19 +77,39 @@ class _Sums:
 
     def fit(self, subset: Sequence[int]) -> Vector | None:
         """Return the least squares of these features alone; None for a negative or undetermined coefficient."""
-        part = np.ix_(subset, subset)
-        scale = np.sqrt(np.diag(self.products)[list(subset)])
-        if not (scale > 0).all():
-            return None
-        matrix = self.products[part] / np.outer(scale, scale)
-        if np.linalg.cond(matrix) > 1e8:
-            return None
-        values = np.linalg.solve(matrix, self.targets[list(subset)] / scale) / scale
-        if (values < 0).any():
+        values = self._fit_two(*subset) if len(subset) <= 2 else self._fit_many(list(subset))
+        if values is None or min(values) < 0:
             return None
         found = np.zeros(len(self.targets))
         found[list(subset)] = values
         return found
+
+    def _fit_two(self, first: int, second: int | None = None) -> tuple[float, ...] | None:
+        """Solve for one or two coefficients, which takes a tenth of the time of the general way."""
+        a, x = self.products.item(first, first), self.targets.item(first)
+        if not a > 0:
+            return None
+        if second is None:
+            return (x / a,)
+        b, y, c = (
+            self.products.item(second, second),
+            self.targets.item(second),
+            self.products.item(first, second),
+        )
+        if not b > 0 or abs(c) >= math.sqrt(a * b) * (1 - 2 / _MOST_CONDITION):
+            return None
+        determinant = a * b - c * c
+        return ((x * b - y * c) / determinant, (y * a - x * c) / determinant)
+
+    def _fit_many(self, subset: list[int]) -> tuple[float, ...] | None:
+        scale = np.sqrt(np.diag(self.products)[subset])
+        if not (scale > 0).all():
+            return None
+        matrix = self.products[np.ix_(subset, subset)] / np.outer(scale, scale)
+        if np.linalg.cond(matrix) > _MOST_CONDITION:
+            return None
+        values = np.linalg.solve(matrix, self.targets[subset] / scale) / scale
+        return tuple(values.tolist())
 
 
 class SpeedFit:
@@ -106,10 +132,10 @@ class SpeedFit:
         ]
         self.observations = 0
 
-    def observe(self, features: Sequence[float], seconds: float) -> None:
-        """Count one observation; one without size or time is ignored."""
+    def observe(self, features: Sequence[float], seconds: float, weight: float = 1.0) -> None:
+        """Count one observation of a ``weight`` of at most 1; one without size, time or weight is ignored."""
         size = features[self._scale]
-        if not (size > 0 and 0 < seconds < _LONGEST):
+        if not (size > 0 and 0 < seconds < _LONGEST and weight > 0):
             return
         if self.observations >= _MIN_OBSERVATIONS and (expected := self.seconds(features)) > 0:
             seconds = min(max(seconds, expected / _MOST_SURPRISE), expected * _MOST_SURPRISE)
@@ -117,8 +143,8 @@ class SpeedFit:
         # Relative to the speed, so that every fit has errors of the same kind.
         key = int(size).bit_length() // 2 if self._by_size else 0
         for other, sums in self._sums.items():
-            sums.decay(_DECAY if other == key else _DECAY_OF_OTHER_SIZES)
-        self._sums.setdefault(key, _Sums(self._num_features)).add(x, y)
+            sums.decay((_DECAY if other == key else _DECAY_OF_OTHER_SIZES) ** weight)
+        self._sums.setdefault(key, _Sums(self._num_features)).add(x, y, weight)
         self.observations += 1
         self._coefficients = None
 
@@ -156,18 +182,22 @@ class SpeedFit:
 class LinkSpeed:
     """Speed of copies of one direction: a latency, and seconds for each byte.
 
-    ``prior``: bytes a second that a calibration has measured, believed until copies are observed; 0.0 for none.
+    ``prior``: bytes a second that a calibration has measured, believed until copies are observed; 0.0 for none. The
+    same for ``prior_latency``. ``whole``: seconds from which on a copy is a whole observation; shorter ones weigh less.
     """
 
-    def __init__(self, prior: float = 0.0) -> None:
+    def __init__(self, prior: float = 0.0, prior_latency: float = 0.0, *, whole: float = 0.0) -> None:
         self._fit = SpeedFit(2, scale=1)
         self._prior = prior
+        self._prior_latency = prior_latency if prior > 0 else 0.0
+        self._whole = whole
         self.observed_at: float | None = None
 
     def observe(self, nbytes: int, seconds: float, now: float) -> None:
         """Count a copy."""
         if nbytes > 0 and seconds > 0:
-            self._fit.observe((1.0, float(nbytes)), seconds)
+            weight = min(seconds / self._whole, 1.0) if self._whole else 1.0
+            self._fit.observe((1.0, float(nbytes)), seconds, weight)
             self.observed_at = now
 
     @property
@@ -177,16 +207,20 @@ class LinkSpeed:
 
     def seconds(self, nbytes: float) -> float:
         """Return the expected seconds of one copy; 0.0 for no bytes."""
-        if nbytes <= 0:
-            return 0.0
+        return float(self.all_seconds(np.array([nbytes], np.float64))[0])
+
+    def all_seconds(self, nbytes: Vector) -> Vector:
+        """Return the expected seconds of copies of these sizes."""
         if self._fit.is_known:
-            return self._fit.seconds((1.0, nbytes))
-        return nbytes / self._prior if self._prior > 0 else 0.0
+            latency, each = self._fit.coefficients
+        else:
+            latency, each = self._prior_latency, 1 / self._prior if self._prior > 0 else 0.0
+        return np.where(nbytes > 0, latency + each * nbytes, 0.0)
 
     @property
     def latency(self) -> float:
         """Seconds of a copy beside those of its bytes."""
-        return float(self._fit.coefficients[0]) if self._fit.is_known else 0.0
+        return float(self._fit.coefficients[0]) if self._fit.is_known else self._prior_latency
 
     @property
     def bandwidth(self) -> float:
@@ -220,10 +254,15 @@ class PrefillSpeed:
 
     def seconds(self, start: int, stop: int) -> float:
         """Return the expected seconds to compute the tokens from ``start`` to ``stop`` of a prompt."""
-        if stop <= start:
-            return 0.0
-        steps = max((stop - start) / self.most_tokens, 1.0)
-        return self._fit.seconds((steps, float(stop - start), _pairs(start, stop)))
+        return float(self.all_seconds(np.array([start], np.float64), stop)[0])
+
+    def all_seconds(self, starts: Vector, stop: int) -> Vector:
+        """Return the same for many starts."""
+        tokens = np.maximum(stop - starts, 0.0)
+        step, token, pair = self._fit.coefficients
+        steps = np.maximum(tokens / self.most_tokens, 1.0)
+        expected = step * steps + token * tokens + pair * tokens * (starts + tokens / 2)
+        return np.where(tokens > 0, expected, 0.0)
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
@@ -243,6 +282,18 @@ class LoadChoice(StrEnum):
     WHOLE = "whole"
     PART = "part"
     NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Priors:
+    """What ``fdcache init`` has measured, believed until there are observations: bytes a second, 0.0 if unknown."""
+
+    link: float = 0.0
+    storage: float = 0.0
+    storage_latency: float = 0.0
+
+
+NO_PRIORS = Priors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +336,7 @@ class CostModel:
 
     ``block_bytes``, ``record_bytes``: of one block, on the device and in storage, on one rank: the ranks copy side by
     side. ``stages``: groups of layers that are loaded one after another while the layers before them compute.
+    ``streams``: a request's blocks are loaded while later ones are read, those of ``read_seconds`` after the others.
     """
 
     def __init__(
@@ -294,11 +346,15 @@ class CostModel:
         block_bytes: int,
         record_bytes: int = 0,
         stages: int = 1,
-        link_prior: float = 0.0,
+        priors: Priors = NO_PRIORS,
+        streams: bool = False,
+        read_seconds: float = 0.0,
     ) -> None:
         self.prefill = PrefillSpeed()
-        self.link = LinkSpeed(link_prior)
-        self.storage = LinkSpeed()
+        self.link = LinkSpeed(priors.link)
+        self.storage = LinkSpeed(priors.storage, priors.storage_latency, whole=_WHOLE_READ)
+        self.streams = streams
+        self._read_seconds = read_seconds
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._record_bytes = record_bytes or block_bytes
@@ -321,20 +377,32 @@ class CostModel:
         return self.storage.seconds(num_blocks * self._record_bytes)
 
     def seconds(self, cached: Cached, num_blocks: int) -> float:
-        """Return the expected seconds to the first token if ``num_blocks`` leading blocks are reused.
+        """Return the expected seconds to the first token if ``num_blocks`` leading blocks are reused."""
+        return float(self._all_seconds(cached, np.array([num_blocks], np.float64))[0])
+
+    def _all_seconds(self, cached: Cached, lengths: Vector) -> Vector:
+        """Return the same for many lengths.
 
         A request waits for its reads. Loads run beside computing, except for the first group of layers.
         """
-        from_storage = max(num_blocks - cached.on_device - cached.on_host, 0)
-        to_load = max(num_blocks - cached.on_device, 0)
-        wait = load = 0.0
-        if from_storage:
-            wait = self.seconds_of_read(cached.reads_ahead) + self.seconds_of_read(from_storage)
-        if to_load:
-            ahead = cached.loads_ahead * self._block_bytes
-            load = self.link.seconds(ahead) + self.link.seconds(to_load * self._block_bytes)
-        compute = self.prefill.seconds(num_blocks * self._block_size, cached.num_tokens)
-        return wait + max(load, compute) + min(load, compute) / self._stages
+        wait, load = self._seconds_of_copies(cached, lengths)
+        compute = self.prefill.all_seconds(lengths * self._block_size, cached.num_tokens)
+        return wait + np.maximum(load, compute) + np.minimum(load, compute) / self._stages
+
+    def _seconds_of_copies(self, cached: Cached, lengths: Vector) -> tuple[Vector, Vector]:
+        """Return the seconds of the reads that a request waits for, and of the load that is left then."""
+        to_load = np.maximum(lengths - cached.on_device, 0.0)
+        from_storage = np.maximum(to_load - cached.on_host, 0.0)
+        load = self.link.all_seconds(to_load * self._block_bytes)
+        load += np.where(to_load > 0, self.link.seconds(cached.loads_ahead * self._block_bytes), 0.0)
+        read = self.storage.all_seconds(from_storage * self._record_bytes)
+        wait = read + np.where(from_storage > 0, self.seconds_of_read(cached.reads_ahead), 0.0)
+        if not self.streams:
+            return wait, load
+        # Loads keep up with the reads as far as the link can; what is read last is loaded after it.
+        share = np.minimum(self._read_seconds / np.maximum(read, _SHORTEST), 1.0)
+        last = self.link.all_seconds(from_storage * share * self._block_bytes)
+        return wait, np.where(from_storage > 0, np.minimum(load, np.maximum(load - wait, last)), load)
 
     def observe_waiting(
         self, chunks: Sequence[tuple[int, int]], seconds: float, loaded: int, steps: int
@@ -354,44 +422,14 @@ class CostModel:
         is_known = self.reads_are_known() if cached.in_storage else self.loads_are_known()
         if whole == cached.on_device or not is_known:
             return Decision(whole, LoadChoice.WHOLE)
-        found = {blocks: self.seconds(cached, blocks) for blocks in sorted(self._candidates(cached))}
-        best = min(
-            found,
-            key=lambda blocks: (found[blocks] * _handicap(_choice(cached, blocks), last), -blocks),
-        )
-        return Decision(best, _choice(cached, best), found[best], found[whole], found[cached.on_device])
-
-    def _candidates(self, cached: Cached) -> set[int]:
-        """Return the lengths among which the best is.
-
-        The expected seconds jump after the device's blocks and after the host's, by the latencies, and bend where the
-        load would take as long as computing the rest, and where the rest takes one step. Between these lengths they are
-        concave: least at an end.
-        """
-        device, host, whole = cached.on_device, cached.on_device + cached.on_host, cached.num_blocks
-        bend = self._last_hidden_load(cached)
-        one_step = (cached.num_tokens - self.prefill.most_tokens) // self._block_size
-        ends = (device, device + 1, host, host + 1, bend, bend + 1, one_step, one_step + 1, whole)
-        return {min(max(each, device), whole) for each in ends}
-
-    def _last_hidden_load(self, cached: Cached) -> int:
-        """Return the last length whose load takes no longer than computing the rest."""
-        ahead = self.link.seconds(cached.loads_ahead * self._block_bytes)
-        first, last = cached.on_device, cached.num_blocks
-        while first < last:
-            middle = (first + last + 1) // 2
-            load = ahead + self.link.seconds((middle - cached.on_device) * self._block_bytes)
-            if load <= self.prefill.seconds(middle * self._block_size, cached.num_tokens):
-                first = middle
-            else:
-                last = middle - 1
-        return first
-
-
-def _handicap(choice: LoadChoice, last: LoadChoice | None) -> float:
-    if choice is LoadChoice.PART:
-        return 1 + MARGIN
-    return 1 - MARGIN if choice is last else 1.0
+        lengths = np.arange(whole, cached.on_device - 1, -1, dtype=np.float64)  # of equal ones the longest
+        found = self._all_seconds(cached, lengths)
+        handicap = np.full(len(found), 1 + MARGIN)
+        for end in (0, -1):
+            handicap[end] = 1 - MARGIN if _choice(cached, int(lengths[end])) is last else 1.0
+        best = int(np.argmin(found * handicap))
+        blocks = int(lengths[best])
+        return Decision(blocks, _choice(cached, blocks), *map(float, (found[best], found[0], found[-1])))
 
 
 def _choice(cached: Cached, blocks: int) -> LoadChoice:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
+from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import RequestStateError
 from fdcache.layout import KVLayout
-from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LinkSpeed, LoadChoice
+from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LinkSpeed, LoadChoice, Priors
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import LoadLimit
 from fdcache.manager.service_reads import ServiceReads
 from fdcache.metadata import SwapPurpose, TransferReport
+from fdcache.settings import Settings
 from fdcache.settings.cache import LoadOrRecompute
+from fdcache.storage.calibration import load_storage_speed
 from fdcache.tiers.statistics import LoadDecision, LoadFigures, SpeedFigures
+from fdcache.tiers.storage_reads import GROUP_SECONDS
 
 _FORGET_AFTER = 30.0
 """Seconds without a load after which loads are made whatever their cost was: it may have changed."""
@@ -24,22 +29,40 @@ _FORGET_AFTER = 30.0
 _PROBE_AFTER = 10.0
 """Seconds without a read after which one is begun for a request that does not wait for it."""
 
+_COMPARISONS = 64
+"""A read that is late is compared with computing again after one part of so many of the time that it has taken."""
+
 _MOST_RECENT = 16
 
 
 @dataclass(slots=True)
 class _Open:
-    """A decision whose request has not computed its prompt yet."""
+    """A decision whose request has not computed its prompt yet, and how many blocks it loads after its match.
+
+    ``settled``: a read that began at the first of these times needs no comparison until the second.
+    """
 
     decision: LoadDecision
     since: float
+    loaded: int = 0
+    settled: tuple[float, float] = (-inf, -inf)
+
+
+def calibrated_priors(settings: Settings) -> Priors:
+    """Return the speeds that ``fdcache init`` has measured: of the link, and of the folder of local storage."""
+    folder = settings.transfer.calibration_dir
+    link, storage = calibrated_link(folder), settings.storage_tier
+    found = load_storage_speed(storage.directory, folder) if storage.connector == "local" else None
+    if found is None:
+        return Priors(link)
+    return Priors(link, found.bytes_per_second, found.latency_seconds)
 
 
 class LoadChoices:
     """Decides how much of each request's cached prefix is loaded.
 
-    ``loads_ahead`` returns the number of blocks on their way to the device. ``link_prior``: bytes a second of the link,
-    as calibrated, or 0.0.
+    ``loads_ahead`` returns the number of blocks on their way to the device. ``priors``: speeds as calibrated.
+    ``streams``: blocks are loaded to the device while later ones are read.
     """
 
     def __init__(
@@ -48,14 +71,18 @@ class LoadChoices:
         layout: KVLayout,
         clock: Callable[[], float],
         loads_ahead: Callable[[], int],
-        link_prior: float = 0.0,
+        priors: Priors,
+        *,
+        streams: bool = False,
     ) -> None:
         self.model = CostModel(
             block_size=layout.block_size,
             block_bytes=layout.payload_bytes,
             record_bytes=layout.record_bytes,
             stages=layout.num_layers,
-            link_prior=link_prior,
+            priors=priors,
+            streams=streams,
+            read_seconds=GROUP_SECONDS,
         )
         self._is_auto = mode is LoadOrRecompute.AUTO
         self._clock = clock
@@ -64,6 +91,8 @@ class LoadChoices:
         self._open: dict[str, _Open] = {}
         self._recent: deque[LoadDecision] = deque(maxlen=_MOST_RECENT)
         self._figures = LoadFigures()
+        self._began = clock()
+        self._probed_at: float | None = None
         self.service_reads = ServiceReads(self, clock)
 
     # --- observations ---------------------------------------------------------------------------------------
@@ -114,9 +143,9 @@ class LoadChoices:
         self.computed((request, stop) for request, _, stop in chunks)
 
     def _loaded(self, request: OffloadRequest) -> int:
-        """Return how many blocks a request loads, by the decision on it."""
+        """Return how many blocks a request has loaded since its match, if there is a decision on it."""
         found = self._open.get(request.request_id)
-        return found.decision.reused_blocks - found.decision.device_blocks if found is not None else 0
+        return found.loaded if found is not None else 0
 
     @property
     def has_open(self) -> bool:
@@ -141,7 +170,7 @@ class LoadChoices:
         if not (self._is_auto and self.model.loads_are_known()):
             return False
         seen = self.model.link.observed_at
-        return seen is None or self._clock() - seen <= _FORGET_AFTER
+        return self._clock() - (self._began if seen is None else seen) <= _FORGET_AFTER
 
     @property
     def decides_reads(self) -> bool:
@@ -159,13 +188,15 @@ class LoadChoices:
         """Return how many of the blocks on the host are worth loading."""
         cached = Cached(num_tokens, on_device, on_host, loads_ahead=self._loads_ahead())
         decision = self._decide(cached)
-        open_one = self._open.get(request_id)
-        if open_one is None:
-            self._note(request_id, last_block, cached, decision)
-        else:  # its reads have ended
-            open_one.decision.reused_blocks = decision.num_blocks
-            open_one.decision.waited_seconds = self._clock() - open_one.since
+        self._note(request_id, last_block, cached, decision)
         return decision.num_blocks - on_device
+
+    def matched(self, request_id: str, on_device: int, to_load: int) -> None:
+        """Learn what a request reuses in the end: after its reads, some of which may not have come."""
+        found = self._open.get(request_id)
+        if found is not None:
+            found.decision.reused_blocks, found.loaded = on_device + to_load, to_load
+            found.decision.waited_seconds = self._clock() - found.since
 
     def reads_for(self, request: OffloadRequest) -> RequestReads | None:
         """Return the judge of a request's reads from storage; None while speeds are unknown: all is read."""
@@ -203,10 +234,13 @@ class LoadChoices:
 
     def takes_probe(self) -> bool:
         """Return True if the speed of storage is so old that a read is worth its news alone."""
-        seen = self.model.storage.observed_at
-        is_due = seen is not None and self._clock() - seen > _PROBE_AFTER
-        self._figures.probes += is_due
-        return is_due
+        now, seen = self._clock(), self.model.storage.observed_at
+        last = max((each for each in (seen, self._probed_at) if each is not None), default=-inf)
+        if now - last <= _PROBE_AFTER:
+            return False
+        self._probed_at = now
+        self._figures.probes += 1
+        return True
 
     def is_worth_waiting(
         self,
@@ -225,22 +259,29 @@ class LoadChoices:
         """
         if not self.decides_reads:
             return True
-        model, elapsed = self.model, self._clock() - since
+        now_is, found = self._clock(), self._open.get(request_id)
+        if found is not None and found.settled[0] == since and now_is <= found.settled[1]:
+            return True
+        model, elapsed = self.model, now_is - since
         loads_ahead = self._loads_ahead()
         now = model.decide(
             Cached(num_tokens, on_device, arrived - on_device, loads_ahead=loads_ahead)
         ).seconds
         if now is None:
             now = model.seconds(Cached(num_tokens, on_device, 0), on_device)
-        end, start, late, soonest = model.seconds_of_read(ahead), arrived, None, float("inf")
+        end, start, soonest = model.seconds_of_read(ahead), arrived, inf
+        due = end + model.seconds_of_read(ends[0] - arrived)
+        late = max(elapsed - due, 0.0)
         for stop in ends:
             end += model.seconds_of_read(stop - start)
-            late = max(elapsed - end, 0.0) if late is None else late
-            whole = Cached(num_tokens, on_device, stop - on_device, loads_ahead=loads_ahead)
+            loaded = start if model.streams else on_device
+            whole = Cached(num_tokens, loaded, stop - loaded, loads_ahead=loads_ahead)
             soonest = min(soonest, end - elapsed + 2 * late + model.seconds(whole, stop))
             start = stop
         is_worth = soonest <= now * (1 + MARGIN)
-        if not is_worth and (found := self._open.get(request_id)) is not None and not found.decision.hedged:
+        if found is not None and is_worth:
+            found.settled = since, max(since + due, now_is + elapsed / _COMPARISONS)
+        elif found is not None and not found.decision.hedged:
             found.decision.hedged = True
             self._figures.hedged += 1
         return is_worth
@@ -284,7 +325,7 @@ class LoadChoices:
 
 @dataclass(slots=True)
 class RequestReads:
-    """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.storage_reads``."""
+    """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.waiting_fetches``."""
 
     choices: LoadChoices
     request: OffloadRequest

@@ -14,6 +14,7 @@ from fdcache._core import MatchForms
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.loads_ahead import LoadsAhead
 from fdcache.manager.requests import LiveRequests, Request, Unanswered
 from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.service_reads import Wait
@@ -55,7 +56,9 @@ class PrefixMatcher:
         counters: Counters,
         clock: Callable[[], float],
         choices: LoadChoices,
+        ahead: LoadsAhead | None,
     ) -> None:
+        self._ahead = ahead
         self._defer_timeout = settings.defer_timeout
         self._choices = choices
         self._shared = None if isinstance(tiers.host, LocalHostTier) else tiers.host
@@ -75,12 +78,26 @@ class PrefixMatcher:
             number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
             self._fetches.begin(number, hashes, self._on_device, self._choices.reads_for(request))
 
+    def forget(self, requests: list[Request]) -> None:
+        """Forget requests that have ended."""
+        if self._ahead is not None:
+            self._ahead.forget(requests)
+
     def match(self, requests: list[Request]) -> list[MatchResult]:
         """Pin the longest cached prefix of each request, short of its last token.
 
         One native call matches all requests. Those that a service has to be asked about are asked for together, in
         one round trip. Raises ``RequestStateError`` or ``HashingError`` before any request is matched.
         """
+        found = self._find(requests)
+        if self._choices.has_open:
+            for each in found:
+                if each.status is MatchStatus.MATCHED:
+                    to_load = each.num_host_blocks + each.num_storage_blocks
+                    self._choices.matched(each.request_id, each.num_device_blocks, to_load)
+        return found
+
+    def _find(self, requests: list[Request]) -> list[MatchResult]:
         if self._shared is not None:
             self._shared.begin_look_up()
         if self._fetches is not None and self._fetches.is_on:
@@ -98,6 +115,9 @@ class PrefixMatcher:
         for request in requests:
             if id(request) in waiting:
                 self._requests.wait_for_reads(request)
+                if self._ahead is not None:
+                    number = self._requests.fetch_number(request)
+                    self._ahead.load(request, number, self._requests.matchable(request))
         going = [request for request in requests if id(request) not in waiting]
         numbers = [self._requests.fetch_number(request) for request in going]
         uses = [fetches.storage_use(number) for number in numbers]
@@ -124,6 +144,11 @@ class PrefixMatcher:
             return result
         number = self._requests.fetch_number(request)
         fetched = len(fetches.fetched(number, result.num_device_blocks, result.num_host_blocks))
+        if self._ahead is not None and any(
+            ahead := self._ahead.found(request, number, result.num_device_blocks)
+        ):
+            self._requests.set_loaded_ahead(request, *ahead)
+            result = msgspec.structs.replace(result, num_ahead_blocks=sum(ahead))
         fetches.unpin(number)
         if not fetched:
             return result

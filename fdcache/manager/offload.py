@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.copy_out import CopyOut
+from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.device_contents import device_ids_of
 from fdcache.manager.hints import HintBook
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.load_choices import LoadChoices, calibrated_priors
 from fdcache.manager.offloaded import OffloadedRequests, Tracked
 from fdcache.manager.plans import Plans
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
@@ -53,7 +53,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     No device block is held. Every rank submits the plans in order, each before the step computes: a plan's copies run
     behind the steps before it. Calls are thread-safe and take requests that are unknown or have ended.
 
-    ``settings``, ``layout``, ``storage``, ``lookup``, ``clock``, ``link_bandwidth``: as for ``CacheManager``; the
+    ``settings``, ``layout``, ``storage``, ``lookup``, ``clock``, ``priors``: as for ``CacheManager``; the
     device blocks of the settings have no effect. Raises ``ConfigurationError`` without a host tier.
     """
 
@@ -67,7 +67,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         storage: StorageTierSettings | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
-        link_bandwidth: float = 0.0,
+        priors: Priors = NO_PRIORS,
     ) -> None:
         super().__init__(settings, layout, lookup, clock)
         counters = self._counters
@@ -79,7 +79,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches)
         tiers.record_events(settings.event_buffer)
         self._choices = LoadChoices(
-            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, link_bandwidth
+            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, priors
         )
         self._requests = OffloadedRequests(settings, layout, self._host, counters, clock, self._choices)
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
@@ -108,7 +108,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 storage=settings.storage_tier,
                 lookup=store,
                 clock=clock,
-                link_bandwidth=calibrated_link(settings.transfer.calibration_dir),
+                priors=calibrated_priors(settings),
             )
 
     @property

@@ -228,6 +228,7 @@ class OffloadedRequests:
         tracked.found, tracked.start, tracked.limit = found, tracked.device_blocks, len(hashes)
         tracked.arena, tracked.found_at = self._host.arena, tracked.asked_at
         tracked.deferred_since = None
+        self._choices.matched(tracked.request.request_id, tracked.device_blocks, tracked.remaining)
         return True
 
     def unpin(self, tracked: Tracked) -> None:

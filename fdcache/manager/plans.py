@@ -39,7 +39,10 @@ class WaitingRequests(Protocol):
 
 
 class Plans:
-    """``open`` is the plan of the current step. Background copies have a plan and a report of their own."""
+    """``open`` is the plan of the current step, ``ahead`` that of loads that no step waits for.
+
+    Background copies have a plan and a report of their own.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class Plans:
         self._background = OpenPlan()
         self.handovers = handovers
         self._whole = self._make_whole_reports()
-        self.open = OpenPlan()
+        self.open, self.ahead = OpenPlan(), OpenPlan(is_ahead=True)
 
     def _make_whole_reports(self) -> WholeReports | None:
         tiers = self._tiers
@@ -91,7 +94,8 @@ class Plans:
     def unfinished(self) -> int:
         """Number of plans in flight, and the open one unless it is empty."""
         storage = self._tiers.storage
-        is_open = not self.open.is_empty or (storage is not None and not storage.orders.is_empty)
+        is_open = not (self.open.is_empty and self.ahead.is_empty)
+        is_open = is_open or (storage is not None and not storage.orders.is_empty)
         return self.in_flight + is_open
 
     def blocks_in_flight(self, purpose: SwapPurpose) -> int:
@@ -115,20 +119,22 @@ class Plans:
         return sent if plan is None else [plan, *sent]
 
     def _close_copies(self, arena: str | None) -> list[TransferPlan]:
-        step, background, storage = self.open, self._background, self._storage
-        has_copies, is_empty, orders = not background.is_empty, step.is_empty, None
+        step, storage, orders = self.open, self._storage, None
+        others = [plan for plan in (self.ahead, self._background) if not plan.is_empty]
+        is_empty = step.is_empty
         if storage is not None and not storage.orders.is_empty:
             orders = storage.orders.take()
-        elif is_empty and not has_copies:
+        elif is_empty and not others:
             return []
         now, sent = self._clock(), []
-        if not is_empty or not has_copies:
+        if not is_empty or not others:
             plan = self._ledger.send(step, now, arena, orders)
             self._requests.send_loads(plan.plan_id)
             sent.append(plan)
             orders = None
-        if has_copies:
-            sent.append(self._ledger.send(background, now, arena, orders))
+        for other in others:
+            sent.append(self._ledger.send(other, now, arena, orders))
+            orders = None
         return sent
 
     def apply(self, reports: list[TransferReport]) -> list[LoadOutcome]:

@@ -275,6 +275,10 @@ class LiveRequests:
         """Count blocks of a request's host run as read from storage."""
         self._blocks.set_from_storage(request, blocks)
 
+    def set_loaded_ahead(self, request: Request, from_host: int, from_storage: int) -> None:
+        """Count blocks of a request on the device as hits of the tiers that they were loaded from for it."""
+        self._blocks.set_loaded_ahead(request, from_host, from_storage)
+
     def expect_from_peer(self, request: Request, source: PeerSource) -> int:
         """Extend a match by the blocks that only a peer has; return their number. Raises ``RequestStateError``."""
         count = self._blocks.expect_from_peer(request)

@@ -29,7 +29,8 @@ class MatchResult(msgspec.Struct, frozen=True):
             num_new_tokens = request.num_tokens - result.num_cached_tokens
 
     DEFERRED: another request is copying the next block, blocks are being read from storage, or the manager is
-    paused. Nothing is pinned; match the request again in a later step.
+    paused. Nothing is pinned; match the request again in a later step. ``num_ahead_blocks`` of the device blocks were
+    loaded from the host, most of them after they were read from storage, while the request waited for later blocks.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class MatchResult(msgspec.Struct, frozen=True):
     num_host_blocks: int = 0
     num_storage_blocks: int = 0
     num_cached_tokens: int = 0
+    num_ahead_blocks: int = 0
 
     @property
     def total_matched_blocks(self) -> int:

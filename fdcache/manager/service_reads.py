@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.tiers.storage_reads import ReadJudge
+from fdcache.tiers.waiting_fetches import ReadJudge
 
 
 class RequestJudge(ReadJudge, Protocol):

@@ -64,12 +64,14 @@ _FORMS = tuple(_SWAPS.values())
 class OpenPlan:
     """Transfers between device and host that were planned and not sent. Sending it empties it for the next step.
 
-    ``after``: ids of plans in flight whose reads of the device the plan waits for, see ``TransferPlan``.
+    ``after``: ids of plans in flight whose reads of the device the plan waits for, and ``is_ahead``: see
+    ``TransferPlan``.
     """
 
-    __slots__ = ("_by_purpose", "_lists", "after", "backups", "evictions", "loads")
+    __slots__ = ("_by_purpose", "_lists", "after", "backups", "evictions", "is_ahead", "loads")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_ahead: bool = False) -> None:
+        self.is_ahead = is_ahead
         self.after: tuple[int, ...] = ()
         self.evictions, self.loads, self.backups = BlockCopies(), BlockCopies(), BlockCopies()
         self._lists = [self.evictions, self.loads, self.backups]
@@ -366,7 +368,13 @@ class PlanLedger(PlanTable):
         after = plan.take_after()
         if storage is None:
             sent = TransferPlan(
-                plan_id=plan_id, arena=arena, evictions=evictions, loads=loads, backups=backups, after=after
+                plan_id=plan_id,
+                arena=arena,
+                evictions=evictions,
+                loads=loads,
+                backups=backups,
+                after=after,
+                is_ahead=plan.is_ahead,
             )
             self.expect(InFlightPlan(sent, now + self._timeout, self.num_ranks))
             return sent
@@ -381,6 +389,7 @@ class PlanLedger(PlanTable):
             loads=loads,
             backups=backups,
             after=after,
+            is_ahead=plan.is_ahead,
         )
         self.expect(InFlightPlan(sent, now + self._timeout, self.num_ranks))
         self._expect_tasks(tasks, now)

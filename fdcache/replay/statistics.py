@@ -88,9 +88,10 @@ class Tally:
         """Count the prompt, and its cached prefix by tier."""
         self.prompt_tokens += job.prompt_length
         self.clipped_tokens += job.item.clipped_tokens
-        self.hit_tokens["device"] += match.num_device_blocks * job.block_size
+        self.hit_tokens["device"] += (match.num_device_blocks - match.num_ahead_blocks) * job.block_size
         self.hit_tokens["host"] += match.num_host_blocks * job.block_size
-        self.hit_tokens["storage"] += match.num_storage_blocks * job.block_size
+        stored = match.num_storage_blocks + match.num_ahead_blocks
+        self.hit_tokens["storage"] += stored * job.block_size
 
     def count_results(self, results: list[StepResult]) -> None:
         """Add the ranks' compared blocks, copies, storage counts, and the memory of rank processes."""

@@ -14,7 +14,8 @@ import msgspec
 
 from fdcache.metadata import HashArray
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
-from fdcache.tiers.storage_reads import Fetch, ReadJudge, StorageReads
+from fdcache.tiers.storage_reads import StorageReads
+from fdcache.tiers.waiting_fetches import Fetch, ReadJudge
 
 OnDevice = Callable[[HashArray], int]
 """Returns how many leading blocks of a path the device has."""

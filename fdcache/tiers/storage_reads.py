@@ -6,153 +6,63 @@ something, and is looked at again when that has come and not before: a step cost
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, chain
-from typing import Protocol
+from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 
 from fdcache.errors import StaleLeaseError
 from fdcache.metadata import CacheSwapMetadata, HashArray, Int32Array, SwapPurpose, UInt32Array
 from fdcache.plans.blocks import Blocks, parents_of
-from fdcache.plans.ledger import StorageOrder, StorageOrders
+from fdcache.plans.ledger import StorageOrders
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.pool import ABSENT, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
-from fdcache.tiers.storage_index import Question, StorageIndex, question
+from fdcache.tiers.storage_index import StorageIndex, question
+from fdcache.tiers.waiting_fetches import Fetch, Read, ReadJudge, WaitingFetches
 
 _NO_CHECKSUMS = np.empty(0, np.uint64)
 
+MOST_GROUP_BYTES = 128 << 20
+_FIRST_GROUP_BYTES = 32 << 20
+GROUP_SECONDS = 0.016
+"""Seconds that one read should take. Between two reads the disk is idle for a moment: about 2% of this time."""
 
-GROUP_BYTES = 128 << 20
-"""Bytes of one read on all ranks. Blocks can be found when their own read has ended, not when all have."""
+_MOST_ENDS = 8
+"""About as many ends of reads are compared for a request that waits."""
 
-
-class ReadJudge(Protocol):
-    """Judges the reads of one request. Blocks count from the start of its path."""
-
-    def worth_reading(self, on_device: int, first: int, stop: int, ahead: int) -> tuple[int, bool]:
-        """Return up to which of the stored blocks ``first`` to ``stop`` to read, and if the request waits for them.
-
-        ``on_device`` leading blocks are on the device, and ``ahead`` blocks are read before these.
-        """
-
-    def is_worth_waiting(self, arrived: int, ends: Sequence[int], ahead: int, since: float) -> bool:
-        """Return False if the request should go on with the ``arrived`` blocks.
-
-        ``ends``: where each of its reads in flight ends. The first began at ``since``, behind ``ahead`` blocks.
-        """
+_MOST_GROUPS = 64
+_KEPT = 0.75
+"""Weight of the speed so far against that of the last read."""
 
 
-@dataclass(slots=True, eq=False)
-class Read:
-    """A transfer of blocks into the host, the first of them into ``slot``, and the fetches that wait for it."""
+class GroupSize:
+    """Bytes of one read on all ranks: blocks can be found when their own read has ended, not when all have.
 
-    hashes: list[bytes]
-    order: StorageOrder
-    slot: int
-    waiters: dict[Fetch, None] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """Reads for one request: blocks ``first`` to ``stop`` of its path ``hashes``.
-
-    ``on_device`` returns how many leading blocks its device has; a read that ends there is not worth it. A wait for
-    the fetch ends at ``deadline``, one second later for every ``bandwidth`` bytes that are read. Blocks that have come
-    are pinned under ``lease`` until the request's match: ``pinned`` of them. ``judge`` ends the wait earlier: the reads
-    in flight began at ``since``, behind ``ahead`` blocks of others.
+    ``speed``: bytes a second as observed, 0.0 until a read has ended.
     """
 
-    hashes: HashArray
-    on_device: Callable[[HashArray], int]
-    first: int
-    stop: int
-    deadline: float
-    bandwidth: float
-    judge: ReadJudge | None = None
-    since: float = 0.0
-    ahead: int = 0
-    reads: list[Read] = field(default_factory=list)
-    done: bool = False
-    lease: int = 0
-    pinned: int = 0
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = 0.0
+        self.speed = 0.0
 
-    def part(self, start: int, size: int) -> range:
-        """Return which of ``size`` blocks from ``start`` on were read for this, counted from ``start``."""
-        first = min(max(self.first - start, 0), size)
-        return range(first, max(min(self.stop - start, size), first))
+    def begin(self) -> None:
+        """Note that a read begins and no other is in flight."""
+        self._since = self._clock()
 
+    def end(self, nbytes: int) -> None:
+        """Note that a read has ended, and that the next in flight begins. One that failed has no bytes."""
+        now = self._clock()
+        if nbytes and now > self._since:
+            speed = nbytes / (now - self._since)
+            self.speed = _KEPT * self.speed + (1 - _KEPT) * speed if self.speed else speed
+        self._since = now
 
-class WaitingFetches:
-    """Fetches by what they wait for: room, an answer of the index, or a copy to the host; and those to go on.
-
-    A fetch that waits for a read is in ``Read.waiters``.
-    """
-
-    def __init__(self) -> None:
-        self._ready: dict[Fetch, None] = {}
-        self._for_room: OrderedDict[Fetch, None] = OrderedDict()
-        self._for_answer: defaultdict[Question, list[Fetch]] = defaultdict(list)
-        self._for_copy: defaultdict[bytes, list[Fetch]] = defaultdict(list)
-
-    def __len__(self) -> int:
-        others = chain(self._for_answer.values(), self._for_copy.values())
-        return len(self._ready) + len(self._for_room) + sum(map(len, others))
-
-    def wake(self, fetches: Iterable[Fetch]) -> None:
-        """Let fetches go on at the next ``advance``."""
-        self._ready.update(dict.fromkeys(fetches))
-
-    def forget(self, fetch: Fetch) -> None:
-        """Remove a fetch that goes on now, or is done. One that is done may still be woken once."""
-        self._ready.pop(fetch, None)
-        self._for_room.pop(fetch, None)
-
-    def is_ready(self, fetch: Fetch) -> bool:
-        """Return True for a fetch that can go on."""
-        return fetch in self._ready
-
-    def take_ready(self) -> list[Fetch]:
-        """Remove and return the fetches that can go on."""
-        ready, self._ready = list(self._ready), {}
-        return ready
-
-    def wait_for_room(self, fetch: Fetch) -> None:
-        """Wait until other reads have ended, in the order of arrival."""
-        self._for_room[fetch] = None
-
-    def waits_for_room(self, fetch: Fetch) -> bool:
-        """Return True for a fetch that waits for room."""
-        return fetch in self._for_room
-
-    def first_for_room(self) -> Fetch | None:
-        """Return the fetch that has waited longest for room."""
-        return next(iter(self._for_room), None)
-
-    def wait_for_answer(self, fetch: Fetch, question: Question) -> None:
-        """Wait for the index to answer."""
-        self._for_answer[question].append(fetch)
-
-    def answered(self, question: Question) -> None:
-        """Wake the fetches that wait for an answer, which the index has or will never have."""
-        self.wake(self._for_answer.pop(question, ()))
-
-    def wait_for_copy(self, fetch: Fetch, block: bytes) -> None:
-        """Wait for a block that is being copied from the device to the host."""
-        self._for_copy[block].append(fetch)
-
-    def copies_ended(self, blocks: Iterable[bytes]) -> None:
-        """Wake the fetches that wait for copies of these blocks, which have arrived or failed."""
-        if self._for_copy:
-            for block in blocks:
-                self.wake(self._for_copy.pop(block, ()))
-
-    def all_copies_ended(self) -> None:
-        """Wake the fetches that wait for any copy."""
-        self.copies_ended(list(self._for_copy))
+    def of(self, nbytes: int) -> int:
+        """Return the size for a fetch of that many bytes."""
+        size = self.speed * GROUP_SECONDS if self.speed else _FIRST_GROUP_BYTES
+        return min(max(int(size), -(-nbytes // _MOST_GROUPS)), MOST_GROUP_BYTES)
 
 
 class StorageReads:
@@ -188,6 +98,7 @@ class StorageReads:
         self._by_block: dict[bytes, Read] = {}
         self._unneeded: dict[Read, None] = {}
         self._waiting = WaitingFetches()
+        self._group = GroupSize(clock)
 
     @property
     def is_open(self) -> bool:
@@ -266,7 +177,10 @@ class StorageReads:
             min(end, fetch.stop)
             for end in accumulate((len(read.hashes) for read in in_flight), initial=arrived)
         ]
-        return fetch.judge.is_worth_waiting(arrived, ends[1:], fetch.ahead, fetch.since)
+        others = ends[:1:-1][:: max(len(ends) // _MOST_ENDS, 1)]
+        return fetch.judge.is_worth_waiting(
+            arrived, [*ends[1:2], *reversed(others)], fetch.ahead, fetch.since
+        )
 
     def leave(self, fetch: Fetch) -> None:
         """End a fetch whose reads go on, for requests to come."""
@@ -352,6 +266,7 @@ class StorageReads:
     def ended(self, swap: CacheSwapMetadata, *, failed: bool) -> None:
         """End a read whose blocks are settled in the host: every rank has reported it, or it was never sent."""
         self._blocks_in_flight -= len(swap)
+        self._group.end(0 if failed else len(swap) * self._block_bytes)
         self._host.loading_from_storage.difference_update(swap.dst_block_ids.tolist())
         read = self._reads.pop(int(swap.dst_block_ids[0]))
         read.order.failed = read.order.failed or failed
@@ -459,9 +374,11 @@ class StorageReads:
     def _order(
         self, fetch: Fetch, source: Blocks, start: int, slots: Int32Array, generations: UInt32Array
     ) -> None:
-        """Order reads of at most ``GROUP_BYTES`` each, in path order."""
+        """Order reads of groups of blocks, in path order."""
         fetch.since, fetch.ahead = self._clock(), self._blocks_in_flight
-        size = max(GROUP_BYTES // self._block_bytes, 1)
+        if not self._blocks_in_flight:
+            self._group.begin()
+        size = max(self._group.of(len(source) * self._block_bytes) // self._block_bytes, 1)
         for first in range(0, len(source), size):
             group = slice(first, first + size)
             blocks = source.select(group)

@@ -148,6 +148,25 @@ def test_a_disk_smaller_than_the_storage_is_a_hint(tmp_path: Path) -> None:
     assert "created at the start" in disk["found"]
 
 
+def test_the_storage_folder_is_measured_once_and_shown(tmp_path: Path) -> None:
+    places = {**home(tmp_path), "FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_SIZE": "1MiB"}
+    places["FDCACHE_STORAGE_DIR"] = str(tmp_path / "storage")
+
+    def speed(*options: str) -> str:
+        done = run_init(*options, "--json", **places)
+        found = [each for each in json.loads(done.stdout)["machine"] if each["name"] == "storage speed"]
+        return found[0]["found"] if found else ""
+
+    assert speed("--check") == ""  # there is no folder yet
+    first = speed()
+    assert re.search(r"[0-9.]+ GB/s, [0-9.]+ ms for a small read", first)
+    assert speed() == speed("--check") == first
+    assert list((tmp_path / "storage").iterdir()) == []
+    (saved,) = (tmp_path / "calibration" / "storage").iterdir()
+    saved.unlink()
+    assert "not measured" in speed("--check")
+
+
 def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:
     dead = Arena(tmp_path, "dead", "ipc:///run/x.sock")
     dead.lock()

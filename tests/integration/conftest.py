@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from fdcache.service.client.connection import Connection
+from fdcache.tiers import storage_reads
 from tests.manager_world import Worlds
 from tests.native_build import build_once, make_driver
 from tests.service_help import LocalService, local_service
 from tests.service_line import Line
+from tests.storage_engine import LAYOUT
 from tests.transfer_peer import GATE, Clock, install_gate, renew_often
 from tests.transfer_world import World
 
@@ -77,3 +79,9 @@ def make_world(
     yield make
     for world in worlds:
         world.close()
+
+
+@pytest.fixture
+def groups_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a read from storage have two blocks."""
+    monkeypatch.setattr(storage_reads, "MOST_GROUP_BYTES", 2 * LAYOUT.record_bytes)

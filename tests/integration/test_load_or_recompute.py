@@ -11,14 +11,12 @@ import pytest
 
 from fdcache.errors import RequestStateError
 from fdcache.manager import MatchStatus, Request
-from fdcache.manager.cost import CostModel
+from fdcache.manager.cost import CostModel, Priors
 from fdcache.settings.cache import PrefetchPolicy
-from fdcache.tiers import storage_reads
 from fdcache.tiers.statistics import LoadFigures
 from tests.offload_engine import LAYOUT as OFFLOADED
 from tests.offload_engine import OffloadEngine, ids, prompt
-from tests.service_help import until
-from tests.storage_engine import BLOCK, LAYOUT, Engine, counters, store_a_path, tokens_of
+from tests.storage_engine import BLOCK, LAYOUT, Disk, Engine, counters, store_a_path, tokens_of
 from tests.storage_help import storage_layout
 
 BLOCKS = 8
@@ -170,6 +168,36 @@ def test_an_old_speed_of_storage_is_measured_without_a_wait(stored: Path) -> Non
         assert loads(engine).probes == 1
 
 
+def test_a_calibrated_speed_of_storage_is_corrected_by_a_read_that_nothing_waits_for(stored: Path) -> None:
+    with engine_of(stored, priors=Priors(storage=1.0)) as engine:  # a byte a second
+        request = Request("observed", tokens_of(99, 4))
+        for _ in range(5):
+            engine.manager.observe_prefill([(request, 0, 4 * BLOCK)], 0.4)
+            model_of(engine).link.observe(LAYOUT.payload_bytes, FAST, engine.now)
+        assert loads(engine).storage.bytes_per_second == 1.0
+        for name in ("a", "b"):
+            match = engine.match(request := Request(name, tokens_of(1, BLOCKS)))
+            assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
+            engine.manager.request_finish([request])
+            assert loads(engine).probes == 1
+        engine.settle()
+        assert counters(engine).blocks_prefetched == BLOCKS
+        assert model_of(engine).storage.observed_at is not None
+
+
+def test_a_calibrated_link_that_was_not_seen_for_long_decides_nothing(stored: Path) -> None:
+    with engine_of(stored, priors=Priors(link=1.0)) as engine:
+        fill_host(engine)
+        request = Request("observed", tokens_of(99, 4))
+        for _ in range(3):
+            engine.manager.observe_prefill([(request, 0, 4 * BLOCK)], 0.4)
+        assert engine.run("a", tokens_of(1, BLOCKS)).total_matched_blocks == 0
+        engine.manager.sleep()
+        engine.manager.wakeup()
+        engine.now += 31
+        assert engine.run("b", tokens_of(1, BLOCKS)).num_host_blocks == BLOCKS
+
+
 @pytest.mark.parametrize("policy", [PrefetchPolicy.WAIT_COMPLETE, PrefetchPolicy.TIMEOUT])
 def test_a_late_read_is_left_to_fill_the_host(stored: Path, policy: PrefetchPolicy) -> None:
     with engine_of(stored, policy=policy) as engine:
@@ -193,34 +221,13 @@ def test_a_late_read_is_left_to_fill_the_host(stored: Path, policy: PrefetchPoli
         figures = loads(engine)
         (decision,) = figures.recent
         assert (figures.hedged, figures.judged, decision.hedged) == (1, 1, True)
+        assert (decision.storage_blocks, decision.reused_blocks) == (BLOCKS, 0)
+        assert decision.waited_seconds == pytest.approx(1.0)
         assert decision.true_seconds == pytest.approx(1.0)
         engine.manager.sleep()
         engine.manager.wakeup()
         learn(engine, compute=1.0)
         assert engine.run("b", tokens_of(1, BLOCKS)).num_host_blocks == BLOCKS
-
-
-class Disk:
-    """A disk that serves one read each time it is told to."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        engine.store.gate.clear()
-
-    def serve(self, reads: int) -> None:
-        before = counters(self.engine).blocks_prefetched
-        self.engine.store.allow(reads)
-
-        def arrived() -> bool:
-            self.engine.manager.apply(self.engine.controller.poll())
-            return bool(counters(self.engine).blocks_prefetched == before + 2 * reads)
-
-        until(arrived, "the read is reported")
-
-
-@pytest.fixture
-def groups_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_reads, "GROUP_BYTES", 2 * LAYOUT.record_bytes)
 
 
 @pytest.mark.usefixtures("groups_of_two")
@@ -233,13 +240,42 @@ def test_a_match_takes_what_has_arrived_of_a_late_read(stored: Path) -> None:
         engine.send()
         disk.serve(2)
         assert engine.match(request).status is MatchStatus.DEFERRED
+        disk.load(4)
         engine.now += 1.0
         match = engine.match(request)
-        assert (match.status, match.num_storage_blocks) == (MatchStatus.MATCHED, 4)
+        assert (match.status, match.num_device_blocks, match.num_ahead_blocks) == (MatchStatus.MATCHED, 4, 4)
+        (decision,) = loads(engine).recent
+        assert (decision.reused_blocks, decision.hedged) == (4, True)
         assert engine.allocate(request).ok
         settle_reads(engine)
         engine.check(request, 4)
         assert counters(engine).blocks_prefetched == BLOCKS
+        engine.manager.request_finish([request])
+
+
+def test_a_wait_is_compared_again_once_its_read_is_late(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(stored) as engine:
+        learn(engine, compute=0.1, read=0.01)
+        engine.store.gate.clear()
+        request = Request("a", tokens_of(1, BLOCKS))
+        compared: list[object] = []
+        decide = model_of(engine).decide
+
+        def counted(*given: Any) -> Any:
+            compared.append(given)
+            return decide(*given)
+
+        monkeypatch.setattr(model_of(engine), "decide", counted)
+        for _ in range(50):
+            assert engine.match(request).status is MatchStatus.DEFERRED
+        engine.send()
+        assert len(compared) <= 2
+        engine.now += 0.1
+        assert engine.match(request).status is MatchStatus.DEFERRED
+        assert len(compared) == 3
+        settle_reads(engine)
         engine.manager.request_finish([request])
 
 
@@ -253,12 +289,13 @@ def test_requests_share_the_reads_of_a_path(stored: Path) -> None:
         engine.send()
         disk.serve(1)
         assert engine.match(second).status is MatchStatus.DEFERRED
-        for _ in range(3):
+        for served in range(3):
             assert engine.match(second).status is MatchStatus.DEFERRED
+            disk.load(2 * (served + 1))
             disk.serve(1)
         for request in (first, second):
             match = engine.match(request)
-            assert match.num_storage_blocks + match.num_host_blocks == BLOCKS
+            assert match.total_matched_blocks == BLOCKS
             engine.manager.request_finish([request])
         assert counters(engine).blocks_requested_from_storage == BLOCKS
 

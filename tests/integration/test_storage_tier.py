@@ -215,7 +215,9 @@ def test_a_reuse_grid_cuts_a_run_whose_tail_came_from_storage(stored: Path) -> N
     engine.settle()
     engine.manager.request_finish([short])
     match = engine.run("long", tokens_of(1, 8))
-    assert (match.num_host_blocks, match.num_storage_blocks) == (2, 4), "of eight blocks six are reused"
+    assert (match.num_ahead_blocks, match.num_storage_blocks) == (2, 4), "of eight blocks six are reused"
+    found = counters(engine)
+    assert (found.host_hit_tokens, found.storage_hit_tokens) == (2 * BLOCK, 4 * BLOCK)
     assert counters(engine).storage_hit_tokens == 4 * BLOCK
     engine.close()
 

@@ -39,7 +39,13 @@ def prefill(step: float, token: float, pair: float) -> PrefillSpeed:
 
 @st.composite
 def models(draw: st.DrawFn) -> CostModel:
-    found = CostModel(block_size=BLOCK, block_bytes=BLOCK_BYTES, stages=draw(st.integers(1, 64)))
+    found = CostModel(
+        block_size=BLOCK,
+        block_bytes=BLOCK_BYTES,
+        stages=draw(st.integers(1, 64)),
+        streams=draw(st.booleans()),
+        read_seconds=draw(st.floats(0, 0.1)),
+    )
     found.prefill = prefill(draw(st.floats(0, 0.1)), draw(st.floats(1e-7, 1e-2)), draw(st.floats(0, 1e-6)))
     found.link = link(draw(latencies), draw(speeds))
     found.storage = link(draw(latencies), draw(speeds))
@@ -94,7 +100,13 @@ def test_the_last_choice_costs_no_more_than_the_margin(
 def test_slower_copies_never_load_more(model: CostModel, cached: Cached, factor: float) -> None:
     before = model.decide(cached).num_blocks
     for part in ("link", "storage"):
-        slower = CostModel(block_size=BLOCK, block_bytes=BLOCK_BYTES, stages=model._stages)
+        slower = CostModel(
+            block_size=BLOCK,
+            block_bytes=BLOCK_BYTES,
+            stages=model._stages,
+            streams=model.streams,
+            read_seconds=model._read_seconds,
+        )
         slower.prefill, slower.link, slower.storage = model.prefill, model.link, model.storage
         known: LinkSpeed = getattr(model, part)
         setattr(slower, part, link(known.latency * factor, factor / known.bandwidth))
@@ -271,3 +283,42 @@ def test_noise_does_not_change_the_choice_from_request_to_request() -> None:
     changes = sum(a is not b for a, b in pairwise(choices[10:]))
     assert changes <= 1
     assert sum(a is not b for a, b in pairwise(free[10:])) > changes
+
+
+@given(models(), prefixes())
+@settings(max_examples=budget(300), deadline=None)
+def test_loads_beside_reads_take_no_longer_than_after_them(model: CostModel, cached: Cached) -> None:
+    later = CostModel(block_size=BLOCK, block_bytes=BLOCK_BYTES, stages=model._stages)
+    later.prefill, later.link, later.storage = model.prefill, model.link, model.storage
+    beside = model.seconds(cached, cached.num_blocks)
+    assert beside <= later.seconds(cached, cached.num_blocks) * (1 + 1e-9)
+    load = model.link.seconds(BLOCK_BYTES * (cached.num_blocks - cached.on_device))
+    read = model.seconds_of_read(cached.in_storage) if cached.in_storage else 0.0
+    assert beside >= max(load, read) * (1 - 1e-9)
+
+
+def test_a_load_beside_reads_leaves_what_is_read_last() -> None:
+    model = CostModel(block_size=BLOCK, block_bytes=BLOCK_BYTES, streams=True, read_seconds=0.1)
+    model.prefill = prefill(0.0, 1e-9, 0.0)
+    model.link, model.storage = link(0.0, 5e-3 / BLOCK_BYTES), link(0.0, 1e-2 / BLOCK_BYTES)
+    cached = Cached(100 * BLOCK + 1, 0, 0, 100)
+    assert model.seconds(cached, 100) == pytest.approx(1.0 + 0.1 / 2, rel=0.01)
+    model.link = link(0.0, 2e-2 / BLOCK_BYTES)  # slower than storage
+    assert model.seconds(cached, 100) == pytest.approx(2.0, rel=0.01)
+
+
+def test_parts_of_a_read_weigh_less_than_a_whole_one() -> None:
+    """Ten parts of one slow read are no new speed of the disk."""
+    weighed, counted = LinkSpeed(whole=0.1), LinkSpeed()
+    for known in (weighed, counted):
+        for seconds, parts in ((0.01, 200), (0.02, 10)):
+            for _ in range(parts):
+                known.observe(BLOCK_BYTES, seconds, 0.0)
+    assert weighed.seconds(BLOCK_BYTES) < 0.014
+    assert counted.seconds(BLOCK_BYTES) > 0.017
+
+
+def test_a_calibrated_latency_is_believed_until_reads_are_observed() -> None:
+    known = LinkSpeed(1e9, 2e-3)
+    assert known.seconds(10**9) == pytest.approx(1.002)
+    assert known.latency == 2e-3

@@ -17,6 +17,7 @@ from fdcache.metadata import SwapPurpose
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.storage.slab_format import slots_for
 from fdcache.tiers.storage_index import LocalIndex
+from fdcache.tiers.storage_reads import GroupSize
 from tests.property.engine_model import BLOCK, Engine
 from tests.property.test_manager import ManagerMachine, bounded
 from tests.seeds import budget
@@ -42,6 +43,17 @@ def storage_of(layout: KVLayout, blocks: int, **others: Any) -> StorageTierSetti
     return StorageTierSettings(connector="local", directory=Path("/nowhere"), size=size, **others)
 
 
+class Reads(GroupSize):
+    """Reads of one size."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(lambda: 0.0)
+        self.nbytes = nbytes
+
+    def of(self, nbytes: int) -> int:
+        return self.nbytes
+
+
 class StorageMachine(ManagerMachine):
     """All of that, with a file below the host tier of every rank."""
 
@@ -60,11 +72,18 @@ class StorageMachine(ManagerMachine):
         terms=st.fixed_dictionaries(
             {"prefetch_policy": st.sampled_from(PrefetchPolicy), "write_blocks": st.sampled_from([1, 3, 64])}
         ),
+        read_blocks=st.sampled_from([1, 2, 64]),
     )
     def start(
-        self, storage_blocks: int, before: list[tuple[int, ...]], terms: dict[str, Any], **shape: Any
+        self,
+        storage_blocks: int,
+        before: list[tuple[int, ...]],
+        terms: dict[str, Any],
+        read_blocks: int,
+        **shape: Any,
     ) -> None:
         self.storage_blocks = storage_blocks
+        self.read_blocks = read_blocks
         self.terms = terms
         self.begin(**shape)
         self.restore()
@@ -78,7 +97,10 @@ class StorageMachine(ManagerMachine):
         tier = storage_of(
             layout, self.storage_blocks, prefetch_timeout=2.0, timeout=2.0, retry_after=0.0, **self.terms
         )
-        return CacheManager(cache, layout, storage=tier, clock=lambda: self.now)
+        manager = CacheManager(cache, layout, storage=tier, clock=lambda: self.now)
+        assert manager._storage is not None
+        manager._storage.reads._group = Reads(self.read_blocks * layout.record_bytes * layout.tp_size)
+        return manager
 
     @property
     def index(self) -> LocalIndex:

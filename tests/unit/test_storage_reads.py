@@ -7,6 +7,8 @@ from threading import Event
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fdcache.metadata import CacheLevel, HashArray, StorageTask, SwapPurpose, TransferReport, TransferResult
 from fdcache.plans.ledger import PlanLedger
@@ -16,7 +18,8 @@ from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage import StorageTier
 from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
-from fdcache.tiers.storage_reads import Fetch
+from fdcache.tiers.storage_reads import MOST_GROUP_BYTES, GroupSize
+from fdcache.tiers.waiting_fetches import Fetch
 from tests.service_help import until
 from tests.storage_help import storage_layout
 from tests.tier_help import chain, copy_in, hashes, report, store
@@ -202,3 +205,37 @@ def test_a_fetch_that_was_cancelled_while_it_waited_is_not_continued() -> None:
     for fetch in (first, third):
         stage.reads.cancel(fetch)
     assert stage.reads.num_waiting == 0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_reads_take_about_the_same_time_at_every_speed_of_the_disk() -> None:
+    clock = Clock()
+    size = GroupSize(clock)
+    sizes = []
+    for speed in (3e9, 3e8):
+        for _ in range(20):
+            group = size.of(4 << 30)
+            size.begin()
+            clock.now += group / speed
+            size.end(group)
+        sizes.append(size.of(0))
+        assert size.speed == pytest.approx(speed, rel=0.05)
+    assert sizes[0] == pytest.approx(10 * sizes[1], rel=0.05)
+    clock.now += 60.0
+    size.end(0)
+    assert size.of(0) == sizes[1], "a read that failed tells no speed"
+
+
+@given(st.floats(0, 1e12), st.integers(0, 1 << 40))
+def test_a_fetch_has_a_bounded_number_of_bounded_reads(speed: float, nbytes: int) -> None:
+    size = GroupSize(lambda: 0.0)
+    size.speed = speed
+    group = size.of(nbytes)
+    assert group <= MOST_GROUP_BYTES
+    assert group == MOST_GROUP_BYTES or nbytes <= 64 * group

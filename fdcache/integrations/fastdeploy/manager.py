@@ -118,6 +118,7 @@ class CacheManager:
             device_bytes=partial(device_bytes, layout.tp_size),
             lookup=lookup,
             clock=clock,
+            loads_ahead=False,  # workers submit a plan with the next batch, and there may be none
         )
         self.cache_config = config.cache_config
         self.block_size = layout.block_size

@@ -9,7 +9,7 @@ from fdcache.metadata import HashArray
 from fdcache.service.client.session import Session, SessionKeeper
 from fdcache.service.wire.protocol import NOT_FETCHED, EndFetches, Prefetch
 from fdcache.tiers.fetches import OnDevice
-from fdcache.tiers.storage_reads import ReadJudge
+from fdcache.tiers.waiting_fetches import ReadJudge
 
 
 class RemoteFetches:

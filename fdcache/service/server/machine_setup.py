@@ -12,7 +12,7 @@ from pathlib import Path
 from fdcache.devices.calibration import load_calibration
 from fdcache.devices.cuda import load_kernels
 from fdcache.devices.topology import Gpu, visible_gpus
-from fdcache.errors import ConfigurationError, DeviceError
+from fdcache.errors import ConfigurationError, DeviceError, StorageError
 from fdcache.machine.memory import available_memory, huge_page_problem, numa_nodes
 from fdcache.machine.session import user_config_dir
 from fdcache.service.server.arena import find_arenas, foreign_arenas, remove_arena
@@ -27,6 +27,7 @@ from fdcache.service.wire.address import default_runtime_dir, is_directory, runt
 from fdcache.settings import Problem, Settings, Severity, Source
 from fdcache.settings.kinds import format_size
 from fdcache.settings.templates import render_dotenv
+from fdcache.storage.calibration import load_storage_speed, measure_storage, save_storage_speed
 
 _DIRECTORY_MODE = 0o700
 
@@ -90,6 +91,28 @@ def calibrations(settings: Settings) -> list[Finding]:
             state, hint = "none", "copies go by safe defaults until `fdcache init` has measured this GPU"
         found.append(Finding("calibration", f"{gpu.uuid}: {state}", hint=hint))
     return found
+
+
+def storage_speed(settings: Settings, *, measure: bool = False, force: bool = False) -> list[Finding]:
+    """Return how fast the folder of local storage was read, nothing without one.
+
+    ``measure``: now, if that was not done there before; ``force``: in any case.
+    """
+    tier, folder = settings.storage_tier, settings.transfer.calibration_dir
+    if tier.connector != "local" or not is_directory(tier.directory):
+        return []
+    found = None if force else load_storage_speed(tier.directory, folder)
+    if found is None and not measure:
+        hint = "the first reads are not compared with computing until `fdcache init` has measured this folder"
+        return [Finding("storage speed", f"{tier.directory}: not measured", hint=hint)]
+    if found is None:
+        try:
+            found = measure_storage(tier.directory, threads=min(tier.threads, 16))
+            save_storage_speed(found, folder)
+        except (StorageError, OSError) as error:
+            return [Finding("storage speed", f"{tier.directory}: not measured", hint=str(error))]
+    speed = f"{found.bytes_per_second / 1e9:.2f} GB/s, {1e3 * found.latency_seconds:.2f} ms for a small read"
+    return [Finding("storage speed", f"{found.folder}: {speed}, measured {found.measured_at}")]
 
 
 def _memory(settings: Settings) -> Finding:

@@ -1,0 +1,145 @@
+"""Loads ahead: blocks that were read from storage go on to the device while the blocks after them are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fdcache._core import CopyReservation
+from fdcache.layout import KVLayout
+from fdcache.manager.backups import BackupPlanner
+from fdcache.manager.requests import Request
+from fdcache.manager.tiers import Tiers
+from fdcache.metadata import HashArray, SwapPurpose
+from fdcache.plans.blocks import Blocks, parents_of
+from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan
+from fdcache.tiers.fetches import FetchTable
+from fdcache.tiers.host import LocalHostTier
+from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
+from fdcache.tiers.statistics import Counters
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """Blocks ``first`` to ``stop`` of a request's path that were loaded while it waited for the blocks after them.
+
+    ``has_ended``: one of them did not come or has gone again, and no other is loaded.
+    """
+
+    first: int
+    stop: int
+    has_ended: bool = False
+
+
+MOST_BYTES = 128 << 20
+"""Most bytes of one load on all ranks: loads of steps queue behind it."""
+
+_SPARE = 16
+"""One of so many device blocks stays free or evictable, beside those that the request needs."""
+
+
+class LoadsAhead:
+    """Loads of requests that wait for storage: at most one of each request is in flight.
+
+    A block that was loaded ahead is one like any other in the device tier: found once every rank has reported its copy,
+    and evictable. The host tier keeps it for the request, so that nothing is lost if it is evicted.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        device: BlockPool,
+        host: LocalHostTier,
+        fetches: FetchTable,
+        backups: BackupPlanner,
+        counters: Counters,
+        plan: Callable[[], OpenPlan],
+    ) -> None:
+        self._block_size = layout.block_size
+        self._most = max(MOST_BYTES // (layout.payload_bytes * layout.tp_size), 1)
+        self._device = device
+        self._host = host
+        self._fetches = fetches
+        self._backups = backups
+        self._counters = counters
+        self._plan = plan
+        self._ahead: dict[str, _Ahead] = {}
+
+    def load(self, request: Request, fetch: int, path: HashArray) -> None:
+        """Plan to load blocks of a request's ``path`` that have been read; it waits for others of this fetch.
+
+        Does nothing while its last load is in flight, or the device has no room for the whole request.
+        """
+        arrived, _ = self._fetches.progress(fetch)
+        ahead = self._ahead.get(request.request_id)
+        if not arrived or (ahead is not None and (ahead.has_ended or arrived <= ahead.stop)):
+            return
+        presence = self._device.contains(path[:arrived])
+        start = int(np.argmin(presence == READY)) if (presence != READY).any() else arrived
+        if ahead is not None and start < ahead.stop and presence[start] != PENDING:
+            ahead.has_ended = True  # its load has failed, or the device is too busy to keep it
+        elif start == arrived:
+            self._ahead.setdefault(request.request_id, _Ahead(start, start)).stop = start
+        elif presence[start] != PENDING and self._has_room(request, start):
+            loaded = self._load(path, start, min(arrived, start + self._most))
+            if loaded:
+                self._ahead.setdefault(request.request_id, _Ahead(start, start)).stop = start + loaded
+                self._counters.blocks_loaded_ahead += loaded
+
+    def found(self, request: Request, fetch: int, on_device: int) -> tuple[int, int]:
+        """Return how many of the blocks that a match found on the device came from the host and from storage."""
+        ahead = self._ahead.get(request.request_id)
+        if ahead is None:
+            return 0, 0
+        first, stop = min(ahead.first, on_device), min(ahead.stop, on_device)
+        from_storage = len(self._fetches.fetched(fetch, first, stop - first))
+        return stop - first - from_storage, from_storage
+
+    def forget(self, requests: Iterable[Request]) -> None:
+        """Forget requests that have ended."""
+        if self._ahead:
+            for request in requests:
+                self._ahead.pop(request.request_id, None)
+
+    def _has_room(self, request: Request, have: int) -> bool:
+        needed = -(-request.num_tokens // self._block_size) - have
+        return self._device.available >= needed + self._device.stats().slots // _SPARE
+
+    def _load(self, path: HashArray, start: int, stop: int) -> int:
+        """Plan to load blocks ``start`` to ``stop``, as far as the host has them; return how many."""
+        host, plan = self._host, self._plan()
+        lease = host.open_lease()
+        run = host.match(lease, path[:stop], start)
+        stop = start + len(run)
+        taken = self._reserve(path, start, stop, plan)
+        if taken is not None:
+            host.begin_load(lease, run.slots)
+            blocks = Blocks.of_path(path, start, run.slots, run.generations)
+            plan.add(SwapPurpose.LOAD, blocks, taken.slots, taken.generations)
+        host.release(lease)
+        return stop - start if taken is not None else 0
+
+    def _reserve(self, path: HashArray, start: int, stop: int, plan: OpenPlan) -> CopyReservation | None:
+        """Reserve device blocks; what has to leave them is copied to the host first. None unless all are reserved."""
+        if stop == start:
+            return None
+        taken = self._device.reserve_copies(0, parents_of(path, start, stop), path[start:stop])
+        self._backups.on_evict([taken.evicted], plan)
+        if taken.missing:
+            return None
+        if not (taken.status == RESERVED).all():
+            self._device.complete(taken.slots, np.zeros(len(taken.slots), np.uint8), NO_CHECKSUMS)
+            return None
+        return taken
+
+
+def make_loads_ahead(
+    layout: KVLayout, tiers: Tiers, counters: Counters, plan: Callable[[], OpenPlan]
+) -> LoadsAhead | None:
+    """Return the loads ahead into ``plan``; None unless the host tier and its storage are of this process."""
+    host, fetches, backups = tiers.host, tiers.fetches, tiers.backups
+    if not isinstance(host, LocalHostTier) or not isinstance(fetches, FetchTable) or backups is None:
+        return None
+    return LoadsAhead(layout, tiers.device, host, fetches, backups, counters, plan)

@@ -1,0 +1,138 @@
+"""Fetches from storage: one request's wish for blocks, the reads that it shares with others, and what it waits for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Protocol
+
+from fdcache.metadata import HashArray
+from fdcache.plans.ledger import StorageOrder
+from fdcache.tiers.storage_index import Question
+
+
+class ReadJudge(Protocol):
+    """Judges the reads of one request. Blocks count from the start of its path."""
+
+    def worth_reading(self, on_device: int, first: int, stop: int, ahead: int) -> tuple[int, bool]:
+        """Return up to which of the stored blocks ``first`` to ``stop`` to read, and if the request waits for them.
+
+        ``on_device`` leading blocks are on the device, and ``ahead`` blocks are read before these.
+        """
+
+    def is_worth_waiting(self, arrived: int, ends: Sequence[int], ahead: int, since: float) -> bool:
+        """Return False if the request should go on with the ``arrived`` blocks.
+
+        ``ends``: where each of its reads in flight ends. The first began at ``since``, behind ``ahead`` blocks.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """A transfer of blocks into the host, the first of them into ``slot``, and the fetches that wait for it."""
+
+    hashes: list[bytes]
+    order: StorageOrder
+    slot: int
+    waiters: dict[Fetch, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Reads for one request: blocks ``first`` to ``stop`` of its path ``hashes``.
+
+    ``on_device`` returns how many leading blocks its device has; a read that ends there is not worth it. A wait for
+    the fetch ends at ``deadline``, one second later for every ``bandwidth`` bytes that are read. Blocks that have come
+    are pinned under ``lease`` until the request's match: ``pinned`` of them. ``judge`` ends the wait earlier: the reads
+    in flight began at ``since``, behind ``ahead`` blocks of others.
+    """
+
+    hashes: HashArray
+    on_device: Callable[[HashArray], int]
+    first: int
+    stop: int
+    deadline: float
+    bandwidth: float
+    judge: ReadJudge | None = None
+    since: float = 0.0
+    ahead: int = 0
+    reads: list[Read] = field(default_factory=list)
+    done: bool = False
+    lease: int = 0
+    pinned: int = 0
+
+    def part(self, start: int, size: int) -> range:
+        """Return which of ``size`` blocks from ``start`` on were read for this, counted from ``start``."""
+        first = min(max(self.first - start, 0), size)
+        return range(first, max(min(self.stop - start, size), first))
+
+
+class WaitingFetches:
+    """Fetches by what they wait for: room, an answer of the index, or a copy to the host; and those to go on.
+
+    A fetch that waits for a read is in ``Read.waiters``.
+    """
+
+    def __init__(self) -> None:
+        self._ready: dict[Fetch, None] = {}
+        self._for_room: OrderedDict[Fetch, None] = OrderedDict()
+        self._for_answer: defaultdict[Question, list[Fetch]] = defaultdict(list)
+        self._for_copy: defaultdict[bytes, list[Fetch]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        others = chain(self._for_answer.values(), self._for_copy.values())
+        return len(self._ready) + len(self._for_room) + sum(map(len, others))
+
+    def wake(self, fetches: Iterable[Fetch]) -> None:
+        """Let fetches go on at the next ``advance``."""
+        self._ready.update(dict.fromkeys(fetches))
+
+    def forget(self, fetch: Fetch) -> None:
+        """Remove a fetch that goes on now, or is done. One that is done may still be woken once."""
+        self._ready.pop(fetch, None)
+        self._for_room.pop(fetch, None)
+
+    def is_ready(self, fetch: Fetch) -> bool:
+        """Return True for a fetch that can go on."""
+        return fetch in self._ready
+
+    def take_ready(self) -> list[Fetch]:
+        """Remove and return the fetches that can go on."""
+        ready, self._ready = list(self._ready), {}
+        return ready
+
+    def wait_for_room(self, fetch: Fetch) -> None:
+        """Wait until other reads have ended, in the order of arrival."""
+        self._for_room[fetch] = None
+
+    def waits_for_room(self, fetch: Fetch) -> bool:
+        """Return True for a fetch that waits for room."""
+        return fetch in self._for_room
+
+    def first_for_room(self) -> Fetch | None:
+        """Return the fetch that has waited longest for room."""
+        return next(iter(self._for_room), None)
+
+    def wait_for_answer(self, fetch: Fetch, question: Question) -> None:
+        """Wait for the index to answer."""
+        self._for_answer[question].append(fetch)
+
+    def answered(self, question: Question) -> None:
+        """Wake the fetches that wait for an answer, which the index has or will never have."""
+        self.wake(self._for_answer.pop(question, ()))
+
+    def wait_for_copy(self, fetch: Fetch, block: bytes) -> None:
+        """Wait for a block that is being copied from the device to the host."""
+        self._for_copy[block].append(fetch)
+
+    def copies_ended(self, blocks: Iterable[bytes]) -> None:
+        """Wake the fetches that wait for copies of these blocks, which have arrived or failed."""
+        if self._for_copy:
+            for block in blocks:
+                self.wake(self._for_copy.pop(block, ()))
+
+    def all_copies_ended(self) -> None:
+        """Wake the fetches that wait for any copy."""
+        self.copies_ended(list(self._for_copy))
