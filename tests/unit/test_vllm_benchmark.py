@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from benchmarks.vllm.comparisons import Comparisons
 from benchmarks.vllm.driver import Answer, in_turn, percentiles
 from benchmarks.vllm.engines import BESIDE, NONE, RESTARTED, Places, StartError, make, probe
 from benchmarks.vllm.faults import corrupt, failing, made, spoiling
+from benchmarks.vllm.meeting import Meeting
 from benchmarks.vllm.processes import CutError, JobError, Processes, cause
 from benchmarks.vllm.report import Results
 from benchmarks.vllm.shapes import LOADS, SHAPES, model_folder
@@ -147,11 +149,17 @@ def test_the_phases_of_a_load_are_between_its_events(tmp_path: Path) -> None:
     came = time.perf_counter()
     assert [name for name, _, _ in timing.events(tmp_path)] == ["match", "submit"]
     assert list(timing.phases(timing.events(tmp_path), sent, came)) == ["to match", "step"]
-    found = [("submit", 0.0, 0.9), ("match", 1.0, 1.1), ("submit", 1.1, 1.2), ("step", 1.2, 1.3)]
+    found = [
+        ("submit", 0.0, 0.9),
+        ("arrival", 0.96, 0.97),
+        ("match", 1.0, 1.1),
+        ("submit", 1.1, 1.2),
+        ("step", 1.2, 1.3),
+    ]
     found += [("report", 1.4, 1.5), ("step", 1.6, 1.8), ("step", 2.0, 2.4)]
     times = timing.phases(found, 0.95, 2.0)
     assert list(times) == list(timing.PHASES)
-    assert list(times.values()) == pytest.approx([50, 200, 300, 300, 200])
+    assert list(times.values()) == pytest.approx([20, 30, 200, 300, 300, 200])
     (tmp_path / timing.TRACING).unlink()
     trace.renew()
     assert not trace.is_wanted
@@ -275,6 +283,50 @@ def test_the_middle_block_of_the_storage_is_corrupted(tmp_path: Path) -> None:
 def test_a_folder_without_storage_cannot_be_corrupted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no slab file"):
         corrupt(tmp_path)
+
+
+def meet(folder: Path, stages: int, arrived: Any) -> None:
+    """Another run, which begins so many stages and leaves."""
+    meeting = Meeting(folder, 2, lambda: None)
+    for stage in range(stages):
+        meeting.arrive()
+        arrived.put(stage)
+    meeting.leave()
+
+
+def test_runs_begin_each_stage_together_and_wait_for_none_that_has_left(tmp_path: Path) -> None:
+    processes = multiprocessing.get_context("fork")
+    arrived: Any = processes.SimpleQueue()
+    other = processes.Process(target=meet, args=(tmp_path, 2, arrived))
+    meeting = Meeting(tmp_path, 2, lambda: None)
+    other.start()
+    for stage in range(2):
+        assert arrived.empty()
+        meeting.arrive()
+        assert arrived.get() == stage
+    meeting.arrive()  # the other begins no third
+    other.join()
+    assert other.exitcode == 0
+
+
+def test_a_run_whose_time_is_over_waits_for_no_other(tmp_path: Path) -> None:
+    Meeting(tmp_path, 2, lambda: 0.0).arrive()
+
+
+def test_copies_are_submitted_by_the_hook_that_a_connector_has() -> None:
+    class Base:
+        def bind_connector_metadata(self, metadata: object) -> None:
+            raise NotImplementedError
+
+    class Early(Base):
+        def bind_connector_metadata(self, metadata: object) -> None:
+            raise NotImplementedError
+
+    class Late(Base):
+        pass
+
+    assert timing.hook_of("submit", Early, Base) == "bind_connector_metadata"
+    assert timing.hook_of("submit", Late, Base) == "start_load_kv"
 
 
 class Blocks:
