@@ -17,7 +17,7 @@ from fdcache.hashing import Tokens
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager.handover import Handovers, PeerTerms
-from fdcache.manager.hints import HintBook
+from fdcache.manager.hints import RequestHints
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
@@ -112,7 +112,7 @@ class CacheManager:
         self._handovers = handovers
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
         self._reuse = RecentReuse(tiers.reuse)
-        self._hints = HintBook(tiers.pools.values(), layout.block_size, clock)
+        self._hints = RequestHints(tiers, layout.block_size, clock)
         self._clock = None if clock is time.monotonic else clock
         self._set_time()
 
@@ -487,7 +487,7 @@ class CacheManager:
         return self._hints.take(request.request_id, hints, request.block_hashes, request.num_prompt_tokens)
 
     def take_hint_outcomes(self) -> list[HintOutcome]:
-        """Return the outcomes of hints whose time is over, each once: kept, or evicted early and why."""
+        """Return outcomes that came later, each once: kept, or evicted early and why; and those of a service."""
         with self._lock:
             return self._hints.take_outcomes()
 

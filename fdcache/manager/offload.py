@@ -16,7 +16,7 @@ from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.device_contents import device_ids_of
-from fdcache.manager.hints import HintBook
+from fdcache.manager.hints import RequestHints
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.offloaded import OffloadedRequests, Tracked
@@ -94,7 +94,7 @@ class OffloadManager:
         )
         self._requests = OffloadedRequests(settings, layout, self._host, counters, clock, self._choices)
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
-        self._hints = HintBook(tiers.pools.values(), layout.block_size, clock)
+        self._hints = RequestHints(tiers, layout.block_size, clock)
         self._set_time()
 
     def _set_time(self) -> None:
@@ -301,9 +301,10 @@ class OffloadManager:
                 request.hint_outcomes, request.hints = self.hint(request, request.hints), ()
 
     def hint(self, request: OffloadRequest, hints: Iterable[Hint]) -> list[HintOutcome]:
-        """Take hints about the blocks of a request that has ended in the tiers of this process.
+        """Take hints about the blocks of a request that has ended.
 
-        Those that are still being copied to the host are not among them. The tiers of a service take no hints.
+        Those that are still being copied to the host are not among them. What the tiers of a service answer follows
+        from ``take_hint_outcomes``.
         """
         with self._lock:
             self._set_time()
@@ -313,7 +314,7 @@ class OffloadManager:
             )
 
     def take_hint_outcomes(self) -> list[HintOutcome]:
-        """Return the outcomes of hints whose time is over, each once: kept, or evicted early and why."""
+        """Return outcomes that came later, each once: kept, or evicted early and why; and those of a service."""
         with self._lock:
             return self._hints.take_outcomes()
 
