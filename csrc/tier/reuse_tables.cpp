@@ -4,7 +4,11 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <limits>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "tier/hints.hpp"
 
@@ -118,8 +122,7 @@ void ReuseTables::compute() {
     }
     for (std::size_t age = 0; age < kAges; ++age) {
         const double middle = begin(age) + widths()[age] / 2;
-        const double prior = 0.3 / (middle + 60);
-        base[age] = (all_reused[age] + weight) / (all_risk[age] + weight / prior);
+        base[age] = (all_reused[age] + weight) / (all_risk[age] + weight / unknown_rate(middle));
     }
     for (std::size_t role = 0; role < kRoles; ++role) {
         Ages reused{}, risk{};
@@ -157,24 +160,46 @@ void ReuseTables::compute_hints(const Ages &base, double weight) {
     }
 }
 
-// From all ages at once, in vectors.
+// From all ages at once, in vectors, for which single precision does.
 std::array<double, ReuseTables::kAges + 1> ReuseTables::gittins(const Ages &rate) {
-    std::array<double, kAges + 1> best{};
-    Ages alive, hits{}, seconds{};
+    std::array<float, kAges> alive, hits{}, seconds{}, best{};
     alive.fill(1);
     for (std::size_t until = 0; until < kAges; ++until) {
-        const double chance = -std::expm1(-rate[until] * widths()[until]);
+        const double reused = -std::expm1(-rate[until] * widths()[until]);
+        const auto chance = static_cast<float>(reused), left = static_cast<float>(1 - reused);
+        const auto spent = static_cast<float>(reused / rate[until]);
         for (std::size_t age = 0; age <= until; ++age) {
-            const double now = alive[age] * chance;
-            hits[age] += now;
-            seconds[age] += now / rate[until];
-            const double found = hits[age] / seconds[age];
+            hits[age] += alive[age] * chance;
+            seconds[age] += alive[age] * spent;
+            const float found = hits[age] / seconds[age];
             best[age] = best[age] < found ? found : best[age];
-            alive[age] *= 1 - chance;
+            alive[age] *= left;
         }
     }
-    best[kAges] = best[kAges - 1];
-    return best;
+    std::array<double, kAges + 1> worth;
+    std::copy(best.begin(), best.end(), worth.begin());
+    worth[kAges] = worth[kAges - 1];
+    return worth;
+}
+
+void ReuseTables::forecast(const Table<double> &present, double blocks) {
+    std::vector<std::pair<double, double>> groups;  // worth, number
+    for (std::size_t kind = 0; kind < kClasses; ++kind) {
+        double least = std::numeric_limits<double>::infinity();
+        for (std::size_t age = 0; age < kAges; ++age) {
+            least = std::min(least, (worth_[kind][age] + worth_[kind][age + 1]) / 2);
+            least_worth_[kind][age] = least;
+            if (present[kind][age] > 0) groups.emplace_back(least, present[kind][age]);
+        }
+    }
+    std::sort(groups.begin(), groups.end(), std::greater<>());
+    kept_worth_ = 0;
+    for (const auto &[worth, number] : groups) {
+        blocks -= number;
+        if (blocks > 0) continue;
+        kept_worth_ = worth;
+        break;
+    }
 }
 
 double ReuseTables::place(std::uint32_t age_ms) {

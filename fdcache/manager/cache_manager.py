@@ -15,7 +15,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.handover import Handovers, PeerTerms
-from fdcache.manager.hints import HintBook
+from fdcache.manager.hints import RequestHints
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
 from fdcache.manager.loads_ahead import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
@@ -62,8 +62,8 @@ class CacheManager(TierManager[Request]):
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
     ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``peers``:
     turns hand-overs between instances on. ``clock`` returns seconds. ``priors``: speeds as calibrated; see
-    ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a request that still waits for storage, as
-    for an engine that submits plans only when a step follows.
+    ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a request that still waits for storage,
+    as for an engine that submits plans only when a step follows.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
@@ -118,7 +118,7 @@ class CacheManager(TierManager[Request]):
         self._handovers = handovers
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
         self._reuse = RecentReuse(tiers.reuse)
-        self._hints = HintBook(tiers.pools.values(), layout.block_size, clock)
+        self._hints = RequestHints(tiers, layout.block_size, clock)
         self._set_time()
 
     @classmethod
