@@ -161,8 +161,8 @@ class TierManager(Generic[RequestT_contra]):
 
             manager.hint(Request("session 7 is over", token_ids), [Hint.release()])
 
-        Blocks that are still being copied to the host are not among those of the host. What the tiers of a service answer
-        follows from ``take_hint_outcomes``.
+        Blocks that are still being copied to the host are not among those of the host. What the tiers of a service
+        answer follows from ``take_hint_outcomes``.
         """
         with self._lock:
             self._set_time()
