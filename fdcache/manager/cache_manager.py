@@ -62,8 +62,8 @@ class CacheManager(TierManager[Request]):
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
     ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``peers``:
     turns hand-overs between instances on. ``clock`` returns seconds. ``priors``: speeds as calibrated; see
-    ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a request that still waits for storage, as
-    for an engine that submits plans only when a step follows.
+    ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a request that still waits for storage,
+    as for an engine that submits plans only when a step follows.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """

@@ -70,7 +70,7 @@ class Run:
 
     def read(self, *, fails: bool = False) -> None:
         """Serve the oldest read, if there is one."""
-        store, queue = self.engine.store, self.engine.controller._storage
+        store, queue = self.engine.store, self.engine.controller._parts.storage
         assert queue is not None
         transfers = [each for each in queue._transfers.values() if each.purpose is SwapPurpose.PREFETCH]
         oldest = next((each for each in transfers if not each.done.query()), None)
