@@ -98,8 +98,8 @@ class StorageMachine(ManagerMachine):
             layout, self.storage_blocks, prefetch_timeout=2.0, timeout=2.0, retry_after=0.0, **self.terms
         )
         manager = CacheManager(cache, layout, storage=tier, clock=lambda: self.now)
-        assert manager._storage is not None
-        manager._storage.reads._group = Reads(self.read_blocks * layout.record_bytes * layout.tp_size)
+        assert manager._tiers.storage is not None
+        manager._tiers.storage.reads._group = Reads(self.read_blocks * layout.record_bytes * layout.tp_size)
         return manager
 
     @property
