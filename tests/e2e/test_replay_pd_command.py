@@ -36,7 +36,7 @@ def test_blocks_are_handed_over_and_flipped_ones_are_computed() -> None:
 
 
 def test_head_ranges_are_handed_over_to_fewer_ranks_and_flipped_ones_are_computed() -> None:
-    found = report("--requests", "30", "--kv-heads", "2", "--pd-ranks", "2:1", "--faults", "flip=3,abort=2")
+    found = report("--requests", "30", "--kv-heads", "2", "--pd-ranks", "2:1", "--faults", "flip=8,abort=1")
     assert found["clean"]
     assert found["compared_blocks"] > 100
     assert found["transfers"]["fetch done"] > 5

@@ -1,4 +1,4 @@
-"""SharedHostArena: a service that is slow to attach a worker delays its submission, and nothing else."""
+"""SharedHostArena: a service that is slow to attach a worker, and one whose extents are missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 import zmq
 
 from fdcache.controller.cache_controller import CacheController
+from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.service.client import arena
+from fdcache.service.wire.protocol import Attached, decode_request_frame, encode_answer
+from fdcache.service.wire.shared_memory import Geometry
 from fdcache.settings.cache import TransferSettings
 from fdcache.tiers.host import HostCache
 from tests.swaps import PATIENCE, plan, uniform_layout
@@ -46,3 +49,31 @@ def test_reports_are_polled_while_a_submission_waits_for_the_service(
         (report,) = controller.wait_reports(PATIENCE)
         assert report.results[0].failed.tolist() == [0]
         assert "arena cannot be used" in str(report.results[0].error_message)
+
+
+def test_extents_that_are_missing_hide_none_of_those_that_are_there(
+    tmp_path: Path, door: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while a service starts again: the plan that needs the missing one fails, the next plan is copied."""
+    monkeypatch.setattr(arena, "ATTACH_TIMEOUT", PATIENCE)
+    layout = uniform_layout()
+    extent_bytes = 2 * (layout.record_bytes + SLOT_HEADER_BYTES)
+    geometry = Geometry(str(tmp_path), "extent", 1, extent_bytes, layout.record_bytes, 0)
+    Path(geometry.path(0, 0)).write_bytes(bytes(extent_bytes))
+
+    def attach() -> None:
+        caller, frame = door.recv_multipart()
+        request = decode_request_frame(frame)
+        door.send_multipart([caller, encode_answer(request.id, Attached(geometry, layout.fingerprint))])
+
+    with CacheController(TransferSettings(), layout) as controller:
+        controller.initialize_kv_cache(4)
+        controller.initialize_host_cache(HostCache(server=f"ipc://{tmp_path}/fdcache.sock"))
+        service = threading.Thread(target=attach)
+        service.start()
+        for number, slot, copied in ((1, 3, False), (2, 1, True)):
+            wanted = plan(number, backup=[(0, slot)])
+            controller.submit_swap_tasks(msgspec.structs.replace(wanted, arena=f"1/1/{tmp_path}/engine"))
+            (report,) = controller.wait_reports(PATIENCE)
+            assert (len(report.results[0].failed) == 0) == copied
+        service.join(PATIENCE)

@@ -119,19 +119,21 @@ class SharedHostArena:
         assert geometry is not None
         epoch = self.epoch
         needed = np.unique(slots // geometry.records_per_extent).tolist()
-        for index in [*range(len(self.extents), needed[-1] + 1), *needed]:
-            path = geometry.path(self._rank, index)
-            if index < len(self.extents) and self.extents[index].is_still(path):
-                continue
-            extent = Extent(path, geometry.extent_bytes)
-            pinned = self._device.pin_memory(extent.address, extent.nbytes, extent)
-            # A load that timed out may still read there: keep it pinned.
-            self._former += self.pinned[index : index + 1]
-            self.extents[index : index + 1] = [extent]
-            self.pinned[index : index + 1] = [pinned]
-            self.epoch += 1
-        if self.epoch != epoch:
-            self.table = record_table(geometry, self.extents)
+        try:
+            for index in [*range(len(self.extents), needed[-1] + 1), *needed]:
+                path = geometry.path(self._rank, index)
+                if index < len(self.extents) and self.extents[index].is_still(path):
+                    continue
+                extent = Extent(path, geometry.extent_bytes)
+                pinned = self._device.pin_memory(extent.address, extent.nbytes, extent)
+                # A load that timed out may still read there: keep it pinned.
+                self._former += self.pinned[index : index + 1]
+                self.extents[index : index + 1] = [extent]
+                self.pinned[index : index + 1] = [pinned]
+                self.epoch += 1
+        finally:
+            if self.epoch != epoch:
+                self.table = record_table(geometry, self.extents)
 
     def _unmap(self) -> None:
         self.extents, self.pinned, self._former = [], [], []
