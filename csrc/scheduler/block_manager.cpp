@@ -136,7 +136,8 @@ void BlockManager::count_hits(RequestState &request) {
     request.is_counted_ = true;
     ++stats_.lookups;
     stats_.lookup_tokens += request.num_tokens();
-    const std::size_t ahead_stored = request.ahead_from_storage_, ahead = ahead_stored + request.ahead_from_host_;
+    const std::size_t ahead_stored = request.ahead_from_storage_,
+                      ahead = ahead_stored + request.ahead_from_host_;
     stats_.device_hit_tokens += (request.committed_blocks_ - ahead) * block_size_;
     const HostRun &run = request.host_run_;
     const std::size_t from_storage = std::min<std::size_t>(run.from_storage, run.size());

@@ -101,7 +101,7 @@ class RequestState {
     LeaseId lease_ = 0;
     AppendOnly<std::int32_t> table_;
     HostRun host_run_;
-    std::uint32_t ahead_from_host_ = 0;     // blocks on the device that were loaded before the match
+    std::uint32_t ahead_from_host_ = 0;  // blocks on the device that were loaded before the match
     std::uint32_t ahead_from_storage_ = 0;
     std::uint32_t peer_blocks_ = 0;         // that follow the run on the host, until their fetch is planned
     bool lacks_blocks_below_ = false;       // a load below its fetch failed

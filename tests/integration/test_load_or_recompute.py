@@ -134,7 +134,7 @@ def test_a_step_that_waited_for_a_load_shorter_than_it_is_observed(stored: Path)
         first = engine.match(request).num_cached_tokens
         assert engine.allocate(request).ok
         engine.settle()
-        engine.manager.observe_prefill([(request, first, request.num_tokens)], BLOCKS * FAST, waited=True)
+        engine.manager.observe_prefill([(request, first, request.num_tokens)], FAST / 1000, waited=True)
         assert model_of(engine).prefill._fit.observations == observed
         engine.manager.request_finish([request])
         engine.manager.sleep()

@@ -105,6 +105,7 @@ def test_visitors_load_and_back_up_blocks_at_every_step() -> None:
     visitors = Visitors(server, blocks=4, count=6)
     before = server.manager.get_stats().counters
     for _ in range(12):
+        visitors.expect(1)
         visitors.visit()
     visitors.leave()
     after = server.manager.get_stats().counters
