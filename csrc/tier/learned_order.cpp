@@ -45,6 +45,7 @@ void LearnedOrder::arrive(Slot slot, const Digest &digest, std::uint32_t depth) 
         block.kind = ghost->kind;
         block.hits = ghost->hits;
         block.is_tracked = true;
+        ++tracked_;
         kept_ += is_kept(block);
     }
 }
@@ -55,6 +56,7 @@ void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
         const Ghosts::Memory memory{block.last_ms, block.kind, block.hits};
         const auto forgotten = evicted ? ghosts_.add(digest, memory) : memory;
         if (forgotten) tables_.forget(forgotten->kind, now_ - forgotten->last_ms);
+        --tracked_;
         kept_ -= is_kept(block);
     }
     block = Block{};
@@ -66,6 +68,11 @@ void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
     if (end) tail_ = std::max(kTailTokens / std::max(end->block_tokens, 1u), 1u);
     for (std::size_t i = 0; i < path.size(); ++i) touch(blocks_[path[i]], features, i < tail_);
     tables_.path(path.size());
+    shadow_.trim(tracked_);
+    // In the middle of a path a block counts this much.
+    const double middle = 1 + depth_value_ * static_cast<double>(path.size()) / 2;
+    trust_.judge(tables_.mean_path() * middle, static_cast<double>(slots()));
+    is_forecast_ = is_forecast_ && !trust_.is_given();
 }
 
 LearnedOrder::Features LearnedOrder::features_of(std::span<const Slot> path, const RequestEnd *end) const {
@@ -81,6 +88,7 @@ LearnedOrder::Features LearnedOrder::features_of(std::span<const Slot> path, con
 }
 
 void LearnedOrder::touch(Block &block, const Features &features, bool is_last) {
+    compare(block);
     if (block.is_tracked) {
         tables_.reuse(block.kind, now_ - block.last_ms);
         if (block.hits != UINT8_MAX) ++block.hits;
@@ -90,6 +98,21 @@ void LearnedOrder::touch(Block &block, const Features &features, bool is_last) {
     block.kind = static_cast<std::uint8_t>(role * ReuseTables::kFeatures + features.lengths);
     block.last_ms = now_;
     block.is_tracked = block.is_used = true;
+}
+
+// A block is used: was it found, and would it have been by last use?
+void LearnedOrder::compare(const Block &block) {
+    const double value = 1 + depth_value_ * block.depth;
+    trust_.use(value);
+    if (!block.is_tracked) {
+        ++tracked_;
+        return shadow_.use(now_);
+    }
+    const double by_last_use = shadow_.holds(block.last_ms, now_);
+    trust_.compare(value * ((block.is_used ? 1 : 0) - by_last_use));
+    if (is_forecast_)
+        trust_.expect(value * ((tables_.keeps(block.kind, now_ - block.last_ms) ? 1 : 0) - by_last_use));
+    shadow_.use_again(now_, block.last_ms);
 }
 
 // Data corrects what a hint says, through the class of its blocks; the budget bounds what it costs until
@@ -135,11 +158,15 @@ HintFate LearnedOrder::fate(Slot slot, const Digest &digest) {
 // A block that was copied into the tier without a request.
 void LearnedOrder::before_add(Slot slot) {
     Block &block = blocks_[slot];
-    if (!block.is_used) touch(block, {true, 0}, false);
+    if (block.is_used) return;
+    touch(block, {true, 0}, false);
+    shadow_.trim(tracked_);
 }
 
 double LearnedOrder::rank(Slot slot) const {
     const Block &block = blocks_[slot];
+    if (!trust_.is_given() && block.kind < ReuseTables::kFirstHint)
+        return ReuseTables::unknown_rate((now_ - block.last_ms) / 1000.0);
     if (block.last_ms != placed_ms_) {
         placed_ms_ = block.last_ms;
         place_ = ReuseTables::place(now_ - block.last_ms);
@@ -163,6 +190,8 @@ void LearnedOrder::learn() {
         if (const auto ghost = ghosts_.at(place)) count(ghost->kind, ghost->last_ms);
     }
     tables_.learn(*present, (now_ - learned_) / 1000.0);
+    is_forecast_ = !trust_.is_given();
+    if (is_forecast_) tables_.forecast(*present, static_cast<double>(tracked_));
     learned_ = now_;
 }
 
@@ -177,7 +206,8 @@ void LearnedOrder::clear() {
     LeafOrder::clear();
     std::fill(blocks_.begin(), blocks_.end(), Block{});
     ghosts_.clear();
-    kept_ = 0;
+    shadow_.clear();
+    tracked_ = kept_ = 0;
 }
 
 std::size_t LearnedOrder::bytes() const {

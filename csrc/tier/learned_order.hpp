@@ -8,7 +8,9 @@
 #include "tier/ghosts.hpp"
 #include "tier/hints.hpp"
 #include "tier/leaf_order.hpp"
+#include "tier/lru_shadow.hpp"
 #include "tier/reuse_tables.hpp"
+#include "tier/trust.hpp"
 
 namespace fdcache {
 
@@ -68,19 +70,24 @@ class LearnedOrder final : public LeafOrder {
     void before_add(Slot slot) override;
     Features features_of(std::span<const Slot> path, const RequestEnd *end) const;
     void touch(Block &block, const Features &features, bool is_last);
+    void compare(const Block &block);
     void learn();
 
     ReuseTables tables_;
+    LruShadow shadow_;
+    Trust trust_;  // false: blocks without a hint are ranked by their last use
     Ghosts ghosts_;
     LargeVector<Block> blocks_;
     const double depth_value_;
     mutable std::uint32_t placed_ms_ = 0;  // the last use whose age was looked up
     mutable double place_ = 0;             // on the scale of ages
     std::uint32_t tail_ = 1;               // blocks of a path's end
+    std::size_t tracked_ = 0;              // entries that were used
     std::size_t kept_ = 0;                 // entries that stay for hints
     std::uint32_t now_ = 0;
     std::uint32_t learned_ = 0;  // when the tables were computed
     bool is_timed_ = false;
+    bool is_forecast_ = false;  // since trust was lost
 };
 
 }  // namespace fdcache

@@ -4,7 +4,11 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <limits>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "tier/hints.hpp"
 
@@ -118,8 +122,7 @@ void ReuseTables::compute() {
     }
     for (std::size_t age = 0; age < kAges; ++age) {
         const double middle = begin(age) + widths()[age] / 2;
-        const double prior = 0.3 / (middle + 60);
-        base[age] = (all_reused[age] + weight) / (all_risk[age] + weight / prior);
+        base[age] = (all_reused[age] + weight) / (all_risk[age] + weight / unknown_rate(middle));
     }
     for (std::size_t role = 0; role < kRoles; ++role) {
         Ages reused{}, risk{};
@@ -175,6 +178,26 @@ std::array<double, ReuseTables::kAges + 1> ReuseTables::gittins(const Ages &rate
     }
     best[kAges] = best[kAges - 1];
     return best;
+}
+
+void ReuseTables::forecast(const Table<double> &present, double blocks) {
+    std::vector<std::pair<double, double>> groups;  // worth, number
+    for (std::size_t kind = 0; kind < kClasses; ++kind) {
+        double least = std::numeric_limits<double>::infinity();
+        for (std::size_t age = 0; age < kAges; ++age) {
+            least = std::min(least, (worth_[kind][age] + worth_[kind][age + 1]) / 2);
+            least_worth_[kind][age] = least;
+            if (present[kind][age] > 0) groups.emplace_back(least, present[kind][age]);
+        }
+    }
+    std::sort(groups.begin(), groups.end(), std::greater<>());
+    kept_worth_ = 0;
+    for (const auto &[worth, number] : groups) {
+        blocks -= number;
+        if (blocks > 0) continue;
+        kept_worth_ = worth;
+        break;
+    }
 }
 
 double ReuseTables::place(std::uint32_t age_ms) {

@@ -42,8 +42,19 @@ class ReuseTables {
     // A request's path had this many blocks.
     void path(std::size_t blocks) { path_ += 0.002 * (static_cast<double>(blocks) - path_); }
 
+    double mean_path() const { return path_; }
+    // Reuses per second of which nothing is known at an age in seconds: last use first.
+    static double unknown_rate(double age) { return 0.3 / (age + 60); }
+
     // Lets old counts fade, and computes rates and worth anew.
     void learn(const Table<double> &present, double seconds);
+
+    // Prepares `keeps` for a tier of so many blocks among those `present` that are remembered.
+    void forecast(const Table<double> &present, double blocks);
+    // True if such a tier, if it evicted by worth, would keep a block up to this age.
+    bool keeps(std::uint8_t kind, std::uint32_t age_ms) const {
+        return least_worth_[kind][bucket(age_ms)] >= kept_worth_;
+    }
 
     // Expected hits per second of keeping a block.
     double worth(std::uint8_t kind, double place) const {
@@ -76,6 +87,8 @@ class ReuseTables {
     Table<double> at_risk_{};  // block-seconds
     Table<double> rate_{};
     std::array<std::array<double, kAges + 1>, kClasses> worth_{};  // the last age twice
+    Table<double> least_worth_{};                                  // up to an age
+    double kept_worth_ = 0;                                        // of the blocks that a tier would keep
     double path_ = 16;                                             // mean blocks of a path
 };
 
