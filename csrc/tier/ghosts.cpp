@@ -27,6 +27,37 @@ std::uint32_t Ghosts::Bucket::with_tag(std::uint32_t tag, std::uint32_t mask) co
     return found;
 }
 
+std::uint32_t Ghosts::Bucket::current(std::uint32_t place_mask, std::uint32_t pass, std::uint32_t before,
+                                      std::size_t oldest) const {
+    std::uint32_t found = 0;
+#ifdef __SSE2__
+    const __m128i places = _mm_set1_epi32(static_cast<int>(place_mask));
+    const __m128i both = _mm_set1_epi32(static_cast<int>(kPasses * (place_mask + 1) - 1));
+    const __m128i begin = _mm_set1_epi32(static_cast<int>(oldest + 1));
+    const __m128i now = _mm_set1_epi32(static_cast<int>(pass)),
+                  last = _mm_set1_epi32(static_cast<int>(before));
+    for (std::size_t i = 0; i < kCells; i += 4) {
+        const __m128i four = _mm_load_si128(reinterpret_cast<const __m128i *>(cells + i));
+        const __m128i place = _mm_and_si128(four, places);
+        const __m128i is_new = _mm_cmplt_epi32(place, begin);
+        const __m128i is_empty = _mm_cmpeq_epi32(four, _mm_setzero_si128());
+        const __m128i expected =
+            _mm_or_si128(place, _mm_or_si128(_mm_and_si128(is_new, now), _mm_andnot_si128(is_new, last)));
+        const __m128i equal =
+            _mm_andnot_si128(is_empty, _mm_cmpeq_epi32(_mm_and_si128(four, both), expected));
+        found |= static_cast<std::uint32_t>(_mm_movemask_ps(_mm_castsi128_ps(equal))) << i;
+    }
+#else
+    for (std::size_t i = 0; i < kCells; ++i) {
+        const std::uint32_t place = cells[i] & place_mask;
+        const std::uint32_t expected = place | (place < oldest + 1 ? pass : before);
+        const bool is_current = cells[i] && (cells[i] & (kPasses * (place_mask + 1) - 1)) == expected;
+        found |= std::uint32_t{is_current} << i;
+    }
+#endif
+    return found;
+}
+
 std::uint64_t Ghosts::key_of(const Digest &digest) {
     std::uint64_t key = 0;
     std::memcpy(&key, digest.bytes.data() + 8, 6);
@@ -129,10 +160,9 @@ std::optional<Ghosts::Memory> Ghosts::insert(std::uint64_t key, std::size_t plac
 // A cell whose ghost is gone, or that of the oldest one. Each insertion looks from another cell on, so that
 // no cell stays through so many passes that it seems to be of the present one.
 std::uint32_t &Ghosts::cell_for_another(Bucket &bucket, std::size_t first) const {
-    for (std::size_t i = 0; i < kCells; ++i) {
-        std::uint32_t &cell = bucket.cells[(first + i) % kCells];
-        if (!cell || !is_current(cell)) return cell;
-    }
+    const std::uint32_t free = ~bucket.current(place_mask_, pass_bits(pass_), pass_bits(pass_ - 1), oldest_);
+    const auto from_first = static_cast<std::uint16_t>((free << 16 | (free & 0xFFFF)) >> first % kCells);
+    if (from_first) return bucket.cells[(first + std::countr_zero(from_first)) % kCells];
     const auto age = [this](std::uint32_t cell) {
         const std::size_t at = place_of(cell);
         return at >= oldest_ ? at - oldest_ : at + ring_.size() - oldest_;

@@ -59,6 +59,10 @@ class Ghosts {
 
         // A bit for each cell that is `tag` but for the bits of `mask`.
         std::uint32_t with_tag(std::uint32_t tag, std::uint32_t mask) const;
+        // A bit for each cell of the present pass over the ring, up to the `oldest` place, or of the last
+        // one.
+        std::uint32_t current(std::uint32_t place_mask, std::uint32_t pass, std::uint32_t before,
+                              std::size_t oldest) const;
     };
 
     struct Ghost {
@@ -83,6 +87,7 @@ class Ghosts {
         const std::uint32_t pass = (place < oldest_ ? pass_ : pass_ - 1) % kPasses;
         return pass * (place_mask_ + 1) + static_cast<std::uint32_t>(place + 1);
     }
+    std::uint32_t pass_bits(std::uint32_t pass) const { return pass % kPasses * (place_mask_ + 1); }
     bool is_current(std::uint32_t cell) const {
         return (cell & (kPasses * (place_mask_ + 1) - 1)) == position(place_of(cell));
     }

@@ -46,7 +46,7 @@ class LeafOrder : public EvictionOrder {
     void rank_again(Slot slot);
 
   private:
-    static constexpr std::size_t kPasses = 16;  // over the heap while as many blocks are evicted as there are
+    static constexpr std::size_t kPasses = 8;  // over the heap while as many blocks are evicted as there are
     static constexpr std::size_t kMostRanked = 1024;  // in one call
 
     struct Node {

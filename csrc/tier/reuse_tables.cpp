@@ -160,24 +160,26 @@ void ReuseTables::compute_hints(const Ages &base, double weight) {
     }
 }
 
-// From all ages at once, in vectors.
+// From all ages at once, in vectors, for which single precision does.
 std::array<double, ReuseTables::kAges + 1> ReuseTables::gittins(const Ages &rate) {
-    std::array<double, kAges + 1> best{};
-    Ages alive, hits{}, seconds{};
+    std::array<float, kAges> alive, hits{}, seconds{}, best{};
     alive.fill(1);
     for (std::size_t until = 0; until < kAges; ++until) {
-        const double chance = -std::expm1(-rate[until] * widths()[until]);
+        const double reused = -std::expm1(-rate[until] * widths()[until]);
+        const auto chance = static_cast<float>(reused), left = static_cast<float>(1 - reused);
+        const auto spent = static_cast<float>(reused / rate[until]);
         for (std::size_t age = 0; age <= until; ++age) {
-            const double now = alive[age] * chance;
-            hits[age] += now;
-            seconds[age] += now / rate[until];
-            const double found = hits[age] / seconds[age];
+            hits[age] += alive[age] * chance;
+            seconds[age] += alive[age] * spent;
+            const float found = hits[age] / seconds[age];
             best[age] = best[age] < found ? found : best[age];
-            alive[age] *= 1 - chance;
+            alive[age] *= left;
         }
     }
-    best[kAges] = best[kAges - 1];
-    return best;
+    std::array<double, kAges + 1> worth;
+    std::copy(best.begin(), best.end(), worth.begin());
+    worth[kAges] = worth[kAges - 1];
+    return worth;
 }
 
 void ReuseTables::forecast(const Table<double> &present, double blocks) {

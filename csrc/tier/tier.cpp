@@ -360,23 +360,26 @@ void Tier::evict_coldest(std::size_t count, BlockList *evicted) {
     vacated_.clear();
     if (learns_ && count) order_->set_time(now_ms());
     order_->take(static_cast<std::uint32_t>(std::min<std::size_t>(count, order_->size())), victims_);
-    // In three rounds, each of which prefetches the data of the next: in a large tier, cache misses dominate.
-    for (const Slot slot : victims_) {
-        tenants_.remove(slot);
-        prefetch_entry(slot);
-    }
-    for (const Slot slot : victims_) {
+    // In three stages, each of which prefetches the data of the next: in a large tier, cache misses dominate.
+    const auto prefetch = [&](Slot slot) {
         if (evicted) append(*evicted, slot);
         index_.prefetch(digests_[slot]);
         if (learns_) order_->prefetch(slot, digests_[slot]);
-    }
-    for (const Slot slot : victims_) {
+    };
+    const auto remove = [&](Slot slot) {
+        tenants_.remove(slot);
         remove_entry(slot);
         // A path is evicted from its end.
         if (!vacated_.empty() && vacated_.back().first == slot + 1)
             vacated_.back() = {slot, vacated_.back().count + 1};
         else
             vacated_.push_back({slot, 1});
+    };
+    const std::size_t taken = victims_.size(), ahead = std::min(kAhead, taken);
+    for (std::size_t i = 0; i < taken + 2 * ahead; ++i) {
+        if (i < taken) prefetch_entry(victims_[i]);
+        if (i >= ahead && i - ahead < taken) prefetch(victims_[i - ahead]);
+        if (i >= 2 * ahead) remove(victims_[i - 2 * ahead]);
     }
     prefetch_entry(order_->next());
 }
