@@ -122,17 +122,23 @@ class HintStatus(StrEnum):
 
     TAKEN = "taken"
     """In force. A hint that keeps blocks has another outcome later."""
+    SENT = "sent"
+    """Passed on to the service, whose tiers answer it: its outcomes there come later."""
     KEPT = "kept"
     """Its blocks were there until they were used again, or for the whole time."""
     EVICTED_EARLY = "evicted_early"
     OVER_BUDGET = "over_budget"
     """As many blocks as may be kept for hints were kept already."""
     IGNORED = "ignored"
-    """No tier's order of eviction learns: FDCACHE_EVICTION is not learned."""
+    """No tier's order of eviction learns: FDCACHE_EVICTION is not learned; or ``reason`` says why."""
     NO_BLOCK = "no_block"
     """No block of its own is cached."""
     REFUSED = "refused"
     """It is malformed, or of an unknown type."""
+
+
+EARLY_REASONS = ("room", "removed")
+"""Why blocks that were to stay did not."""
 
 
 class HintOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +146,8 @@ class HintOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     ``reason`` says why it was refused, or blocks were evicted: ``room`` was needed and other blocks were worth more,
     or they were ``removed``: by a reset, a quota or an idle limit, or so long ago that nothing is known.
+
+    ``by_service``: it is about the tiers of a service; a hint has an outcome for these and one for the engine's own.
     """
 
     request_id: str
@@ -149,6 +157,7 @@ class HintOutcome(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int = 0
     lost: int = 0
     reason: str = ""
+    by_service: bool = False
 
 
 def read_hints(request_id: str, extra: Mapping[str, Any] | None) -> tuple[list[Hint], list[HintOutcome]]:

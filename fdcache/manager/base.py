@@ -12,7 +12,7 @@ from typing import Generic, Protocol, Self, TypeVar
 from fdcache.errors import PlanError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
-from fdcache.manager.hints import HintBook
+from fdcache.manager.hints import RequestHints
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.plans import Plans
@@ -53,7 +53,7 @@ class TierManager(Generic[RequestT_contra]):
     _requests: KnownRequests[RequestT_contra]
     _plans: Plans
     _choices: LoadChoices
-    _hints: HintBook
+    _hints: RequestHints
 
     def __init__(
         self,
@@ -161,8 +161,8 @@ class TierManager(Generic[RequestT_contra]):
 
             manager.hint(Request("session 7 is over", token_ids), [Hint.release()])
 
-        Blocks that are still being copied to the host are not among those of the host. The tiers of a service take no
-        hints.
+        Blocks that are still being copied to the host are not among those of the host. What the tiers of a service
+        answer follows from ``take_hint_outcomes``.
         """
         with self._lock:
             self._set_time()
@@ -173,7 +173,7 @@ class TierManager(Generic[RequestT_contra]):
         return self._hints.take(request.request_id, hints, request.block_hashes, request.num_prompt_tokens)
 
     def take_hint_outcomes(self) -> list[HintOutcome]:
-        """Return the outcomes of hints whose time is over, each once: kept, or evicted early and why."""
+        """Return outcomes that came later, each once: kept, or evicted early and why; and those of a service."""
         with self._lock:
             return self._hints.take_outcomes()
 

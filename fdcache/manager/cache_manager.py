@@ -15,7 +15,7 @@ from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
 from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.handover import Handovers, PeerTerms
-from fdcache.manager.hints import HintBook
+from fdcache.manager.hints import RequestHints
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
@@ -107,7 +107,7 @@ class CacheManager(TierManager[Request]):
         self._handovers = handovers
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
         self._reuse = RecentReuse(tiers.reuse)
-        self._hints = HintBook(tiers.pools.values(), layout.block_size, clock)
+        self._hints = RequestHints(tiers, layout.block_size, clock)
         self._set_time()
 
     @classmethod

@@ -1,134 +1,58 @@
-"""HintBook: takes the hints of requests that end to the tiers, and tells what became of them."""
+"""RequestHints: the hints of a manager's requests, for its own tiers and for those of a service."""
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import count
 
-import numpy as np
-
-from fdcache._core import HintAnswer, HintFate
-from fdcache._core import HintKind as NativeKind
-from fdcache.hints import Hint, HintKind, HintOutcome, HintStatus
+from fdcache.hints import Hint, HintOutcome
+from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import HashArray
+from fdcache.tiers.hint_book import HintBook
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import HintFigures
 
-MOST_OPEN = 4096
-"""Hints whose blocks are watched. A further one takes effect, but no outcome follows."""
 
-MOST_OUTCOMES = 4096
-"""Outcomes that wait to be taken; of more the oldest are dropped."""
+class RequestHints:
+    """Takes hints of requests that end to all tiers, and collects what became of them."""
 
-_PRIORITY_SECONDS = 3600.0
-"""Time after which the outcome of a priority is told, which has no end of its own."""
-
-_NATIVE = {
-    HintKind.ONCE: NativeKind.ONCE,
-    HintKind.RELEASE: NativeKind.RELEASE,
-    HintKind.RETAIN: NativeKind.RETAIN,
-    HintKind.RETURN: NativeKind.RETURN,
-    HintKind.PRIORITY: NativeKind.PRIORITY,
-}
-_STATUS = {
-    HintAnswer.TAKEN: HintStatus.TAKEN,
-    HintAnswer.NOT_LEARNING: HintStatus.IGNORED,
-    HintAnswer.OVER_BUDGET: HintStatus.OVER_BUDGET,
-    HintAnswer.NO_BLOCK: HintStatus.NO_BLOCK,
-}
-_BEST_FIRST = (HintAnswer.TAKEN, HintAnswer.OVER_BUDGET, HintAnswer.NO_BLOCK, HintAnswer.NOT_LEARNING)
-
-
-@dataclass(slots=True, order=True)
-class _Open:
-    """A hint that was taken to keep blocks until ``due``."""
-
-    due: float
-    number: int
-    request_id: str = field(compare=False)
-    hint: Hint = field(compare=False)
-    hashes: HashArray = field(compare=False)
-
-
-class HintBook:
-    """The hints in force of one manager. ``tiers`` are those of this process that have slots, from the top down."""
-
-    def __init__(self, tiers: Iterable[object], block_size: int, clock: Callable[[], float]) -> None:
-        self._pools = [tier for tier in tiers if isinstance(tier, BlockPool)]
-        self._clock = clock
-        self._block_size = block_size
-        self._open: list[_Open] = []
-        self._numbers = count()
-        self._outcomes: deque[HintOutcome] = deque(maxlen=MOST_OUTCOMES)
+    def __init__(self, tiers: LowerTiers, block_size: int, clock: Callable[[], float]) -> None:
         self.figures = HintFigures()
+        own = [pool for pool in tiers.pools.values() if isinstance(pool, BlockPool)]
+        self._book = HintBook(lambda: own, clock, self.figures) if own else None
+        self._service = tiers.host.hints if tiers.host is not None else None
+        self._block_size = block_size
 
     def take(
         self, request_id: str, hints: Iterable[Hint], hashes: HashArray, prompt_tokens: int
     ) -> list[HintOutcome]:
-        """Apply hints about a request that has ended, and return the outcome of each as it is now."""
-        return [self._take(request_id, hint, hashes, prompt_tokens) for hint in hints]
+        """Apply hints about a request that has ended, and return the outcome of each as it is now.
 
-    def _take(self, request_id: str, hint: Hint, hashes: HashArray, prompt_tokens: int) -> HintOutcome:
-        concerned = hashes[hint.blocks(prompt_tokens, self._block_size)]
-        answers = [
-            pool.hint(concerned, _NATIVE[hint.kind], hint.value, hint.has_range)
-            for pool in self._pools
-            if len(concerned)
-        ]
-        answer = next((each for each in _BEST_FIRST if each in answers), HintAnswer.NO_BLOCK)
-        status = _STATUS[answer]
-        blocks = 0
-        if status is HintStatus.TAKEN:
-            taken = concerned[self._fates(concerned) == int(HintFate.WAITING)]
-            blocks = len(taken)
-            if hint.keeps and len(self._open) < MOST_OPEN:
-                due = self._clock() + (hint.seconds or _PRIORITY_SECONDS)
-                heapq.heappush(self._open, _Open(due, next(self._numbers), request_id, hint, taken))
-        outcome = HintOutcome(request_id=request_id, id=hint.id, kind=hint.kind, status=status, blocks=blocks)
-        self._count(outcome)
-        return outcome
+        That is the outcome in the tiers of this process, if there are any.
+        """
+        outcomes = []
+        for hint in hints:
+            self.figures.given += 1
+            concerned = hashes[hint.blocks(prompt_tokens, self._block_size)]
+            sent = self._service.give(request_id, hint, concerned) if self._service is not None else None
+            if self._book is not None:
+                outcomes.append(self._book.take(request_id, hint, concerned))
+            elif sent is not None:
+                outcomes.append(sent)
+            if sent is not None:
+                self.figures.count(sent)
+        return outcomes
 
     def settle(self) -> None:
         """Find out what became of the hints whose time is over."""
-        if not self._open:
-            return
-        now = self._clock()
-        while self._open and self._open[0].due <= now:
-            self._outcomes.append(self._settled(heapq.heappop(self._open)))
-            self._count(self._outcomes[-1])
+        if self._book is not None:
+            self._book.settle()
 
     def take_outcomes(self) -> list[HintOutcome]:
-        """Return the outcomes of hints whose time is over, each once."""
-        self.settle()
-        outcomes = list(self._outcomes)
-        self._outcomes.clear()
-        return outcomes
-
-    def _settled(self, found: _Open) -> HintOutcome:
-        fates = self._fates(found.hashes)
-        evicted = int(np.count_nonzero(fates == int(HintFate.EVICTED)))
-        gone = int(np.count_nonzero(fates == int(HintFate.GONE)))
-        lost = evicted + gone
-        return HintOutcome(
-            request_id=found.request_id,
-            id=found.hint.id,
-            kind=found.hint.kind,
-            status=HintStatus.EVICTED_EARLY if lost else HintStatus.KEPT,
-            blocks=len(found.hashes),
-            lost=lost,
-            reason="" if not lost else "room" if evicted >= gone else "removed",
-        )
-
-    def _fates(self, hashes: HashArray) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """Return the best fate of each block in any tier: they come in that order."""
-        fates = np.full(len(hashes), int(HintFate.GONE), np.uint8)
-        for pool in self._pools:
-            fates = np.minimum(fates, pool.hint_fates(hashes))
-        return fates
-
-    def _count(self, outcome: HintOutcome) -> None:
-        counts = self.figures.outcomes
-        counts[outcome.status.value] = counts.get(outcome.status.value, 0) + 1
+        """Return the outcomes that came later, each once."""
+        own = self._book.take_outcomes() if self._book is not None else []
+        if self._service is None:
+            return own
+        theirs = self._service.take_outcomes()
+        for outcome in theirs:
+            self.figures.count(outcome)
+        return own + theirs

@@ -14,7 +14,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.device_contents import device_ids_of
-from fdcache.manager.hints import HintBook
+from fdcache.manager.hints import RequestHints
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.offloaded import OffloadedRequests, Tracked
@@ -83,7 +83,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         )
         self._requests = OffloadedRequests(settings, layout, self._host, counters, clock, self._choices)
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
-        self._hints = HintBook(tiers.pools.values(), layout.block_size, clock)
+        self._hints = RequestHints(tiers, layout.block_size, clock)
         self._set_time()
 
     @classmethod

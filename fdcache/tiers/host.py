@@ -13,6 +13,7 @@ import msgspec
 from fdcache import _core
 from fdcache._core import CopyReservation, PlannedBackups
 from fdcache.errors import ConfigurationError
+from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
@@ -82,12 +83,26 @@ NOTHING = HostMatch(0)
 """A look-up that found nothing and pins nothing."""
 
 
+class SharedHints(Protocol):
+    """Hints for tiers that belong to a service."""
+
+    def give(self, request_id: str, hint: Hint, hashes: HashArray) -> HintOutcome:
+        """Send a hint about blocks of a path; return SENT, or why it cannot be sent."""
+
+    def take_outcomes(self) -> list[HintOutcome]:
+        """Return what the service has told since the last call."""
+
+
 class HostTier(Protocol):
     """A tier of host blocks. A service that cannot be reached is a tier with nothing in it: no call raises for it."""
 
     @property
     def fetches(self) -> Fetches | None:
         """Reads from storage for requests; None without storage."""
+
+    @property
+    def hints(self) -> SharedHints | None:
+        """Hints for the tiers of a service; None without one."""
 
     @property
     def arena(self) -> str | None:
@@ -204,6 +219,7 @@ class LocalHostTier(BlockPool):
 
     arena: str | None = None
     fetches: Fetches | None = None
+    hints: SharedHints | None = None
     on_evict: Callable[[HashArray], None] | None = None
 
     def __init__(

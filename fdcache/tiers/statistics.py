@@ -9,6 +9,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from fdcache._core import CopyMeter, TierStats
+from fdcache.hints import HintOutcome, HintStatus
 from fdcache.metadata import SwapPurpose, TransferReport
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -312,13 +313,25 @@ class HandoverCount(msgspec.Struct):
 
 
 class HintFigures(msgspec.Struct):
-    """Number of hints by outcome, a value of ``HintStatus``; one that was taken may have a second outcome later."""
+    """Hints that were given, by outcome, a value of ``HintStatus``; one that was taken may have a second one later.
 
+    ``evicted_early`` of them, by the reason.
+    """
+
+    given: int = 0
     outcomes: dict[str, int] = msgspec.field(default_factory=dict)
+    evicted_early: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def count(self, outcome: HintOutcome) -> None:
+        """Count an outcome."""
+        status = outcome.status
+        self.outcomes[status.value] = self.outcomes.get(status.value, 0) + 1
+        if status is HintStatus.EVICTED_EARLY:
+            self.evicted_early[outcome.reason] = self.evicted_early.get(outcome.reason, 0) + 1
 
     def copy(self) -> HintFigures:
         """Return a snapshot."""
-        return HintFigures(dict(self.outcomes))
+        return HintFigures(self.given, dict(self.outcomes), dict(self.evicted_early))
 
 
 class CacheStats(msgspec.Struct, frozen=True):

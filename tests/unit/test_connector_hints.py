@@ -105,7 +105,7 @@ def test_a_client_hints_about_a_path_that_it_has_stored() -> None:
     with EngineClient(SETTINGS, LAYOUT, lambda plan: [executed(plan)]) as client:
         hashes = np.random.default_rng(0).integers(0, 256, (3, 32), np.uint8)
         assert client.store(hashes, np.arange(3, dtype=np.int32)) == 3
-        client._manager._hints._clock = lambda: now
+        client._manager._hints._book._clock = lambda: now
         (taken,) = client.hint(hashes, [Hint.retain(30)])
         assert (taken.status, taken.blocks) == (HintStatus.TAKEN, 3)
         assert client.hint_outcomes() == []

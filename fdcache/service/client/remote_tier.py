@@ -15,6 +15,7 @@ from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt64Array
 from fdcache.plans.blocks import Blocks
 from fdcache.service.client.connection import Connection
+from fdcache.service.client.hints import RemoteHints
 from fdcache.service.client.holds import RemoteFetches
 from fdcache.service.client.session import Outbox, Session, SessionKeeper
 from fdcache.service.wire.protocol import (
@@ -92,6 +93,7 @@ class RemoteHostTier:
         self.pins = PinnedRuns(self._outbox.misses)
         self.sessions = SessionKeeper(settings, layout, self._outbox, self._is_loading, terms or FetchTerms())
         self.fetches = RemoteFetches(self.sessions)
+        self.hints = RemoteHints(self.sessions)
 
     @property
     def host_cache(self) -> HostCache:

@@ -29,6 +29,8 @@ from fdcache.service.wire.protocol import (
     Events,
     Granted,
     Heartbeat,
+    Hinted,
+    HintResult,
     Missed,
     Publish,
     Published,
@@ -57,6 +59,7 @@ _REGISTER_TIMEOUT, _BYE_TIMEOUT = 2.0, 1.0
 _HEARTBEAT_SECONDS = 1.0
 _MAX_UNANSWERED = 5  # heartbeats without an answer before the service counts as gone
 _POLL_MS = 50  # longest delay of a queued message
+_MOST_HINT_RESULTS = 8192  # of more the oldest are dropped
 _MIN_BACKOFF, _MAX_BACKOFF = 0.05, 2.0
 
 
@@ -220,6 +223,7 @@ class SessionKeeper:
         self.progress = Progress(outbox.misses)
         self.outbox = outbox
         self._events: deque[Events] = deque(maxlen=settings.event_buffer)
+        self._hint_results: deque[HintResult] = deque(maxlen=_MOST_HINT_RESULTS)
         self._device_resets = self._device_resets_taken = 0  # orders of the service since it began
         self.lock = outbox.lock
         self._connected = threading.Condition(self.lock)
@@ -301,6 +305,13 @@ class SessionKeeper:
         taken = []
         while self._events:
             taken.append(self._events.popleft())
+        return taken
+
+    def take_hint_results(self) -> list[HintResult]:
+        """Return what the service has told of hints since the last call."""
+        taken = []
+        while self._hint_results:
+            taken.append(self._hint_results.popleft())
         return taken
 
     def close(self) -> None:
@@ -437,6 +448,8 @@ class SessionKeeper:
             if (uint8_from(answer.kinds, "kinds") >= EVENT_CLEARED).any():
                 self.return_stock(session)  # copies into slots granted before a reset are not kept
             self._events.append(answer)
+        elif isinstance(answer, Hinted):
+            self._hint_results.extend(answer.results)
         elif isinstance(answer, Recall):
             self.return_stock(session, answer.first)
         elif isinstance(answer, Alive):

@@ -105,7 +105,12 @@ class Client:
             figures = msgspec.json.decode(self.figures, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return {}
-        sections = (figures.get("counters"), figures.get("device"), figures.get("loads"))
+        sections = (
+            figures.get("counters"),
+            figures.get("device"),
+            figures.get("loads"),
+            figures.get("hints"),
+        )
         if not all(each is None or isinstance(each, dict) for each in sections):
             return {}
         return figures if isinstance(figures.get("handovers", []), list) else {}
@@ -345,6 +350,7 @@ class Clients(dict[int, Client]):
     def remove(self, client: Client) -> None:
         """End the session of a client that said goodbye or is proved dead."""
         client.release_all()
+        client.namespace.hints.forget(client.session)
         client.namespace.last_used = time.monotonic()
         del self[client.session]
 

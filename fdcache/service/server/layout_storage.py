@@ -108,6 +108,7 @@ class LayoutStorage:
                 )
                 assert namespace is not None
                 namespace.on_evict = self._tier.writes.on_evict
+                namespace.stored_in = self._tier.pool
                 if self._cache.write_policy is not WritePolicy.WRITE_BACK:
                     self._tier.writes.queue_all()  # blocks that an earlier service did not store in time
         self._register_records()

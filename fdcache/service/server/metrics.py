@@ -11,6 +11,7 @@ from msgspec import UnsetType
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from fdcache.hints import EARLY_REASONS, HintStatus
 from fdcache.service.wire.protocol import to_number
 from fdcache.service.wire.records import fields
 from fdcache.service.wire.storage_views import LoadingView, NamespaceStorageView, StorageTotals, StorageView
@@ -28,7 +29,7 @@ from fdcache.service.wire.views import (
     TenantView,
 )
 from fdcache.storage.connector import StorageState
-from fdcache.tiers.statistics import BOUNDS, Histogram
+from fdcache.tiers.statistics import BOUNDS, HintFigures, Histogram
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 Rows = Iterable[tuple[Sequence[str], msgspec.Struct]]
@@ -131,6 +132,9 @@ def _add_namespaces(families: Families, namespaces: Sequence[NamespaceView]) -> 
     durations = families.family(
         "histogram", "fdcache_copy_duration_seconds", "Time of each rank's copies, from begin to end.", labels
     )
+    _add_hints(
+        families, "fdcache_", (([each.namespace], each.totals.hints) for each in namespaces), ["namespace"]
+    )
     for each in namespaces:
         for direction, total in each.totals.traffic.copied.items():
             add_sample(copied, [each.namespace, direction], total.bytes)
@@ -151,6 +155,34 @@ def _add_clients(families: Families, clients: Sequence[ClientView]) -> None:
             add_sample(hits, [*client, tier], its.hit_tokens(tier))
     _add_load_choices(families, figures, labels)
     _add_handovers(families, figures, labels)
+    _add_hints(
+        families, "fdcache_client_", ((key, its.hint_figures()) for key, its in figures.items()), labels
+    )
+
+
+def _add_hints(
+    families: Families,
+    prefix: str,
+    figures: Iterable[tuple[Sequence[str], HintFigures]],
+    labels: Sequence[str],
+) -> None:
+    """Add a sample for each known outcome and reason: what a client reports makes no further ones."""
+    given = families.family("counter", f"{prefix}hints_given", "Hints given.", labels)
+    outcomes = families.family(
+        "counter",
+        f"{prefix}hints",
+        "Outcomes of hints; one that was taken has another one later.",
+        [*labels, "outcome"],
+    )
+    early = families.family(
+        "counter", f"{prefix}hints_evicted_early", "Hints whose blocks did not stay.", [*labels, "reason"]
+    )
+    for values, found in figures:
+        add_sample(given, values, found.given)
+        for status in HintStatus:
+            add_sample(outcomes, [*values, status.value], found.outcomes.get(status.value, 0))
+        for reason in EARLY_REASONS:
+            add_sample(early, [*values, reason], found.evicted_early.get(reason, 0))
 
 
 def _add_load_choices(

@@ -18,6 +18,7 @@ from fdcache.errors import HostMemoryError, UnsupportedLayoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.service.server.arena import Arena
+from fdcache.service.server.hints import NamespaceHints
 from fdcache.service.server.history import History
 from fdcache.service.server.host_pool import HostPool
 from fdcache.service.server.tenants import Quotas, Tenants
@@ -26,7 +27,7 @@ from fdcache.service.wire.views import MissReason
 from fdcache.settings.cache import Eviction
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.learned_file import LearnedFile
-from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED
+from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED, BlockPool
 
 READY_HEADER = 2
 STOCK_DIVISOR = 4
@@ -201,6 +202,10 @@ class Namespace:
         self.history = History(settings.eviction_log)
         self.tenants = Tenants(quotas, Path(f"{self.geometry.directory}/{self.geometry.prefix}.tenants"))
         self.learned = LearnedFile(Path(f"{self.geometry.directory}/{self.geometry.prefix}.reuse"))
+        self.stored_in: BlockPool | None = None
+        """The slots of its local storage, if it has any."""
+        self.hints = NamespaceHints(self._pools, self._tenant_limit)
+        self.history.totals.hints = self.hints.figures
         self.unverified: set[int] = set()
         """Slots recovered from an earlier service whose checksums no load has verified yet; see ``set_unverified``."""
         self.pending_events: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
@@ -457,6 +462,16 @@ class Namespace:
         if reason in (MissReason.EVICTED, MissReason.TENANT_QUOTA) and removed:
             self.on_evict(np.frombuffer(b"".join(removed), np.uint8).reshape(len(removed), 32))
         self.pending_events.append((kinds, hashes, parents))
+
+    def _pools(self) -> list[BlockPool]:
+        return [pool for pool in (self.tier, self.stored_in) if pool is not None]
+
+    def _tenant_limit(self, hashes: HashArray) -> tuple[int, int] | None:
+        """Return the number of the tenant whose blocks these are, and its limit; None without one."""
+        slots = self.tier.find(hashes[:1]).slots if self.tier is not None and self.tenants.limited else ()
+        if self.tier is None or not len(slots):
+            return None
+        return self.tenants.limit(self.tier.node(int(slots[0])).tenant)
 
     def save_learned(self) -> None:
         """Keep what eviction has learned for the next service, from time to time."""

@@ -18,6 +18,8 @@ from fdcache.service.wire.protocol import (
     Answer,
     Done,
     EndFetches,
+    Hinted,
+    Hints,
     LoadEnded,
     Match,
     Matched,
@@ -209,3 +211,9 @@ def load_ended(client: Client, request: LoadEnded) -> Answer:
         raise ProtocolError("slots and hashes differ in length")
     client.namespace.finish_loads(slots, hashes, uint8_from(request.copied, "copied", len(slots)))
     return Done()
+
+
+def hints(client: Client, request: Hints) -> Answer:
+    """Take what a client knows of the reuse of blocks; the blocks that it has pinned by itself count as used before."""
+    client.take_runs()
+    return Hinted(client.namespace.hints.take(client.session, request.hints))

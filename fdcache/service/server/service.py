@@ -31,6 +31,8 @@ from fdcache.service.wire.protocol import (
     Events,
     Granted,
     Heartbeat,
+    Hinted,
+    Hints,
     LoadEnded,
     Match,
     Matched,
@@ -86,6 +88,7 @@ class Service:
             Publish: self._publish,
             Missed: requests.missed,
             LoadEnded: requests.load_ended,
+            Hints: requests.hints,
             Heartbeat: self._heartbeat,
             Bye: self._bye,
         }
@@ -273,9 +276,17 @@ class Service:
         for namespace in self.namespaces.values():
             namespace.save_learned()
         self.send_events(send)
+        self._send_hint_results(send)
         for namespace, recall in self.namespaces.reclaims.take_new():
             for client in self.clients.of(namespace):
                 send(client.identity, recall)
+
+    def _send_hint_results(self, send: Send) -> None:
+        """Tell clients what became of their hints whose time is over."""
+        for namespace in self.namespaces.values():
+            for session, results in namespace.hints.settle().items():
+                if (client := self.clients.get(session)) is not None:
+                    send(client.identity, Hinted(results))
 
     def send_events(self, send: Send) -> None:
         """Send clients what entered and left the host tier of their namespace.

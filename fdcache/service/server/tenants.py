@@ -84,6 +84,12 @@ class Tenants:
         share = self.quotas.share(key)
         return _NO_LIMIT if share >= 1 else max(int(share * self._storable), 1)
 
+    def limit(self, number: int) -> tuple[int, int] | None:
+        """Return the number of a tenant and the most blocks that it may have; None without a limit."""
+        key = next((key for key, its in self._numbers.items() if its == number), NO_TENANT)
+        most = self.most_blocks(key)
+        return None if most == _NO_LIMIT else (number, most)
+
     def numbers(self, tier: BlockPool, parents: HashArray, keys: bytes, storable: int) -> UInt32Array:
         """Return the tenant number of each block; 0 for blocks that are not below the root.
 

@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache.errors import FdcacheError, ProtocolError
+from fdcache.hints import HintKind, HintStatus
 from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.service.wire.liveness import Live
 from fdcache.service.wire.shared_memory import Geometry
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.statistics import Count, Traffic
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME = 8 << 20
 """Limit of a message in bytes."""
 MAX_PATHS = 4096
@@ -114,6 +115,26 @@ class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
     copied: bytes
 
 
+class HintGiven(msgspec.Struct, frozen=True):
+    """A hint about blocks of one path, in path order; ``number`` is the client's. The rest is as in ``Hint``.
+
+    ``whole``: it is about all of the blocks, not only those that no other path goes through.
+    """
+
+    number: int
+    kind: HintKind
+    hashes: bytes
+    seconds: float | None = None
+    priority: int | None = None
+    whole: bool = False
+
+
+class Hints(msgspec.Struct, frozen=True, tag="hints"):
+    """Tell what is known of the reuse of blocks, up to ``MOST_HINTS`` at once."""
+
+    hints: list[HintGiven]
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Heartbeat of a client, with its own figures as a JSON object and the number of device ``resets`` it applied.
 
@@ -147,6 +168,7 @@ Request = (
     | Publish
     | Missed
     | LoadEnded
+    | Hints
     | Heartbeat
     | Bye
     | Ask
@@ -214,6 +236,22 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
     status: bytes
 
 
+class HintResult(msgspec.Struct, frozen=True):
+    """Outcome of the hint with a number; the fields are those of ``HintOutcome``."""
+
+    number: int
+    status: HintStatus
+    blocks: int = 0
+    lost: int = 0
+    reason: str = ""
+
+
+class Hinted(msgspec.Struct, frozen=True, tag="hinted"):
+    """Outcomes of hints: of each as the answer to ``Hints``, and in a notice when the time of one is over."""
+
+    results: list[HintResult]
+
+
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """Answer to a heartbeat: the figures of the client's namespace, in the order of ``TierUsage``."""
 
@@ -258,6 +296,7 @@ Answer = (
     | Matched
     | Granted
     | Published
+    | Hinted
     | Alive
     | Events
     | Recall

@@ -17,7 +17,7 @@ from fdcache.service.wire.records import Unit, counter, gauge, histogram, shown
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
 from fdcache.settings.effective import EffectiveValue
 from fdcache.tiers.reuse import ReuseReport
-from fdcache.tiers.statistics import HandoverCount, Histogram, LoadDecision, Traffic
+from fdcache.tiers.statistics import HandoverCount, HintFigures, Histogram, LoadDecision, Traffic
 
 # --- the host tier -----------------------------------------------------------------------------------------
 
@@ -206,6 +206,7 @@ class NamespaceTotals(msgspec.Struct):
     ] = 0
     resets: Annotated[int, shown("Resets of the tier.", counter("fdcache_resets"))] = 0
     traffic: Traffic = msgspec.field(default_factory=Traffic)
+    hints: HintFigures = msgspec.field(default_factory=HintFigures)
 
 
 # --- namespaces and clients --------------------------------------------------------------------------------
@@ -266,6 +267,7 @@ class ClientFigures(msgspec.Struct):
     counters: dict[str, Any] | None = None
     device: dict[str, Any] | None = None
     loads: dict[str, Any] | None = None
+    hints: dict[str, Any] | None = None
     handovers: list[Any] = []
     reuse: Any = None
 
@@ -296,6 +298,13 @@ class ClientFigures(msgspec.Struct):
             return msgspec.convert((self.loads or {}).get("recent", []), list[LoadDecision])
         except msgspec.ValidationError:
             return []
+
+    def hint_figures(self) -> HintFigures:
+        """Return what became of hints in its tiers; nothing where it makes no sense."""
+        try:
+            return msgspec.convert(self.hints or {}, HintFigures)
+        except msgspec.ValidationError:
+            return HintFigures()
 
     def handover_counts(self) -> list[HandoverCount]:
         """Return the hand-overs that have ended, each peer and result once; none where they make no sense."""
