@@ -27,7 +27,7 @@ class Trust {
     static constexpr double kShare = 0.0008;  // of the uses that may be lost,
     static constexpr double kPaths = 2;       // and so many mean requests
     static constexpr double kBack = 0.8;      // of what may be lost: below it trust returns
-    static constexpr double kDrop = 6;        // mean requests lost at once
+    static constexpr double kDrop = 5;        // mean requests lost at once
     static constexpr double kRest = 0.5;      // uses per slot until trust returns after these
     static constexpr double kProof = 6;       // mean requests to be expected to return earlier; doubles
     static constexpr double kTrial = 1;       // mean requests that may be lost then

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 ROLES, OUTPUTS, NEWS, AGES = 9, 5, 5, 23
@@ -62,6 +63,7 @@ class Known:
     kind: int = 0
     hits: int = 0
     is_tracked: bool = False
+    is_used: bool = False  # since it arrived
 
 
 @dataclass
@@ -69,6 +71,74 @@ class Ghost:
     block: bytes
     known: Known
     is_there: bool = True
+
+
+@dataclass
+class LastUses:
+    """What a tier that evicts by last use would hold: how many blocks were last used at each time."""
+
+    blocks: dict[int, int] = field(default_factory=dict)
+    begin: int = 0
+    oldest: int = 0
+    share: float = 1.0
+
+    def holds(self, last: int) -> float:
+        if not self.blocks or last < self.begin:
+            return 0.0
+        return 1.0 if last > self.oldest else self.share
+
+    def use(self, now: int, last: int | None) -> None:
+        if last is not None and self.blocks.get(last):
+            self.blocks[last] -= 1
+        if not self.blocks:
+            self.begin = self.oldest = now
+        self.blocks[now] = self.blocks.get(now, 0) + 1
+
+    def trim(self, capacity: int) -> None:
+        size = sum(self.blocks.values())
+        while len(self.blocks) > 1 and size - self.blocks[min(self.blocks)] >= capacity:
+            gone = min(self.blocks)
+            size -= self.blocks.pop(gone)
+            self.begin = gone + 1
+        if self.blocks:
+            self.oldest = min(self.blocks)
+            count, beyond = self.blocks[self.oldest], max(size - capacity, 0)
+            self.share = 1 - beyond / count if beyond < count else float(not beyond)
+
+
+@dataclass
+class Trust:
+    """When what was learned is followed, by the hits that it gained on last use."""
+
+    is_given: bool = True
+    uses: float = 0.0
+    gain: float = 0.0
+    best: float = 0.0
+    least: float = math.inf
+    rests_until: float = 0.0
+    expected: float = 0.0
+    proof: float = 6.0
+    changes: int = 0
+
+    def judge(self, path: float, slots: int) -> None:
+        most_lost = 0.0008 * self.uses + 2 * path
+        before = self.is_given
+        if self.is_given:
+            self.best = max(self.best, self.gain)
+            self.least = math.inf if self.gain >= -most_lost else self.least
+            self.proof = 6.0 if self.gain > 0 else self.proof
+            lost = self.gain < min(-most_lost, self.least)
+            if lost or self.gain < self.best - 5 * path:
+                self.proof *= 2 if self.least < math.inf else 1
+                self.is_given, self.expected = False, 0.0
+                self.rests_until = self.uses + (0.0 if lost else 0.5 * slots)
+        elif (
+            self.uses >= self.rests_until
+            if self.gain >= -0.8 * most_lost
+            else self.expected > self.proof * path
+        ):
+            self.is_given, self.best, self.least = True, self.gain, self.gain - path
+        self.changes += before != self.is_given
 
 
 @dataclass
@@ -82,12 +152,17 @@ class LearnedOracle:
     blocks: dict[bytes, Known] = field(default_factory=dict)
     ghosts: deque[Ghost] = field(default_factory=deque)
     mean_path: float = 16.0
+    last_uses: LastUses = field(default_factory=LastUses)
+    trust: Trust = field(default_factory=Trust)
+    kept: dict[int, list[bool]] | None = None
+    """By class and age: would a tier keep the block? Known once the tables are learned without trust."""
 
     reused: dict[int, list[float]] = field(default_factory=dict)  # by class and age
     left: dict[int, list[float]] = field(default_factory=dict)
     at_risk: dict[int, list[float]] = field(default_factory=dict)
     frozen: tuple[dict[int, list[float]], float] = ({}, 16.0)
     index: dict[int, list[float]] = field(default_factory=dict)
+    floor: float = 0.0
 
     # --- what it is told ----------------------------------------------------------------------------------
 
@@ -104,6 +179,7 @@ class LearnedOracle:
             if ghost.is_there and ghost.block == block:
                 ghost.is_there = False
                 self.blocks[block] = ghost.known
+                ghost.known.is_used = False
 
     def evicted(self, block: bytes) -> None:
         known = self.blocks.pop(block)
@@ -125,8 +201,30 @@ class LearnedOracle:
         new = end.prompt - min((len(path) - known) * end.block, end.prompt)
         lengths = group(end.output, (4, 32, 128, 512)) * NEWS + group(new, (512, 2048, 8192, 32768))
         for i, block in enumerate(path):
+            self.compare(self.blocks[block], len(path) - 1 - i)
             self.touch(self.blocks[block], is_fresh, lengths, i < max(2048 // end.block, 1))
         self.mean_path += 0.002 * (len(path) - self.mean_path)
+        self.last_uses.trim(self.tracked)
+        self.trust.judge(self.mean_path * (1 + self.depth_value * len(path) / 2), self.slots)
+        if self.trust.is_given:
+            self.kept = None
+
+    @property
+    def tracked(self) -> int:
+        return sum(known.is_tracked for known in self.blocks.values())
+
+    def compare(self, known: Known, depth: int) -> None:
+        assert self.now is not None
+        value, now, last = 1 + self.depth_value * depth, round(1000 * self.now), round(1000 * known.last)
+        self.trust.uses += value
+        if known.is_tracked:
+            by_last_use = self.last_uses.holds(last)
+            self.trust.gain += value * (known.is_used - by_last_use)
+            if self.kept is not None:
+                would = self.kept_of(known.kind)[bucket_of(self.now - known.last)]
+                self.trust.expected += value * (would - by_last_use)
+        self.last_uses.use(now, last if known.is_tracked else None)
+        known.is_used = True
 
     def touch(self, known: Known, is_fresh: bool, lengths: int, is_last: bool) -> None:
         assert self.now is not None
@@ -173,6 +271,34 @@ class LearnedOracle:
             ]
         self.frozen = dict(self.reused), self.mean_path
         self.index = {}
+        self.kept = None if self.trust.is_given else {}
+        if self.kept is not None:
+            self.forecast(present)
+
+    def forecast(self, present: dict[int, list[float]]) -> None:
+        """Find the worth of the least block that a tier by worth would keep of all that are known."""
+        groups = [
+            (worth, number)
+            for kind, row in present.items()
+            for worth, number in zip(self.least_worth(kind), row, strict=True)
+            if number
+        ]
+        left, self.floor = float(self.tracked), 0.0
+        for worth, number in sorted(groups, reverse=True):
+            left -= number
+            if left <= 0:
+                self.floor = worth
+                break
+
+    def least_worth(self, kind: int) -> list[float]:
+        row = [*self.index_of(kind), self.index_of(kind)[-1]]
+        return list(accumulate(((a + b) / 2 for a, b in pairwise(row)), min))
+
+    def kept_of(self, kind: int) -> list[bool]:
+        assert self.kept is not None
+        if kind not in self.kept:
+            self.kept[kind] = [worth >= self.floor * (1 - 1e-6) for worth in self.least_worth(kind)]
+        return self.kept[kind]
 
     def index_of(self, kind: int) -> list[float]:
         """Return the Gittins index of a class, from the counts when the tables were learned."""
@@ -192,6 +318,8 @@ class LearnedOracle:
     def rank(self, block: bytes, depth: int) -> float:
         assert self.now is not None
         known = self.blocks[block]
+        if not self.trust.is_given:
+            return 0.3 / (self.now - known.last + 60)
         place = min(1.5 * math.log2(1 + self.now - known.last), AGES - 0.5)
         age = int(place)
         row = [*self.index_of(known.kind), self.index_of(known.kind)[-1]]

@@ -161,3 +161,18 @@ def test_every_eviction_is_the_one_of_the_oracle(
     for act in acts:
         world.request(act)
     world.check()
+
+
+def test_what_was_learned_is_left_for_last_use_and_taken_up_again() -> None:
+    """Popular paths among many that are read once give way to paths that are read a few times in a row."""
+    random = np.random.default_rng(0)
+    world = World("learned", 20, 0.0)
+    for turn in range(700):
+        if turn // 200 % 2:
+            first = 10_000 + turn // 4 + int(random.integers(3))
+        else:
+            first = int(random.integers(3)) if random.random() < 0.5 else 1000 + turn
+        world.request(Act([first, 0, 0, 0, 0], 20, "nothing", 2.0))
+    assert isinstance(world.oracle, LearnedOracle)
+    assert world.oracle.trust.changes == 2
+    assert world.decisions > 1000
