@@ -468,8 +468,10 @@ class Namespace:
 
     def _tenant_limit(self, hashes: HashArray) -> tuple[int, int] | None:
         """Return the number of the tenant whose blocks these are, and its limit; None without one."""
-        slots = self.tier.find(hashes[:1]).slots if self.tier is not None and self.tenants.limited else ()
-        if self.tier is None or not len(slots):
+        if self.tier is None or not self.tenants.limited:
+            return None
+        slots = self.tier.find(hashes[:1]).slots
+        if not len(slots):
             return None
         return self.tenants.limit(self.tier.node(int(slots[0])).tenant)
 
