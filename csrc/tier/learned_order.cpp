@@ -123,8 +123,11 @@ HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint, bool
         for (own = 0; own < path.size() && children(path[own]) <= (own ? 1u : 0u); ++own) continue;
     if (!own) return HintAnswer::kNoBlock;
     if (hint.keeps()) {
-        if (static_cast<double>(kept_ + own) > kHintBudget * static_cast<double>(blocks_.size()))
-            return HintAnswer::kOverBudget;
+        const std::span<const Slot> hinted = path.first(own);
+        const auto more =
+            std::count_if(hinted.begin(), hinted.end(), [this](Slot slot) { return !is_kept(blocks_[slot]); });
+        const double kept = static_cast<double>(kept_) + static_cast<double>(more);
+        if (kept > kHintBudget * static_cast<double>(blocks_.size())) return HintAnswer::kOverBudget;
     }
     for (const Slot slot : path.first(own)) {
         Block &block = blocks_[slot];

@@ -96,8 +96,7 @@ class HintBook:
 
     def waiting(self, hashes: HashArray) -> HashArray:
         """Return those of the blocks that are there and were not used since a hint about them."""
-        waiting: HashArray = hashes[self._fates(hashes) == int(HintFate.WAITING)]
-        return waiting
+        return hashes[self._fates(hashes) == int(HintFate.WAITING)]
 
     def forget(self, belongs: Callable[[str], bool]) -> None:
         """Forget the hints of requests whose outcomes nothing asks for any more."""
@@ -140,7 +139,7 @@ class HintBook:
 
     def _fates(self, hashes: HashArray) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Return the best fate of each block in any tier: they come in that order."""
-        fates = np.full(len(hashes), int(HintFate.GONE), np.uint8)
+        fates: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.full(len(hashes), int(HintFate.GONE), np.uint8)
         for pool in self._pools():
             fates = np.minimum(fates, pool.hint_fates(hashes))
         return fates

@@ -26,7 +26,13 @@ from tests.replay_help import LeafFirstLru, recorded_trace, small_config
 def test_one_request_at_a_time_finds_what_an_exact_lru_finds(
     workload: WorkloadName, device_blocks: int
 ) -> None:
-    config = small_config(device_blocks=device_blocks, host_memory=0, concurrency=1, verify=Verify.OFF)
+    config = small_config(
+        device_blocks=device_blocks,
+        host_memory=0,
+        concurrency=1,
+        verify=Verify.OFF,
+        cache={"eviction": "lru"},
+    )
     point = run_point(generate(workload, 200, 3), config)
     exact = LeafFirstLru(device_blocks, 64).hit_rate(generate(workload, 200, 3), 0)
     assert 0.05 < exact < 0.95

@@ -8,7 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from fdcache import _core
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager
-from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, EvictionPolicy, WritePolicy
 from tests.property.eviction_witness import EvictionWitness
 from tests.property.test_manager import bounded
 from tests.property.test_manager_storage import StorageMachine
@@ -22,7 +22,7 @@ class OrderMachine(StorageMachine):
     evicted = passed_over = 0
 
     def make_manager(self, cache: CacheSettings, layout: KVLayout) -> CacheManager:
-        cache = cache.model_copy(update={"write_policy": self.policy})
+        cache = cache.model_copy(update={"write_policy": self.policy, "eviction": EvictionPolicy.LRU})
         manager = super().make_manager(cache, layout)
         witnesses = []
         for pool in manager._tiers.pools.values():

@@ -18,7 +18,7 @@ from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import CacheLevel, SwapPurpose
 from fdcache.plans.ledger import OpenPlan
-from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, EvictionPolicy, WritePolicy
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
@@ -116,7 +116,7 @@ def test_blocks_evicted_together_keep_their_order_in_the_host() -> None:
     [*((policy, 10) for policy in WritePolicy), (WritePolicy.WRITE_BACK, 0)],
 )
 def test_device_hits_equal_those_of_an_exact_lru(policy: WritePolicy, reserve: int) -> None:
-    world = World(device=50, host=200, policy=policy, clean_reserve=reserve)
+    world = World(device=50, host=200, policy=policy, clean_reserve=reserve, eviction=EvictionPolicy.LRU)
     draw = random.Random(3)
     lru: OrderedDict[int, None] = OrderedDict()
     hits = 0

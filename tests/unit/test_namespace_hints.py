@@ -119,6 +119,12 @@ def test_half_of_a_tenants_quota_may_stay_for_hints() -> None:
     assert world.give(paths[3])[0] is HintStatus.TAKEN
 
 
+def test_a_hint_that_is_given_again_needs_no_further_budget() -> None:
+    for world in (World(most=12), World()):
+        rows = world.store(1, 6 if world.hints._limit_of(np.empty((0, 32), np.uint8)) else 12)
+        assert [world.give(rows, number=number)[0] for number in range(3)] == [HintStatus.TAKEN] * 3
+
+
 def test_a_tenant_without_a_quota_is_bound_by_the_tier_alone(world: World) -> None:
     paths = [world.store(name) for name in range(5)]
     statuses = [world.give(rows, number=i)[0] for i, rows in enumerate(paths)]

@@ -6,6 +6,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from fdcache.errors import HintError
 from fdcache.hints import MOST_HINTS, Hint, HintOutcome, HintStatus
 from fdcache.metadata import HashArray
@@ -51,7 +53,7 @@ class NamespaceHints:
         except HintError as error:
             return self._refused(given, HintStatus.REFUSED, str(error))
         limit = self._limit_of(hashes) if hint.keeps and len(hashes) else None
-        if limit is not None and not self._has_room(*limit, len(hashes)):
+        if limit is not None and not self._has_room(*limit, hashes):
             return self._refused(
                 given, HintStatus.OVER_BUDGET, "half of the tenant's quota stays for hints already"
             )
@@ -64,14 +66,14 @@ class NamespaceHints:
         self.figures.count(HintOutcome(request_id="", kind=given.kind, status=status))
         return HintResult(given.number, status, reason=reason)
 
-    def _has_room(self, tenant: int, most: int, blocks: int) -> bool:
-        """Return True if a tenant may keep so many blocks more for hints; those used since do not count."""
-        room = int(_SHARE * most) - blocks
-        if sum(map(len, self._kept[tenant])) <= room:
+    def _has_room(self, tenant: int, most: int, hashes: HashArray) -> bool:
+        """Return True if these blocks of a tenant, too, may stay for hints; those used since do not count."""
+        room = int(_SHARE * most)
+        if sum(map(len, self._kept[tenant])) + len(hashes) <= room:
             return True
-        waiting = (self._book.waiting(hashes) for hashes in self._kept[tenant])
-        self._kept[tenant] = [hashes for hashes in waiting if len(hashes)]
-        return sum(map(len, self._kept[tenant])) <= room
+        kept = np.unique(np.concatenate([*self._kept[tenant], hashes[:0]]), axis=0)
+        self._kept[tenant] = [self._book.waiting(kept)]
+        return len(np.unique(np.concatenate([*self._kept[tenant], hashes]), axis=0)) <= room
 
     def settle(self) -> dict[int, list[HintResult]]:
         """Return what became of hints whose time is over, by the session of their client."""
