@@ -161,8 +161,8 @@ class DeviceContents:
 
     def reads(self, ids: Int32Array) -> list[int]:
         """Return the plans that read these device blocks last."""
-        plans = np.unique(self._read_by[self.within(ids)])
-        return [int(plan) for plan in plans if plan]
+        plans = self._read_by[self.within(ids)]
+        return np.unique(plans[plans != 0]).tolist() if plans.any() else []
 
     def read_in(self, ids: Int32Array, plan_id: int) -> None:
         """Note that a plan copies these device blocks."""

@@ -118,12 +118,15 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def begin(self, request: OffloadRequest) -> None:
-        """Hash a request that has arrived, and start to read its blocks from storage into the host tier."""
+    def begin(self, request: OffloadRequest, *, whole_prompt: bool = False) -> None:
+        """Hash a request that has arrived, and start to read its blocks from storage into the host tier.
+
+        ``whole_prompt``: as for ``match``.
+        """
         self._requests.prepare(request)
         with self._lock:
             self._set_time()
-            self._requests.begin_fetch(self._requests.track(request))
+            self._requests.begin_fetch(self._requests.track(request), whole_prompt)
 
     def match(
         self, request: OffloadRequest, device_tokens: int, *, whole_prompt: bool = False

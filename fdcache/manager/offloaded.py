@@ -202,11 +202,11 @@ class OffloadedRequests:
 
     # --- match --------------------------------------------------------------------------------------------
 
-    def begin_fetch(self, tracked: Tracked) -> None:
+    def begin_fetch(self, tracked: Tracked, whole: bool) -> None:
         """Start to read from storage what a request that has arrived will need."""
         if self._may_fetch(tracked) and self._may_load(tracked):
             assert self._fetches is not None
-            hashes = self._matchable(tracked, whole=False)
+            hashes = self._matchable(tracked, whole)
             number, judge = self._fetch_number(tracked), self._choices.reads_for(tracked.request)
             self._fetches.begin(number, hashes, lambda _: tracked.device_blocks, judge)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from fdcache.devices.cpu import CpuDevice
 from fdcache.manager import CacheManager, LoadStatus, MatchStatus, Request
 from fdcache.service.client.arena import SharedHostArena
 from fdcache.settings.cache import CacheSettings, WritePolicy
@@ -99,6 +103,37 @@ class TestSharing:
             assert not former.is_still(path)
             engine.close()
             assert not former.data.any()
+
+    def test_extents_are_pinned_before_a_plan_needs_them(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pinned_by: list[str] = []
+        pin = CpuDevice.pin_memory
+
+        def noting(self: CpuDevice, address: int, nbytes: int, owner: object) -> Any:
+            pinned_by.append(threading.current_thread().name)
+            return pin(self, address, nbytes, owner)
+
+        monkeypatch.setattr(CpuDevice, "pin_memory", noting)
+        with local_service(tmp_path) as service:
+            engine = Engine(service.address, device_blocks=256)
+            engine.serve(PROMPT)
+            arena = engine.ranks[0]._arena
+            assert isinstance(arena, SharedHostArena)
+            ahead = arena._ahead
+            assert ahead is not None
+            until(lambda: len(ahead) >= service.service.arena.num_free, "the free extents are pinned")
+            pinned_by.clear()
+            starts = count(1000, 1000)
+
+            def uses_another() -> bool:
+                start = next(starts)
+                engine.serve(list(range(start, start + 601)))
+                return len(arena.extents) > 1
+
+            until(uses_another, "another extent is in use")
+            assert set(pinned_by) <= {"fdcache-pin"}
+            engine.close()
 
     def test_a_device_hit_sends_no_request(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:

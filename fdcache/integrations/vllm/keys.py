@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from fdcache.hashing import MultimodalItem
 from fdcache.manager import Request
 
@@ -46,6 +44,7 @@ def extra_of(request: Any) -> dict[str, Any]:
     return found if envelope is None else {**found, "kv_hints": envelope}
 
 
-def known_tokens(request: Any, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+def known_tokens(request: Any, start: int) -> list[int]:
     """Return the tokens of a request from ``start`` on that vLLM knows by now."""
-    return np.asarray(request.all_token_ids[start:], np.int32)
+    tokens: list[int] = request.all_token_ids[start:]
+    return tokens

@@ -106,7 +106,7 @@ class SchedulerSide:
             return None
         request.hints, refused = read_hints(source.request_id, extra_of(source))
         known = self._running[source.request_id] = _Running(source, request, refused)
-        self.manager.begin(request)
+        self.manager.begin(request, whole_prompt=True)
         return known
 
     def matched(self, source: Any, device_tokens: int) -> int | None:
@@ -117,7 +117,9 @@ class SchedulerSide:
         known.has_table(())
         known.device_tokens = device_tokens
         self._learn_tokens(known, source.num_tokens)
-        found = self.manager.match(known.request, device_tokens)
+        # vLLM computes the last token of a prompt that is loaded whole. Its last block alone is sooner computed.
+        is_worth_it = source.num_tokens - device_tokens > self._block_size
+        found = self.manager.match(known.request, device_tokens, whole_prompt=is_worth_it)
         return None if found.status is MatchStatus.DEFERRED else found.num_tokens
 
     def allocated(self, source: Any, blocks: Sequence[int], num_tokens: int) -> None:

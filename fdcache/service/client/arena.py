@@ -9,6 +9,7 @@ from fdcache.devices.base import Device, PinnedMemory
 from fdcache.errors import HostMemoryError, ProtocolError, ServiceError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, TransferPlan
+from fdcache.service.client.ahead import ExtentsAhead
 from fdcache.service.client.connection import Connection
 from fdcache.service.wire.address import socket_path
 from fdcache.service.wire.liveness import LiveFile
@@ -20,7 +21,7 @@ ATTACH_TIMEOUT = 2.0
 
 
 class SharedHostArena:
-    """Extents of the service's arena, mapped when a plan needs them.
+    """Extents of the service's arena, mapped when a plan needs them, and pinned ahead of that on a thread.
 
     A worker may copy only while the service knows its process: it attaches with its first plan, and again whenever a
     plan names another session. ``attach`` may block for as long as the service does and changes nothing that copies
@@ -42,6 +43,7 @@ class SharedHostArena:
         self.extents: list[Extent] = []
         self.pinned: list[PinnedMemory] = []
         self._former: list[PinnedMemory] = []
+        self._ahead: ExtentsAhead | None = None
         self.epoch = 0
         self.table = _core.RecordTable([], 1, layout.record_bytes, [], 0, ())
 
@@ -102,6 +104,7 @@ class SharedHostArena:
         if self._geometry != answer.geometry:
             self._unmap()
             self._geometry = answer.geometry
+            self._ahead = ExtentsAhead(answer.geometry, self._device)
         self.fingerprint = answer.fingerprint
 
     def _live_file(self, engine: str) -> LiveFile:
@@ -124,8 +127,7 @@ class SharedHostArena:
                 path = geometry.path(self._rank, index)
                 if index < len(self.extents) and self.extents[index].is_still(path):
                     continue
-                extent = Extent(path, geometry.extent_bytes)
-                pinned = self._device.pin_memory(extent.address, extent.nbytes, extent)
+                extent, pinned = self._pinned(path, geometry.extent_bytes)
                 # A load that timed out may still read there: keep it pinned.
                 self._former += self.pinned[index : index + 1]
                 self.extents[index : index + 1] = [extent]
@@ -134,8 +136,20 @@ class SharedHostArena:
         finally:
             if self.epoch != epoch:
                 self.table = record_table(geometry, self.extents)
+                if self._ahead is not None:
+                    self._ahead.look_again()
+
+    def _pinned(self, path: str, nbytes: int) -> tuple[Extent, PinnedMemory]:
+        ready = self._ahead.take(path) if self._ahead is not None else None
+        if ready is not None:
+            return ready
+        extent = Extent(path, nbytes)
+        return extent, self._device.pin_memory(extent.address, nbytes, extent)
 
     def _unmap(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         self.extents, self.pinned, self._former = [], [], []
         self.epoch += 1
         self.table = _core.RecordTable([], 1, self._record_bytes, [], 0, ())

@@ -42,6 +42,11 @@ class Geometry(msgspec.Struct, frozen=True):
         """Return the path of a rank's extent."""
         return f"{self.directory}/{self.prefix}-r{rank}-{index:05d}"
 
+    def free_paths(self) -> list[Path]:
+        """Return the paths of extents that no namespace has, in the order in which namespaces get them."""
+        arena = self.prefix.rpartition("-")[0]
+        return sorted(Path(self.directory).glob(f"{arena}-free-*"))
+
     @property
     def table_path(self) -> str:
         """Path of the presence table."""
@@ -72,13 +77,13 @@ HEADER = np.dtype(
 
 
 class Extent:
-    """One mapped extent. It is unmapped with the last reference to it."""
+    """One mapped extent, whose file has the number ``inode``. It is unmapped with the last reference to it."""
 
     def __init__(self, path: str | Path, nbytes: int) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-            self._inode = os.fstat(fd).st_ino
+            self.inode = os.fstat(fd).st_ino
         finally:
             os.close(fd)
         self.data = np.frombuffer(self._map, np.uint8)
@@ -89,7 +94,7 @@ class Extent:
 
         Raises ``OSError`` when there is no such file.
         """
-        return Path(path).stat().st_ino == self._inode
+        return Path(path).stat().st_ino == self.inode
 
     @property
     def address(self) -> int:
