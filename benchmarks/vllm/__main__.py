@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,14 @@ from benchmarks.machine import machine
 from benchmarks.vllm import engines, report
 from benchmarks.vllm.comparisons import compare_tokens
 from benchmarks.vllm.engines import BESIDE, GIB, NONE, RESTARTED, Places, StartError
+from benchmarks.vllm.meeting import Meeting
 from benchmarks.vllm.processes import CutError, JobError, Process, Processes, variables
 from benchmarks.vllm.shapes import LOADS, SHAPES, Shape, model_folder
 from benchmarks.vllm.worker import Job
 
 LOADED = ("chat", "single", "beside", "unique")
 PARTS = (*LOADED, "restart", "tokens")
-START_LIMIT_S = 300.0
+START_LIMIT_S = 180.0
 """An engine that is not ready by then is left out."""
 RANDOM = {"cuda": "random", "cpu": "tiny-random"}
 
@@ -43,6 +45,7 @@ class Run:
         self.options = options
         self.processes = processes
         self.places = places
+        self.meeting = Meeting(options.meet or places.folder / "meeting", options.runs, self._left_s)
         self.records: list[dict[str, Any]] = []
         self._begin = time.monotonic()
         self._least_start_s = 0.0
@@ -55,11 +58,17 @@ class Run:
             file.write(json.dumps(record) + "\n")
         print(f"{record['at_s']:7.1f} s  {report.line(record)}", flush=True)
 
+    def _left_s(self) -> float | None:
+        return self.processes.left_s
+
     @contextmanager
     def started(
         self, shape: Shape, names: Sequence[str], places: Places | None = None, warm_up: bool = True
     ) -> Iterator[dict[str, Process]]:
-        """Start engines at the same time; yield those that are ready. One that fails is reported and left out."""
+        """Start engines at the same time; yield those that are ready. One that fails is reported and left out.
+
+        Runs that meet start theirs at the same time, and begin to measure when all are ready.
+        """
         options, places = self.options, places or self.places
         left = self.processes.left_s
         if left is not None and left <= self._least_start_s:
@@ -68,6 +77,7 @@ class Run:
         arguments = engines.arguments(
             shape, model, device=options.device, eager=options.eager, compiled=options.compile
         )
+        self.meeting.arrive()
         with ExitStack() as stack:
             begun = {}
             for name in names:
@@ -88,6 +98,7 @@ class Run:
                 for record in found:
                     self._least_start_s = min(self._least_start_s or 1e9, record["engine_s"])
                     ready[name] = process
+            self.meeting.arrive()
             yield ready
 
     def order(self, shape: Shape, name: str, process: Process, order: dict[str, Any]) -> list[dict[str, Any]]:
@@ -122,15 +133,18 @@ class Run:
 
     def restart(self, shape: Shape, names: Sequence[str]) -> None:
         """Fill the storage of engines, and read it in other processes, from the disk."""
+        load = LOADS[self.options.scale]
+        size = 2 * load.restart * load.single_length * shape.token_bytes
+        places = replace(self.places, host_bytes=min(self.places.host_bytes, size))
         filled = []
-        with self.started(shape, names) as ready:
+        with self.started(shape, names, places) as ready:
             for name, process in ready.items():
                 if self.order(shape, name, process, {"parts": ["fill"]}):
                     filled.append(name)
                 process.leave(30)
         for name in filled:
-            forget_pages(self.places.storage(name))
-        with self.started(shape, filled) as ready:
+            forget_pages(places.storage(name))
+        with self.started(shape, filled, places) as ready:
             for name, process in ready.items():
                 self.order(shape, name, process, {"parts": ["reread"]})
                 process.end()
@@ -198,6 +212,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="start so many engines at the same time, to be measured one after the other: all must fit on the "
         "device and in host memory; several numbers: of the first, the second ... (default: 1)",
     )
+    parser.add_argument(
+        "--meet",
+        type=Path,
+        metavar="FOLDER",
+        help="a new folder shared with runs on other devices: all start their engines at the same time, and none "
+        "measures meanwhile",
+    )
+    parser.add_argument("--runs", type=int, default=1, help="number of runs that meet (default: 1)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="end by then, with what there is")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each engine")
     parser.add_argument("--rotate", type=int, default=0, metavar="N", help="begin with the Nth engine")
@@ -310,6 +332,8 @@ def main(arguments: list[str] | None = None) -> int:
             measure(run, names)
         except CutError:
             print("the time is over; these are the results so far", file=sys.stderr)
+        finally:
+            run.meeting.leave()
         status = finish(run.records, options.plot)
     print(f"\nresults: {options.out}")
     return status

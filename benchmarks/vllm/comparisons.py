@@ -66,45 +66,46 @@ class Comparisons:
         """Number of blocks of the prompt that can be reused."""
         return (length_of(LOADS[self._run.options.scale]) - 1) // BLOCK
 
-    def from_host(self, names: Sequence[str]) -> dict[str, dict[str, Answer]]:
+    def started(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Process]]:
+        """Start engines of this part."""
+        return self._run.started(self._shape, names, self.places, False)
+
+    def from_host(self, ready: dict[str, Process]) -> dict[str, dict[str, Answer]]:
         """Compare what engines answer from the host with what they answer from the device; return all answers."""
         found = {}
-        with self._run.started(self._shape, names, self.places, False) as ready:
-            for name, process in ready.items():
-                # What is to be read again has time to be written, and is written to its end.
-                again = [{"settle": True}, {"settle": True}] if name == STORAGE else []
-                answers = found[name] = self.ask(name, process, [*FROM_HOST, *again])
-                host, device = answers.get("host"), answers.get("device")
-                if name == SPOILING:
-                    self.expect("control: a cleared block is noticed", host, device, equal=False)
-                elif name != FAILING:
-                    shown = OURS if name == STORAGE else name
-                    self.expect(f"{shown}: from the host as from the device", host, device)
-                if name == STORAGE:
-                    process.leave(30)
-                process.end()
+        for name, process in ready.items():
+            # What is to be read again has time to be written, and is written to its end.
+            again = [{"settle": True}, {"settle": True}] if name == STORAGE else []
+            answers = found[name] = self.ask(name, process, [*FROM_HOST, *again])
+            host, device = answers.get("host"), answers.get("device")
+            if name == SPOILING:
+                self.expect("control: a cleared block is noticed", host, device, equal=False)
+            elif name != FAILING:
+                shown = OURS if name == STORAGE else name
+                self.expect(f"{shown}: from the host as from the device", host, device)
+            if name == STORAGE:
+                process.leave(30)
+            process.end()
         return found
 
     def restarted(self, label: str) -> Answer | None:
         """Return what an engine answers whose storage was filled by another process."""
-        with self._run.started(self._shape, [STORAGE], self.places, False) as ready:
+        with self.started([STORAGE]) as ready:
             for process in ready.values():
                 answer = self.ask(STORAGE, process, [{"ask": label}]).get(label)
                 process.leave(30)
                 return answer
         return None
 
-    def splits_as_computed(self, splits: dict[str, tuple[int, Answer]]) -> None:
-        """Compare answers with those to prompts of which as many blocks come from the device."""
+    def splits_as_computed(self, process: Process, splits: dict[str, tuple[int, Answer]]) -> None:
+        """Compare answers with those of an engine to prompts of which as many blocks come from the device."""
         orders = list(COMPUTED)
         for what, (blocks, _) in splits.items():
             orders += [{"forget": True}, {"ask": f"head {what}", "same_blocks": blocks}, {"ask": what}]
-        with self._run.started(self._shape, [NONE], self.places, False) as ready:
-            for process in ready.values():
-                wanted = self.ask(NONE, process, orders)
-                for what, (blocks, answer) in splits.items():
-                    text = f"fdcache: {what}: {blocks} of {self.full} blocks reused, the rest as computed"
-                    self.expect(text, answer, wanted.get(what), cached=what.endswith("storage"))
+        wanted = self.ask(NONE, process, orders)
+        for what, (blocks, answer) in splits.items():
+            text = f"fdcache: {what}: {blocks} of {self.full} blocks reused, the rest as computed"
+            self.expect(text, answer, wanted.get(what), cached=what.endswith("storage"))
 
     def ask(self, engine: str, process: Process, asked: list[dict[str, Any]]) -> dict[str, Answer]:
         """Return an engine's answers by their labels; none if it has failed."""
@@ -141,14 +142,28 @@ def compare_tokens(run: Runs, shape: Shape, names: Sequence[str]) -> None:
     chosen = [name for name in names if name in BESIDE and name not in {NONE, OURS}]
     if OURS in names:
         chosen += [STORAGE, FAILING, SPOILING]
+    together = max(run.options.together)
+    computing = [NONE] if NONE in names else []
+    with comparing.started([*computing, *chosen[:together]]) as ready:
+        without = ready.pop(NONE, None)
+        found = comparing.from_host(ready)
+        for some in batched(chosen[together:], together):
+            with comparing.started(some) as others:
+                found |= comparing.from_host(others)
+        splits = restarted_splits(comparing, found)
+        if without is not None:
+            comparing.splits_as_computed(without, splits)
+
+
+def restarted_splits(
+    comparing: Comparisons, found: dict[str, dict[str, Answer]]
+) -> dict[str, tuple[int, Answer]]:
+    """Compare what comes from storage after restarts; return answers to broken loads with the blocks they reused."""
     splits: dict[str, tuple[int, Answer]] = {}
-    first: dict[str, Answer] = {}
-    for some in batched(chosen, max(run.options.together)):
-        found = comparing.from_host(some)
-        first |= found.get(STORAGE, {})
-        failed = found.get(FAILING, {}).get("host")
-        if failed and failed["has_fault"]:
-            splits["one failed load"] = (comparing.full // 2, failed)
+    failed = found.get(FAILING, {}).get("host")
+    if failed and failed["has_fault"]:
+        splits["one failed load"] = (comparing.full // 2, failed)
+    first = found.get(STORAGE)
     if first:
         stored = comparing.restarted("storage")
         comparing.expect(
@@ -158,5 +173,4 @@ def compare_tokens(run: Runs, shape: Shape, names: Sequence[str]) -> None:
             corrupt(comparing.places.storage(STORAGE))
             if refused := comparing.restarted("refused"):
                 splits["one corrupted block in storage"] = (refused["cached"] // BLOCK, refused)
-    if NONE in names:
-        comparing.splits_as_computed(splits)
+    return splits

@@ -36,12 +36,20 @@ HOOKS = (
 """Hooks of a connector on the worker; those of the scheduler's side are part of its steps."""
 
 
-TRACED: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-    ("get_num_new_matched_tokens", "match", lambda found: found[0]),
-    ("start_load_kv", "submit", lambda nothing: True),
-    ("get_finished", "report", lambda found: found[1]),
+TRACED: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+    ("match", lambda found: found[0]),
+    ("submit", lambda nothing: True),
+    ("report", lambda found: found[1]),
 )
-"""Hooks whose times are traced, by which names, and with which results."""
+"""Names of what is traced, and with which results of the hook."""
+
+
+def hook_of(name: str, connector: type[Any], base: type[Any]) -> str:
+    """Return the hook that is traced by a name: copies are submitted with the metadata, or before the forward pass."""
+    if name == "submit":
+        early = "bind_connector_metadata"
+        return early if getattr(connector, early) is not getattr(base, early) else "start_load_kv"
+    return {"match": "get_num_new_matched_tokens", "report": "get_finished"}[name]
 
 
 @dataclass(frozen=True)
@@ -193,7 +201,7 @@ def install() -> None:
     if not folder:
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
     from vllm.v1.core.sched.scheduler import Scheduler
 
     sums, trace = Sums(Path(folder)), Trace(Path(folder))
@@ -212,7 +220,8 @@ def install() -> None:
         if connector.role is KVConnectorRole.WORKER:
             for hook in HOOKS:
                 setattr(connector, hook, timed(getattr(connector, hook), sums, "hooks_ns"))
-        for hook, name, counts in TRACED:
+        for name, counts in TRACED:
+            hook = hook_of(name, type(connector), KVConnectorBase_V1)
             found = traced(getattr(connector, hook), trace, name, counts, renews=name == "submit")
             setattr(connector, hook, found)
         return connector

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from benchmarks.vllm.comparisons import Comparisons
 from benchmarks.vllm.driver import Answer, in_turn, percentiles
 from benchmarks.vllm.engines import BESIDE, NONE, RESTARTED, Places, StartError, make, probe
 from benchmarks.vllm.faults import corrupt, failing, made, spoiling
+from benchmarks.vllm.meeting import Meeting
 from benchmarks.vllm.processes import CutError, JobError, Processes, cause
 from benchmarks.vllm.report import Results
 from benchmarks.vllm.shapes import LOADS, SHAPES, model_folder
@@ -275,6 +277,50 @@ def test_the_middle_block_of_the_storage_is_corrupted(tmp_path: Path) -> None:
 def test_a_folder_without_storage_cannot_be_corrupted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no slab file"):
         corrupt(tmp_path)
+
+
+def meet(folder: Path, stages: int, arrived: Any) -> None:
+    """Another run, which begins so many stages and leaves."""
+    meeting = Meeting(folder, 2, lambda: None)
+    for stage in range(stages):
+        meeting.arrive()
+        arrived.put(stage)
+    meeting.leave()
+
+
+def test_runs_begin_each_stage_together_and_wait_for_none_that_has_left(tmp_path: Path) -> None:
+    processes = multiprocessing.get_context("fork")
+    arrived: Any = processes.SimpleQueue()
+    other = processes.Process(target=meet, args=(tmp_path, 2, arrived))
+    meeting = Meeting(tmp_path, 2, lambda: None)
+    other.start()
+    for stage in range(2):
+        assert arrived.empty()
+        meeting.arrive()
+        assert arrived.get() == stage
+    meeting.arrive()  # the other begins no third
+    other.join()
+    assert other.exitcode == 0
+
+
+def test_a_run_whose_time_is_over_waits_for_no_other(tmp_path: Path) -> None:
+    Meeting(tmp_path, 2, lambda: 0.0).arrive()
+
+
+def test_copies_are_submitted_by_the_hook_that_a_connector_has() -> None:
+    class Base:
+        def bind_connector_metadata(self, metadata: object) -> None:
+            raise NotImplementedError
+
+    class Early(Base):
+        def bind_connector_metadata(self, metadata: object) -> None:
+            raise NotImplementedError
+
+    class Late(Base):
+        pass
+
+    assert timing.hook_of("submit", Early, Base) == "bind_connector_metadata"
+    assert timing.hook_of("submit", Late, Base) == "start_load_kv"
 
 
 class Blocks:

@@ -161,6 +161,16 @@ def test_whole_blocks_are_stored_and_loaded_elsewhere(engine: Engine) -> None:
     assert engine.worker.take_bad_blocks() == set()
 
 
+def test_a_prompt_of_whole_blocks_is_loaded_whole_and_its_last_block_alone_is_computed(
+    engine: Engine,
+) -> None:
+    tokens = list(range(2 * BLOCK))
+    engine.compute(request("a", tokens), [3, 4], fill=7)
+    assert engine.load(request("b", tokens), [8, 9]) == 2 * BLOCK
+    assert engine.content(8) == engine.content(9) == {7}
+    assert engine.side.matched(request("c", tokens), BLOCK) == 0
+
+
 def test_the_same_tokens_with_other_inputs_share_no_block(engine: Engine) -> None:
     inputs: list[dict[str, Any]] = [
         {},
