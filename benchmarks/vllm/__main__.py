@@ -33,8 +33,6 @@ from benchmarks.vllm.worker import Job
 
 LOADED = ("chat", "single", "beside", "unique")
 PARTS = (*LOADED, "restart", "tokens")
-START_LIMIT_S = 180.0
-"""An engine that is not ready by then is left out."""
 RANDOM = {"cuda": "random", "cpu": "tiny-random"}
 
 
@@ -94,7 +92,7 @@ class Run:
                     self.add({"shape": shape.name, "engine": name, "part": "skipped", "why": str(error)})
             ready = {}
             for name, process in begun.items():
-                found = self._collect(shape, name, process.results("start", START_LIMIT_S))
+                found = self._collect(shape, name, process.results("start", options.start_limit))
                 for record in found:
                     self._least_start_s = min(self._least_start_s or 1e9, record["engine_s"])
                     ready[name] = process
@@ -220,6 +218,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "measures meanwhile",
     )
     parser.add_argument("--runs", type=int, default=1, help="number of runs that meet (default: 1)")
+    parser.add_argument(
+        "--start-limit",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="leave out an engine that is not ready by then (default: 300)",
+    )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="end by then, with what there is")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each engine")
     parser.add_argument("--rotate", type=int, default=0, metavar="N", help="begin with the Nth engine")
