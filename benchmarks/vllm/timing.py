@@ -37,6 +37,7 @@ HOOKS = (
 
 
 TRACED: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+    ("arrival", lambda nothing: True),
     ("match", lambda found: found[0]),
     ("submit", lambda nothing: True),
     ("report", lambda found: found[1]),
@@ -49,7 +50,9 @@ def hook_of(name: str, connector: type[Any], base: type[Any]) -> str:
     if name == "submit":
         early = "bind_connector_metadata"
         return early if getattr(connector, early) is not getattr(base, early) else "start_load_kv"
-    return {"match": "get_num_new_matched_tokens", "report": "get_finished"}[name]
+    return {"arrival": "on_new_request", "match": "get_num_new_matched_tokens", "report": "get_finished"}[
+        name
+    ]
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,9 @@ Event = tuple[str, float, float]
 """Its name, and when it began and ended: seconds of ``time.perf_counter``, which all processes share."""
 
 TRACING = "tracing"
-PHASES = ("to match", "match to submit", "copy and report", "to step", "step")
-"""From the request to the connector's match, to its copies' submission, to the worker's report that they have ended, to
-the step that has the request's last tokens, and to the first token."""
+PHASES = ("arrival", "to match", "match to submit", "copy and report", "to step", "step")
+"""From the request until the connector has been told of it, to its match, to its copies' submission, to the worker's
+report that they have ended, to the step that has the request's last tokens, and to the first token."""
 
 
 class Trace:
@@ -145,7 +148,7 @@ def phases(found: Iterable[Event], sent: float, came: float) -> dict[str, float]
 
     times: dict[str, float] = {}
     at = sent
-    for phase, name in zip(PHASES, ("match", "submit", "report", "step"), strict=False):
+    for phase, name in zip(PHASES, ("arrival", "match", "submit", "report", "step"), strict=False):
         if (event := first(name, at)) is not None:
             _, begin, end = event
             until = begin if name == "match" else end

@@ -32,6 +32,7 @@ _MOST_SURPRISE = 4.0
 
 _LONGEST = 1e6
 _MIN_OBSERVATIONS = 3
+_MOST_UNFITTED = 8
 _CLEARLY_LONGER = 1.3
 """A step that took this much longer than its loads was computing."""
 
@@ -99,7 +100,8 @@ class SpeedFit:
         self._by_size = by_size
         self._sums: dict[int, _Sums] = {}
         self._num_features = num_features
-        self._coefficients: Vector | None = None
+        self._coefficients: Vector = np.zeros(num_features)
+        self._fitted = 0
         others = [i for i in range(num_features) if i != scale]
         self._subsets = [
             (scale, *rest) for size in range(len(others) + 1) for rest in combinations(others, size)
@@ -120,7 +122,6 @@ class SpeedFit:
             sums.decay(_DECAY if other == key else _DECAY_OF_OTHER_SIZES)
         self._sums.setdefault(key, _Sums(self._num_features)).add(x, y)
         self.observations += 1
-        self._coefficients = None
 
     @property
     def is_known(self) -> bool:
@@ -129,9 +130,12 @@ class SpeedFit:
 
     @property
     def coefficients(self) -> Vector:
-        """The best non-negative coefficients; simpler ones unless others fit clearly better."""
-        if self._coefficients is None:
-            self._coefficients = self._solve()
+        """The best non-negative coefficients; simpler ones unless others fit clearly better.
+
+        They are found anew once there are a sixteenth more observations: it takes as long as a small step's schedule.
+        """
+        if self.observations - self._fitted > min(self._fitted, _MOST_UNFITTED * 16) // 16:
+            self._coefficients, self._fitted = self._solve(), self.observations
         return self._coefficients
 
     def seconds(self, features: Sequence[float]) -> float:

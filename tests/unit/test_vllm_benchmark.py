@@ -149,11 +149,17 @@ def test_the_phases_of_a_load_are_between_its_events(tmp_path: Path) -> None:
     came = time.perf_counter()
     assert [name for name, _, _ in timing.events(tmp_path)] == ["match", "submit"]
     assert list(timing.phases(timing.events(tmp_path), sent, came)) == ["to match", "step"]
-    found = [("submit", 0.0, 0.9), ("match", 1.0, 1.1), ("submit", 1.1, 1.2), ("step", 1.2, 1.3)]
+    found = [
+        ("submit", 0.0, 0.9),
+        ("arrival", 0.96, 0.97),
+        ("match", 1.0, 1.1),
+        ("submit", 1.1, 1.2),
+        ("step", 1.2, 1.3),
+    ]
     found += [("report", 1.4, 1.5), ("step", 1.6, 1.8), ("step", 2.0, 2.4)]
     times = timing.phases(found, 0.95, 2.0)
     assert list(times) == list(timing.PHASES)
-    assert list(times.values()) == pytest.approx([50, 200, 300, 300, 200])
+    assert list(times.values()) == pytest.approx([20, 30, 200, 300, 300, 200])
     (tmp_path / timing.TRACING).unlink()
     trace.renew()
     assert not trace.is_wanted

@@ -22,6 +22,9 @@ from fdcache.settings.cache import WritePolicy
 
 logger = logging.getLogger(__name__)
 
+_BLOCKS_OF_OFFER = 4
+"""Blocks that a request generates are offered together: a plan, its copies and its report cost as much for one."""
+
 
 class _Running:
     """A request between its arrival and its end. ``blocks`` is its block table while it has one.
@@ -184,10 +187,15 @@ class SchedulerSide:
         made.unloaded, self._unloaded = self._unloaded, {}
         with self.guarded("timing", follows_blocks=False):
             made.timed = self._timed(output, computed)
-        for known, _, num_tokens in computed:
-            with self.guarded("offering"):
-                self._offer(known, num_tokens)
+        for known, start, num_tokens in computed:
+            if num_tokens - start > self._block_size or self._has_enough(known, num_tokens):
+                with self.guarded("offering"):
+                    self._offer(known, num_tokens)
         return made
+
+    def _has_enough(self, known: _Running, num_tokens: int) -> bool:
+        """Return True if so many blocks were generated that they are worth an offer before the request ends."""
+        return num_tokens // self._block_size >= known.offered + _BLOCKS_OF_OFFER or self._events is not None
 
     def _timed(self, output: Any, computed: Sequence[tuple[_Running, int, int]]) -> int:
         """Return the number for the step's time; 0 if requests that are not followed have a part in it."""
