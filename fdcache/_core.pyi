@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 def hash_backends() -> list[str]:
     """
-    Names of the implementations of block hashes that this machine can run, fastest first.
+    Names of the implementations of block hashes that this machine can run, those with the most instructions first.
     """
 
 def keyed_digest(message: bytes, key: bytes, backend: str | None = None) -> bytes:

@@ -319,7 +319,8 @@ void bind_hashing(nb::module_ &module) {
             for (const HashBackend &backend : hash_backends()) names.emplace_back(backend.name);
             return names;
         },
-        "Names of the implementations of block hashes that this machine can run, fastest first.");
+        "Names of the implementations of block hashes that this machine can run, those with the most "
+        "instructions first.");
     module.def(
         "keyed_digest",
         [](const nb::bytes &message, const nb::bytes &key, const std::optional<std::string> &backend) {

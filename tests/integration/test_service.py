@@ -118,7 +118,7 @@ class TestSharing:
         with local_service(tmp_path) as service:
             engine = Engine(service.address, device_blocks=256)
             engine.serve(PROMPT)
-            arena = engine.ranks[0]._parts.arena
+            arena = engine.ranks[0].host_arena
             assert isinstance(arena, SharedHostArena)
             ahead = arena._ahead
             assert ahead is not None

@@ -291,11 +291,11 @@ def test_a_manager_that_raises_in_a_step_changes_no_answer(
     before, original = engine.side.inconsistencies, getattr(engine.manager, name)
     raised: list[str] = []
 
-    def raise_twice(*given: object) -> object:
+    def raise_twice(*given: object, **named: object) -> object:
         if len(raised) < 2 and engine.side._running:
             raised.append(name)
             raise RuntimeError("injected")
-        return original(*given)
+        return original(*given, **named)
 
     monkeypatch.setattr(engine.manager, name, raise_twice)
     assert engine.answers(prompts) == computed
