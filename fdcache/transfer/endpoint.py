@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +53,7 @@ _IDLE_MS = 200
 _BUSY_MS = 20
 _POLLING_MS = 1
 _START_SECONDS = 30.0
-_MOST_UNWANTED = 1024
+_MOST_OVER = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,9 @@ class TransferEndpoint:
         self._fetches: dict[int, Gathering] = {}
         self._legs: dict[int, Leg] = {}
         self._leg_numbers = count(1)
-        self._unwanted: dict[str, deque[tuple[str, int]]] = {}
-        """Transfers given up before their peer has answered, to tell it once it does."""
+        self._over: dict[str, OrderedDict[str, int]] = {}
+        """Last attempts of transfers that have ended here, by address: a peer that was not told, or has been replaced
+        since and computes them again, is told once it is connected."""
         self._tally = HandoverTally()
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -336,6 +337,9 @@ class TransferEndpoint:
             self._prefill.peer_gone(boot)
             self._decode.peer_gone(boot, reason)
             self._connector.disconnect(boot)
+        for address in events.lost:
+            if self._over.get(address):
+                self._connect_early(address, now)
         for link in events.refused:
             self._refuse_waiting(link, FetchEnd.REFUSED, link.error)
         for link in events.accepted:
@@ -345,7 +349,7 @@ class TransferEndpoint:
                 self._refuse_waiting(link, FetchEnd.REFUSED, problem)
             for leg in self._waiting_for(link.address):
                 self._ask(leg, link.boot, now)
-            for transfer, attempt in self._unwanted.pop(link.address, ()):
+            for transfer, attempt in self._over.get(link.address, {}).items():
                 self._decode.decline(link.boot, transfer, attempt)
         for peer in events.greeted:
             self._prefill.greet(
@@ -429,6 +433,7 @@ class TransferEndpoint:
         for rank, wanted in ranks:
             address = task.addresses[rank] if rank < len(task.addresses) else ""
             leg = Leg(next(self._leg_numbers), gathering, address, now + task.timeout, wanted)
+            self._over.get(address, {}).pop(task.transfer, None)
             gathering.legs[leg.number] = self._legs[leg.number] = leg
         if TransferRole(self._settings.role) is TransferRole.PREFILL:
             refusal = "FDCACHE_TRANSFER_ROLE=prefill reads from nobody"
@@ -496,6 +501,7 @@ class TransferEndpoint:
         leg = self._legs.pop(effect.plan_id, None)
         if leg is None:
             return
+        self._remember_over(leg)
         gathering, plan_id = leg.gathering, leg.task.plan_id
         if gathering.take(leg, effect) is not None:
             self._tally.record(gathering.execution.result())
@@ -505,12 +511,17 @@ class TransferEndpoint:
         if not gathering.legs:
             self._fetches.pop(plan_id, None)
 
+    def _remember_over(self, leg: Leg) -> None:
+        over = self._over.setdefault(leg.address, OrderedDict())
+        over[leg.task.transfer] = leg.task.attempt
+        over.move_to_end(leg.task.transfer)
+        if len(over) > _MOST_OVER:
+            over.popitem(last=False)
+
     def _cancel_leg(self, leg: Leg, reason: str = "cancelled") -> None:
         if leg.boot:
             self._decode.cancel(leg.number, reason)
         elif leg.wanted:
-            unwanted = self._unwanted.setdefault(leg.address, deque(maxlen=_MOST_UNWANTED))
-            unwanted.append((leg.task.transfer, leg.task.attempt))
             self._end_unasked(leg.number, FetchEnd.CANCELLED, reason)
 
     def _cancel(self, plan_id: int, now: float) -> None:
