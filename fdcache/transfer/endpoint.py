@@ -7,14 +7,12 @@ import os
 import threading
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 
-import numpy as np
 import zmq
 
 from fdcache.devices.base import Event
@@ -26,12 +24,12 @@ from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import decode, prefill
-from fdcache.transfer.connector import LocalPlanes, Notifier, Pieces, ReadOrder, ReadOutcome, TransferContext
-from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fetch, FetchEnd, FetchEnded
+from fdcache.transfer.connector import LocalPlanes, Notifier, ReadOutcome, TransferContext
+from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
-from fdcache.transfer.gathering import Gathering, Leg
-from fdcache.transfer.links import Links, LinkState, Outgoing, machine_id, rank_address
+from fdcache.transfer.fetches import Fetches
+from fdcache.transfer.links import Links, LinkState, machine_id, rank_address
 from fdcache.transfer.messages import Envelope, Granted, Identity, encode
 from fdcache.transfer.prefill import (
     ComputeSums,
@@ -53,7 +51,6 @@ _IDLE_MS = 200
 _BUSY_MS = 20
 _POLLING_MS = 1
 _START_SECONDS = 30.0
-_MOST_OVER = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +100,6 @@ class TransferEndpoint:
         self._queues = _Queues()
         self._sends: dict[int, _Sending] = {}
         self._send_of: dict[str, int] = {}
-        self._fetches: dict[int, Gathering] = {}
-        self._legs: dict[int, Leg] = {}
-        self._leg_numbers = count(1)
-        self._over: dict[str, OrderedDict[str, int]] = {}
-        """Last attempts of transfers that have ended here, by address: a peer that was not told, or has been replaced
-        since and computes them again, is told once it is connected."""
         self._tally = HandoverTally()
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -142,7 +133,7 @@ class TransferEndpoint:
                 self._send_of[task.transfer] = task.plan_id
                 self._command(partial(self._offer, task))
             else:
-                self._command(partial(self._fetch, task, execution, after))
+                self._command(partial(self._begin_fetch, task, execution, after))
         if is_send and task.computed:
             for _, last in self._groups:
                 self.layer_computed(last - 1, {task.transfer: task.computed}, lambda: after)
@@ -162,7 +153,7 @@ class TransferEndpoint:
         """Connect to the ranks of a prefill instance that this one will read from, before the first fetch."""
         for rank, _ in self._sharing.sources:
             if rank < len(addresses):
-                self._command(partial(self._connect_early, addresses[rank]))
+                self._command(partial(self._connect, addresses[rank]))
 
     def layer_computed(
         self, layer: int, computed: Mapping[str, int], record: Callable[[], Event | None] | None = None
@@ -294,6 +285,9 @@ class TransferEndpoint:
         except BaseException:
             self._connector.close()
             raise
+        self._fetches = Fetches(
+            self._planes, self._settings, self._sharing, self._decode, self._links, self._tally
+        )
         self._links.poller.register(self._wakeup, zmq.POLLIN)
 
     def _step(self) -> None:
@@ -312,7 +306,7 @@ class TransferEndpoint:
             self._decode.read_ended(end.read_id, None if end.outcome is ReadOutcome.OK else end.error)
         self._prefill.tick(now)
         self._decode.tick(now)
-        self._expire_unconnected(now)
+        self._fetches.expire(now)
         self._settle()
         for publisher in self._publishers:
             while publisher.publish_next():  # announced at once: decode reads one while the next is packed
@@ -337,20 +331,15 @@ class TransferEndpoint:
             self._prefill.peer_gone(boot)
             self._decode.peer_gone(boot, reason)
             self._connector.disconnect(boot)
-        for address in events.lost:
-            if self._over.get(address):
-                self._connect_early(address, now)
+        self._fetches.lost(events.lost, now)
         for link in events.refused:
-            self._refuse_waiting(link, FetchEnd.REFUSED, link.error)
+            self._fetches.refused(link, link.error)
         for link in events.accepted:
             assert link.identity is not None
             joint = self._sharing.joints.get(link.identity.rank)
             if (problem := self._connector.connect(link.boot, link.identity.memory, joint)) is not None:
-                self._refuse_waiting(link, FetchEnd.REFUSED, problem)
-            for leg in self._waiting_for(link.address):
-                self._ask(leg, link.boot, now)
-            for transfer, attempt in self._over.get(link.address, {}).items():
-                self._decode.decline(link.boot, transfer, attempt)
+                self._fetches.refused(link, problem)
+            self._fetches.accepted(link, now)
         for peer in events.greeted:
             self._prefill.greet(
                 peer.boot, (peer.rank - self._sharing.first_reader) % len(self._prefill.sides)
@@ -424,112 +413,19 @@ class TransferEndpoint:
 
     # --- fetches ----------------------------------------------------------------------------------------------
 
-    def _fetch(self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float) -> None:
-        sharing = self._sharing
-        gathering = Gathering(execution, task, self._planes.layout.payload_bytes, after)
-        self._fetches[task.plan_id] = gathering
-        ranks = [(rank, task.wanted) for rank, _ in sharing.sources]
-        ranks += [(rank, False) for rank in sharing.declined]
-        for rank, wanted in ranks:
-            address = task.addresses[rank] if rank < len(task.addresses) else ""
-            leg = Leg(next(self._leg_numbers), gathering, address, now + task.timeout, wanted)
-            self._over.get(address, {}).pop(task.transfer, None)
-            gathering.legs[leg.number] = self._legs[leg.number] = leg
-        if TransferRole(self._settings.role) is TransferRole.PREFILL:
-            refusal = "FDCACHE_TRANSFER_ROLE=prefill reads from nobody"
-        elif len(task.addresses) != sharing.layout.tp_size:
-            refusal = f"{len(task.addresses)} addresses of a peer with {sharing.layout.tp_size} ranks"
-        else:
-            for leg in list(gathering.legs.values()):
-                self._connect(leg, now)
-            return
-        for number in list(gathering.legs):
-            self._end_unasked(number, FetchEnd.REFUSED, refusal)
+    def _begin_fetch(
+        self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float
+    ) -> None:
+        self._fetches.begin(task, execution, after, now)
 
-    def _connect(self, leg: Leg, now: float) -> None:
-        try:
-            link = self._links.connect(leg.address, now, leg.deadline)
-        except TransferError as error:
-            self._end_unasked(leg.number, FetchEnd.REFUSED, str(error))
-            return
-        if link.state is LinkState.ACCEPTED:
-            self._ask(leg, link.boot, now)
-        elif link.state is LinkState.REFUSED:
-            self._end_unasked(leg.number, FetchEnd.REFUSED, link.error)
-
-    def _connect_early(self, address: str, now: float) -> None:
-        try:
-            self._links.connect(address, now, now + self._settings.timeout)
-        except TransferError as error:
-            logger.warning("%s", error)  # and a fetch from it is refused for the same reason
-
-    def _ask(self, leg: Leg, boot: bytes, now: float) -> None:
-        task = leg.task
-        leg.boot = boot
-        if not leg.wanted:
-            self._decode.decline(boot, task.transfer, task.attempt)
-            self._end_unasked(leg.number, FetchEnd.DECLINED, None)
-            return
-        swap = task.swap
-        first = int(swap.src_block_ids[0]) if len(swap) else 0
-        timeout = max(leg.deadline - now, 0.0)
-        hashes = swap.hash_values
-        if task.peer_hashes:
-            hashes = np.frombuffer(task.peer_hashes, np.uint8).reshape(-1, 32)
-        fetch = Fetch(
-            leg.number, boot, task.transfer, task.attempt, first, hashes, swap.dst_block_ids, timeout
-        )
-        self._decode.fetch(fetch, now)
-
-    def _waiting_for(self, address: str) -> list[Leg]:
-        return [each for each in self._legs.values() if not each.boot and each.address == address]
-
-    def _refuse_waiting(self, link: Outgoing, end: FetchEnd, error: str | None) -> None:
-        for leg in self._waiting_for(link.address):
-            self._end_unasked(leg.number, end, error)
-
-    def _expire_unconnected(self, now: float) -> None:
-        for leg in list(self._legs.values()):
-            if not leg.boot and now > leg.deadline:
-                self._end_unasked(leg.number, FetchEnd.TIMEOUT, f"no peer answers at {leg.address}")
-
-    def _end_unasked(self, number: int, end: FetchEnd, error: str | None) -> None:
-        """End a leg of which nothing was read."""
-        self._end_leg(FetchEnded(number, end, 0, (), error))
-
-    def _end_leg(self, effect: FetchEnded) -> None:
-        leg = self._legs.pop(effect.plan_id, None)
-        if leg is None:
-            return
-        self._remember_over(leg)
-        gathering, plan_id = leg.gathering, leg.task.plan_id
-        if gathering.take(leg, effect) is not None:
-            self._tally.record(gathering.execution.result())
-        if gathering.is_failing:
-            for other in [each for each in gathering.legs.values() if each.wanted]:
-                self._cancel_leg(other)
-        if not gathering.legs:
-            self._fetches.pop(plan_id, None)
-
-    def _remember_over(self, leg: Leg) -> None:
-        over = self._over.setdefault(leg.address, OrderedDict())
-        over[leg.task.transfer] = leg.task.attempt
-        over.move_to_end(leg.task.transfer)
-        if len(over) > _MOST_OVER:
-            over.popitem(last=False)
-
-    def _cancel_leg(self, leg: Leg, reason: str = "cancelled") -> None:
-        if leg.boot:
-            self._decode.cancel(leg.number, reason)
-        elif leg.wanted:
-            self._end_unasked(leg.number, FetchEnd.CANCELLED, reason)
+    def _connect(self, address: str, now: float) -> None:
+        self._fetches.connect_early(address, now)
 
     def _cancel(self, plan_id: int, now: float) -> None:
         if plan_id in self._sends:
             self._prefill.cancel(plan_id, "prefill has given up the request")
-        elif (gathering := self._fetches.get(plan_id)) is not None:
-            for leg in list(gathering.legs.values()):
-                self._cancel_leg(leg)
+        else:
+            self._fetches.cancel(plan_id)
 
     # --- effects ----------------------------------------------------------------------------------------------
 
@@ -558,11 +454,11 @@ class TransferEndpoint:
             case PlacesRead():
                 self._connector.withdraw(effect.places)
             case BeginRead():
-                self._begin_read(effect)
+                self._connector.read(self._fetches.order(effect))
             case ComputeTargetSums():
-                self._sum_targets(effect)
+                self._fetches.sum_targets(effect)
             case FetchEnded():
-                self._end_leg(effect)
+                self._fetches.end(effect)
             case _:
                 self._links.to_prefill(effect.peer, effect.message)
 
@@ -580,37 +476,6 @@ class TransferEndpoint:
     def _slots_of(self, plan_id: int) -> Int32Array:
         return self._sends[plan_id].task.swap.src_block_ids
 
-    def _pieces_of(self, leg: int) -> Pieces | None:
-        """Return the pieces of the own planes that a leg reads, None for all."""
-        link = self._legs[leg].boot
-        rank = next(
-            each.identity.rank
-            for each in self._links.outgoing.values()
-            if each.identity and each.boot == link
-        )
-        joint = self._sharing.joints[rank]
-        return None if joint is None else joint.own
-
-    def _begin_read(self, effect: BeginRead) -> None:
-        ready, after = effect.ready, None
-        for leg in self._legs.values():
-            if leg.task.transfer == ready.transfer and leg.boot == effect.peer:
-                leg.gathering.execution.begin()
-                after = leg.gathering.after
-        self._connector.read(
-            ReadOrder(
-                effect.read_id,
-                effect.peer,
-                ready.places,
-                ready.count,
-                effect.skip,
-                ready.first_plane,
-                ready.last_plane,
-                effect.slots,
-                after,
-            )
-        )
-
     def _sum_sources(self, reader: int, effect: ComputeSums) -> None:
         try:
             sums = self._planes.sums(effect.slots, self._sharing.readers[reader])
@@ -618,14 +483,6 @@ class TransferEndpoint:
             self._prefill.cancel(effect.plan_id, str(error))
         else:
             self._prefill.sums(reader, effect.plan_id, sums)
-
-    def _sum_targets(self, effect: ComputeTargetSums) -> None:
-        try:
-            sums = self._planes.sums(effect.slots, self._pieces_of(effect.plan_id))
-        except DeviceError as error:
-            self._decode.cancel(effect.plan_id, str(error))
-            sums = np.empty(0, np.uint64)  # not compared: the fetch has ended
-        self._decode.sums(effect.plan_id, sums)
 
     def _end_all(self, reason: str) -> None:
         """Tell the peers, wait for the reads in flight that end by themselves, and fail what is left."""
@@ -635,16 +492,14 @@ class TransferEndpoint:
             self._run_commands(0.0)
             for plan_id in list(self._sends):
                 self._prefill.cancel(plan_id, reason)
-            for leg in list(self._legs.values()):
-                self._cancel_leg(leg, reason)
+            self._fetches.cancel_all(reason)
             self._settle()
         except Exception:
             logger.exception("peers may not know that hand-overs have ended")
         self._connector.close()
         for send in list(self._sends):
             self._end_send(send, prefill.SendEnd.CANCELLED, reason)
-        for number in list(self._legs):
-            self._end_unasked(number, FetchEnd.CANCELLED, reason)
+        self._fetches.drop_all(reason)
 
     # --- views ------------------------------------------------------------------------------------------------
 
@@ -657,18 +512,7 @@ class TransferEndpoint:
             PeerView("send", each.identity.address, boot.hex(), LinkState.ACCEPTED.value)
             for boot, each in self._links.incoming.items()
         ]
-        transfers = [
-            TransferView(
-                each.task.plan_id,
-                "fetch",
-                each.task.transfer,
-                each.address,
-                len(each.task.swap),
-                each.gathering.execution.age,
-            )
-            for each in self._legs.values()
-            if each.wanted or not each.task.wanted
-        ]
+        transfers = list(self._fetches.views())
         transfers += [
             TransferView(
                 plan_id,
