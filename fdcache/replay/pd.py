@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +18,16 @@ from fdcache.errors import LayoutError, ReplayError, ReplayOptionError, Transfer
 from fdcache.layout import KVLayout
 from fdcache.replay.pd_instance import (
     Abort,
-    Command,
     Ended,
     Flip,
     Flipped,
     InstanceSpec,
     Left,
     Reset,
-    Started,
     Stop,
     Work,
-    run_instance,
 )
+from fdcache.replay.pd_process import InstanceProcess
 from fdcache.replay.workloads import WorkItem
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings, TransferRole
@@ -41,7 +35,6 @@ from fdcache.tiers.statistics import HandoverCount
 from fdcache.transfer.factory import require_connector
 from fdcache.transfer.sharing import share
 
-_START_SECONDS = 60.0
 _STALL_SECONDS = 120.0
 _DRAIN_SECONDS = 30.0
 _MOST_STOPPED_SECONDS = 0.6
@@ -139,61 +132,6 @@ class PdReport:
         return {**plain, "clean": self.clean}
 
 
-class _Process:
-    """A process of one instance. It can be killed, and started again at the same address."""
-
-    def __init__(self, role: TransferRole, spec: InstanceSpec) -> None:
-        self.role, self._spec = role, spec
-        self._context = multiprocessing.get_context("spawn")
-        self.pipe: Connection
-        self.process: BaseProcess
-        self.addresses: tuple[str, ...] = ()
-        self.start()
-
-    def start(self) -> None:
-        """Start the process and wait until it works."""
-        self.pipe, theirs = self._context.Pipe()
-        self.process = self._context.Process(
-            target=run_instance, args=(theirs, self._spec), name=f"fdcache-{self.role.value}", daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        started = self.receive(_START_SECONDS)
-        if not isinstance(started, Started):
-            raise ReplayError(f"the {self.role.value} process did not start; see its messages above")
-        self.addresses = started.addresses
-
-    def send(self, command: Command) -> None:
-        """Send a command, unless the process is gone."""
-        try:
-            self.pipe.send(command)
-        except OSError as error:
-            raise ReplayError(f"the {self.role.value} process has ended") from error
-
-    def receive(self, seconds: float) -> Any:
-        """Return the next answer, None after this many seconds. Raises ``ReplayError`` if the process has ended."""
-        if not self.pipe.poll(seconds):
-            return None
-        try:
-            return self.pipe.recv()
-        except (EOFError, OSError) as error:
-            raise ReplayError(f"the {self.role.value} process has ended; see its messages above") from error
-
-    def kill(self) -> None:
-        """Kill the process."""
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.join(timeout=_DRAIN_SECONDS / 3)
-        if self.process.exitcode is None:
-            self.kill()
-        elif not self.pipe.closed:
-            self.pipe.close()
-
-
 @dataclass(slots=True)
 class _Request:
     item: WorkItem
@@ -281,10 +219,10 @@ class _Driver:
         self._requests: dict[int, _Request] = {}
         self._admitted = 0
         self._faults = _Faults.draw(config.faults, len(items), self._random)
-        self._stopped: tuple[int, float] | None = None
-        self._processes: dict[TransferRole, _Process] = {}
+        self._stopped: tuple[InstanceProcess, float] | None = None
+        self._processes: dict[TransferRole, InstanceProcess] = {}
         for role in (PREFILL, DECODE):
-            self._processes[role] = _Process(role, self._spec(role, folder))
+            self._processes[role] = InstanceProcess(role, self._spec(role, folder))
 
     def _spec(self, role: TransferRole, folder: Path) -> InstanceSpec:
         config = self._config
@@ -325,8 +263,6 @@ class _Driver:
 
     def close(self) -> None:
         """End both processes."""
-        if self._stopped is not None:
-            os.kill(self._stopped[0], signal.SIGCONT)
         for process in self._processes.values():
             process.close()
 
@@ -426,16 +362,15 @@ class _Driver:
         if kind is FaultKind.KILL:
             self._kill(process)
         elif kind is FaultKind.STOP:
-            assert process.process.pid is not None
-            os.kill(process.process.pid, signal.SIGSTOP)
+            process.stop()
             until = time.monotonic() + float(self._random.uniform(0, _MOST_STOPPED_SECONDS))
-            self._stopped = (process.process.pid, until)
+            self._stopped = process, until
         elif kind is FaultKind.RESET:
             process.send(Reset())
         else:
             self._abort(int(self._random.choice(list(self._requests))))
 
-    def _kill(self, process: _Process) -> None:
+    def _kill(self, process: InstanceProcess) -> None:
         """Kill a process and start it again at its address; the router repeats what it has lost."""
         process.kill()
         process.start()
@@ -458,14 +393,14 @@ class _Driver:
 
     def _continue_stopped(self) -> None:
         if self._stopped is not None and time.monotonic() >= self._stopped[1]:
-            os.kill(self._stopped[0], signal.SIGCONT)
+            self._stopped[0].resume()
             self._stopped = None
 
     # --- end --------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         if self._stopped is not None:
-            os.kill(self._stopped[0], signal.SIGCONT)
+            self._stopped[0].resume()
             self._stopped = None
         for index in list(self._requests):
             self._abort(index)
@@ -483,7 +418,7 @@ class _Driver:
         for each in counts:
             self._report.transfers[f"{each.direction} {each.result}"] += each.transfers
 
-    def _left(self, process: _Process) -> Left:
+    def _left(self, process: InstanceProcess) -> Left:
         deadline = time.monotonic() + 2 * _DRAIN_SECONDS
         while time.monotonic() < deadline:
             answer = process.receive(1.0)

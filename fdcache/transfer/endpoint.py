@@ -9,43 +9,38 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 
-import numpy as np
 import zmq
 
 from fdcache.devices.base import Event
-from fdcache.errors import DeviceError, TransferError
-from fdcache.layout import KVLayout
-from fdcache.metadata import HandoverEnd, Int32Array, PeerTask, SwapPurpose
+from fdcache.errors import TransferError
+from fdcache.metadata import HandoverEnd, PeerTask, SwapPurpose
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import decode, prefill
-from fdcache.transfer.connector import LocalPlanes, Notifier, Pieces, ReadOrder, ReadOutcome, TransferContext
-from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fetch, FetchEnd, FetchEnded
+from fdcache.transfer.connector import LocalPlanes, Notifier, ReadOutcome, TransferContext
+from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
-from fdcache.transfer.gathering import Gathering, Leg
-from fdcache.transfer.links import Links, LinkState, Outgoing, machine_id, rank_address
+from fdcache.transfer.fetches import Fetches
+from fdcache.transfer.links import Links, LinkState, machine_id, rank_address
 from fdcache.transfer.messages import Envelope, Granted, Identity, encode
 from fdcache.transfer.prefill import (
     ComputeSums,
-    Offer,
     OfferEnded,
-    Part,
     PlacesRead,
     Publish,
     SendMessage,
 )
-from fdcache.transfer.publishing import ComputedPart, Publisher
-from fdcache.transfer.readers import Readers
+from fdcache.transfer.publishing import Publisher
+from fdcache.transfer.sends import Sends
 from fdcache.transfer.sharing import share
-from fdcache.transfer.statistics import PeerView, TransferStats, TransferView
+from fdcache.transfer.statistics import PeerView, TransferStats
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +48,6 @@ _IDLE_MS = 200
 _BUSY_MS = 20
 _POLLING_MS = 1
 _START_SECONDS = 30.0
-_MOST_UNWANTED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +62,6 @@ class EndpointOptions:
     """Ranges of layers that are announced together."""
 
 
-@dataclass(slots=True)
-class _Sending:
-    """A send: what was marked as computed, by group."""
-
-    execution: TransferExecution
-    task: PeerTask
-    marked: list[int]
-
-
-@dataclass(slots=True)
-class _Queues:
-    commands: deque[Callable[[float], None]] = field(default_factory=deque)
-    parts: deque[ComputedPart] = field(default_factory=deque)
-
-
 class TransferEndpoint:
     """Sends and fetches of one rank, from their plan to their report.
 
@@ -94,20 +73,10 @@ class TransferEndpoint:
         self._planes, self._options = planes, options
         self._settings = settings = options.settings
         layout = planes.layout
-        self._first_plane = _first_planes(layout)
         self._groups = options.groups or ((0, layout.total_layers),)
-        self._group_ending_at = {last - 1: index for index, (_, last) in enumerate(self._groups)}
         self.address = rank_address(settings.address, options.rank)
         self._sharing = share(layout, options.rank, settings.peer_ranks)
-        self._prefill = Readers(len(self._sharing.readers))
-        self._queues = _Queues()
-        self._sends: dict[int, _Sending] = {}
-        self._send_of: dict[str, int] = {}
-        self._fetches: dict[int, Gathering] = {}
-        self._legs: dict[int, Leg] = {}
-        self._leg_numbers = count(1)
-        self._unwanted: dict[str, deque[tuple[str, int]]] = {}
-        """Transfers given up before their peer has answered, to tell it once it does."""
+        self._commands: deque[Callable[[float], None]] = deque()
         self._tally = HandoverTally()
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -137,11 +106,10 @@ class TransferEndpoint:
             if self._ended is not None:
                 return self.refuse(task, self._ended)
             if is_send:
-                self._sends[task.plan_id] = _Sending(execution, task, [0] * len(self._groups))
-                self._send_of[task.transfer] = task.plan_id
-                self._command(partial(self._offer, task))
+                self._sends.add(task, execution)
+                self._command(partial(self._sends.offer, task))
             else:
-                self._command(partial(self._fetch, task, execution, after))
+                self._command(partial(self._begin_fetch, task, execution, after))
         if is_send and task.computed:
             for _, last in self._groups:
                 self.layer_computed(last - 1, {task.transfer: task.computed}, lambda: after)
@@ -161,34 +129,13 @@ class TransferEndpoint:
         """Connect to the ranks of a prefill instance that this one will read from, before the first fetch."""
         for rank, _ in self._sharing.sources:
             if rank < len(addresses):
-                self._command(partial(self._connect_early, addresses[rank]))
+                self._command(partial(self._connect, addresses[rank]))
 
     def layer_computed(
         self, layer: int, computed: Mapping[str, int], record: Callable[[], Event | None] | None = None
     ) -> None:
         """Mark a layer of the leading blocks of some transfers as computed, once the event of ``record`` is reached."""
-        group = self._group_ending_at.get(layer)
-        if group is None:
-            return
-        event: Event | None = None
-        first_layer, last_layer = self._groups[group]
-        planes = (self._first_plane[first_layer], self._first_plane[last_layer])
-        parts = []
-        with self._lock:
-            for transfer, blocks in computed.items():
-                plan_id = self._send_of.get(transfer)
-                if plan_id is None:
-                    continue
-                send = self._sends[plan_id]
-                start, stop = send.marked[group], min(blocks, len(send.task.swap))
-                if start < stop:
-                    send.marked[group] = stop
-                    parts.append((plan_id, Part(start, stop, *planes)))
-        if parts and record is not None:
-            event = record()
-        for plan_id, part in parts:
-            self._queues.parts.append(ComputedPart(plan_id, part, event))
-        if parts:
+        if self._sends.layer_computed(layer, computed, record):
             self._wake()
 
     def stats(self) -> TransferStats:
@@ -216,7 +163,7 @@ class TransferEndpoint:
             self._wakeup = -1
 
     def _command(self, command: Callable[[float], None]) -> None:
-        self._queues.commands.append(command)
+        self._commands.append(command)
         self._wake()
 
     def _wake(self) -> None:
@@ -257,10 +204,6 @@ class TransferEndpoint:
             verifies=options.verifies,
             acknowledges=self._connector.stats().places_total > 0,
         )
-        self._publishers = [
-            Publisher(self._connector, side, self._slots_of, pieces)
-            for side, pieces in zip(self._prefill.sides, self._sharing.readers, strict=True)
-        ]
         try:
             directory = _live_directory(self.address)
             deque(live_processes(directory), maxlen=0)  # removes the files of dead ones
@@ -293,6 +236,16 @@ class TransferEndpoint:
         except BaseException:
             self._connector.close()
             raise
+        self._sends = Sends(
+            self._planes, self._settings, self._sharing, self._groups, self._tally, self._links.incoming
+        )
+        self._publishers = [
+            Publisher(self._connector, side, self._sends.slots_of, pieces)
+            for side, pieces in zip(self._sends.side.sides, self._sharing.readers, strict=True)
+        ]
+        self._fetches = Fetches(
+            self._planes, self._settings, self._sharing, self._decode, self._links, self._tally
+        )
         self._links.poller.register(self._wakeup, zmq.POLLIN)
 
     def _step(self) -> None:
@@ -306,226 +259,79 @@ class TransferEndpoint:
         for data in self._notifications():
             self._links.take(data, now)
         self._take_links(now)
-        self._take_computed()
+        self._sends.take_computed()
         for end in self._connector.poll():
             self._decode.read_ended(end.read_id, None if end.outcome is ReadOutcome.OK else end.error)
-        self._prefill.tick(now)
+        self._sends.side.tick(now)
         self._decode.tick(now)
-        self._expire_unconnected(now)
+        self._fetches.expire(now)
         self._settle()
         for publisher in self._publishers:
             while publisher.publish_next():  # announced at once: decode reads one while the next is packed
                 self._settle()
 
     def _run_commands(self, now: float) -> None:
-        commands = self._queues.commands
+        commands = self._commands
         for _ in range(len(commands)):
             commands.popleft()(now)
 
     def _patience(self) -> int:
         if self._connector.needs_polling or (self._fetches and isinstance(self._connector, Notifier)):
             return _POLLING_MS
-        if any(each.event is not None for each in self._queues.parts):
+        if self._sends.awaits_events:
             return _POLLING_MS
-        return _BUSY_MS if self._sends or self._fetches or self._queues.parts else _IDLE_MS
+        return _IDLE_MS if self._sends.is_idle and not self._fetches else _BUSY_MS
 
     def _take_links(self, now: float) -> None:
         events = self._links.receive(now)
         for boot, reason in events.gone:
             logger.info("transfer peer %s: %s", boot.hex()[:8], reason)
-            self._prefill.peer_gone(boot)
+            self._sends.side.peer_gone(boot)
             self._decode.peer_gone(boot, reason)
             self._connector.disconnect(boot)
+        self._fetches.lost(events.lost, now)
         for link in events.refused:
-            self._refuse_waiting(link, FetchEnd.REFUSED, link.error)
+            self._fetches.refused(link, link.error)
         for link in events.accepted:
             assert link.identity is not None
             joint = self._sharing.joints.get(link.identity.rank)
             if (problem := self._connector.connect(link.boot, link.identity.memory, joint)) is not None:
-                self._refuse_waiting(link, FetchEnd.REFUSED, problem)
-            for leg in self._waiting_for(link.address):
-                self._ask(leg, link.boot, now)
-            for transfer, attempt in self._unwanted.pop(link.address, ()):
-                self._decode.decline(link.boot, transfer, attempt)
+                self._fetches.refused(link, problem)
+            self._fetches.accepted(link, now)
         for peer in events.greeted:
-            self._prefill.greet(
-                peer.boot, (peer.rank - self._sharing.first_reader) % len(self._prefill.sides)
+            self._sends.side.greet(
+                peer.boot, (peer.rank - self._sharing.first_reader) % len(self._sends.side.sides)
             )
             if isinstance(self._connector, Notifier):
                 self._connector.listen(peer.boot, peer.memory)
         for each in events.received:
             if each.peer in self._links.incoming:
-                self._prefill.receive(each.peer, each.message, now)  # type: ignore[arg-type]
+                self._sends.side.receive(each.peer, each.message, now)  # type: ignore[arg-type]
             else:
                 self._decode.receive(each.peer, each.message, now)  # type: ignore[arg-type]
 
-    # --- sends ------------------------------------------------------------------------------------------------
-
-    def _offer(self, task: PeerTask, now: float) -> None:
-        swap = task.swap
-        if TransferRole(self._settings.role) is TransferRole.DECODE:
-            self._end_send(
-                task.plan_id, prefill.SendEnd.FAILED, "FDCACHE_TRANSFER_ROLE=decode hands nothing over"
-            )
-            return
-        offer = Offer(
-            task.plan_id,
-            task.transfer,
-            swap.hash_values,
-            swap.src_block_ids,
-            self._planes.layout.num_planes,
-            task.timeout,
-        )
-        self._prefill.offer(offer, now)
-
-    def _take_computed(self) -> None:
-        """Announce the parts that are computed, in order."""
-        parts = self._queues.parts
-        for _ in range(len(parts)):
-            ready = parts.popleft()
-            if ready.plan_id not in self._sends:
-                continue
-            if not self._prefill.is_live(ready.plan_id) or (
-                ready.event is not None and not ready.event.query()
-            ):  # its offer is among the commands
-                parts.append(ready)
-            else:
-                self._prefill.computed(ready.plan_id, ready.part)
-
-    def _end_send(
-        self,
-        plan_id: int,
-        end: prefill.SendEnd,
-        error: str | None,
-        to: bytes | None = None,
-        blocks: int = 0,
-    ) -> None:
-        """Report a send, of which decode asked for so many blocks."""
-        with self._lock:
-            send = self._sends.pop(plan_id)
-            if self._send_of.get(send.task.transfer) == plan_id:
-                del self._send_of[send.task.transfer]
-        is_done = end is prefill.SendEnd.DONE
-        peer = self._links.incoming.get(to) if to is not None else None
-        address = "" if peer is None else peer.identity.address
-        ended = HandoverEnd(address, end.value, blocks * is_done)
-        whole, moved = len(send.task.swap) * is_done, ended.blocks * self._planes.layout.payload_bytes
-        send.execution.finish(ended, whole, (), moved, error)
-        self._tally.record(send.execution.result())
-
-    def _granted(self, transfer: str) -> None:
-        send = self._sends.get(self._send_of.get(transfer, 0))
-        if send is not None:
-            send.execution.begin()
-
     # --- fetches ----------------------------------------------------------------------------------------------
 
-    def _fetch(self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float) -> None:
-        sharing = self._sharing
-        gathering = Gathering(execution, task, self._planes.layout.payload_bytes, after)
-        self._fetches[task.plan_id] = gathering
-        ranks = [(rank, task.wanted) for rank, _ in sharing.sources]
-        ranks += [(rank, False) for rank in sharing.declined]
-        for rank, wanted in ranks:
-            address = task.addresses[rank] if rank < len(task.addresses) else ""
-            leg = Leg(next(self._leg_numbers), gathering, address, now + task.timeout, wanted)
-            gathering.legs[leg.number] = self._legs[leg.number] = leg
-        if TransferRole(self._settings.role) is TransferRole.PREFILL:
-            refusal = "FDCACHE_TRANSFER_ROLE=prefill reads from nobody"
-        elif len(task.addresses) != sharing.layout.tp_size:
-            refusal = f"{len(task.addresses)} addresses of a peer with {sharing.layout.tp_size} ranks"
-        else:
-            for leg in list(gathering.legs.values()):
-                self._connect(leg, now)
-            return
-        for number in list(gathering.legs):
-            self._end_unasked(number, FetchEnd.REFUSED, refusal)
+    def _begin_fetch(
+        self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float
+    ) -> None:
+        self._fetches.begin(task, execution, after, now)
 
-    def _connect(self, leg: Leg, now: float) -> None:
-        try:
-            link = self._links.connect(leg.address, now, leg.deadline)
-        except TransferError as error:
-            self._end_unasked(leg.number, FetchEnd.REFUSED, str(error))
-            return
-        if link.state is LinkState.ACCEPTED:
-            self._ask(leg, link.boot, now)
-        elif link.state is LinkState.REFUSED:
-            self._end_unasked(leg.number, FetchEnd.REFUSED, link.error)
-
-    def _connect_early(self, address: str, now: float) -> None:
-        try:
-            self._links.connect(address, now, now + self._settings.timeout)
-        except TransferError as error:
-            logger.warning("%s", error)  # and a fetch from it is refused for the same reason
-
-    def _ask(self, leg: Leg, boot: bytes, now: float) -> None:
-        task = leg.task
-        leg.boot = boot
-        if not leg.wanted:
-            self._decode.decline(boot, task.transfer, task.attempt)
-            self._end_unasked(leg.number, FetchEnd.DECLINED, None)
-            return
-        swap = task.swap
-        first = int(swap.src_block_ids[0]) if len(swap) else 0
-        timeout = max(leg.deadline - now, 0.0)
-        hashes = swap.hash_values
-        if task.peer_hashes:
-            hashes = np.frombuffer(task.peer_hashes, np.uint8).reshape(-1, 32)
-        fetch = Fetch(
-            leg.number, boot, task.transfer, task.attempt, first, hashes, swap.dst_block_ids, timeout
-        )
-        self._decode.fetch(fetch, now)
-
-    def _waiting_for(self, address: str) -> list[Leg]:
-        return [each for each in self._legs.values() if not each.boot and each.address == address]
-
-    def _refuse_waiting(self, link: Outgoing, end: FetchEnd, error: str | None) -> None:
-        for leg in self._waiting_for(link.address):
-            self._end_unasked(leg.number, end, error)
-
-    def _expire_unconnected(self, now: float) -> None:
-        for leg in list(self._legs.values()):
-            if not leg.boot and now > leg.deadline:
-                self._end_unasked(leg.number, FetchEnd.TIMEOUT, f"no peer answers at {leg.address}")
-
-    def _end_unasked(self, number: int, end: FetchEnd, error: str | None) -> None:
-        """End a leg of which nothing was read."""
-        self._end_leg(FetchEnded(number, end, 0, (), error))
-
-    def _end_leg(self, effect: FetchEnded) -> None:
-        leg = self._legs.pop(effect.plan_id, None)
-        if leg is None:
-            return
-        gathering, plan_id = leg.gathering, leg.task.plan_id
-        if gathering.take(leg, effect) is not None:
-            self._tally.record(gathering.execution.result())
-        if gathering.is_failing:
-            for other in [each for each in gathering.legs.values() if each.wanted]:
-                self._cancel_leg(other)
-        if not gathering.legs:
-            self._fetches.pop(plan_id, None)
-
-    def _cancel_leg(self, leg: Leg, reason: str = "cancelled") -> None:
-        if leg.boot:
-            self._decode.cancel(leg.number, reason)
-        elif leg.wanted:
-            unwanted = self._unwanted.setdefault(leg.address, deque(maxlen=_MOST_UNWANTED))
-            unwanted.append((leg.task.transfer, leg.task.attempt))
-            self._end_unasked(leg.number, FetchEnd.CANCELLED, reason)
+    def _connect(self, address: str, now: float) -> None:
+        self._fetches.connect_early(address, now)
 
     def _cancel(self, plan_id: int, now: float) -> None:
         if plan_id in self._sends:
-            self._prefill.cancel(plan_id, "prefill has given up the request")
-        elif (gathering := self._fetches.get(plan_id)) is not None:
-            for leg in list(gathering.legs.values()):
-                self._cancel_leg(leg)
+            self._sends.side.cancel(plan_id, "prefill has given up the request")
+        else:
+            self._fetches.cancel(plan_id)
 
     # --- effects ----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Carry out what the state machines ask for."""
         while True:
-            effects: list[tuple[int, prefill.Effect | decode.Effect]] = [*self._prefill.take_effects()]
+            effects: list[tuple[int, prefill.Effect | decode.Effect]] = [*self._sends.side.take_effects()]
             effects += [(0, effect) for effect in self._decode.take_effects()]
             if not effects:
                 return
@@ -536,22 +342,22 @@ class TransferEndpoint:
         match effect:
             case SendMessage():
                 if isinstance(effect.message, Granted):
-                    self._granted(effect.message.transfer)
+                    self._sends.granted(effect.message.transfer)
                 self._answer(effect)
             case Publish():
                 self._publishers[reader].publish(effect)
             case ComputeSums():
-                self._sum_sources(reader, effect)
+                self._sends.sum_sources(reader, effect)
             case OfferEnded():
-                self._end_send(effect.plan_id, effect.end, effect.error, effect.peer, effect.blocks)
+                self._sends.end(effect.plan_id, effect.end, effect.error, effect.peer, effect.blocks)
             case PlacesRead():
                 self._connector.withdraw(effect.places)
             case BeginRead():
-                self._begin_read(effect)
+                self._connector.read(self._fetches.order(effect))
             case ComputeTargetSums():
-                self._sum_targets(effect)
+                self._fetches.sum_targets(effect)
             case FetchEnded():
-                self._end_leg(effect)
+                self._fetches.end(effect)
             case _:
                 self._links.to_prefill(effect.peer, effect.message)
 
@@ -566,74 +372,20 @@ class TransferEndpoint:
     def _notifications(self) -> list[bytes]:
         return self._connector.notifications() if isinstance(self._connector, Notifier) else []
 
-    def _slots_of(self, plan_id: int) -> Int32Array:
-        return self._sends[plan_id].task.swap.src_block_ids
-
-    def _pieces_of(self, leg: int) -> Pieces | None:
-        """Return the pieces of the own planes that a leg reads, None for all."""
-        link = self._legs[leg].boot
-        rank = next(
-            each.identity.rank
-            for each in self._links.outgoing.values()
-            if each.identity and each.boot == link
-        )
-        joint = self._sharing.joints[rank]
-        return None if joint is None else joint.own
-
-    def _begin_read(self, effect: BeginRead) -> None:
-        ready, after = effect.ready, None
-        for leg in self._legs.values():
-            if leg.task.transfer == ready.transfer and leg.boot == effect.peer:
-                leg.gathering.execution.begin()
-                after = leg.gathering.after
-        self._connector.read(
-            ReadOrder(
-                effect.read_id,
-                effect.peer,
-                ready.places,
-                ready.count,
-                effect.skip,
-                ready.first_plane,
-                ready.last_plane,
-                effect.slots,
-                after,
-            )
-        )
-
-    def _sum_sources(self, reader: int, effect: ComputeSums) -> None:
-        try:
-            sums = self._planes.sums(effect.slots, self._sharing.readers[reader])
-        except DeviceError as error:
-            self._prefill.cancel(effect.plan_id, str(error))
-        else:
-            self._prefill.sums(reader, effect.plan_id, sums)
-
-    def _sum_targets(self, effect: ComputeTargetSums) -> None:
-        try:
-            sums = self._planes.sums(effect.slots, self._pieces_of(effect.plan_id))
-        except DeviceError as error:
-            self._decode.cancel(effect.plan_id, str(error))
-            sums = np.empty(0, np.uint64)  # not compared: the fetch has ended
-        self._decode.sums(effect.plan_id, sums)
-
     def _end_all(self, reason: str) -> None:
         """Tell the peers, wait for the reads in flight that end by themselves, and fail what is left."""
         with self._lock:
             self._ended = reason
         try:
             self._run_commands(0.0)
-            for plan_id in list(self._sends):
-                self._prefill.cancel(plan_id, reason)
-            for leg in list(self._legs.values()):
-                self._cancel_leg(leg, reason)
+            self._sends.cancel_all(reason)
+            self._fetches.cancel_all(reason)
             self._settle()
         except Exception:
             logger.exception("peers may not know that hand-overs have ended")
         self._connector.close()
-        for send in list(self._sends):
-            self._end_send(send, prefill.SendEnd.CANCELLED, reason)
-        for number in list(self._legs):
-            self._end_unasked(number, FetchEnd.CANCELLED, reason)
+        self._sends.drop_all(reason)
+        self._fetches.drop_all(reason)
 
     # --- views ------------------------------------------------------------------------------------------------
 
@@ -646,30 +398,7 @@ class TransferEndpoint:
             PeerView("send", each.identity.address, boot.hex(), LinkState.ACCEPTED.value)
             for boot, each in self._links.incoming.items()
         ]
-        transfers = [
-            TransferView(
-                each.task.plan_id,
-                "fetch",
-                each.task.transfer,
-                each.address,
-                len(each.task.swap),
-                each.gathering.execution.age,
-            )
-            for each in self._legs.values()
-            if each.wanted or not each.task.wanted
-        ]
-        transfers += [
-            TransferView(
-                plan_id,
-                "send",
-                each.task.transfer,
-                "",
-                len(each.task.swap),
-                each.execution.age,
-                self._prefill.is_complete(plan_id),
-            )
-            for plan_id, each in self._sends.items()
-        ]
+        transfers = (*self._fetches.views(), *self._sends.views())
         counts = self._tally.counts()
         return TransferStats(
             rank=self._options.rank,
@@ -677,9 +406,9 @@ class TransferEndpoint:
             address=self.address,
             connector=self._connector.stats(),
             peers=tuple(peers),
-            transfers=tuple(transfers),
+            transfers=transfers,
             counts=tuple(counts),
-            sent_blocks_held=self._prefill.blocks_held,
+            sent_blocks_held=self._sends.side.blocks_held,
             fetched_blocks_in_flight=self._decode.blocks_in_flight,
             held_blocks=self._decode.blocks_held,
             leases_expired=sum(each.transfers for each in counts if each.is_expired_lease),
@@ -696,9 +425,3 @@ def _live_directory(address: str) -> Path:
     directory = default_runtime_dir()
     make_runtime_dir(directory)
     return directory
-
-
-def _first_planes(layout: KVLayout) -> Sequence[int]:
-    """Return the number of the first plane of each layer, then the number of planes."""
-    counts = [len(layout.layer_planes(layer)) for layer in range(layout.total_layers)]
-    return [sum(counts[:layer]) for layer in range(layout.total_layers + 1)]

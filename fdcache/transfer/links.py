@@ -112,6 +112,8 @@ class LinkEvents:
     greeted: list[Identity] = field(default_factory=list)
     """Decode peers that were accepted."""
     gone: list[tuple[bytes, str]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """Addresses of prefill peers that are gone."""
 
 
 class Links:
@@ -285,6 +287,7 @@ class Links:
     def _lost(self, link: Outgoing, reason: str) -> None:
         """Drop the state of the process that was at an address; begin a new handshake when it is needed."""
         self.events.gone.append((link.boot, reason))
+        self.events.lost.append(link.address)
         _close(link.watch)
         link.state, link.identity, link.watch, link.next_hello = LinkState.CONNECTING, None, None, 0.0
 

@@ -278,6 +278,8 @@ class PrefillSide:
 
     def _asked(self, peer: Peer, ask: Ask, now: float) -> None:
         if ask.attempt <= self._ended.get(ask.transfer, -1):
+            failed = Failed(ask.transfer, ask.attempt, "decode has ended this transfer")
+            self._effects.append(SendMessage(peer, failed))
             return
         plan_id = self._by_transfer.get(ask.transfer)
         if plan_id is None and (reason := self._over.get(ask.transfer)) is not None:

@@ -89,6 +89,8 @@ class Readers:
         ends = self._ended.setdefault(ended.plan_id, [])
         ends.append(ended)
         freed: list[Effect] = [PlacesRead(ended.plan_id, places) for places in ended.places]
+        if ended.end is SendEnd.PEER_GONE:  # no block can be whole on all ranks of that instance any more
+            self.cancel(ended.plan_id, "the decode process of another rank is gone")
         if len(ends) < len(self.sides):
             return freed
         del self._ended[ended.plan_id]

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,24 +26,29 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def engine(role: str, folder: Path, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
-    """An engine in a process of its own."""
+def engine(role: str, folder: Path, ranks: int = 1, theirs: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+    """An engine in a process of its own, or of each rank, whose peers have ``theirs`` ranks."""
     model = [f"--{each.name.replace('_', '-')}={getattr(GQA, each.name)}" for each in fields(GQA)]
     command = [sys.executable, "-m", "examples.paddle_engine", "--role", role, *model]
     given = {
         "FDCACHE_TRANSFER_DIR": str(folder),
         "FDCACHE_TRANSFER_ADDRESS": f"ipc://{folder}/{role}-rank",
         "FDCACHE_TRANSFER_TIMEOUT": "2",
-        **environ,
+        "FDCACHE_TRANSFER_PEER_RANKS": str(theirs),
     }
-    process = subprocess.Popen(
-        [*command, "--listen", f"ipc://{folder}/{role}", "--device-blocks", "64"], env={**os.environ, **given}
-    )
+    command += ["--listen", f"ipc://{folder}/{role}", "--device-blocks", "64", "--ranks", str(ranks)]
+    process = subprocess.Popen(command, env={**os.environ, **given}, start_new_session=True)
     try:
         yield process
     finally:
-        process.kill()
+        signal_all(process, signal.SIGKILL)
         process.wait()
+
+
+def signal_all(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to an engine and the processes of its ranks."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +78,14 @@ def expected(prompts: list[Ask]) -> dict[str, list[int]]:
 class Deployment:
     """Two engines behind a router."""
 
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, ranks: tuple[int, int] = (1, 1)) -> None:
         self._stack, self._folder = stack, folder
+        self._ranks = {"prefill": ranks, "decode": ranks[::-1]}
         self.processes = {role: self.start(role) for role in ("prefill", "decode")}
         self.router = Router(f"ipc://{folder}/prefill", f"ipc://{folder}/decode")
 
     def start(self, role: str) -> subprocess.Popen[bytes]:
-        return self._stack.enter_context(engine(role, self._folder))
+        return self._stack.enter_context(engine(role, self._folder, *self._ranks[role]))
 
     def serve(self, prompts: list[Ask], fault: Callable[[], None]) -> dict[str, list[int]]:
         """Serve half of the prompts, let something happen, and serve the others."""
@@ -96,14 +103,19 @@ class Deployment:
 
 
 @pytest.fixture
-def deployment(tmp_path: Path) -> Iterator[Deployment]:
+def make_deployment(tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
     with ExitStack() as stack:
-        yield Deployment(stack, tmp_path)
+        yield partial(Deployment, stack, tmp_path)
 
 
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)], ids=["1-1", "2-1", "1-2"])
 def test_the_tokens_are_those_of_one_engine(
-    deployment: Deployment, prompts: list[Ask], expected: dict[str, list[int]]
+    make_deployment: Callable[..., Deployment],
+    prompts: list[Ask],
+    expected: dict[str, list[int]],
+    ranks: tuple[int, int],
 ) -> None:
+    deployment = make_deployment(ranks)
     assert deployment.serve(prompts, lambda: None) == expected
 
     def told() -> bool:
@@ -116,18 +128,32 @@ def test_the_tokens_are_those_of_one_engine(
     assert {each.wait() for each in deployment.processes.values()} == {0}
 
 
-@pytest.mark.parametrize("what", ["prefill killed", "prefill stopped", "decode killed"])
+@pytest.mark.parametrize(
+    ("what", "ranks"),
+    [
+        ("prefill killed", (1, 1)),
+        ("prefill stopped", (1, 1)),
+        ("decode killed", (1, 1)),
+        ("prefill killed", (2, 1)),
+        ("decode killed", (1, 2)),
+    ],
+)
 def test_the_tokens_are_the_same_when_an_engine_fails(
-    deployment: Deployment, prompts: list[Ask], expected: dict[str, list[int]], what: str
+    make_deployment: Callable[..., Deployment],
+    prompts: list[Ask],
+    expected: dict[str, list[int]],
+    what: str,
+    ranks: tuple[int, int],
 ) -> None:
+    deployment = make_deployment(ranks)
     role, _, how = what.partition(" ")
     process = deployment.processes[role]
 
     def fault() -> None:
-        process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        signal_all(process, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         if how == "killed":
             process.wait()
             deployment.start(role)
 
     assert deployment.serve(prompts, fault) == expected
-    process.send_signal(signal.SIGCONT)
+    signal_all(process, signal.SIGCONT)

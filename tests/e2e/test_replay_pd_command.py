@@ -54,7 +54,7 @@ def test_head_ranges_are_handed_over_to_fewer_ranks_and_flipped_ones_are_compute
 )
 def test_ranks_of_unequal_instances_leave_nothing_and_change_no_byte(ranks: tuple[str, ...]) -> None:
     heads = () if "mla" in ranks else ("--kv-heads", "2")
-    found = report("--requests", "150", *heads, *ranks, "--faults", "stop=2,abort=2,reset=2")
+    found = report("--requests", "150", *heads, *ranks, "--faults", "kill=2,stop=2,abort=2,reset=2")
     assert found["clean"]
     assert found["transfers"]["fetch done"] > 5
 

@@ -149,6 +149,22 @@ def test_all_of_a_replaced_prefill_is_dropped_once_its_reads_have_ended(
     world.read_by_mine("last", 3)
 
 
+def test_a_replacing_prefill_is_told_what_decode_is_through_with(make_world: MakeWorld) -> None:
+    world = make_world("decode")
+    world.read_by_mine("read", 1)
+    reached = world.kill_at("Ready")
+    world.peer.ask("send", "lost", 2, BLOCKS)
+    request = world.fetch("lost", 2)
+    world.until(reached)
+    world.take_whole(request)
+    world.start_peer()
+    for transfer, seed in (("read", 1), ("lost", 2)):  # as a router repeats what it has no answer to
+        world.peer.ask("send", transfer, seed, BLOCKS)
+    world.until(lambda: world.peer.ask("is_clean"))
+    assert world.peer.ask("results") == ["not_wanted", "not_wanted"]
+    world.read_by_mine("next", 3)
+
+
 def is_mapped(file: Path) -> bool:
     """Return True if this process maps a file, deleted or not."""
     return str(file) in Path("/proc/self/maps").read_text()

@@ -1,0 +1,234 @@
+"""The fetches of one rank: the prefill ranks that each reads from, from the plan to its report."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+import numpy as np
+
+from fdcache.devices.base import Event
+from fdcache.errors import DeviceError, TransferError
+from fdcache.metadata import PeerTask
+from fdcache.settings.peers import PeerSettings, TransferRole
+from fdcache.tiers.handovers import HandoverTally
+from fdcache.transfer.connector import LocalPlanes, Pieces, ReadOrder
+from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fetch, FetchEnd, FetchEnded
+from fdcache.transfer.execution import TransferExecution
+from fdcache.transfer.gathering import Gathering, Leg
+from fdcache.transfer.links import Links, LinkState, Outgoing
+from fdcache.transfer.sharing import Sharing
+from fdcache.transfer.statistics import TransferView
+
+logger = logging.getLogger(__name__)
+
+_MOST_OVER = 1024
+
+
+class Fetches:
+    """The fetches that have not ended, and what peers have to be told of those that have."""
+
+    def __init__(
+        self,
+        planes: LocalPlanes,
+        settings: PeerSettings,
+        sharing: Sharing,
+        side: DecodeSide,
+        links: Links,
+        tally: HandoverTally,
+    ) -> None:
+        self._planes, self._settings, self._sharing = planes, settings, sharing
+        self._side, self._links, self._tally = side, links, tally
+        self._gatherings: dict[int, Gathering] = {}
+        self._legs: dict[int, Leg] = {}
+        self._leg_numbers = count(1)
+        self._over: dict[str, OrderedDict[str, int]] = {}
+        """Last attempts of transfers that have ended here, by address: a peer that was not told, or has been replaced
+        since and computes them again, is told once it is connected."""
+
+    def __len__(self) -> int:
+        return len(self._gatherings)
+
+    def cancel(self, plan_id: int) -> None:
+        """End a fetch that is not needed any more, and tell the peers."""
+        if (gathering := self._gatherings.get(plan_id)) is not None:
+            for leg in list(gathering.legs.values()):
+                self._cancel_leg(leg)
+
+    def cancel_all(self, reason: str) -> None:
+        """End every fetch, and tell the peers."""
+        for leg in list(self._legs.values()):
+            self._cancel_leg(leg, reason)
+
+    def drop_all(self, reason: str) -> None:
+        """Report what has not ended."""
+        for number in list(self._legs):
+            self._end_unasked(number, FetchEnd.CANCELLED, reason)
+
+    def accepted(self, link: Outgoing, now: float) -> None:
+        """Ask a peer for what waits for it, and tell it what has ended."""
+        for leg in self._waiting_for(link.address):
+            self._ask(leg, link.boot, now)
+        for transfer, attempt in self._over.get(link.address, {}).items():
+            self._side.decline(link.boot, transfer, attempt)
+
+    def lost(self, addresses: Iterable[str], now: float) -> None:
+        """Look for the processes that replace lost ones, to tell them what has ended."""
+        for address in addresses:
+            if self._over.get(address):
+                self.connect_early(address, now)
+
+    def views(self) -> Iterator[TransferView]:
+        """Yield the state of what has not ended."""
+        for each in self._legs.values():
+            if each.wanted or not each.task.wanted:
+                age = each.gathering.execution.age
+                blocks = len(each.task.swap)
+                yield TransferView(each.task.plan_id, "fetch", each.task.transfer, each.address, blocks, age)
+
+    def begin(self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float) -> None:
+        """Begin the hand-over of a plan, once its peers are connected."""
+        sharing = self._sharing
+        gathering = Gathering(execution, task, self._planes.layout.payload_bytes, after)
+        self._gatherings[task.plan_id] = gathering
+        ranks = [(rank, task.wanted) for rank, _ in sharing.sources]
+        ranks += [(rank, False) for rank in sharing.declined]
+        for rank, wanted in ranks:
+            address = task.addresses[rank] if rank < len(task.addresses) else ""
+            leg = Leg(next(self._leg_numbers), gathering, address, now + task.timeout, wanted)
+            if (over := self._over.get(address)) is not None:
+                over.pop(task.transfer, None)
+            gathering.legs[leg.number] = self._legs[leg.number] = leg
+        if TransferRole(self._settings.role) is TransferRole.PREFILL:
+            refusal = "FDCACHE_TRANSFER_ROLE=prefill reads from nobody"
+        elif len(task.addresses) != sharing.layout.tp_size:
+            refusal = f"{len(task.addresses)} addresses of a peer with {sharing.layout.tp_size} ranks"
+        else:
+            for leg in list(gathering.legs.values()):
+                self._connect(leg, now)
+            return
+        for number in list(gathering.legs):
+            self._end_unasked(number, FetchEnd.REFUSED, refusal)
+
+    def _connect(self, leg: Leg, now: float) -> None:
+        try:
+            link = self._links.connect(leg.address, now, leg.deadline)
+        except TransferError as error:
+            self._end_unasked(leg.number, FetchEnd.REFUSED, str(error))
+            return
+        if link.state is LinkState.ACCEPTED:
+            self._ask(leg, link.boot, now)
+        elif link.state is LinkState.REFUSED:
+            self._end_unasked(leg.number, FetchEnd.REFUSED, link.error)
+
+    def connect_early(self, address: str, now: float) -> None:
+        """Connect to a peer before it is needed."""
+        try:
+            self._links.connect(address, now, now + self._settings.timeout)
+        except TransferError as error:
+            logger.warning("%s", error)  # and a fetch from it is refused for the same reason
+
+    def _ask(self, leg: Leg, boot: bytes, now: float) -> None:
+        task = leg.task
+        leg.boot = boot
+        if not leg.wanted:
+            self._side.decline(boot, task.transfer, task.attempt)
+            self._end_unasked(leg.number, FetchEnd.DECLINED, None)
+            return
+        swap = task.swap
+        first = int(swap.src_block_ids[0]) if len(swap) else 0
+        timeout = max(leg.deadline - now, 0.0)
+        hashes = swap.hash_values
+        if task.peer_hashes:
+            hashes = np.frombuffer(task.peer_hashes, np.uint8).reshape(-1, 32)
+        fetch = Fetch(
+            leg.number, boot, task.transfer, task.attempt, first, hashes, swap.dst_block_ids, timeout
+        )
+        self._side.fetch(fetch, now)
+
+    def _waiting_for(self, address: str) -> list[Leg]:
+        return [each for each in self._legs.values() if not each.boot and each.address == address]
+
+    def refused(self, link: Outgoing, error: str | None) -> None:
+        """End the fetches that waited for a peer."""
+        for leg in self._waiting_for(link.address):
+            self._end_unasked(leg.number, FetchEnd.REFUSED, error)
+
+    def expire(self, now: float) -> None:
+        """End the fetches from peers that did not answer in time."""
+        for leg in list(self._legs.values()):
+            if not leg.boot and now > leg.deadline:
+                self._end_unasked(leg.number, FetchEnd.TIMEOUT, f"no peer answers at {leg.address}")
+
+    def _end_unasked(self, number: int, end: FetchEnd, error: str | None) -> None:
+        """End a leg of which nothing was read."""
+        self.end(FetchEnded(number, end, 0, (), error))
+
+    def end(self, effect: FetchEnded) -> None:
+        """Take the end of a leg, and report the plan with its last."""
+        leg = self._legs.pop(effect.plan_id, None)
+        if leg is None:
+            return
+        self._remember_over(leg)
+        gathering, plan_id = leg.gathering, leg.task.plan_id
+        if gathering.take(leg, effect) is not None:
+            self._tally.record(gathering.execution.result())
+        if gathering.is_failing:
+            for other in [each for each in gathering.legs.values() if each.wanted]:
+                self._cancel_leg(other)
+        if not gathering.legs:
+            self._gatherings.pop(plan_id, None)
+
+    def _remember_over(self, leg: Leg) -> None:
+        over = self._over.setdefault(leg.address, OrderedDict())
+        over[leg.task.transfer] = leg.task.attempt
+        over.move_to_end(leg.task.transfer)
+        if len(over) > _MOST_OVER:
+            over.popitem(last=False)
+
+    def _cancel_leg(self, leg: Leg, reason: str = "cancelled") -> None:
+        if leg.boot:
+            self._side.cancel(leg.number, reason)
+        elif leg.wanted:
+            self._end_unasked(leg.number, FetchEnd.CANCELLED, reason)
+
+    def order(self, effect: BeginRead) -> ReadOrder:
+        """Return the read that is to begin; it starts the execution of its plan."""
+        ready, after = effect.ready, None
+        for leg in self._legs.values():
+            if leg.task.transfer == ready.transfer and leg.boot == effect.peer:
+                leg.gathering.execution.begin()
+                after = leg.gathering.after
+        return ReadOrder(
+            effect.read_id,
+            effect.peer,
+            ready.places,
+            ready.count,
+            effect.skip,
+            ready.first_plane,
+            ready.last_plane,
+            effect.slots,
+            after,
+        )
+
+    def sum_targets(self, effect: ComputeTargetSums) -> None:
+        """Compute the sums of what has arrived."""
+        try:
+            sums = self._planes.sums(effect.slots, self._pieces_of(effect.plan_id))
+        except DeviceError as error:
+            self._side.cancel(effect.plan_id, str(error))
+            sums = np.empty(0, np.uint64)  # not compared: the fetch has ended
+        self._side.sums(effect.plan_id, sums)
+
+    def _pieces_of(self, leg: int) -> Pieces | None:
+        """Return the pieces of the own planes that a leg reads, None for all."""
+        link = self._legs[leg].boot
+        rank = next(
+            each.identity.rank
+            for each in self._links.outgoing.values()
+            if each.identity and each.boot == link
+        )
+        joint = self._sharing.joints[rank]
+        return None if joint is None else joint.own
