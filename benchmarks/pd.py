@@ -1,6 +1,6 @@
 """Measure hand-overs from a prefill to a decode process: speed beside plain copies, and what they add to a first token.
 
-    python -m benchmarks.pd [--transfer ipc,rdma] [--mebibytes 64] [--layers 16] [--layer-ms 5] [--rounds 5]
+    python -m benchmarks.pd [--transfer ipc,rdma] [--plane-kib 64] [--scattered] [--mebibytes 64] [--rounds 5]
 
 All of a run move the same bytes, in turns. ``copy`` is one copy of as many bytes within a process, ``nixl`` one READ of
 NIXL between the processes (with rdma). A hand-over of blocks that are computed already is as fast as it gets; one of
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -32,42 +34,68 @@ from fdcache.manager.requests import PeerSource
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import ReadEnd, ReadOrder
-from fdcache.transfer.rdma import find_nixl
+from fdcache.transfer.nixl_agent import find_nixl
 
 MIB = 1 << 20
 CHUNK = 64 << 10
 
 
-def layout_of(layers: int) -> KVLayout:
-    """Return a layout with planes of 64 KiB."""
+def layout_of(layers: int, plane_kib: int) -> KVLayout:
+    """Return a layout with planes of this size."""
     return KVLayout.uniform(
         model="bench",
         revision="1",
         num_layers=layers,
-        block_size=32,
+        block_size=plane_kib // 2,
         kv_heads=8,
         head_dim=128,
         dtype="bfloat16",
     )
 
 
+@dataclass(frozen=True)
+class Case:
+    """A kind of hand-over, of prompts of so many blocks."""
+
+    connector: str
+    layout: KVLayout
+    blocks: int
+    scattered: bool = False
+    verify: bool = True
+
+
 class Instance:
     """One instance with one rank."""
 
-    def __init__(
-        self, role: str, connector: str, layout: KVLayout, blocks: int, folder: Path, verify: bool
-    ) -> None:
+    def __init__(self, role: str, case: Case, folder: Path) -> None:
+        connector, layout = case.connector, case.layout
         peers = PeerSettings(
-            role=role, connector=connector, address=f"ipc://{folder}/{role}-{connector}-{verify}"
+            role=role, connector=connector, address=f"ipc://{folder}/{role}-{connector}-{case.verify}"
         )
-        cache = CacheSettings(device_blocks=2 * blocks + 16)
+        cache = CacheSettings(device_blocks=2 * case.blocks + 16)
         self.manager = CacheManager(cache, layout, peers=PeerTerms(peers))
         self.controller = CacheController(TransferSettings(first_group_layers=1, group_layers=4), layout)
         shared = peers.directory if connector == "ipc" else None
         for plane in self.controller.initialize_kv_cache(cache.device_blocks, shared=shared):
             plane.reshape(-1).view(np.uint8)[:] = 7
         self.controller.initialize_host_cache(self.manager.host_cache)
-        self.address = self.controller.open_transfer(peers, verifies=verify) or ""
+        self._num_blocks, self._block_size = cache.device_blocks, layout.block_size
+        self._scattered = case.scattered
+        self.address = self.controller.open_transfer(peers, verifies=case.verify) or ""
+
+    def scatter(self, seed: int) -> None:
+        """Let the next blocks that are allocated be scattered, if they are to be."""
+        if not self._scattered:
+            return
+        random = np.random.default_rng(seed)
+        requests = [
+            Request(f"scatter-{i}", random.integers(0, 50_000, self._block_size).astype(np.int32))
+            for i in range(self._num_blocks)
+        ]
+        self.manager.match_prefix(requests)
+        self.manager.allocate_device_blocks([(each, self._block_size) for each in requests])
+        for index in random.permutation(len(requests)):
+            self.manager.request_finish([requests[index]])
 
     def submit(self) -> None:
         """Submit what is planned."""
@@ -80,13 +108,12 @@ class Instance:
         self.manager.close()
 
 
-def serve(
-    pipe: Connection, connector: str, layout: KVLayout, blocks: int, folder: Path, verify: bool
-) -> None:
+def serve(pipe: Connection, case: Case, folder: Path) -> None:
     """Be the prefill process: compute what is asked for, and answer with the time of the last layer."""
-    instance = Instance("prefill", connector, layout, blocks, folder, verify)
-    raw = _Raw(blocks * layout.payload_bytes) if connector == "rdma" else None
+    instance, layout = Instance("prefill", case, folder), case.layout
+    raw = _Raw(case.blocks * layout.payload_bytes) if case.connector == "rdma" else None
     pipe.send((instance.address, raw.description if raw else None))
+    instance.scatter(0)
     while (work := _receive(pipe, raw)) is not None:
         name, tokens, layer_seconds = work
         request = Request(name, tokens)
@@ -105,6 +132,7 @@ def serve(
             instance.manager.apply(instance.controller.poll())
             time.sleep(0.0005)
         instance.manager.reset_cache()
+        instance.scatter(len(name))
         pipe.send("ready")
     instance.close()
     if raw is not None:
@@ -206,14 +234,14 @@ class HandOver:
 class Pair:
     """A prefill process, and a decode instance in this one."""
 
-    def __init__(self, connector: str, layout: KVLayout, blocks: int, folder: Path, verify: bool) -> None:
+    def __init__(self, case: Case, folder: Path) -> None:
+        layout, blocks = case.layout, case.blocks
         self._layout, self._blocks = layout, blocks
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, connector, layout, blocks, folder, verify)
-        self._process = context.Process(target=serve, args=arguments, daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, case, folder), daemon=True)
         self._process.start()
-        self._decode = Instance("decode", connector, layout, blocks, folder, verify)
+        self._decode = Instance("decode", case, folder)
         self._address, raw = self._pipe.recv()
         self._raw = _Raw(blocks * layout.payload_bytes) if raw else None
         self.nixl = self._raw.reader(*raw) if self._raw and raw else None
@@ -228,6 +256,7 @@ class Pair:
         self._count += 1
         decode, name = self._decode, f"bench-{self._count}"
         random = np.random.default_rng(self._count)
+        decode.scatter(self._count)
         tokens = random.integers(0, 50_000, self._blocks * self._layout.block_size + 1).astype(np.int32)
         self._recorder.begun.clear()
         self._recorder.ended.clear()
@@ -268,10 +297,10 @@ class Pair:
 
 
 @contextmanager
-def pair(connector: str, layout: KVLayout, blocks: int, verify: bool = True) -> Iterator[Pair]:
+def pair(case: Case) -> Iterator[Pair]:
     """Yield a pair of instances."""
     with tempfile.TemporaryDirectory(prefix="fdcache-bench-") as folder:
-        made = Pair(connector, layout, blocks, Path(folder), verify)
+        made = Pair(case, Path(folder))
         try:
             yield made
         finally:
@@ -285,12 +314,12 @@ def timed(call: Callable[[], object]) -> float:
     return time.monotonic() - start
 
 
-def measure(connector: str, layout: KVLayout, blocks: int, layer_seconds: float, rounds: int) -> None:
+def measure(case: Case, layer_seconds: float, rounds: int) -> None:
     """Measure one connector, and print it."""
-    nbytes = blocks * layout.payload_bytes
+    layout, nbytes = case.layout, case.blocks * case.layout.payload_bytes
     source, target = np.full(nbytes, 7, np.uint8), np.zeros(nbytes, np.uint8)
     times: dict[str, list[float]] = {"copy": [], "nixl": [], "reads": [], "hand-over": [], "unverified": []}
-    with pair(connector, layout, blocks) as verified, pair(connector, layout, blocks, verify=False) as other:
+    with pair(case) as verified, pair(replace(case, verify=False)) as other:
         for each in (verified, other):
             each.hand_over(0.0)  # connects
         for _ in range(rounds):
@@ -304,7 +333,8 @@ def measure(connector: str, layout: KVLayout, blocks: int, layer_seconds: float,
         layered = [verified.hand_over(layer_seconds) for _ in range(rounds)]
     best = {name: min(values) for name, values in times.items() if values}
     print(
-        f"\n{connector}: {nbytes / MIB:.0f} MiB, {blocks} blocks, planes of {layout.planes[0].nbytes >> 10} KiB"
+        f"\n{case.connector}: {nbytes / MIB:.0f} MiB, {case.blocks} blocks, planes of "
+        f"{layout.planes[0].nbytes >> 10} KiB, {'scattered' if case.scattered else 'adjoining'}"
     )
     for name, seconds in best.items():
         shares = [f"{best[base] / seconds:.2f} of {base}" for base in ("copy", "nixl") if base in best]
@@ -328,13 +358,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--layer-ms", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--plane-kib", type=int, default=64)
+    parser.add_argument("--scattered", action="store_true", help="blocks of prompts do not adjoin")
     options = parser.parse_args()
-    layout = layout_of(options.layers)
+    layout = layout_of(options.layers, options.plane_kib)
     print(machine())
     for connector in options.transfer.split(","):
         blocks = max(options.mebibytes * MIB // layout.payload_bytes, 1)
-        measure(connector, layout, blocks, options.layer_ms / 1e3, options.rounds)
+        case = Case(connector, layout, blocks, options.scattered)
+        measure(case, options.layer_ms / 1e3, options.rounds)
 
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # NIXL 1.5.1 brings a libnl that ends a process with a segmentation fault

@@ -1,8 +1,9 @@
-"""Measure hand-overs from GPU to GPU with ``ipc``: reads of a peer's scattered planes, and their cost to neighbours.
+"""Measure hand-overs from GPU to GPU: reads of a peer's scattered planes, and their cost to neighbours.
 
 python -m benchmarks.pd_device [--source GPU] [--target GPU] [--section NAME]... [--json FILE]
 
-A process on ``--source`` fills planes; this one, on ``--target``, maps and reads them. Bandwidths are shares of one
+A process on ``--source`` fills planes; this one, on ``--target``, reads them: mapped by ``ipc``, or through NIXL in the
+sections of ``rdma``. Bandwidths are shares of one
 large copy between the same memory, measured before and after.
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pd_handover import LAYER_US, Instance, measure
+from benchmarks.pd_rdma import ReaderEnd, SourceEnd
 from benchmarks.swap_worker import GIB, make_layout
 from fdcache.devices.base import PlaneBinding
 from fdcache.devices.calibration import Calibration
@@ -116,10 +118,12 @@ class Source:
 def serve(gpu: int) -> None:
     """Answer commands.
 
-    ``planes KIB`` describes planes of that size, ``unit NAME`` measures a unit of work; ``open DIRECTORY VERIFIES``,
-    ``compute SEED MICROSECONDS``, ``computed -`` and ``close -`` are those of a prefill instance.
+    ``planes KIB`` describes planes of that size, ``rdma DESCRIPTION`` joins a reader of them and ``stop -`` leaves it,
+    ``unit NAME`` measures a unit of work; ``open DIRECTORY VERIFIES CONNECTOR``, ``compute SEED MICROSECONDS``,
+    ``computed -`` and ``close -`` are those of a prefill instance.
     """
     rank: Rank | None = None
+    packing: SourceEnd | None = None
     instance: Instance | None = None
     works: dict[str, Callable[[], None]] = {}
     computed = 0.0
@@ -131,12 +135,21 @@ def serve(gpu: int) -> None:
             rank = Rank(gpu, int(argument))
             rank.fill(1)
             answer = rank.access.describe().hex()
+        elif command == "rdma":
+            assert rank is not None
+            packing = SourceEnd(rank, argument)
+            answer = packing.description
+        elif packing is not None and command == "stop":
+            packing.close()
+            packing = None
         elif command == "unit":
             works = works or neighbours(gpu)
             answer = unit_seconds(works[argument], gpu)
         elif command == "open":
-            rank, (directory, verifies) = None, argument.split()
-            instance = Instance("prefill", gpu, Path(directory), verifies=verifies == "1")
+            rank, (directory, verifies, connector) = None, argument.split()
+            instance = Instance(
+                "prefill", gpu, Path(directory), verifies=verifies == "1", connector=connector
+            )
             answer = instance.address
         elif instance is not None and command == "compute":
             print(answer, flush=True)
@@ -248,13 +261,14 @@ class Reader:
 
     def is_right(self) -> bool:
         """Read scattered blocks and compare every byte with the source's."""
-        cupy = self._cupy
         places, slots = self.sample(_MOVED // 4), self.sample(_MOVED // 4)
-        last = self.rank.planes.num_planes
-        read = self.rank.access.read(self.source, places, slots, 0, last)
+        read = self.rank.access.read(self.source, places, slots, 0, self.rank.planes.num_planes)
         read.done.wait(None)
-        if read.end() is not None:
-            return False
+        return read.end() is None and self.has(places, slots)
+
+    def has(self, places: np.ndarray[Any, Any], slots: np.ndarray[Any, Any]) -> bool:
+        """Compare every byte of blocks with those of the source."""
+        cupy, last = self._cupy, self.rank.planes.num_planes
         nbytes = self.rank.layout.planes[0].nbytes
         with cupy.cuda.Device(self.rank.device.gpu.ordinal):
             words = self.rank.memory[: last * self.rank.blocks * nbytes].view(cupy.uint64)
@@ -337,6 +351,66 @@ def bandwidth(source: Source, gpu: int) -> Table:
     return rows
 
 
+def rdma(source: Source, gpu: int) -> Table:
+    rows = []
+    for plane in PLANES:
+        reader = Reader(source, gpu, plane)
+        with joined(source, reader) as end:
+            places, slots = reader.sample(_MOVED // 4), reader.sample(_MOVED // 4)
+            end.seconds(places, slots)
+            if not reader.has(places, slots):
+                raise RuntimeError(f"planes of {plane} KiB arrive with other bytes")
+            before = reader.large()
+            places, slots = reader.sample(_MOVED), reader.sample(_MOVED)
+            rate = len(places) * reader.rank.layout.payload_bytes / end.median_seconds(places, slots)
+            one, four = end.run_rate(1), end.run_rate(4)
+            copy = (before + reader.large()) / 2
+        rows.append(
+            {
+                "plane": f"{plane} KiB",
+                "one large copy, GB/s": f"{copy / 1e9:.0f}",
+                "rdma, scattered, GB/s": f"{rate / 1e9:.0f}",
+                "share": f"{rate / copy:.2f}",
+                "NIXL, a run of 32 MiB": f"{one / copy:.2f}",
+                "NIXL, four such runs": f"{four / copy:.2f}",
+            }
+        )
+    return rows
+
+
+@contextmanager
+def joined(source: Source, reader: Reader) -> Iterator[ReaderEnd]:
+    """Yield a reader through NIXL."""
+    end = ReaderEnd(reader.rank)
+    end.join(source.ask("rdma", end.description), reads=True)
+    try:
+        yield end
+    finally:
+        end.connector.close()
+        source.ask("stop", "-")
+
+
+def rdma_cost(source: Source, gpu: int) -> Table:
+    rows = []
+    reader, mine = Reader(source, gpu, 16), neighbours(gpu)
+    units: dict[str, Callable[[str], float]] = {
+        "reader's": lambda name: unit_seconds(mine[name], gpu),
+        "source's": lambda name: float(source.ask("unit", name)),
+    }
+    with joined(source, reader) as end:
+        places, slots = reader.sample(_MOVED // 4), reader.sample(_MOVED // 4)
+        for (side, unit), name in itertools.product(units.items(), mine):
+            slowdowns: list[float] = []
+            moved: list[float] = []
+            for _ in range(_ROUNDS):
+                alone = unit(name)
+                with end.reading(places, slots, moved):
+                    slowdowns.append(unit(name) / alone - 1)
+            slower, rate = statistics.median(slowdowns), statistics.median(moved)
+            rows.append({"GPU": side, "work": name, "rdma": f"{100 * slower:+.1f}% at {rate / 1e9:.0f} GB/s"})
+    return rows
+
+
 def grids(source: Source, gpu: int) -> Table:
     rows = []
     for plane in PLANES:
@@ -393,9 +467,17 @@ def cost(source: Source, gpu: int) -> Table:
 
 
 def handover(source: Source, gpu: int) -> Table:
+    return handovers(source, gpu, "ipc")
+
+
+def rdma_handover(source: Source, gpu: int) -> Table:
+    return handovers(source, gpu, "rdma")
+
+
+def handovers(source: Source, gpu: int, connector: str) -> Table:
     rows = []
     for layer_us, verifies in itertools.product(LAYER_US, (True, False)):
-        found = measure(source.ask, gpu, layer_us, verifies=verifies)
+        found = measure(source.ask, gpu, layer_us, verifies=verifies, connector=connector)
         rows.append(
             {
                 "a layer takes, ms": layer_us / 1e3,
@@ -413,6 +495,9 @@ SECTIONS: dict[str, Callable[[Source, int], Table]] = {
     "small": small,
     "cost": cost,
     "handover": handover,
+    "rdma": rdma,
+    "rdma-cost": rdma_cost,
+    "rdma-handover": rdma_handover,
 }
 
 

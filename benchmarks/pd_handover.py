@@ -46,11 +46,11 @@ _SPIN = """extern "C" __global__ void spin(long long nanoseconds) {
 class Instance:
     """One rank with its manager, and a stream that computes."""
 
-    def __init__(self, role: str, gpu: int, directory: Path, *, verifies: bool) -> None:
+    def __init__(self, role: str, gpu: int, directory: Path, *, verifies: bool, connector: str) -> None:
         import cupy
 
         self.layout = make_layout(PLANE_KIB)
-        settings = PeerSettings(role=role, connector="ipc", address=f"ipc://{directory}/{role}")
+        settings = PeerSettings(role=role, connector=connector, address=f"ipc://{directory}/{role}")
         self.manager = CacheManager(
             CacheSettings(device_blocks=_POOL), self.layout, peers=PeerTerms(settings, _PATIENCE)
         )
@@ -150,11 +150,13 @@ class Times:
     all_after: float
 
 
-def measure(ask: Callable[..., str], gpu: int, layer_us: int, *, verifies: bool) -> Times:
+def measure(
+    ask: Callable[..., str], gpu: int, layer_us: int, *, verifies: bool, connector: str = "ipc"
+) -> Times:
     """Hand prompts over from the instance behind ``ask`` to one on this GPU."""
     with tempfile.TemporaryDirectory() as directory:
-        address = ask("open", f"{directory} {int(verifies)}")
-        mine = Instance("decode", gpu, Path(directory), verifies=verifies)
+        address = ask("open", f"{directory} {int(verifies)} {connector}")
+        mine = Instance("decode", gpu, Path(directory), verifies=verifies, connector=connector)
         before, after = [], []
         for seed in range(_ROUNDS + 1):
             ask("compute", f"{seed} {layer_us}")

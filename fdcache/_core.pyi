@@ -2525,12 +2525,15 @@ def sum_device_planes(
     stream: int,
     planes: CudaPlanes,
     slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    first_plane: int,
+    last_plane: int,
     host: int,
     table: int,
     table_bytes: int,
 ) -> CudaPlaneWork:
     """
-    Sum the planes of blocks as ``sum_planes`` does; ``read_sums`` returns the sums once it has ended.
+    Sum planes [first_plane, last_plane) of blocks as ``sum_planes`` does; ``read_sums`` returns the
+    sums once it has ended.
     """
 
 def read_sums(host: int, count: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:

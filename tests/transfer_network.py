@@ -157,8 +157,8 @@ class Network:
     def end_sums(self) -> None:
         if self.sums:
             asked = self.sums.pop(0)
-            sums = [sum(self.target[slot]) for slot in asked.slots.tolist()]
-            self.decode.sums(asked.plan_id, np.array(sums, np.int64).astype(np.uint64))
+            sums = [sum(self.target[slot][asked.planes]) for slot in asked.slots.tolist()]
+            self.decode.sums(asked.plan_id, asked.blocks, np.array(sums, np.int64).astype(np.uint64))
             self.settle()
 
     def tick(self, seconds: float) -> None:
@@ -211,8 +211,9 @@ class Network:
             case SendMessage():
                 self.to_decode.append(effect.message)
             case ComputeSums():
-                sums = [sum(self.source[slot]) for slot in effect.slots.tolist()]
-                self.prefill.sums(effect.plan_id, np.array(sums, np.int64).astype(np.uint64))
+                planes = slice(effect.part.first_plane, effect.part.last_plane)
+                sums = [sum(self.source[slot][planes]) for slot in effect.slots.tolist()]
+                self.prefill.sums(effect.plan_id, effect.part, np.array(sums, np.int64).astype(np.uint64))
             case OfferEnded():
                 self.send_ends.append(effect.end)
                 self.publishing = [each for each in self.publishing if each.plan_id != effect.plan_id]

@@ -95,16 +95,19 @@ void bind_work(nb::module_ &module) {
     module.def(
         "sum_device_planes",
         [](const BoundDevice &device, std::uintptr_t stream, const BoundSwapPlanes &planes,
-           const VectorIn<std::int32_t> &slots, std::uintptr_t host, cuda::Address table,
-           std::size_t table_bytes) {
+           const VectorIn<std::int32_t> &slots, std::size_t first, std::size_t last, std::uintptr_t host,
+           cuda::Address table, std::size_t table_bytes) {
             check_slots(span_of(slots), planes.num_blocks);
+            const PlaneRange range = range_of(planes.planes->planes->size(), first, last);
             const auto memory = table_of(host, table, table_bytes, slots.shape(0));
             const nb::gil_scoped_release release;
             return cuda::sum_planes(*device.device, handle_of<cuda::StreamHandle>(stream), *planes.planes,
-                                    span_of(slots), memory);
+                                    span_of(slots), range, memory);
         },
-        "copier"_a, "stream"_a, "planes"_a, "slots"_a, "host"_a, "table"_a, "table_bytes"_a,
-        "Sum the planes of blocks as ``sum_planes`` does; ``read_sums`` returns the sums once it has ended.");
+        "copier"_a, "stream"_a, "planes"_a, "slots"_a, "first_plane"_a, "last_plane"_a, "host"_a, "table"_a,
+        "table_bytes"_a,
+        "Sum planes [first_plane, last_plane) of blocks as ``sum_planes`` does; ``read_sums`` returns the\n"
+        "sums once it has ended.");
     module.def(
         "read_sums",
         [](std::uintptr_t host, std::size_t count) {

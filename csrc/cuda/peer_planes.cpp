@@ -68,13 +68,14 @@ PlaneWork read_planes(const SwapDevice &device, StreamHandle stream, const SwapP
 }
 
 PlaneWork sum_planes(const SwapDevice &device, StreamHandle stream, const SwapPlanes &planes,
-                     std::span<const std::int32_t> slots, BlockTable table) {
+                     std::span<const std::int32_t> slots, PlaneRange summed, BlockTable table) {
     const std::size_t rows = slots.size();
     for (std::size_t i = 0; i < rows; ++i) table.host[i] = {0, 0, slots[i]};
     return start(device, stream, [&] {
         const auto host = reinterpret_cast<Address>(table.host);
         copy_table(device, stream, host, table.device, rows);
-        swap::Range range{0, static_cast<unsigned>(rows), 0, planes.first_chunk.back()};
+        const unsigned first = planes.first_chunk[summed.first];
+        swap::Range range{0, static_cast<unsigned>(rows), first, planes.first_chunk[summed.last] - first};
         swap::Target target{};
         Address chunks = planes.chunks, blocks = table.device;
         void *arguments[] = {&chunks, &blocks, &range, &target};

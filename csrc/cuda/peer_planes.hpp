@@ -39,8 +39,8 @@ PlaneWork read_planes(const SwapDevice &device, StreamHandle stream, const SwapP
                       const SwapPlanes &target, PlaneMoves moves, PlaneRange planes, BlockTable table,
                       Grid most, const std::vector<std::shared_ptr<Event>> &after);
 
-// Sums all planes of blocks. Once it is done, `table.host` has the sums.
+// Sums a range of planes of blocks. Once it is done, `table.host` has the sums.
 PlaneWork sum_planes(const SwapDevice &device, StreamHandle stream, const SwapPlanes &planes,
-                     std::span<const std::int32_t> slots, BlockTable table);
+                     std::span<const std::int32_t> slots, PlaneRange summed, BlockTable table);
 
 }  // namespace fdcache::cuda

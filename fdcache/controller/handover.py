@@ -33,9 +33,10 @@ def open_endpoint(
 ) -> TransferEndpoint:
     """Open the endpoint of one rank. Raises ``TransferError``, also for a connector that reads no GPU."""
     access = device.peer_access(planes) if isinstance(device, CudaDevice) else None
-    if device.has_compute_streams and (access is None or peers.connector != "ipc"):
+    if device.has_compute_streams and (access is None or peers.connector not in ("ipc", "rdma")):
         raise TransferError(
-            f"FDCACHE_TRANSFER={peers.connector}: the blocks are on a GPU, and this connector reads CPU memory; use ipc"
+            f"FDCACHE_TRANSFER={peers.connector}: the blocks are on a GPU, and this connector reads CPU memory; "
+            "use ipc or rdma"
         )
     local = LocalPlanes(
         layout,

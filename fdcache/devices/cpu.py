@@ -32,6 +32,7 @@ from fdcache.metadata import CacheSwapMetadata, TransferResult
 from fdcache.settings.cache import TransferSettings, Verify
 
 _DLPACK_CPU = 1
+_HUGE_PAGE = 2 << 20
 
 
 def memory_bytes(ranks: int = 1) -> int:
@@ -182,7 +183,7 @@ class CpuDevice:
         """Return a zero-filled tensor of ``framework``, NumPy by default."""
         if (tensor := allocate_by_framework(framework, plane, num_blocks, None)) is not None:
             return tensor
-        memory = np.zeros(num_blocks * plane.device_stride, dtype=np.uint8)
+        memory = _zeros(num_blocks * plane.device_stride)
         return as_tensor(memory, plane, num_blocks, framework or "numpy")
 
     def pin_memory(self, address: int, nbytes: int, owner: object) -> PinnedMemory:
@@ -244,3 +245,12 @@ def _cpu_event(event: Event) -> CpuEvent:
     if not isinstance(event, CpuEvent):
         raise TypeError(f"expected an event of the CPU device, got {type(event).__name__}")
     return event
+
+
+def _zeros(nbytes: int) -> np.ndarray:
+    """Return memory that begins with a huge page, if it is large enough for one: NumPy asks the system for those."""
+    if nbytes < _HUGE_PAGE:
+        return np.zeros(nbytes, dtype=np.uint8)
+    memory = np.zeros(nbytes + _HUGE_PAGE, dtype=np.uint8)
+    start = -memory.ctypes.data % _HUGE_PAGE
+    return memory[start : start + nbytes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ Grid = tuple[int, int]
 REMOTE_GRID: Grid = (8, 1024)
 """Of reads from another GPU: nine tenths of NVLink from few multiprocessors. Spread over all of them, as many threads
 keep the kernels of a model waiting on each."""
+
+STAGING_GRID: Grid = (16, 1024)
+"""Of copies between planes and packed memory of a GPU, which keep up with the link to another."""
 
 LOCAL_GRID: Grid = (528, 64)
 """Of reads within a GPU, whose memory is as fast as all multiprocessors."""
@@ -74,11 +78,15 @@ class CudaRead:
     """Read in flight. It keeps the memory of the peer and the block table until ``end``."""
 
     def __init__(
-        self, work: _core.CudaPlaneWork, source: CudaPlanes, memory: CudaMemory, table: BlockTable
+        self,
+        work: _core.CudaPlaneWork,
+        planes: tuple[CudaPlanes, CudaPlanes],
+        memory: CudaMemory,
+        table: BlockTable,
     ) -> None:
         self._work = work
         self._memory = memory
-        self._held: tuple[CudaPlanes, BlockTable] | None = (source, table)
+        self._held: tuple[tuple[CudaPlanes, CudaPlanes], BlockTable] | None = (planes, table)
         self.done: Event = work.done
 
     def end(self) -> str | None:
@@ -92,6 +100,18 @@ class CudaRead:
     def seconds(self) -> float:
         """Seconds on the GPU, of a read that has ended."""
         return self._work.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Blocks ``places`` of one cache that go to ``slots`` of another."""
+
+    source: CudaPlanes
+    places: Int32Array
+    target: CudaPlanes
+    slots: Int32Array
+    first_plane: int
+    last_plane: int
 
 
 class CudaPeerAccess:
@@ -119,8 +139,8 @@ class CudaPeerAccess:
         self._grid = grid
         cupy = import_cupy()
         with cupy.cuda.Device(gpu.ordinal):
-            self._reads, self._sums = (
-                cupy.cuda.Stream(non_blocking=True, priority=_PRIORITY) for _ in range(2)
+            self._reads, self._packs, self._sums = (
+                cupy.cuda.Stream(non_blocking=True, priority=_PRIORITY) for _ in range(3)
             )
 
     def describe(self) -> bytes:
@@ -181,6 +201,25 @@ class CudaPeerAccess:
             table, own.num_planes, mapped.num_blocks, own.record_bytes, self._memory, local=mapped.local
         )
 
+    def reserve(self, nbytes: int) -> Any:
+        """Allocate memory for packed blocks, that other processes can open. Raises ``DeviceError``."""
+        return self._memory.reserve(nbytes)
+
+    def bind_packed(self, table: _core.PlaneTable, num_blocks: int) -> CudaPlanes:
+        """Return blocks in packed memory as planes."""
+        own = self._planes
+        return CudaPlanes(table, own.num_planes, num_blocks, own.record_bytes, self._memory)
+
+    @property
+    def ordinal(self) -> int:
+        """Number of the GPU in this process."""
+        return self._gpu.ordinal
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return a context in which the GPU is current."""
+        device: AbstractContextManager[Any] = import_cupy().cuda.Device(self._gpu.ordinal)
+        return device
+
     def part(self, key: Hashable, table: _core.PlaneTable) -> CudaPlanes:
         """Return pieces of the own planes; made once for each ``key``."""
         if key not in self._parts:
@@ -207,18 +246,51 @@ class CudaPeerAccess:
 
         Raises ``IndexError`` for a block that does not exist, ``DeviceError`` if the GPU has no memory for it.
         """
-        blocks, threads = self._grid or (LOCAL_GRID if source.local else REMOTE_GRID)
+        grid = LOCAL_GRID if source.local else REMOTE_GRID
+        copy = _Copy(source, places, target or self._planes, slots, first_plane, last_plane)
+        return self._start(self._reads, copy, grid, after)
+
+    def pack(
+        self,
+        source: CudaPlanes,
+        slots: Int32Array,
+        packed: CudaPlanes,
+        places: Int32Array,
+        first_plane: int,
+        last_plane: int,
+    ) -> CudaRead:
+        """Begin to copy planes of the own blocks ``slots`` to ``places`` of packed memory. Raises as ``read``."""
+        copy = _Copy(source, slots, packed, places, first_plane, last_plane)
+        return self._start(self._packs, copy, STAGING_GRID, ())
+
+    def spread(
+        self,
+        packed: CudaPlanes,
+        places: Int32Array,
+        target: CudaPlanes,
+        slots: Int32Array,
+        first_plane: int,
+        last_plane: int,
+        after: Sequence[Event] = (),
+    ) -> CudaRead:
+        """Begin to copy ``places`` of packed memory into ``slots``, after these events. Raises as ``read``."""
+        copy = _Copy(packed, places, target, slots, first_plane, last_plane)
+        return self._start(self._reads, copy, STAGING_GRID, after)
+
+    def _start(self, stream: Any, copy: _Copy, grid: Grid, after: Sequence[Event]) -> CudaRead:
+        blocks, threads = self._grid or grid
+        slots = copy.slots
         table = self._memory.take_table(len(slots) * _ROW_BYTES)
         try:
             work = _core.read_planes(
                 self._copier,
-                self._reads.ptr,
-                source.core,
-                places,
-                (target or self._planes).core,
+                stream.ptr,
+                copy.source.core,
+                copy.places,
+                copy.target.core,
                 slots,
-                first_plane,
-                last_plane,
+                copy.first_plane,
+                copy.last_plane,
                 table.host,
                 table.device,
                 table.nbytes,
@@ -229,10 +301,16 @@ class CudaPeerAccess:
         except BaseException:
             self._memory.give_table(table)
             raise
-        return CudaRead(work, source, self._memory, table)
+        return CudaRead(work, (copy.source, copy.target), self._memory, table)
 
-    def sums(self, slots: Int32Array, planes: CudaPlanes | None = None) -> UInt64Array:
-        """Return the sum of each block, as ``sum_planes`` of the CPU does. Raises ``DeviceError``.
+    def sums(
+        self,
+        slots: Int32Array,
+        planes: CudaPlanes | None = None,
+        first_plane: int = 0,
+        last_plane: int | None = None,
+    ) -> UInt64Array:
+        """Return the sum of a range of each block's planes, as ``sum_planes`` of the CPU does. Raises ``DeviceError``.
 
         ``planes``: pieces of the own planes, by default all of them.
         """
@@ -245,6 +323,8 @@ class CudaPeerAccess:
                 self._sums.ptr,
                 (planes or self._planes).core,
                 np.ascontiguousarray(slots),
+                first_plane,
+                self._planes.num_planes if last_plane is None else last_plane,
                 table.host,
                 table.device,
                 table.nbytes,

@@ -26,7 +26,7 @@ class PeerSettings(Group):
         "FDCACHE_TRANSFER",
         "none",
         "How blocks are read from a prefill instance: none, ipc (shared memory of one node), rdma (NIXL), or the name "
-        "of an installed connector. On a GPU, ipc (CUDA's handles of memory).",
+        "of an installed connector. On a GPU, ipc (CUDA's handles of memory) or rdma.",
     )
     role: TransferRole = variable(
         "FDCACHE_TRANSFER_ROLE",

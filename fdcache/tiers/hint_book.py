@@ -96,7 +96,8 @@ class HintBook:
 
     def waiting(self, hashes: HashArray) -> HashArray:
         """Return those of the blocks that are there and were not used since a hint about them."""
-        return hashes[self._fates(hashes) == int(HintFate.WAITING)]
+        waiting: HashArray = hashes[self._fates(hashes) == int(HintFate.WAITING)]
+        return waiting
 
     def forget(self, belongs: Callable[[str], bool]) -> None:
         """Forget the hints of requests whose outcomes nothing asks for any more."""

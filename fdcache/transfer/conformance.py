@@ -33,6 +33,7 @@ from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import (
     ConnectorStats,
     LocalPlanes,
+    Packer,
     ReadEnd,
     ReadOrder,
     ReadOutcome,
@@ -123,11 +124,21 @@ class TransferConformance:
         skip = part.get("skip", 0)
         places = source[1].publish(np.array(slots, np.int32), first, last)
         assert places is not None
+        self.await_packed(source[1], places)
         order = ReadOrder(7, source[0].boot, places, len(slots), skip, first, last, np.array(into, np.int32))
         target[1].read(order)
         end = self._end(target[1], source[1])
         source[1].withdraw(places)
         return end
+
+    @staticmethod
+    def await_packed(connector: TransferConnector, places: tuple[int, ...]) -> None:
+        """Wait until peers may read a part."""
+        deadline = time.monotonic() + _TIMEOUT
+        while isinstance(connector, Packer) and not connector.is_packed(places):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the part is not packed")
+            time.sleep(0.0001)
 
     @staticmethod
     def _end(connector: TransferConnector, *others: TransferConnector) -> ReadEnd:

@@ -40,12 +40,19 @@ class LocalPlanes:
     strides: tuple[int, ...]
     gpu: CudaPeerAccess | None = None
 
-    def sums(self, slots: Int32Array, pieces: Pieces | None = None) -> UInt64Array:
-        """Return the sum of each block, or of pieces of its planes. Raises ``DeviceError``."""
+    def sums(
+        self, slots: Int32Array, pieces: Pieces | None = None, planes: slice | None = None
+    ) -> UInt64Array:
+        """Return the sum of each block, or of pieces of its planes; those of ranges of planes add up.
+
+        Raises ``DeviceError``.
+        """
         table, blocks = self.table_of(pieces), np.ascontiguousarray(slots)
+        first, last, _ = (planes or slice(None)).indices(self.layout.num_planes)
         if self.gpu is not None:
-            return self.gpu.sums(blocks, None if pieces is None else self.gpu.part(pieces, table))
-        return _core.sum_planes(table, self.num_blocks, blocks, 0, self.layout.num_planes)
+            part = None if pieces is None else self.gpu.part(pieces, table)
+            return self.gpu.sums(blocks, part, first, last)
+        return _core.sum_planes(table, self.num_blocks, blocks, first, last)
 
     def table_of(self, pieces: Pieces | None) -> PlaneTable:
         """Return the table of pieces of the planes, None for all."""
@@ -164,6 +171,14 @@ class Notifier(Protocol):
 
     def notifications(self) -> list[bytes]:
         """Return the messages that have arrived since the last call."""
+
+
+@runtime_checkable
+class Packer(Protocol):
+    """Part of a connector that may still copy a part when ``publish`` has returned."""
+
+    def is_packed(self, places: tuple[int, ...]) -> bool:
+        """Return True once peers may read a part; wake the thread until then. Raises ``DeviceError``."""
 
 
 @runtime_checkable

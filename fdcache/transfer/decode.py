@@ -74,9 +74,11 @@ class BeginRead(NamedTuple):
 
 
 class ComputeTargetSums(NamedTuple):
-    """Effect: compute the sums of these slots, and pass them to ``sums``."""
+    """Effect: sum planes of these slots, after what is read, and pass the sums to ``sums``."""
 
     plan_id: int
+    blocks: slice
+    planes: slice
     slots: Int32Array
 
 
@@ -107,7 +109,9 @@ class _State:
     limit: int = 0
     """Blocks from here on are lost: no read into them begins."""
     last: Last | None = None
-    verifying: bool = False
+    sums: UInt64Array = field(default_factory=lambda: np.empty(0, np.uint64))
+    summing: int = 0
+    """Parts that were read and not summed yet."""
     end: FetchEnd | None = None
     error: str | None = None
 
@@ -178,6 +182,7 @@ class DecodeSide:
         shape = (len(fetch.slots), self._num_planes)
         state = _State(fetch, now + fetch.timeout, now, np.zeros(shape, np.bool_), np.zeros(shape, np.bool_))
         state.limit = state.size
+        state.sums = np.zeros(state.size, np.uint64)
         self._fetches[fetch.plan_id] = state
         self._by_transfer[key] = fetch.plan_id
         self._tell(state, now)
@@ -197,6 +202,10 @@ class DecodeSide:
         _, blocks, planes = state.reads.pop(read_id)
         if error is None:
             state.arrived[blocks, planes] = True
+            if self._verifies and state.end is None:
+                state.summing += 1
+                slots = state.fetch.slots[blocks]
+                self._effects.append(ComputeTargetSums(state.fetch.plan_id, blocks, planes, slots))
         elif state.end is None:
             state.error = state.error or error
             state.limit = min(state.limit, blocks.start)
@@ -204,17 +213,13 @@ class DecodeSide:
             state.next_renewal = 0.0
         self._advance(state)
 
-    def sums(self, plan_id: int, sums: UInt64Array) -> None:
-        """Take the sums of a fetch's slots."""
-        state = self._fetches[plan_id]
-        state.verifying = False
-        if state.end is not None:
-            self._report(state, 0)
-            return
-        assert state.last is not None
-        expected = np.frombuffer(state.last.sums, "<u8")
-        differs = sums != expected
-        self._complete(state, differs[: state.limit])
+    def sums(self, plan_id: int, blocks: slice, sums: UInt64Array) -> None:
+        """Take the sums of a part; those of a block's parts add up. Ignored once the fetch has ended."""
+        state = self._fetches.get(plan_id)
+        if state is not None and state.end is None:
+            state.summing -= 1
+            state.sums[blocks] += sums
+            self._advance(state)
 
     # --- peers ------------------------------------------------------------------------------------------------
 
@@ -299,16 +304,18 @@ class DecodeSide:
 
     def _advance(self, state: _State) -> None:
         """Check or report a fetch whose reads have all ended."""
-        if state.reads or state.verifying:
+        if state.reads:
             return
         if state.end is not None:
             self._report(state, 0)
+            return
+        if state.summing:
             return
         if state.last is None:
             if state.limit == 0:
                 self._end(state, FetchEnd.FAILED, state.error, EndReason.FAILED)
             return
-        if len(state.last.hashes) != 32 * state.size:
+        if (len(state.last.hashes), len(state.last.sums)) != (32 * state.size, 8 * state.size):
             self._end(state, FetchEnd.FAILED, "prefill ended with other blocks", EndReason.FAILED)
             return
         hashes = np.frombuffer(state.last.hashes, np.uint8).reshape(-1, 32)
@@ -316,11 +323,10 @@ class DecodeSide:
         state.limit = min(state.limit, _leading(sound))
         if state.limit < state.size:
             state.error = state.error or f"block {state.fetch.first + state.limit} was not handed over"
-        if self._verifies and state.limit:
-            state.verifying = True
-            self._effects.append(ComputeTargetSums(state.fetch.plan_id, state.fetch.slots))
-        else:
-            self._complete(state, np.zeros(state.limit, np.bool_))
+        differs = np.zeros(state.size, np.bool_)
+        if self._verifies:
+            differs = state.sums != np.frombuffer(state.last.sums, "<u8")
+        self._complete(state, differs[: state.limit])
 
     def _complete(self, state: _State, differs: NDArray[np.bool_]) -> None:
         whole = _leading(~differs)

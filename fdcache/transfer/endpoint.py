@@ -77,6 +77,8 @@ class TransferEndpoint:
         self.address = rank_address(settings.address, options.rank)
         self._sharing = share(layout, options.rank, settings.peer_ranks)
         self._commands: deque[Callable[[float], None]] = deque()
+        self._sums: deque[Callable[[], None]] = deque()
+        """Parts to sum, one at a time, as messages and reads come first."""
         self._tally = HandoverTally()
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -269,6 +271,9 @@ class TransferEndpoint:
         for publisher in self._publishers:
             while publisher.publish_next():  # announced at once: decode reads one while the next is packed
                 self._settle()
+        if self._sums:
+            self._sums.popleft()()
+            self._settle()
 
     def _run_commands(self, now: float) -> None:
         commands = self._commands
@@ -276,6 +281,8 @@ class TransferEndpoint:
             commands.popleft()(now)
 
     def _patience(self) -> int:
+        if self._sums:
+            return 0
         if self._connector.needs_polling or (self._fetches and isinstance(self._connector, Notifier)):
             return _POLLING_MS
         if self._sends.awaits_events:
@@ -347,7 +354,7 @@ class TransferEndpoint:
             case Publish():
                 self._publishers[reader].publish(effect)
             case ComputeSums():
-                self._sends.sum_sources(reader, effect)
+                self._sums.append(partial(self._sends.sum_sources, reader, effect))
             case OfferEnded():
                 self._sends.end(effect.plan_id, effect.end, effect.error, effect.peer, effect.blocks)
             case PlacesRead():
@@ -355,7 +362,7 @@ class TransferEndpoint:
             case BeginRead():
                 self._connector.read(self._fetches.order(effect))
             case ComputeTargetSums():
-                self._fetches.sum_targets(effect)
+                self._sums.append(partial(self._fetches.sum_targets, effect))
             case FetchEnded():
                 self._fetches.end(effect)
             case _:

@@ -214,13 +214,15 @@ class Fetches:
         )
 
     def sum_targets(self, effect: ComputeTargetSums) -> None:
-        """Compute the sums of what has arrived."""
+        """Compute the sums of a part that has arrived. Does nothing once the fetch has ended."""
+        if effect.plan_id not in self._legs:
+            return
         try:
-            sums = self._planes.sums(effect.slots, self._pieces_of(effect.plan_id))
+            sums = self._planes.sums(effect.slots, self._pieces_of(effect.plan_id), effect.planes)
         except DeviceError as error:
             self._side.cancel(effect.plan_id, str(error))
-            sums = np.empty(0, np.uint64)  # not compared: the fetch has ended
-        self._side.sums(effect.plan_id, sums)
+        else:
+            self._side.sums(effect.plan_id, effect.blocks, sums)
 
     def _pieces_of(self, leg: int) -> Pieces | None:
         """Return the pieces of the own planes that a leg reads, None for all."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fdcache import _core
 from fdcache._core import PlaneTable
+from fdcache.devices.base import Event
+from fdcache.metadata import Int32Array
+from fdcache.transfer.connector import LocalPlanes, Pieces
 
 CHUNK_BYTES = 64 << 10
 """Regions begin at a multiple of this many bytes."""
@@ -24,15 +28,17 @@ class Region(NamedTuple):
     first: int
     chunks: int
 
+    @property
+    def start(self) -> int:
+        """First byte."""
+        return self.first * CHUNK_BYTES
 
-class PackedMemory:
-    """A fixed piece of memory, and which of its chunks are taken."""
+
+class Regions:
+    """Which chunks of a fixed piece of memory are taken."""
 
     def __init__(self, nbytes: int) -> None:
         self.num_chunks = nbytes // CHUNK_BYTES
-        self._map = mmap.mmap(-1, self.num_chunks * CHUNK_BYTES)
-        self.bytes = np.frombuffer(self._map, np.uint8)
-        self.address = self.bytes.ctypes.data
         self._taken: list[Region] = []
         """Regions in use, in order."""
 
@@ -64,42 +70,120 @@ class PackedMemory:
 
 
 class Packing:
-    """How planes [first, last) of blocks lie in a region: packed records, one after the other."""
+    """How planes [first, last) of blocks lie in a region: records, or plane by plane.
 
-    def __init__(self, sizes: Sequence[int], first: int, last: int) -> None:
-        self.first, self.last = first, last
-        self._sizes = list(sizes)
-        ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[first:last]))
+    Plane p of block i is at ``offsets[p]`` plus i times ``strides[p]``.
+    """
+
+    def __init__(self, sizes: Sequence[int], first: int, last: int, *, by_plane: int = 0) -> None:
+        """``by_plane``: the number of blocks, which then lie one after the other in each plane."""
+        self.first, self.last, self.planes = first, last, slice(first, last)
+        self.sizes = tuple(sizes)
+        padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[first:last]]
+        ends = list(accumulate(padded))
         self.record_bytes = ends[-1]
-        self._offsets = [*[0] * first, 0, *ends[:-1], *[0] * (len(self._sizes) - last)]
+        times = max(by_plane, 1)
+        before, after = (0,) * first, (0,) * (len(self.sizes) - last)
+        self.offsets = (*before, *(times * each for each in (0, *ends[:-1])), *after)
+        self.strides = tuple(padded if by_plane else [self.record_bytes] * (last - first))
+        self.strides = (*before, *self.strides, *after)
 
-    def table(self, memory: PackedMemory, start: int) -> PlaneTable:
-        """Return the planes of packed blocks that begin at this byte of the memory."""
-        count = len(self._sizes)
-        return PlaneTable(
-            [memory.address + start + offset for offset in self._offsets],
-            [self.record_bytes] * count,
-            self._sizes,
-            [0] * count,
-            memory.bytes,
-        )
 
-    def pack(
-        self, planes: PlaneTable, num_blocks: int, slots: np.ndarray, to: PackedMemory, start: int
-    ) -> None:
-        """Copy blocks out of planes, one after the other. Raises ``IndexError`` for a slot that does not exist."""
-        count = len(slots)
-        ranks = np.arange(count, dtype=np.int32)
-        _core.copy_planes(
-            planes, num_blocks, slots, self.table(to, start), count, ranks, self.first, self.last
-        )
+class Copying(Protocol):
+    """A copy between packed memory and planes."""
+
+    def has_ended(self) -> bool:
+        """Return True once it has ended."""
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+
+    def end(self) -> str | None:
+        """Release what it has used, once it has ended; return why it failed."""
+
+
+class PackedMemory(Protocol):
+    """Memory of a device in which blocks are packed. ``kind`` and ``device`` are NIXL's names of the memory."""
+
+    kind: str
+    device: int
+    address: int
+    regions: Regions
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return a context in which NIXL may use the memory."""
+
+    def pack(self, slots: Int32Array, pieces: Pieces | None, packing: Packing, start: int) -> Copying | None:
+        """Begin to copy blocks of the planes, or of pieces of them, to ``start``; return None if that has ended.
+
+        Raises ``IndexError`` for a slot that does not exist, ``DeviceError``.
+        """
 
     def unpack(
-        self, memory: PackedMemory, start: int, planes: PlaneTable, num_blocks: int, slots: np.ndarray
-    ) -> None:
-        """Copy packed blocks into slots of planes. Raises ``IndexError`` for a slot that does not exist."""
-        count = len(slots)
-        ranks = np.arange(count, dtype=np.int32)
+        self, slots: Int32Array, pieces: Pieces | None, packing: Packing, start: int, after: Event | None
+    ) -> Copying | None:
+        """Begin to copy packed blocks into slots after an event; return None if that has ended.
+
+        Raises ``IndexError`` for a slot that does not exist, ``DeviceError``.
+        """
+
+
+class HostPackedMemory:
+    """Packed memory for planes of the CPU, in huge pages if the system has any: NIXL reads those faster."""
+
+    kind = "DRAM"
+    device = 0
+
+    def __init__(self, nbytes: int, planes: LocalPlanes) -> None:
+        self.regions = Regions(nbytes)
+        self._map = mmap.mmap(-1, self.regions.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self.address: int = self._bytes.ctypes.data
+        self._planes = planes
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def pack(self, slots: Int32Array, pieces: Pieces | None, packing: Packing, start: int) -> Copying | None:
+        """Copy blocks of the planes, or of pieces of them, to ``start``."""
+        planes, count = self._planes, len(slots)
         _core.copy_planes(
-            self.table(memory, start), count, ranks, planes, num_blocks, slots, self.first, self.last
+            planes.table_of(pieces),
+            planes.num_blocks,
+            np.ascontiguousarray(slots),
+            self._table(packing, start),
+            count,
+            np.arange(count, dtype=np.int32),
+            packing.first,
+            packing.last,
+        )
+        return None
+
+    def unpack(
+        self, slots: Int32Array, pieces: Pieces | None, packing: Packing, start: int, after: Event | None
+    ) -> Copying | None:
+        """Copy packed blocks into slots."""
+        planes, count = self._planes, len(slots)
+        _core.copy_planes(
+            self._table(packing, start),
+            count,
+            np.arange(count, dtype=np.int32),
+            planes.table_of(pieces),
+            planes.num_blocks,
+            np.ascontiguousarray(slots),
+            packing.first,
+            packing.last,
+        )
+        return None
+
+    def _table(self, packing: Packing, start: int) -> PlaneTable:
+        return PlaneTable(
+            [self.address + start + offset for offset in packing.offsets],
+            list(packing.strides),
+            list(packing.sizes),
+            [0] * len(packing.sizes),
+            self._bytes,
         )

@@ -72,9 +72,10 @@ class SendMessage(NamedTuple):
 
 
 class ComputeSums(NamedTuple):
-    """Effect: compute the sums of an offer's blocks while it lasts, and pass them to ``sums``."""
+    """Effect: sum a part of an offer while it lasts, after what is published, and pass the sums to ``sums``."""
 
     plan_id: int
+    part: Part
     slots: Int32Array
 
 
@@ -135,9 +136,9 @@ class _Send:
     offer: Offer
     lease_end: float
     is_computed: NDArray[np.bool_]
+    is_summed: NDArray[np.bool_]
+    sums: UInt64Array
     parts: list[Part] = field(default_factory=list)
-    sums: UInt64Array | None = None
-    summing: bool = False
     answers: _Answers | None = None
 
 
@@ -192,7 +193,8 @@ class PrefillSide:
             self._effects.append(OfferEnded(offer.plan_id, SendEnd.NOT_WANTED, "not wanted by decode", ()))
             return
         computed = np.zeros((len(offer.slots), offer.num_planes), np.bool_)
-        self._sends[offer.plan_id] = _Send(offer, now + offer.wait, computed)
+        sums = np.zeros(len(offer.slots), np.uint64)
+        self._sends[offer.plan_id] = _Send(offer, now + offer.wait, computed, computed.copy(), sums)
         self._by_transfer[offer.transfer] = offer.plan_id
         if (waiting := self._waiting.pop(offer.transfer, None)) is not None:
             self._grant(self._sends[offer.plan_id], waiting.peer, waiting.ask, now)
@@ -203,18 +205,16 @@ class PrefillSide:
 
     def is_complete(self, plan_id: int) -> bool:
         """Return True once the sums of a live offer are known."""
-        return plan_id in self._sends and self._sends[plan_id].sums is not None
+        return plan_id in self._sends and bool(self._sends[plan_id].is_summed.all())
 
     def computed(self, plan_id: int, part: Part) -> None:
-        """Note that a part of an offer is computed. Ignored once the offer has ended."""
+        """Note that a part of an offer is computed, each plane of a block once. Ignored once the offer has ended."""
         if (send := self._sends.get(plan_id)) is None:
             return
         send.parts.append(part)
         send.is_computed[part.first : part.last, part.first_plane : part.last_plane] = True
         self._publish(send, part)
-        if not send.summing and send.is_computed.all():
-            send.summing = True
-            self._effects.append(ComputeSums(plan_id, send.offer.slots))
+        self._effects.append(ComputeSums(plan_id, part, send.offer.slots[part.first : part.last]))
 
     def published(self, plan_id: int, peer: Peer, attempt: int, part: Part, places: tuple[int, ...]) -> None:
         """Announce a part to the peer for which it was published; free its places if the peer needs it no more."""
@@ -235,10 +235,11 @@ class PrefillSide:
         answers = None if send is None else send.answers
         return answers is not None and (answers.peer, answers.attempt) == (peer, attempt)
 
-    def sums(self, plan_id: int, sums: UInt64Array) -> None:
-        """Take the sums of an offer's blocks. Ignored once the offer has ended."""
+    def sums(self, plan_id: int, part: Part, sums: UInt64Array) -> None:
+        """Take the sums of a part; those of a block's parts add up. Ignored once the offer has ended."""
         if (send := self._sends.get(plan_id)) is not None:
-            send.sums = sums
+            send.sums[part.first : part.last] += sums
+            send.is_summed[part.first : part.last, part.first_plane : part.last_plane] = True
             self._finish(send)
 
     def cancel(self, plan_id: int, reason: str) -> None:
@@ -331,7 +332,7 @@ class PrefillSide:
     def _finish(self, send: _Send) -> None:
         """Send the last answer once everything was announced and the sums are known."""
         answers = send.answers
-        if answers is None or send.sums is None:
+        if answers is None or not send.is_summed.all():
             return
         if not answers.is_announced[answers.first : answers.last].all():
             return

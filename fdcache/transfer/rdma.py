@@ -1,43 +1,56 @@
-"""The connector ``rdma``: packed blocks in registered memory, read as runs by NIXL.
+"""The connector ``rdma``: runs of a peer's memory, read by NIXL.
 
-Prefill packs a part into memory that its agent has registered; decode reads the run into memory of its own, and copies
-the blocks into their slots once NIXL says that the read is done. So only registered memory is written by the network,
-and a late byte never reaches a slot.
+Prefill lets a part be read in place if its blocks lie in long enough runs of its planes, and packs it otherwise. Decode
+reads into its own planes where pieces are long on both sides; the rest goes to memory of its own and is copied into the
+slots from there. A read that writes into slots is over only when NIXL says so, whatever has become of the peer.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from fdcache._core import PlaneTable
-from fdcache.errors import TransferError, TransferNotFoundError
+from fdcache.errors import DeviceError, TransferError
 from fdcache.metadata import Int32Array
 from fdcache.transfer.connector import (
     ConnectorStats,
     Joint,
+    LocalPlanes,
     Pieces,
     ReadEnd,
     ReadOrder,
     ReadOutcome,
     TransferContext,
+    whole_planes,
 )
-from fdcache.transfer.packed_memory import CHUNK_BYTES, PackedMemory, Packing, Region
+from fdcache.transfer.memory_pieces import (
+    extents,
+    mean_run_bytes,
+)
+from fdcache.transfer.nixl_agent import NixlAgent
+from fdcache.transfer.packed_memory import (
+    CHUNK_BYTES,
+    Copying,
+    HostPackedMemory,
+    PackedMemory,
+    Packing,
+    Region,
+)
+from fdcache.transfer.rdma_runs import IN_PLACE, IN_PLACE_BYTES, Peer, PeerMemory, Read, Run
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
-_RUN_BYTES = 4 << 20
+_PACKED_RUN_BYTES = {"DRAM": 4 << 20, "VRAM": 64 << 20}
+"""Bytes of a packed run: few enough that one is packed while another is read, enough to keep a link busy."""
+_RUN_BYTES = 32 << 20
+"""Bytes of a run of planes; NIXL copies within a node while it is called."""
 _RUNS_PER_POLL = 8
+_MOST_RUNS = 16
+"""Runs of one peer in flight."""
 _CLOSE_SECONDS = 2.0
 _SPIN_SECONDS = 0.02
 _PEERS_SHARE = 2
@@ -45,74 +58,6 @@ _PART_SHARE = 4
 
 _kept: list[object] = []
 """Memory and agents of closed connectors into which a read may still write: it cannot be taken back."""
-
-
-def find_nixl() -> Any:
-    """Import and return the installed NIXL package. Raises ``TransferNotFoundError`` if there is none."""
-    for name in _PACKAGES:
-        try:
-            package = importlib.import_module(name)
-        except ImportError as error:
-            if error.name not in _PACKAGES:
-                raise TransferNotFoundError(
-                    f"FDCACHE_TRANSFER=rdma: the package {name} cannot be loaded: {error}"
-                ) from error
-            continue
-        theirs = logging.getLogger("nixl")  # it has a handler that prints to the standard output
-        theirs.handlers.clear()
-        theirs.propagate = True
-        return package
-    raise TransferNotFoundError(
-        "FDCACHE_TRANSFER=rdma: NIXL is not installed; pip install 'fdcache[nixl]', or use FDCACHE_TRANSFER=ipc on one "
-        "node"
-    )
-
-
-class _Memory(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer needs: the agent, and the memory from which it reads."""
-
-    metadata: bytes
-    address: int
-    chunks: int
-
-
-@dataclass(slots=True)
-class _Run:
-    """Adjoining bytes of a part that are read at once, into a region of our own."""
-
-    read: _Read
-    first_block: int
-    last_block: int
-    region: Region | None = None
-    handle: Any = None
-    started: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    order: ReadOrder
-    packing: Packing
-    start: int
-    """First byte of the part in the peer's memory."""
-    unfinished: int
-    moved: int = 0
-    began: float = field(default_factory=time.perf_counter)
-    ended: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """A peer that is read from."""
-
-    name: str
-    memory: _Memory
-    chunks: Any
-    sizes: Sequence[int]
-    target: PlaneTable
-    """Planes, or pieces of them, into which it is read."""
-    waiting: deque[_Run] = field(default_factory=deque)
-    flying: list[_Run] = field(default_factory=list)
-    chunks_flying: int = 0
 
 
 class RdmaConnector:
@@ -124,37 +69,32 @@ class RdmaConnector:
     name = "rdma"
 
     def __init__(self, context: TransferContext) -> None:
-        nixl = find_nixl()
         self._planes, self._wake = context.planes, context.wake
-        self._sizes = [plane.nbytes for plane in context.layout.planes]
+        self._whole = whole_planes(context.layout)
         size = context.settings.ring
-        least = _PART_SHARE * Packing(self._sizes, 0, len(self._sizes)).record_bytes
+        least = _PART_SHARE * Packing(self._whole.sizes, 0, len(self._whole.sizes)).record_bytes
         if size < least:
             raise TransferError(
                 f"FDCACHE_TRANSFER_RING={size}: a block has {least // _PART_SHARE} bytes; use at least {least}"
             )
-        self._out, self._in = PackedMemory(size), PackedMemory(size)
-        try:
-            # A progress thread of NIXL takes a core for ever; `poll` makes progress instead.
-            options = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-            self._agent = nixl.nixl_agent(context.boot.hex(), options)
-            self._registered = self._agent.register_memory(
-                [(each.address, each.nbytes, 0, "") for each in (self._out, self._in)], "DRAM"
-            )
-            self._mine = self._chunks("NIXL_INIT_AGENT", self._in.address, self._in.num_chunks)
-            metadata = self._agent.get_agent_metadata()
-        except Exception as error:
-            raise TransferError(
-                f"FDCACHE_TRANSFER=rdma: the NIXL agent cannot be made: {type(error).__name__}: {error}; if UCX_TLS is "
-                "set, it has to allow tcp"
-            ) from error
-        self.memory = msgspec.msgpack.encode(_Memory(metadata, self._out.address, self._out.num_chunks))
-        self._tickets = count(1)
+        self._out, self._in = _packed_memory(context.planes, size), _packed_memory(context.planes, size)
+        memory = [(each.address, each.regions.nbytes) for each in (self._out, self._in)]
+        self._run_bytes = min(_RUN_BYTES, size // _PART_SHARE)
+        self._packed_run_bytes = min(_PACKED_RUN_BYTES[self._out.kind], size // _PART_SHARE)
+        planes = context.planes
+        self._rows = tuple(zip(planes.addresses, planes.strides, strict=True)) if planes.gpu is None else ()
+        if self._rows:
+            memory += extents(planes)
+        with self._out.scope():
+            self._agent = NixlAgent(context.boot.hex(), memory, self._out.kind, self._out.device)
+        self.memory = msgspec.msgpack.encode(
+            PeerMemory(self._agent.metadata, self._out.device, *memory[0], planes.num_blocks, self._rows)
+        )
+        self._tickets = count(IN_PLACE + 1)
         self._published: dict[int, Region] = {}
-        self._peers: dict[bytes, _Peer] = {}
-        self._lost: list[_Peer] = []
-        self._loaded: dict[bytes, str] = {}
-        """Agents of peers that read from this rank or are read from, each loaded once: twice would end its reads."""
+        self._packing: dict[int, Copying] = {}
+        self._peers: dict[bytes, Peer] = {}
+        self._lost: list[Peer] = []
         self._ended: list[ReadEnd] = []
         self._arrived: list[bytes] = []
         self._last_end = self._last_notice = 0.0
@@ -165,75 +105,95 @@ class RdmaConnector:
 
     def most_blocks(self, first_plane: int, last_plane: int) -> int:
         """Return the blocks of one run, so that decode reads one while the next is packed."""
-        record = Packing(self._sizes, first_plane, last_plane).record_bytes
-        return max(min(self._out.nbytes // _PART_SHARE, _RUN_BYTES) // record, 1)
+        sizes = self._whole.sizes
+        if self._rows and min(sizes[first_plane:last_plane]) >= IN_PLACE_BYTES:
+            return self._planes.num_blocks
+        return max(self._packed_run_bytes // Packing(sizes, first_plane, last_plane).record_bytes, 1)
 
     def publish(
         self, slots: Int32Array, first_plane: int, last_plane: int, pieces: Pieces | None = None
     ) -> tuple[int, ...] | None:
-        """Pack the blocks; return the ticket and the first chunk, None while there is no room."""
-        sizes, planes = self._sizes if pieces is None else pieces.sizes, self._planes
-        packing = Packing(sizes, first_plane, last_plane)
-        region = self._out.take(len(slots) * packing.record_bytes)
+        """Return the slots if they may be read in place; else pack them, and return the ticket and the first byte."""
+        found = pieces or self._whole
+        if self._rows:
+            run = mean_run_bytes(self._planes, found, first_plane, last_plane, slots)
+            if run >= IN_PLACE_BYTES:
+                return IN_PLACE, *slots.tolist()
+        packing = Packing(found.sizes, first_plane, last_plane)
+        region = self._out.regions.take(len(slots) * packing.record_bytes)
         if region is None:
             return None
-        packing.pack(
-            planes.table_of(pieces),
-            planes.num_blocks,
-            np.ascontiguousarray(slots),
-            self._out,
-            region.first * CHUNK_BYTES,
-        )
+        try:
+            copying = self._out.pack(slots, pieces, packing, region.start)
+        except BaseException:
+            self._out.regions.free(region)
+            raise
         ticket = next(self._tickets)
         self._published[ticket] = region
-        return ticket, region.first
+        if copying is not None:
+            self._packing[ticket] = copying
+        return ticket, region.start
+
+    def is_packed(self, places: tuple[int, ...]) -> bool:
+        """Return True once a part is packed. Raises ``DeviceError`` if that has failed."""
+        copying = self._packing.get(places[0])
+        if copying is None:
+            return True
+        if not copying.has_ended():
+            self._wake()
+            return False
+        del self._packing[places[0]]
+        if (error := copying.end()) is not None:
+            raise DeviceError(f"blocks cannot be packed: {error}")
+        return True
 
     def withdraw(self, places: tuple[int, ...]) -> None:
-        """Free the room of a part. Idempotent."""
+        """Free the room of a part, which later parts may use after it is packed. Idempotent."""
+        if (copying := self._packing.pop(places[0], None)) is not None:
+            copying.wait()
+            copying.end()
         region = self._published.pop(places[0], None)
         if region is not None:
-            self._out.free(region)
+            self._out.regions.free(region)
 
     # --- the side that reads ------------------------------------------------------------------------------------
 
     def connect(self, peer: bytes, memory: bytes, joint: Joint | None = None) -> str | None:
-        """Load the agent of a peer, and describe the chunks of its memory in one row."""
+        """Load the agent of a peer."""
         if peer in self._peers:
             return None
-        for lost in [each for each in self._lost if each.name == peer.hex()]:  # its agent is in use
+        for lost in [each for each in self._lost if each.boot == peer]:  # its agent is in use
             self._lost.remove(lost)
             self._peers[peer] = lost
             return None
+        theirs = self._whole if joint is None else joint.theirs
+        own = None if joint is None else joint.own
         try:
-            described = msgspec.msgpack.decode(memory, type=_Memory)
-            name = self._load(peer, described)
-            chunks = self._chunks(name, described.address, described.chunks)
+            described = msgspec.msgpack.decode(memory, type=PeerMemory)
+            self._load(peer, described)
         except msgspec.DecodeError as error:
             return f"memory: the peer's description cannot be read: {error}"
-        except Exception as error:  # noqa: BLE001 - NIXL has no common base of its errors
-            return f"memory: NIXL cannot reach the peer: {type(error).__name__}: {error}"
-        own = None if joint is None else joint.own
-        sizes = self._sizes if own is None else own.sizes
-        self._peers[peer] = _Peer(name, described, chunks, sizes, self._planes.table_of(own))
+        except TransferError as error:
+            return f"memory: {error}"
+        if described.planes and len(described.planes) != len(theirs.sizes):
+            return f"planes: the peer has {len(described.planes)}, the layout {len(theirs.sizes)}"
+        self._peers[peer] = Peer(peer, described, theirs, own, own or self._whole, self._rows)
         return None
 
     def read(self, order: ReadOrder) -> None:
-        """Begin to read the runs of a part, as far as there is room for them."""
+        """Begin to read a part, as far as there is room for it."""
         self._in_flight += 1
         peer = self._peers.get(order.peer)
         if peer is None:
             self._end(order, ReadOutcome.PEER_GONE, "the peer is gone")
             return
-        packing = Packing(peer.sizes, order.first_plane, order.last_plane)
-        record, size = packing.record_bytes, len(order.slots)
-        first = order.places[1] if len(order.places) == 2 else peer.memory.chunks
-        start = first * CHUNK_BYTES
-        if start + (order.skip + size) * record > peer.memory.chunks * CHUNK_BYTES:
+        read = peer.locate(order)
+        if read is None:
             self._end(order, ReadOutcome.ERROR, f"the places are not the peer's: {order.places[:4]}")
             return
-        step = max(min(_RUN_BYTES, self._in.nbytes // _PART_SHARE) // record, 1)
-        read = _Read(order, packing, start, unfinished=-(-size // step))
-        peer.waiting += [_Run(read, first, min(first + step, size)) for first in range(0, size, step)]
+        runs = peer.split(read, self._packed_run_bytes, self._run_bytes)
+        read.unfinished = len(runs)
+        peer.waiting += runs
         self._advance(peer)
 
     def poll(self) -> list[ReadEnd]:
@@ -254,15 +214,14 @@ class RdmaConnector:
     def needs_polling(self) -> bool:
         """True while reads have not ended, here or perhaps at a peer, for which this side makes progress as well."""
         sending = time.perf_counter() < self._last_notice + _SPIN_SECONDS
-        return self._in_flight > 0 or bool(self._published) or sending
+        return self._in_flight > 0 or bool(self._published) or sending or bool(self._lost)
 
     def disconnect(self, peer: bytes) -> None:
-        """End the reads of a peer. Its agent stays until NIXL has ended the runs in flight, which write until then."""
-        name = self._loaded.get(peer)
+        """End the reads of a peer, those into slots once NIXL has ended them. Its agent stays until then."""
         found = self._peers.pop(peer, None)
         if found is None:
-            if name is not None:
-                self._unload(name)
+            if not any(each.boot == peer for each in self._lost):
+                self._agent.unload(peer)
             return
         for run in (*found.waiting, *found.flying):
             self._fail(run.read, ReadOutcome.PEER_GONE, "the peer is gone")
@@ -282,8 +241,8 @@ class RdmaConnector:
             reads_failed=self._failed,
             reads_in_flight=self._in_flight,
             read_bytes=self._bytes,
-            places_used=self._out.bytes_taken + self._in.bytes_taken,
-            places_total=self._out.nbytes + self._in.nbytes,
+            places_used=self._out.regions.bytes_taken + self._in.regions.bytes_taken,
+            places_total=self._out.regions.nbytes + self._in.regions.nbytes,
         )
 
     def close(self) -> None:
@@ -291,43 +250,41 @@ class RdmaConnector:
         if self._closed:
             return
         self._closed = True
+        for copying in self._packing.values():
+            copying.wait()
+            copying.end()
+        self._packing.clear()
         for peer in list(self._peers):
             self.disconnect(peer)
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self._lost and time.monotonic() < deadline:
+            self._agent.notifications()
             for each in list(self._lost):
                 self._advance(each)
             self._forget_lost()
         if self._lost:
-            logger.warning("a stopped peer may still write into %d bytes; they are kept", self._in.nbytes)
-            _kept.extend((self._agent, self._in, self._lost))
+            logger.warning("a stopped peer may still write into memory of its reads; it is kept")
+            _kept.extend((self._agent, self._in, self._planes, self._lost))
             return
-        self._mine.release()
-        self._agent.deregister_memory(self._registered)
-        self._loaded.clear()
-        del self._agent  # now, and not with the interpreter, when NIXL's libraries are being unloaded
+        with self._out.scope():
+            self._agent.close()
 
     # --- notifications ------------------------------------------------------------------------------------------
 
     def listen(self, peer: bytes, memory: bytes) -> None:
         """Make ``notify`` of a peer possible that reads from this rank."""
         try:
-            self._load(peer, msgspec.msgpack.decode(memory, type=_Memory))
-        except Exception as error:  # noqa: BLE001 - messages go another way then
+            self._load(peer, msgspec.msgpack.decode(memory, type=PeerMemory))
+        except (msgspec.DecodeError, TransferError) as error:  # messages go another way then
             logger.info("transfer peer %s takes no notifications: %s", peer.hex()[:8], error)
 
     def notify(self, peer: bytes, data: bytes) -> bool:
         """Send a message to the agent of a peer; return False if that is not possible."""
-        name = self._loaded.get(peer)
-        if name is None:
-            return False
-        try:
-            self._agent.send_notif(name, data)
-        except Exception as error:  # noqa: BLE001 - the peer may be gone; the message goes another way
-            logger.info("transfer peer %s takes no notifications: %s", peer.hex()[:8], error)
-            return False
-        self._last_notice = time.perf_counter()
-        return True
+        with self._out.scope():
+            sent = self._agent.notify(peer, data)
+        if sent:
+            self._last_notice = time.perf_counter()
+        return sent
 
     def notifications(self) -> list[bytes]:
         """Return the messages that have arrived since the last call."""
@@ -337,140 +294,154 @@ class RdmaConnector:
 
     def _take_notifications(self) -> None:
         """Let NIXL make progress, and take what has arrived."""
-        if self._closed:
-            return
-        try:
-            arrived = self._agent.get_new_notifs()
-        except Exception as error:  # noqa: BLE001 - NIXL has no common base of its errors
-            logger.info("no notifications: %s", error)
-            return
-        self._arrived += [message for messages in arrived.values() for message in messages]
+        if not self._closed:
+            with self._out.scope():
+                self._arrived += self._agent.notifications()
 
     # --- agents -------------------------------------------------------------------------------------------------
 
-    def _load(self, peer: bytes, memory: _Memory) -> str:
-        if peer not in self._loaded:
-            name = self._agent.add_remote_agent(memory.metadata)
-            self._loaded[peer] = name.decode() if isinstance(name, bytes) else name
-        return self._loaded[peer]
-
-    def _unload(self, name: str) -> None:
-        self._loaded = {peer: loaded for peer, loaded in self._loaded.items() if loaded != name}
-        try:
-            self._agent.remove_remote_agent(name)
-        except Exception as error:  # noqa: BLE001 - NIXL has no common base of its errors
-            logger.info("the agent %s cannot be removed: %s", name, error)
+    def _load(self, peer: bytes, memory: PeerMemory) -> None:
+        with self._out.scope():
+            self._agent.load(peer, memory.metadata)
 
     def _forget_lost(self) -> None:
         """Remove the agents of lost peers of which no run is in flight."""
         for peer in [each for each in self._lost if not each.flying]:
             self._lost.remove(peer)
-            peer.chunks.release()
-            self._unload(peer.name)
+            self._agent.unload(peer.boot)
 
     # --- runs ---------------------------------------------------------------------------------------------------
 
-    def _chunks(self, agent: str, address: int, chunks: int) -> Any:
-        row = np.array([[address, CHUNK_BYTES, 0, CHUNK_BYTES, chunks]], np.uint64)
-        return self._agent.prep_xfer_dlist(agent, row, "DRAM")
-
-    def _advance(self, peer: _Peer) -> None:
+    def _advance(self, peer: Peer) -> None:
         """Take the runs of a peer that have ended, and begin others."""
-        for _ in range(_RUNS_PER_POLL):
-            ended = [run for run in tuple(peer.flying) if self._has_ended(peer, run)]
-            if not (self._begin_next(peer) or ended):
-                return
+        with self._out.scope():
+            for _ in range(_RUNS_PER_POLL):
+                ended = [run for run in tuple(peer.flying) if self._has_ended(peer, run)]
+                if not (self._begin_next(peer) or ended):
+                    break
         if peer.waiting or (peer.flying and time.perf_counter() < self._last_end + _SPIN_SECONDS):
             self._wake()
 
-    def _begin_next(self, peer: _Peer) -> bool:
-        """Begin the next run if there is room; return True if one was begun. One peer takes half of the memory."""
-        while peer.waiting and peer.waiting[0].read.ended:
+    def _begin_next(self, peer: Peer) -> bool:
+        """Begin the next run if there is room; return True if one was begun."""
+        while peer.waiting and peer.waiting[0].read.failure is not None:
             peer.waiting.popleft()
-        if not peer.waiting:
+        if not peer.waiting or len(peer.flying) >= _MOST_RUNS:
             return False
         run = peer.waiting[0]
-        read, record = run.read, run.read.packing.record_bytes
-        start = read.start + (read.order.skip + run.first_block) * record
-        stop = start + (run.last_block - run.first_block) * record
-        first, last = start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)
-        if peer.chunks_flying and peer.chunks_flying + last - first > self._in.num_chunks // _PEERS_SHARE:
-            return False
-        region = self._in.take((last - first) * CHUNK_BYTES)
-        if region is None:
-            return False
+        pieces = peer.pieces_in_place(run)
+        run.in_place = pieces is not None
+        if pieces is None:
+            run.region = self._take_region(peer, run)
+            if run.region is None:
+                return False
+            pieces = peer.pieces_packed(run, self._in.address + run.region.start)
         peer.waiting.popleft()
-        run.region = region
         peer.flying.append(run)
-        peer.chunks_flying += region.chunks
-        try:
-            run.handle = self._agent.make_prepped_xfer(
-                "READ",
-                self._mine,
-                np.arange(region.first, region.first + region.chunks, dtype=np.int32),
-                peer.chunks,
-                np.arange(first, last, dtype=np.int32),
-            )
-            state = self._agent.transfer(run.handle)
-        except Exception as error:  # noqa: BLE001 - NIXL has no common base of its errors
-            self._take_end(peer, run, f"{type(error).__name__}: {error}")
+        run.read.writing += run.in_place
+        begun = self._agent.read(peer.boot, peer.memory.device, *pieces)
+        if isinstance(begun, str):
+            self._take_end(peer, run, begun)
         else:
-            if state != "PROC":
-                self._take_end(peer, run, None if state == "DONE" else "NIXL: the read has failed")
+            run.begun = begun
+            self._has_ended(peer, run)
         return True
 
-    def _has_ended(self, peer: _Peer, run: _Run) -> bool:
-        try:
-            state = self._agent.check_xfer_state(run.handle)
-        except Exception as error:  # noqa: BLE001 - NIXL raises the error that has ended a transfer
-            self._take_end(peer, run, f"{type(error).__name__}: {error}")
+    def _take_region(self, peer: Peer, run: Run) -> Region | None:
+        """Take room for a run, None if there is none. One peer takes half of the memory."""
+        regions, nbytes = self._in.regions, run.packing.record_bytes * run.count
+        chunks = -(-nbytes // CHUNK_BYTES)
+        if peer.chunks_taken and peer.chunks_taken + chunks > regions.num_chunks // _PEERS_SHARE:
+            return None
+        region = regions.take(nbytes)
+        if region is not None:
+            peer.chunks_taken += region.chunks
+        return region
+
+    def _has_ended(self, peer: Peer, run: Run) -> bool:
+        """Take the end of a run, or of the copies out of its region; return True if there was one."""
+        if run.copying is not None:
+            if not run.copying.has_ended():
+                return False
+            self._take_copied(peer, run, run.copying.end())
             return True
-        if state == "PROC":
+        if run.begun is None or not run.begun.has_ended():
             return False
-        self._take_end(peer, run, None if state == "DONE" else "NIXL: the read has failed")
+        error = run.begun.error
+        if (kept := run.begun.release()) is not None:
+            logger.warning("a read of NIXL cannot be released, its memory is kept: %s", kept)
+            _kept.extend((self._agent, self._in, self._planes, run))
+            run.region = None
+        self._take_end(peer, run, error or kept)
         return True
 
-    def _take_end(self, peer: _Peer, run: _Run, error: str | None) -> None:
-        """Take the end of a run: copy its blocks into their slots, unless nobody wants them any more."""
-        peer.flying.remove(run)
-        self._last_end = time.perf_counter()
-        assert run.region is not None
-        peer.chunks_flying -= run.region.chunks
-        read = run.read
+    def _take_end(self, peer: Peer, run: Run, error: str | None) -> None:
+        """Take the end of a run: copy its blocks into their slots, unless no request waits for them any more."""
+        read, self._last_end = run.read, time.perf_counter()
+        if run.in_place:
+            read.writing -= 1
+        elif error is None and read.failure is None and run.region is not None:
+            run.copying, error = self._unpack(peer, run, run.region)
+            if run.copying is not None:
+                read.writing += 1
+                return
+        self._forget(peer, run, error)
+
+    def _unpack(self, peer: Peer, run: Run, region: Region) -> tuple[Copying | None, str | None]:
+        order = run.read.order
+        slots = np.ascontiguousarray(order.slots[run.blocks])
         try:
-            if run.handle is not None:
-                run.handle.release()
-        except Exception as failure:  # noqa: BLE001 - NIXL has no common base of its errors
-            logger.warning("a read of NIXL cannot be released, its memory is kept: %s", failure)
-            _kept.append((self._agent, self._in, run))
-            self._fail(read, ReadOutcome.ERROR, f"{type(failure).__name__}: {failure}")
-            return
+            return self._in.unpack(slots, peer.own, run.packing, region.start, order.after), None
+        except DeviceError as error:
+            return None, str(error)
+
+    def _take_copied(self, peer: Peer, run: Run, error: str | None) -> None:
+        run.read.writing -= 1
+        self._last_end = time.perf_counter()
+        self._forget(peer, run, error)
+
+    def _forget(self, peer: Peer, run: Run, error: str | None) -> None:
+        """Free the room of a run that has ended, and note what it has read."""
+        peer.flying.remove(run)
+        if run.region is not None:
+            self._in.regions.free(run.region)
+            peer.chunks_taken -= run.region.chunks
+        read = run.read
+        read.unfinished -= 1
         if error is not None:
             self._fail(read, ReadOutcome.ERROR, error)
-        elif not read.ended:
-            self._unpack(peer, run, run.region)
-        self._in.free(run.region)
+            return
+        read.moved += run.count * sum(peer.theirs.sizes[run.packing.planes])
+        self._finish(read)
 
-    def _unpack(self, peer: _Peer, run: _Run, region: Region) -> None:
-        read = run.read
-        order, record = read.order, read.packing.record_bytes
-        inside = (read.start + (order.skip + run.first_block) * record) % CHUNK_BYTES
-        slots = np.ascontiguousarray(order.slots[run.first_block : run.last_block])
-        start = region.first * CHUNK_BYTES + inside
-        read.packing.unpack(self._in, start, peer.target, self._planes.num_blocks, slots)
-        read.moved += len(slots) * sum(peer.sizes[order.first_plane : order.last_plane])
-        read.unfinished -= 1
-        if not read.unfinished:
-            read.ended = True
-            seconds = time.perf_counter() - read.began
-            self._ended.append(ReadEnd(order.read_id, ReadOutcome.OK, read.moved, seconds))
-            self._wake()
+    def _fail(self, read: Read, outcome: ReadOutcome, error: str) -> None:
+        """Begin no further run of a read."""
+        read.failure = read.failure or (outcome, error)
+        self._finish(read)
 
-    def _fail(self, read: _Read, outcome: ReadOutcome, error: str) -> None:
-        if not read.ended:
-            read.ended = True
-            self._end(read.order, outcome, error)
+    def _finish(self, read: Read) -> None:
+        """Report a read once nothing writes into its slots any more."""
+        if read.ended or read.writing or (read.unfinished and read.failure is None):
+            return
+        read.ended = True
+        if read.failure is not None:
+            self._end(read.order, *read.failure)
+            return
+        seconds = time.perf_counter() - read.began
+        self._ended.append(ReadEnd(read.order.read_id, ReadOutcome.OK, read.moved, seconds))
+        self._wake()
 
     def _end(self, order: ReadOrder, outcome: ReadOutcome, error: str) -> None:
         self._ended.append(ReadEnd(order.read_id, outcome, error=error))
         self._wake()
+
+
+def _packed_memory(planes: LocalPlanes, nbytes: int) -> PackedMemory:
+    if planes.gpu is None:
+        return HostPackedMemory(nbytes, planes)
+    from fdcache.transfer.device_packed_memory import DevicePackedMemory
+
+    try:
+        return DevicePackedMemory(nbytes, planes, planes.gpu)
+    except DeviceError as error:
+        raise TransferError(f"FDCACHE_TRANSFER_RING={nbytes}: {error}") from error

@@ -52,9 +52,9 @@ class Readers:
         for side in self.sides:
             side.computed(plan_id, part)
 
-    def sums(self, index: int, plan_id: int, sums: UInt64Array) -> None:
-        """Take the sums of what a reader reads of an offer's blocks."""
-        self.sides[index].sums(plan_id, sums)
+    def sums(self, index: int, plan_id: int, part: Part, sums: UInt64Array) -> None:
+        """Take the sums of what a reader reads of a part."""
+        self.sides[index].sums(plan_id, part, sums)
 
     def cancel(self, plan_id: int, reason: str) -> None:
         """End an offer whose blocks will not be complete, and tell decode. Idempotent."""

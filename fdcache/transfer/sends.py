@@ -185,13 +185,17 @@ class Sends:
         return self._sends[plan_id].task.swap.src_block_ids
 
     def sum_sources(self, reader: int, effect: ComputeSums) -> None:
-        """Compute the sums of what a reader reads."""
+        """Compute the sums of a part of what a reader reads. Does nothing once the send has ended."""
+        if effect.plan_id not in self._sends:
+            return
+        part = effect.part
+        planes = slice(part.first_plane, part.last_plane)
         try:
-            sums = self._planes.sums(effect.slots, self._sharing.readers[reader])
+            sums = self._planes.sums(effect.slots, self._sharing.readers[reader], planes)
         except DeviceError as error:
             self.side.cancel(effect.plan_id, str(error))
         else:
-            self.side.sums(reader, effect.plan_id, sums)
+            self.side.sums(reader, effect.plan_id, part, sums)
 
 
 def _first_planes(layout: KVLayout) -> Sequence[int]:

@@ -3,7 +3,9 @@
 ``python -m tests.gpu.peers planes GPU BYTES BLOCKS`` fills planes and prints what a peer needs to read them; so it does
 for every line of its input, with the bytes of a plane.
 ``python -m tests.gpu.peers read HEX BYTES BLOCKS`` reads such planes on the first GPU that is visible to it.
-``python -m tests.gpu.peers prefill GPU DIRECTORY`` answers a decode instance until its input ends.
+``python -m tests.gpu.peers publish GPU BLOCKS`` publishes shuffled blocks with ``rdma`` for every line of its input,
+with the bytes of a plane, and prints its boot id, its memory and each part: first block, blocks, and places.
+``python -m tests.gpu.peers prefill GPU DIRECTORY [CONNECTOR]`` answers a decode instance until its input ends.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ from fdcache.layout import KVLayout
 from fdcache.manager import Request
 from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
+from fdcache.transfer.conformance import TransferConformance
 from fdcache.transfer.connector import LocalPlanes, ReadEnd, ReadOrder, TransferContext
 from fdcache.transfer.device_ipc import DeviceIpcConnector
+from fdcache.transfer.device_packed_memory import DevicePackedMemory
+from fdcache.transfer.rdma import RdmaConnector
 from tests.service_help import until
 from tests.transfer_help import Instance, prompt_of
 
@@ -196,11 +201,43 @@ def _show_planes(gpu: str, plane_bytes: str, num_blocks: str) -> None:
         _answer(planes.access.describe().hex())
 
 
-def _prefill(gpu: str, directory: str) -> None:
+def use_nixl_for_the_stand_in() -> None:
+    """Let NIXL take the memory of the stand-in, which has no GPU, for what it is."""
+    if not hasattr(cupy.cuda, "MemoryAsyncPool"):
+        DevicePackedMemory.kind = "DRAM"
+
+
+def _publish(gpu: str, num_blocks: str) -> None:
+    use_nixl_for_the_stand_in()
+    _answer("ready")
+    lines, connector = _Lines(), None
+    slots = np.random.default_rng(1).permutation(int(num_blocks)).astype(np.int32)
+    while (line := lines.next()) is not None:
+        if line:
+            planes = GpuPeerPlanes(layout_of(int(line)), int(num_blocks), gpu)
+            planes.fill(1)
+            connector = RdmaConnector(planes.context(PeerSettings(connector="rdma", ring=16 << 20)))
+            count, first = connector.most_blocks(0, planes.layout.num_planes), 0
+            parts: list[str] = []
+            while (size := len(slots[first : first + count])) and len(parts) < 3:
+                places = connector.publish(slots[first : first + size], 0, planes.layout.num_planes)
+                assert places is not None
+                TransferConformance.await_packed(connector, places)
+                parts.append(":".join(map(str, (first, size, *places))))
+                first += size
+            _answer(" ".join([planes.boot.hex(), connector.memory.hex(), *parts]))
+        elif connector is not None:
+            connector.poll()
+
+
+def _prefill(gpu: str, directory: str, connector: str = "ipc") -> None:
     """Compute prompts: each line has a seed, blocks and cycles for which the GPU is busy before each layer."""
     from tests.gpu.test_cuda_order import spin
 
-    with GpuInstance("prefill", Path(directory), "p", gpu=gpu) as instance:
+    use_nixl_for_the_stand_in()
+    with GpuInstance(
+        "prefill", Path(directory), "p", gpu=gpu, connector=connector, ring=16 << 20
+    ) as instance:
         _answer(instance.address)
         lines = _Lines()
         while (line := lines.next()) is not None:
@@ -239,7 +276,12 @@ class _Lines:
         return ""
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"planes": _show_planes, "read": _read, "prefill": _prefill}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "planes": _show_planes,
+    "read": _read,
+    "publish": _publish,
+    "prefill": _prefill,
+}
 
 if __name__ == "__main__":
     COMMANDS[sys.argv[1]](*sys.argv[2:])

@@ -43,19 +43,26 @@ class TestRdma(TransferConformance):
 LARGE = KVLayout.uniform(
     model="m", revision="1", num_layers=4, block_size=64, kv_heads=8, head_dim=128, dtype="bfloat16"
 )
-"""Blocks of 1 MiB."""
+SMALL = KVLayout.uniform(
+    model="m", revision="1", num_layers=64, block_size=4, kv_heads=8, head_dim=128, dtype="bfloat16"
+)
+LAYOUTS = {"in place": LARGE, "packed": SMALL}
+"""Blocks of 1 MiB, with planes of 128 KiB that are read in place, and of 8 KiB that are packed."""
+
+SCATTERED = np.arange(0, 16, 2, dtype=np.int32)
 
 SOURCE = """
 import json, pathlib, select, sys
 import numpy as np
-from tests.integration.test_transfer_rdma import LARGE, RDMA
+from tests.integration.test_transfer_rdma import LAYOUTS, RDMA, SCATTERED
 from fdcache.transfer.conformance import PeerPlanes
 from fdcache.transfer.rdma import RdmaConnector
-planes = PeerPlanes(LARGE, 16, pathlib.Path(sys.argv[1]))
+layout = LAYOUTS[sys.argv[2]]
+planes = PeerPlanes(layout, 16, pathlib.Path(sys.argv[1]))
 planes.fill(1)
 connector = RdmaConnector(planes.context(RDMA.model_copy(update={"ring": 32 << 20})))
-places = connector.publish(np.arange(8, dtype=np.int32), 0, LARGE.num_planes)
-sums = planes.sums(np.arange(8, dtype=np.int32)).tolist()
+places = connector.publish(SCATTERED, 0, layout.num_planes)
+sums = planes.sums(SCATTERED).tolist()
 print(json.dumps([planes.boot.hex(), connector.memory.hex(), places, sums]), flush=True)
 while not select.select([sys.stdin], [], [], 0.001)[0]:
     connector.poll()
@@ -65,10 +72,11 @@ while not select.select([sys.stdin], [], [], 0.001)[0]:
 class Source:
     """A process with eight published blocks, reached through TCP, where reads take their time."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, way: str) -> None:
+        self.layout = LAYOUTS[way]
         root = Path(__file__).parent.parent.parent
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SOURCE, str(directory)],
+            [sys.executable, "-c", SOURCE, str(directory), way],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -80,7 +88,7 @@ class Source:
 
     def order(self, read_id: int, count: int = 8) -> ReadOrder:
         slots = np.arange(count, dtype=np.int32)
-        return ReadOrder(read_id, self.boot, tuple(self.places), 8, 0, 0, LARGE.num_planes, slots)
+        return ReadOrder(read_id, self.boot, tuple(self.places), 8, 0, 0, self.layout.num_planes, slots)
 
     def close(self) -> None:
         self.process.kill()
@@ -88,26 +96,35 @@ class Source:
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
+def way() -> str:
+    """How blocks are read, unless a test says otherwise."""
+    return "in place"
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> Iterator[Source]:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    opened = Source(tmp_path)
+    opened = Source(tmp_path, way)
     yield opened
     opened.close()
 
 
 @pytest.fixture
 def target(tmp_path: Path, source: Source) -> Iterator[tuple[PeerPlanes, RdmaConnector]]:
-    planes = PeerPlanes(LARGE, 16, tmp_path)
+    planes = PeerPlanes(source.layout, 16, tmp_path)
     connector = RdmaConnector(planes.context(RDMA.model_copy(update={"ring": 32 << 20})))
     assert connector.connect(source.boot, source.memory) is None
     yield planes, connector
     connector.close()
 
 
-def ends_of(connector: RdmaConnector, count: int = 1) -> list[ReadEnd]:
+def ends_of(connector: RdmaConnector, count: int = 1, *others: RdmaConnector) -> list[ReadEnd]:
+    """Wait for ends of reads. Connectors ``others`` of this process make progress meanwhile, as NIXL needs of both."""
     ended: list[ReadEnd] = []
 
     def polled() -> bool:
+        for each in others:
+            each.poll()
         ended.extend(connector.poll())
         return len(ended) >= count
 
@@ -116,6 +133,28 @@ def ends_of(connector: RdmaConnector, count: int = 1) -> list[ReadEnd]:
 
 
 @pytest.mark.slow
+def test_a_read_of_a_stopped_peer_into_slots_ends_when_nothing_arrives_any_more(
+    source: Source, target: tuple[PeerPlanes, RdmaConnector]
+) -> None:
+    planes, connector = target
+    source.process.send_signal(signal.SIGSTOP)
+    connector.read(source.order(1))
+    assert [connector.poll() for _ in range(50)] == [[]] * 50
+    connector.disconnect(source.boot)
+    assert [connector.poll() for _ in range(50)] == [[]] * 50, "its slots are free while bytes may arrive"
+    assert connector.needs_polling and connector.stats().reads_in_flight == 1
+    source.process.send_signal(signal.SIGCONT)
+    end = ends_of(connector)[0]
+    assert end.outcome is ReadOutcome.PEER_GONE
+    assert any(each.any() for each in planes.arrays), "bytes arrive late, or this test sees nothing"
+    arrived = [each.copy() for each in planes.arrays]
+    assert [connector.poll() for _ in range(200)] == [[]] * 200
+    assert all((each == before).all() for each, before in zip(planes.arrays, arrived, strict=True))
+    assert not connector.needs_polling
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["packed"])
 def test_bytes_of_a_stopped_peer_arrive_late_and_in_no_slot(
     source: Source, target: tuple[PeerPlanes, RdmaConnector]
 ) -> None:
@@ -136,6 +175,7 @@ def test_bytes_of_a_stopped_peer_arrive_late_and_in_no_slot(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", LAYOUTS)
 def test_reads_of_a_killed_peer_end_and_leave_no_memory(
     source: Source, target: tuple[PeerPlanes, RdmaConnector]
 ) -> None:
@@ -153,14 +193,71 @@ def test_reads_of_a_killed_peer_end_and_leave_no_memory(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", LAYOUTS)
 def test_several_runs_through_tcp_arrive_whole(
     source: Source, target: tuple[PeerPlanes, RdmaConnector]
 ) -> None:
     planes, connector = target
     connector.read(source.order(1))
     end = ends_of(connector)[0]
-    assert (end.outcome, end.moved_bytes) == (ReadOutcome.OK, 8 * LARGE.payload_bytes)
+    assert (end.outcome, end.moved_bytes) == (ReadOutcome.OK, 8 * source.layout.payload_bytes)
     assert planes.sums(np.arange(8, dtype=np.int32)).tolist() == source.sums
+
+
+def open_two(layout: KVLayout, tmp_path: Path) -> list[tuple[PeerPlanes, RdmaConnector]]:
+    ring = RDMA.model_copy(update={"ring": 8 << 20})
+    planes = [PeerPlanes(layout, 64, tmp_path) for _ in range(2)]
+    opened = [(each, RdmaConnector(each.context(ring))) for each in planes]
+    opened[0][0].fill(1)
+    assert opened[1][1].connect(planes[0].boot, opened[0][1].memory) is None
+    return opened
+
+
+PIECES = {
+    "long planes": (LARGE, [5, 1, 9, 30], [2, 8, 0, 61], True),
+    "adjoining blocks on both sides": (SMALL, list(range(4, 20)), list(range(30, 46)), True),
+    "adjoining blocks at the source": (SMALL, list(range(4, 20)), list(range(63, 31, -2)), True),
+    "scattered short planes": (SMALL, list(range(0, 32, 2)), list(range(16)), False),
+}
+
+
+@pytest.mark.parametrize("case", PIECES)
+def test_long_runs_are_read_in_place_and_others_packed(case: str, tmp_path: Path) -> None:
+    layout, places, slots, in_place = PIECES[case]
+    (theirs, source), (mine, target) = open_two(layout, tmp_path)
+    before = [each.copy() for each in mine.arrays]
+    first, last = 2, 7
+    published = source.publish(np.array(places, np.int32), first, last)
+    assert published is not None
+    assert (source.stats().places_used == 0) == in_place == (published[1:] == tuple(places))
+    skip = 1
+    order = ReadOrder(
+        1, theirs.boot, published, len(places), skip, first, last, np.array(slots[skip:], np.int32)
+    )
+    target.read(order)
+    end = ends_of(target, 1, source)[0]
+    sizes = sum(plane.nbytes for plane in layout.planes[first:last])
+    assert (end.outcome, end.moved_bytes) == (ReadOutcome.OK, (len(slots) - skip) * sizes)
+    for index, (arrived, sent, old) in enumerate(zip(mine.arrays, theirs.arrays, before, strict=True)):
+        expected = old
+        if first <= index < last:
+            expected[slots[skip:]] = sent[places[skip:]]
+        assert np.array_equal(arrived, expected)
+    source.withdraw(published)
+    assert source.stats().places_used == target.stats().places_used == 0
+    for each in (source, target):
+        each.close()
+
+
+def test_places_that_the_planes_have_not_are_an_error(tmp_path: Path) -> None:
+    (theirs, source), (mine, target) = open_two(LARGE, tmp_path)
+    slots = np.arange(2, dtype=np.int32)
+    for read_id, places in enumerate([(0, 1, 64), (0, -1, 1), (0, 1), (0,), (0, 1, 2**40), (-1, -(2**40))]):
+        target.read(ReadOrder(read_id, theirs.boot, places, 2, 0, 0, LARGE.num_planes, slots))
+        assert ends_of(target, 1, source)[0].outcome is ReadOutcome.ERROR
+    assert not any(each.any() for each in mine.arrays)
+    for each in (source, target):
+        each.close()
 
 
 def test_messages_arrive_and_a_full_memory_publishes_nothing(tmp_path: Path) -> None:
@@ -181,6 +278,7 @@ def test_messages_arrive_and_a_full_memory_publishes_nothing(tmp_path: Path) -> 
     until(has_arrived, "the message arrives")
     most = source.most_blocks(0, one.layout.num_planes)
     slots = np.arange(12, dtype=np.int32)[:most]
+    slots = slots * 2 % 12  # no runs, which would be read in place
     published = []
     while (places := source.publish(slots, 0, one.layout.num_planes)) is not None:
         published.append(places)

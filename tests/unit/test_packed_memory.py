@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from fdcache.errors import TransferNotFoundError
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.factory import require_connector
-from fdcache.transfer.packed_memory import CHUNK_BYTES, PackedMemory, Packing, Region
-from fdcache.transfer.rdma import find_nixl
+from fdcache.transfer.memory_pieces import MemoryPieces
+from fdcache.transfer.nixl_agent import find_nixl
+from fdcache.transfer.packed_memory import CHUNK_BYTES, Packing, Region, Regions
 from tests.seeds import budget
 
 
 @settings(max_examples=budget(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5 * CHUNK_BYTES), st.booleans()), max_size=60))
 def test_regions_never_overlap_and_are_refused_only_without_a_gap(steps: list[tuple[int, bool]]) -> None:
-    memory = PackedMemory(16 * CHUNK_BYTES)
+    memory = Regions(16 * CHUNK_BYTES)
     taken: list[Region] = []
     for nbytes, frees in steps:
         if frees and taken:
@@ -43,6 +44,28 @@ def test_regions_never_overlap_and_are_refused_only_without_a_gap(steps: list[tu
 def test_planes_are_packed_one_block_after_the_other() -> None:
     packing = Packing([100, 200, 64, 8], 1, 3)
     assert packing.record_bytes == 256 + 64
+    assert packing.offsets == (0, 0, 256, 0)
+    assert packing.strides[1:3] == (320, 320)
+    by_plane = Packing([100, 200, 64, 8], 1, 3, by_plane=5)
+    assert by_plane.offsets == (0, 0, 5 * 256, 0)
+    assert by_plane.strides[1:3] == (256, 64)
+
+
+@settings(max_examples=budget(100), deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=12, unique=True), st.integers(0, 2**32))
+def test_merged_pieces_are_the_same_bytes_and_never_adjoin(slots: list[int], seed: int) -> None:
+    size = 8
+    mine = np.array(slots, np.int64)
+    theirs = np.where(np.random.default_rng(seed).random(len(slots)) < 0.7, mine + 20, mine + 40)
+    whole = MemoryPieces(theirs * size, mine * size, np.full(len(slots), size, np.int64))
+    merged = whole.merged()
+    bytes_of = [
+        [(a + i, b + i) for a, b, n in zip(*each, strict=True) for i in range(n)] for each in (whole, merged)
+    ]
+    assert bytes_of[0] == bytes_of[1]
+    ends = merged.theirs + merged.sizes, merged.mine + merged.sizes
+    adjoins = (merged.theirs[1:] == ends[0][:-1]) & (merged.mine[1:] == ends[1][:-1])
+    assert not adjoins.any()
 
 
 def test_a_missing_package_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from . import driver
 from .arrays import arange, array_equal, as_strided, asarray, ascontiguousarray, asnumpy, ndarray, zeros
-from .memory import Device, Memory, MemoryPointer, Pinned, current
+from .memory import Device, Memory, MemoryPointer, OutOfMemoryError, Pinned, current
 from .streams import RawKernel, RawModule, Stream
 
 __all__ = [
@@ -44,7 +44,7 @@ cuda = SimpleNamespace(
     Stream=Stream,
     alloc_pinned_memory=Pinned,
     get_current_stream=lambda: getattr(current, "stream", None) or SimpleNamespace(ptr=0),
-    memory=SimpleNamespace(OutOfMemoryError=type("OutOfMemoryError", (MemoryError,), {})),
+    memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
     compiler=SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
     driver=SimpleNamespace(CUDADriverError=CudaError),
     runtime=SimpleNamespace(

@@ -40,6 +40,10 @@ class Device:
         driver.synchronize_all()
 
 
+class OutOfMemoryError(MemoryError):
+    """The machine has not as much."""
+
+
 def _allocate(nbytes: int, gpu: int) -> np.ndarray:
     made = np.empty(max(nbytes, 1), np.uint8)
     driver.know(made.ctypes.data, made.nbytes, gpu)
@@ -51,7 +55,11 @@ def _allocate_shared(nbytes: int, gpu: int) -> np.ndarray:
     """Memory that other processes can open. Its views keep its base alive, not the array."""
     descriptor = os.memfd_create("stand-in")
     os.ftruncate(descriptor, max(nbytes, 1))
-    mapped = mmap.mmap(descriptor, max(nbytes, 1))
+    try:
+        mapped = mmap.mmap(descriptor, max(nbytes, 1))
+    except OSError as error:
+        os.close(descriptor)
+        raise OutOfMemoryError(str(error)) from error
     made = np.ndarray(len(mapped), np.uint8, mapped)
     driver.know(made.ctypes.data, made.nbytes, gpu)
     driver.share(made.ctypes.data, descriptor)
