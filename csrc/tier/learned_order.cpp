@@ -124,8 +124,8 @@ HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint, bool
     if (!own) return HintAnswer::kNoBlock;
     if (hint.keeps()) {
         const std::span<const Slot> hinted = path.first(own);
-        const auto more =
-            std::count_if(hinted.begin(), hinted.end(), [this](Slot slot) { return !is_kept(blocks_[slot]); });
+        const auto more = std::count_if(hinted.begin(), hinted.end(),
+                                        [this](Slot slot) { return !is_kept(blocks_[slot]); });
         const double kept = static_cast<double>(kept_) + static_cast<double>(more);
         if (kept > kHintBudget * static_cast<double>(blocks_.size())) return HintAnswer::kOverBudget;
     }
