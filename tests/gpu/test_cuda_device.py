@@ -191,7 +191,7 @@ def test_a_refused_copy_is_a_failed_report_and_the_device_continues(monkeypatch:
         monkeypatch.setattr(
             gpu, "_copier", _core.CudaCopier(gpu._context, (0, 0, 0, 0, 0), gpu._policy, gpu._kernels.module)
         )
-        monkeypatch.setattr(worker.controller, "_launcher", None)  # made with the other copier
+        monkeypatch.setattr(worker.controller._plans, "launcher", None)  # made with the other copier
         (refused,) = worker.run(plan(2, load=[(0, 1)])).results
         assert refused.failed.tolist() == [0]
         assert "cuLaunchKernel" in str(refused.error_message)
