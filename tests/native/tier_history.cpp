@@ -9,6 +9,7 @@
 
 #include "native/bytes.hpp"
 #include "native/tier_pair.hpp"
+#include "tier/hints.hpp"
 
 namespace fdcache::tests {
 namespace {
@@ -30,7 +31,7 @@ struct Parameters {
 
 class TierHistory : TierPair {
   public:
-    explicit TierHistory(Bytes bytes) : TierHistory{Parameters(bytes), bytes} {}
+    TierHistory(Bytes bytes, std::string_view eviction) : TierHistory{Parameters(bytes), bytes, eviction} {}
 
     void run() {
         for (int i = 0; i < kMostSteps && !bytes_.empty(); ++i) {
@@ -40,13 +41,13 @@ class TierHistory : TierPair {
     }
 
   private:
-    TierHistory(const Parameters &drawn, Bytes left)
-        : TierPair(drawn.slots, drawn.extent, drawn.spare), bytes_(left) {
+    TierHistory(const Parameters &drawn, Bytes left, std::string_view eviction)
+        : TierPair(drawn.slots, drawn.extent, drawn.spare, eviction), bytes_(left) {
         const std::size_t events = bytes_.pick(std::array{0u, 1u, 5u, 1000u});
         tier_.record_events(events);
         model_.record_events(events);
         if (bytes_.below(2)) mirror();
-        if (bytes_.below(3) == 2)
+        if (is_lru_ && bytes_.below(3) == 2)
             for (const Tenant tenant : {0u, 1u, 2u}) set_tenant_limit(tenant, 1 + bytes_.below(6));
         open_lease();
     }
@@ -162,7 +163,14 @@ class TierHistory : TierPair {
         expect(tier_.open_lease() == model_.open_lease(), "another lease");
     }
 
-    void release_some() { release(lease()); }
+    void release_some() {
+        const LeaseId own = lease();
+        if (is_lru_) return release(own);
+        time_ += 1 + 50 * bytes_.next();
+        tier_.set_clock(time_);
+        const RequestEnd end{bytes_.next() + 1u, bytes_.next(), 4};
+        expect(tier_.finish(own, &end) == model_.release(own), "finish");
+    }
 
     void match_path() {
         const LeaseId own = lease();
@@ -354,8 +362,20 @@ class TierHistory : TierPair {
     }
 
     void limit_tenant() {
+        if (!is_lru_) return hint();
         const Tenant tenant = bytes_.below(3);
         set_tenant_limit(tenant, bytes_.below(7));
+    }
+
+    // Changes the order alone.
+    void hint() {
+        const Digests hashes = path(block());
+        const Hint said{bytes_.pick(std::array{HintKind::kOnce, HintKind::kRelease, HintKind::kRetain,
+                                               HintKind::kReturn, HintKind::kPriority}),
+                        static_cast<double>(bytes_.below(3))};
+        const bool all = bytes_.below(2);
+        tier_.hint(hashes, said, all);
+        expect(tier_.hint_fates(hashes).size() == hashes.size(), "a fate for each block");
     }
 
     void look_up() {
@@ -382,12 +402,13 @@ class TierHistory : TierPair {
     }
 
     Bytes bytes_;
+    std::uint64_t time_ = 0;
 };
 
 }  // namespace
 
-void run_tier_history(std::span<const std::uint8_t> bytes) {
-    TierHistory(Bytes(bytes)).run();
+void run_tier_history(std::span<const std::uint8_t> bytes, std::string_view eviction) {
+    TierHistory(Bytes(bytes), eviction).run();
 }
 
 }  // namespace fdcache::tests

@@ -239,7 +239,9 @@ void TierModel::take(LeaseId owner, std::uint32_t count, const Reservation &take
     expect(evictions == needed || (evictions > needed && evictions + free() <= count + spare),
            "more or fewer entries are evicted than needed");
     for (const Slot slot : taken.evicted.slots) {
-        expect(eviction_order(kept).front() == slot, "another entry than the coldest is evicted");
+        const std::vector<Slot> order = eviction_order(kept);
+        expect(by_last_use_ ? order.front() == slot : std::ranges::count(order, slot) && !children(slot),
+               "another entry than the coldest is evicted");
         evict(slot);
     }
     expect(taken.slots.size() == count && std::ranges::is_sorted(taken.slots, std::less_equal<>()),

@@ -43,7 +43,9 @@ class TierModel {
         std::uint32_t holds() const { return copies + withheld + quarantined; }
     };
 
-    TierModel(std::uint32_t slots, double spare) : slots_(slots), spare_(spare) {}
+    // Unless `by_last_use`, any entry without children may be evicted.
+    TierModel(std::uint32_t slots, double spare, bool by_last_use)
+        : slots_(slots), spare_(spare), by_last_use_(by_last_use) {}
 
     LeaseId open_lease();
     bool release(LeaseId lease);
@@ -131,6 +133,7 @@ class TierModel {
 
     std::uint32_t slots_;
     double spare_;
+    bool by_last_use_;
     std::map<Slot, Block> used_;
     std::map<LeaseId, Lease> leases_;
     std::map<Tenant, std::uint32_t> limits_;  // empty: tenants are off

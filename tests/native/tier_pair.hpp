@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
+#include <string_view>
 #include <vector>
 
 #include "native/checks.hpp"
@@ -31,7 +32,7 @@ const Digests &digests();
 
 class TierPair {
   protected:
-    TierPair(std::uint32_t slots, std::uint32_t extent, double spare);
+    TierPair(std::uint32_t slots, std::uint32_t extent, double spare, std::string_view eviction);
 
     // --- the same on both
 
@@ -90,6 +91,7 @@ class TierPair {
     // Ends the process unless everything that can be read of them is the same, and the tier is sound.
     void compare() const;
 
+    const bool is_lru_;
     Tier tier_;
     TierModel model_;
 
