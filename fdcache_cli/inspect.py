@@ -9,15 +9,9 @@ from typing import Any
 
 import typer
 
+from fdcache.service.wire.client_views import ClientFigures, ClientView, TransferView
 from fdcache.service.wire.protocol import to_number
-from fdcache.service.wire.views import (
-    ClientFigures,
-    ClientView,
-    NamedTenantView,
-    NamespaceView,
-    TiersView,
-    TransferView,
-)
+from fdcache.service.wire.views import NamedTenantView, NamespaceView, TiersView
 from fdcache.settings.kinds import readable_size
 from fdcache_cli import inspect_plot, output
 from fdcache_cli.app import Command, new_group, refuse_options_of_group

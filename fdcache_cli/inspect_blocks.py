@@ -11,14 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from fdcache.service.client.connection import Client
-from fdcache.service.wire.views import (
-    BlockView,
-    ClientFigures,
-    ClientView,
-    ExplainedBlock,
-    ExplainView,
-    TreeNode,
-)
+from fdcache.service.wire.client_views import ClientFigures, ClientView
+from fdcache.service.wire.views import BlockView, ExplainedBlock, ExplainView, TreeNode
 from fdcache.tiers.statistics import LoadDecision
 from fdcache_cli import inspect_plot, output
 from fdcache_cli.service_view import (

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fdcache.service.client.connection import Client
-from fdcache.service.wire.views import ClientView, InFlightView, ResetView
+from fdcache.service.wire.client_views import ClientView
+from fdcache.service.wire.views import InFlightView, ResetView
 from fdcache.settings.kinds import parse_duration, printable, readable_size
 from fdcache_cli import errors, output
 from fdcache_cli.app import Command, confirm, new_group, refuse_options_of_group

@@ -222,7 +222,7 @@ from fdcache.manager import MatchStatus, Request
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from fdcache.service.server.metrics import render
-from fdcache.service.wire.views import ServiceView
+from fdcache.service.wire.views import (ServiceView)
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
 from tests.integration.test_serve_storage import BLOCKS, storage_settings
 from tests.service_engine import PROMPT, Engine

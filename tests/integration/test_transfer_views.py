@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fdcache.manager import Request
 from fdcache.service.server.http import make_app
-from fdcache.service.wire.views import ClientFigures
+from fdcache.service.wire.client_views import ClientFigures
 from tests.commands import fdcache
 from tests.service_help import LocalService, local_service
 from tests.transfer_help import LAYOUT, Instance, prompt_of

@@ -9,13 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fdcache.service.wire.views import (
-    ClientFigures,
-    ClientView,
-    NamedTenantView,
-    NamespaceTierView,
-    NamespaceView,
-)
+from fdcache.service.wire.client_views import ClientFigures, ClientView
+from fdcache.service.wire.views import NamedTenantView, NamespaceTierView, NamespaceView
 from fdcache_cli.inspect_plot import plot_clients, plot_namespaces, plot_tenants, plot_tiers, plot_transfers
 
 GIB = 2**30

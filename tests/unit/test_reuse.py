@@ -11,7 +11,8 @@ import pytest
 from fdcache import _core
 from fdcache.hashing import hash_blocks
 from fdcache.metadata import CacheLevel
-from fdcache.service.wire.views import ClientFigures, ReuseView
+from fdcache.service.wire.client_views import ClientFigures
+from fdcache.service.wire.views import ReuseView
 from fdcache.tiers.reuse import GROUPS, RecentReuse, ReuseClass, ReuseReport, chance
 from fdcache_cli.inspect_eviction import print_reuse, reuse_lines
 from fdcache_cli.inspect_plot import plot_reuse

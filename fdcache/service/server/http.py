@@ -19,7 +19,8 @@ from fdcache.errors import RefusedError, ServiceUnavailableError
 from fdcache.hashing import tenant_key
 from fdcache.service.client.connection import Client
 from fdcache.service.server.metrics import render
-from fdcache.service.wire.views import ClientView, ConfigView, NamespaceView, ResetView, ServiceView, TreeNode
+from fdcache.service.wire.client_views import ClientView
+from fdcache.service.wire.views import ConfigView, NamespaceView, ResetView, ServiceView, TreeNode
 
 _TIMEOUT = 5.0
 _START_TIMEOUT = 10.0
@@ -97,7 +98,7 @@ def _returns(view: Any, description: str) -> dict[int | str, dict[str, Any]]:
 
 
 class _Api(FastAPI):
-    """The application, whose OpenAPI schema has the records of ``service/wire/views.py`` too."""
+    """The application, whose OpenAPI schema has the records of ``service/wire/*views.py`` too."""
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI schema."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics, made of the records in ``service/wire/views.py``."""
+"""Prometheus metrics, made of the records in ``service/wire/*views.py``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from fdcache.hints import EARLY_REASONS, HintStatus
+from fdcache.service.wire.client_views import HIT_TIERS, LOAD_CHOICES, ClientFigures, ClientView
 from fdcache.service.wire.protocol import to_number
 from fdcache.service.wire.records import fields
 from fdcache.service.wire.storage_views import LoadingView, NamespaceStorageView, StorageTotals, StorageView
 from fdcache.service.wire.views import (
-    HIT_TIERS,
-    LOAD_CHOICES,
     ArenaView,
-    ClientFigures,
-    ClientView,
     Latencies,
     NamespaceTotals,
     NamespaceView,

@@ -24,6 +24,7 @@ from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.resets import reset
 from fdcache.service.server.service import Service
+from fdcache.service.wire.client_views import ClientFigures, ClientView, CopiedView, TransferView
 from fdcache.service.wire.protocol import Answer, Ask, Refused, ToolAnswer
 from fdcache.service.wire.records import total
 from fdcache.service.wire.storage_views import (
@@ -36,10 +37,7 @@ from fdcache.service.wire.storage_views import (
 from fdcache.service.wire.views import (
     ArenaView,
     BlockView,
-    ClientFigures,
-    ClientView,
     ConfigView,
-    CopiedView,
     ExplainedBlock,
     ExplainView,
     MemoryTiersView,
@@ -51,7 +49,6 @@ from fdcache.service.wire.views import (
     StateView,
     TenantView,
     TiersView,
-    TransferView,
     TreeNode,
 )
 from fdcache.settings.effective import EffectiveValue
