@@ -153,6 +153,8 @@ std::vector<Slot> LeafOrder::first(std::uint32_t count) const {
 }
 
 std::vector<Slot> LeafOrder::all() const {
+    // Rank all that is owed, so that the next listing is the same.
+    while (const std::size_t count = pay()) rank_some(count);
     std::vector<Slot> listed = first(idle_);
     // Busy entries after them, each below its parent first.
     std::unordered_map<Slot, std::uint32_t> busy_children;

@@ -29,11 +29,17 @@ void LearnedOrder::set_time(std::uint32_t now) {
     if (now == now_ && is_timed_) return;
     if (!is_timed_) learned_ = now_ = now;
     is_timed_ = true;
-    owe(leaves() <= kFewLeaves ? 1 : (now - now_) / kRankEvery);
+    owe(share_to_rank(now - now_));
     now_ = now;
     placed_ms_ = now;
     place_ = 0;
     if (now_ - learned_ >= kLearnEvery) learn();
+}
+
+// Of the leaves, for the time that passed: many change their order more slowly, and evictions rank them, too.
+double LearnedOrder::share_to_rank(std::uint32_t passed) const {
+    const auto count = static_cast<double>(leaves());
+    return leaves() <= kFewLeaves ? 1 : passed / std::max(kRankEvery, count / kMostRanks);
 }
 
 void LearnedOrder::arrive(Slot slot, const Digest &digest, std::uint32_t depth) {

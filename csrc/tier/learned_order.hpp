@@ -41,6 +41,7 @@ class LearnedOrder final : public LeafOrder {
     static constexpr std::size_t kGhosts = 4;             // per slot
     static constexpr std::uint32_t kLearnEvery = 16'000;  // ms
     static constexpr double kRankEvery = 8'000;           // ms
+    static constexpr double kMostRanks = 8;               // in a millisecond, for the passing of time
     static constexpr std::size_t kFewLeaves = 64;         // that are ranked again at each time
     static constexpr double kHintBudget = 0.5;          // share of the slots whose blocks may stay for hints
     static constexpr std::size_t kSamples = 8192;       // blocks whose age is looked at to learn
@@ -69,6 +70,7 @@ class LearnedOrder final : public LeafOrder {
     double rank(Slot slot) const override;
     void before_add(Slot slot) override;
     Features features_of(std::span<const Slot> path, const RequestEnd *end) const;
+    double share_to_rank(std::uint32_t passed) const;
     void touch(Block &block, const Features &features, bool is_last);
     void compare(const Block &block);
     void learn();

@@ -60,19 +60,19 @@ class TierManager(Generic[RequestT_contra]):
         settings: CacheSettings,
         layout: KVLayout,
         lookup: StorageConnector | None,
-        clock: Callable[[], float],
+        reuse_clock: Callable[[], float],
     ) -> None:
         self.settings = settings
         self.layout = layout
         self._storage_lookup = lookup
         self._lock = RLock()
         self._counters = Counters()
-        self._clock = None if clock is time.monotonic else clock
+        self._reuse_clock = None if reuse_clock is time.monotonic else reuse_clock
 
     def _set_time(self) -> None:
         """Give the caller's time to the tiers, whose order of eviction depends on it."""
-        if self._clock is not None:
-            self._tiers.set_clock(self._clock())
+        if self._reuse_clock is not None:
+            self._tiers.set_clock(self._reuse_clock())
 
     def close(self) -> None:
         """Leave the service, which frees what this engine held there, and close the storage look-up. Idempotent.

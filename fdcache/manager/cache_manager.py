@@ -61,7 +61,8 @@ class CacheManager(TierManager[Request]):
     ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
     ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``peers``:
-    turns hand-overs between instances on. ``clock`` returns seconds. ``priors``: speeds as calibrated; see
+    turns hand-overs between instances on. ``clock`` returns seconds; ``reuse_clock``, by default ``clock``, those by which
+    tiers learn of reuse and choose what to evict, as a replay's own time. ``priors``: speeds as calibrated; see
     ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a request that still waits for storage,
     as for an engine that submits plans only when a step follows.
 
@@ -80,10 +81,12 @@ class CacheManager(TierManager[Request]):
         lookup: StorageConnector | None = None,
         peers: PeerTerms | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reuse_clock: Callable[[], float] | None = None,
         priors: Priors = NO_PRIORS,
         loads_ahead: bool = True,
     ) -> None:
-        super().__init__(settings, layout, lookup, clock)
+        reuse_clock = clock if reuse_clock is None else reuse_clock
+        super().__init__(settings, layout, lookup, reuse_clock)
         self._state = ManagerState.RUNNING
         counters = self._counters
         tiers = self._tiers = make_tiers(
@@ -118,7 +121,7 @@ class CacheManager(TierManager[Request]):
         self._handovers = handovers
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
         self._reuse = RecentReuse(tiers.reuse)
-        self._hints = RequestHints(tiers, layout.block_size, clock)
+        self._hints = RequestHints(tiers, layout.block_size, reuse_clock)
         self._set_time()
 
     @classmethod

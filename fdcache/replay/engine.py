@@ -51,7 +51,14 @@ def replay(
     """
     require_memory(config)
     lookup = open_lookup(ConnectorContext(config.layout, None, config.storage, config.mooncake))
-    manager = CacheManager(config.cache, config.layout, storage=config.storage, lookup=lookup)
+    arrivals = Arrivals(items, config.speed, window=64 + 4 * config.concurrency)
+    manager = CacheManager(
+        config.cache,
+        config.layout,
+        storage=config.storage,
+        lookup=lookup,
+        reuse_clock=lambda: arrivals.seconds,
+    )
     spec = WorkerSpec(
         layout=config.layout,
         transfer=config.transfer,
@@ -66,7 +73,7 @@ def replay(
     with manager:
         ranks = start_ranks(spec, config.layout.tp_size, on_start)
         try:
-            run = Run(items, config, manager, ranks)
+            run = Run(arrivals, config, manager, ranks)
             run.restore_storage()
             interrupted = run.work(on_progress, should_stop)
             run.drain()
@@ -79,7 +86,7 @@ class Run:
     """One replay from its first step to its report."""
 
     def __init__(
-        self, items: Iterator[WorkItem], config: ReplayConfig, manager: CacheManager, ranks: Ranks
+        self, arrivals: Arrivals, config: ReplayConfig, manager: CacheManager, ranks: Ranks
     ) -> None:
         self.manager = manager
         self.ranks = ranks
@@ -87,7 +94,7 @@ class Run:
         self._config = config
         self._watch = Stopwatch()
         self._timeline = Timeline()
-        self._arrivals = Arrivals(items, config.speed, window=64 + 4 * config.concurrency)
+        self._arrivals = arrivals
         self._scheduler = Scheduler(config, manager, self._arrivals, self.tally, self._watch)
         self._in_flight: deque[Step] = deque()
         self._start = time.monotonic()

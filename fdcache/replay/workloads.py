@@ -287,6 +287,8 @@ class Arrivals:
     Without ``speed`` a request arrives as soon as it is taken and its previous turn has ended. With it, the
     workload's clock runs ``speed`` times as fast as the wall clock. At most ``window`` requests wait for a previous
     turn. Times are seconds since the start.
+
+    ``seconds`` is the workload's own time: the latest time stamp of a request that was taken.
     """
 
     def __init__(self, items: Iterator[WorkItem], speed: float | None, window: int) -> None:
@@ -297,6 +299,7 @@ class Arrivals:
         self._waiting: dict[int, list[WorkItem]] = {}
         self._unfinished: set[int] = set()
         self._next: WorkItem | None = next(items, None)
+        self.seconds = 0.0
 
     @property
     def exhausted(self) -> bool:
@@ -308,7 +311,9 @@ class Arrivals:
         self._read(now)
         if not self._due or self._due[0][0] > now:
             return None
-        return heapq.heappop(self._due)[2]
+        item = heapq.heappop(self._due)[2]
+        self.seconds = max(self.seconds, item.timestamp_ms / 1000)
+        return item
 
     def finish(self, index: int, now: float) -> None:
         """Mark a request as ended; the turn that follows it arrives after its think time."""

@@ -25,7 +25,7 @@ from fdcache.replay.ranks import LocalRank
 from fdcache.replay.report import build_report
 from fdcache.replay.statistics import Stopwatch, Tally, Timeline
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
-from fdcache.settings.cache import WritePolicy
+from fdcache.settings.cache import EvictionPolicy, WritePolicy
 from tests.replay_help import assert_clean, run_chat, small_config
 
 POLICIES = list(WritePolicy)
@@ -196,8 +196,10 @@ def test_verify_sample_compares_fewer_blocks_and_off_none() -> None:
     assert everything > sample > nothing == 0
 
 
-def test_equal_seeds_give_equal_hits_without_a_host_tier() -> None:
-    first, again = (run_chat(small_config(host_memory=0, seed=5)).tally for _ in range(2))
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+def test_equal_seeds_give_equal_hits_without_a_host_tier(eviction: EvictionPolicy) -> None:
+    config = small_config(host_memory=0, seed=5, cache={"eviction": eviction})
+    first, again = (run_chat(config).tally for _ in range(2))
     assert first.hit_tokens == again.hit_tokens
     assert first.preemptions == again.preemptions
 

@@ -13,11 +13,13 @@ from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import WritePolicy
 from tests.replay_help import LeafFirstLru, assert_clean, recorded_trace, small_config
 
+LRU = {"eviction": "lru"}
+
 
 @pytest.mark.parametrize("workload", [WorkloadName.CHAT, WorkloadName.AGENT, WorkloadName.RAG])
 @pytest.mark.parametrize("device_blocks", [150, 600])
 def test_hit_rate_equals_an_exact_simulation(workload: WorkloadName, device_blocks: int) -> None:
-    config = small_config(device_blocks=device_blocks, host_memory=0, concurrency=1)
+    config = small_config(device_blocks=device_blocks, host_memory=0, concurrency=1, cache=LRU)
     report = replay(generate(workload, 300, 0), config)
     assert_clean(report)
     exact = LeafFirstLru(device_blocks, 64).hit_rate(generate(workload, 300, 0), 0)
@@ -27,7 +29,7 @@ def test_hit_rate_equals_an_exact_simulation(workload: WorkloadName, device_bloc
 
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_copies_to_the_host_cost_no_device_hits(policy: WritePolicy) -> None:
-    cache = {"write_policy": policy, "clean_reserve": 150}
+    cache = {**LRU, "write_policy": policy, "clean_reserve": 150}
     config = small_config(device_blocks=300, layers=1, concurrency=1, verify=Verify.OFF, cache=cache)
     report = replay(generate(WorkloadName.CHAT, 300, 0), config)
     assert_clean(report)
@@ -49,7 +51,7 @@ def test_copies_to_the_host_cost_no_device_hits_on_the_whole_trace(policy: Write
         concurrency=1,
         chunk_tokens=16384,
         verify=Verify.OFF,
-        cache={"write_policy": policy},
+        cache={**LRU, "write_policy": policy},
     )
     report = replay(read_trace(trace), config)
     assert_clean(report)
@@ -81,7 +83,9 @@ def device_hit_rate(report: Report) -> float:
 
 
 def compare(trace: Path, device_blocks: int, requests: int | None) -> tuple[float, float]:
-    config = small_config(device_blocks=device_blocks, host_memory=0, concurrency=1, chunk_tokens=16384)
+    config = small_config(
+        device_blocks=device_blocks, host_memory=0, concurrency=1, chunk_tokens=16384, cache=LRU
+    )
     report = replay(itertools.islice(read_trace(trace), requests), config)
     assert_clean(report)
     exact = LeafFirstLru(device_blocks, 64).hit_rate(itertools.islice(read_trace(trace), requests), 0)

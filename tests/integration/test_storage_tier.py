@@ -277,7 +277,7 @@ def test_an_overdue_read_holds_up_no_request(engine: Engine) -> None:
 
 def lost_of_fifteen_paths(folder: Path, policy: WritePolicy) -> int:
     """Return how many blocks are in no tier after more paths than the upper tiers hold; the counter must agree."""
-    engine = Engine(folder, write_policy=policy, clean_reserve=1, write_through_threshold=1)
+    engine = Engine(folder, write_policy=policy, clean_reserve=1, write_through_threshold=1, eviction="lru")
     for first in range(1, 16):
         engine.run(f"r{first}", tokens_of(first, 8))
     paths = [Request(f"look{first}", tokens_of(first, 8)) for first in range(1, 16)]

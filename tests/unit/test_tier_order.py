@@ -217,3 +217,14 @@ class TestEvents:
         tier.record_events(3)
         store(tier, PATH)
         assert self.taken(tier) == [(3, ROOT_HASH, ROOT_HASH), (0, PATH[3], PATH[2])]
+
+
+def test_listings_of_many_leaves_agree_after_a_while() -> None:
+    """More leaves than one call ranks again, though time has changed all their ranks."""
+    tier = _core.Tier(2000, "learned")
+    for number in range(1500):
+        tier.set_clock(5 * number)
+        store(tier, chain(number))
+    tier.set_clock(600_000)
+    store(tier, chain(1500))
+    assert_sound(tier)

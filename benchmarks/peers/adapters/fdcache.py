@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.peers.adapters.base import Adapter, OutOfBlocksError, Pool, Tokens
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
-from fdcache.settings.cache import CacheSettings
+from fdcache.settings.cache import CacheSettings, EvictionPolicy
 
 HASH_BYTES = 32
 
@@ -15,7 +15,7 @@ Native = Tokens | list[int]
 
 
 class FdcacheAdapter(Adapter):
-    """Takes tokens as int32 arrays, or as lists."""
+    """Takes tokens as int32 arrays, or as lists. Evicts by last use, as the others do, for equal hits."""
 
     def __init__(self, pool: Pool, *, lists: bool) -> None:
         self._lists = lists
@@ -28,7 +28,8 @@ class FdcacheAdapter(Adapter):
             head_dim=16,
             dtype="bfloat16",
         )
-        self._manager = CacheManager(CacheSettings(device_blocks=pool.blocks), layout)
+        settings = CacheSettings(device_blocks=pool.blocks, eviction=EvictionPolicy.LRU)
+        self._manager = CacheManager(settings, layout)
 
     def make_request(self, number: int, prompt: Tokens) -> Request:
         return Request(str(number), self.make_output(prompt))
