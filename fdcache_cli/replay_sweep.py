@@ -94,7 +94,8 @@ def sweep_and_print(
 def print_sweep(sweep: Sweep) -> None:
     """Print a table: a row for each capacity, hit rates and, with the optimum, the share of the gap closed."""
     policies = [policy.value for policy in sweep.config.policies]
-    compared = [name for name in policies if name != EvictionPolicy.LRU] if sweep.config.optimum else []
+    has_gap = sweep.config.optimum and EvictionPolicy.LRU in policies
+    compared = [name for name in policies if has_gap and name != EvictionPolicy.LRU]
     tier = "device" if sweep.config.capacities.axis is Axis.DEVICE_BLOCKS else "host"
     header = [f"{tier} memory", "blocks", *policies]
     if sweep.config.optimum:

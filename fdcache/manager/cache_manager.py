@@ -61,10 +61,10 @@ class CacheManager(TierManager[Request]):
     ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
     ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``peers``:
-    turns hand-overs between instances on. ``clock`` returns seconds; ``reuse_clock``, by default ``clock``, those by which
-    tiers learn of reuse and choose what to evict, as a replay's own time. ``priors``: speeds as calibrated; see
-    ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a request that still waits for storage,
-    as for an engine that submits plans only when a step follows.
+    turns hand-overs between instances on. ``clock`` returns seconds; ``reuse_clock``, by default ``clock``, those by
+    which tiers learn of reuse and choose what to evict, as the time of a replayed workload. ``priors``: speeds as
+    calibrated; see ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a request that still
+    waits for storage, as for an engine that submits plans only when a step follows.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """

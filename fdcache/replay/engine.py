@@ -85,9 +85,7 @@ def replay(
 class Run:
     """One replay from its first step to its report."""
 
-    def __init__(
-        self, arrivals: Arrivals, config: ReplayConfig, manager: CacheManager, ranks: Ranks
-    ) -> None:
+    def __init__(self, arrivals: Arrivals, config: ReplayConfig, manager: CacheManager, ranks: Ranks) -> None:
         self.manager = manager
         self.ranks = ranks
         self.tally = Tally()
