@@ -47,7 +47,12 @@ def engine(service: LocalService) -> Iterator[Engine]:
     """An engine whose prompt is on the host and not on its device any more."""
     made = Engine(service.address)
     made.serve(PROMPT)
-    until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+
+    def are_stored() -> bool:
+        made.carry_out(made.manager.take_plans())  # slots to copy into are granted bit by bit
+        return ready_blocks(service) == 10
+
+    until(are_stored, "the blocks are stored")
     made.manager._device.reset()
     yield made
     made.close()
