@@ -11,6 +11,7 @@ failure of the peer only end the wait: no further read begins.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -37,6 +38,9 @@ class Fetch:
     hashes: HashArray
     slots: Int32Array
     timeout: float
+
+
+_MOST_DONE = 1024
 
 
 class FetchEnd(StrEnum):
@@ -144,6 +148,8 @@ class DecodeSide:
         self._fetches: dict[int, _State] = {}
         self._by_transfer: dict[tuple[Peer, str, int], int] = {}
         self._by_read: dict[int, int] = {}
+        self._done: OrderedDict[tuple[Peer, str, int], None] = OrderedDict()
+        """The last attempts that were whole: if the message that said so is lost, a repeated answer gets another."""
         self._read_ids = count(1)
         self._effects: list[Effect] = []
 
@@ -228,7 +234,9 @@ class DecodeSide:
         plan_id = self._by_transfer.get((peer, message.transfer, message.attempt))
         if plan_id is None:
             if not isinstance(message, Failed):
-                self.decline(peer, message.transfer, message.attempt)
+                key = peer, message.transfer, message.attempt
+                reason = EndReason.DONE if key in self._done else EndReason.NOT_WANTED
+                self._effects.append(SendToPrefill(peer, End(message.transfer, message.attempt, reason)))
             return
         state = self._fetches[plan_id]
         if state.end is not None:
@@ -354,7 +362,12 @@ class DecodeSide:
         fetch = state.fetch
         assert state.end is not None and not state.reads
         del self._fetches[fetch.plan_id]
-        del self._by_transfer[fetch.peer, fetch.transfer, fetch.attempt]
+        key = fetch.peer, fetch.transfer, fetch.attempt
+        del self._by_transfer[key]
+        if state.end is FetchEnd.DONE:
+            self._done[key] = None
+            if len(self._done) > _MOST_DONE:
+                self._done.popitem(last=False)
         self._effects.append(FetchEnded(fetch.plan_id, state.end, whole, tuple(corrupt), state.error))
 
 
