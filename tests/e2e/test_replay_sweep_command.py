@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from fdcache.settings.cache import EvictionPolicy
+from fdcache.settings.cache import CacheSettings, EvictionPolicy
 from tests.commands import FDCACHE, Done, run_command
 from tests.e2e.test_replay_command import LINE, trace, wait_until_gone
 from tests.service_help import until
+
+DEFAULT = CacheSettings().eviction.value
 
 
 def sweep(*arguments: object, **environment: str) -> Done:
@@ -39,7 +41,7 @@ def test_json_is_exactly_one_object_with_every_point() -> None:
     assert [point["blocks"] for point in found["points"]] == [100, 200, 400]
     assert [point["memory_bytes"] for point in found["points"]] == [8192 * n for n in (100, 200, 400)]
     for point in found["points"]:
-        learned = point["policies"]["learned"]
+        learned = point["policies"][DEFAULT]
         assert 0 < learned["hit_rate"] <= point["optimum"] < 1
         assert learned["hit_rate"] == pytest.approx(
             learned["hit_tokens"]["device"] / learned["prompt_tokens"], abs=1e-6
@@ -52,7 +54,7 @@ def test_a_table_has_a_row_for_each_capacity() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     header, *rows = done.stdout.splitlines()
     assert header.split("  ")[0] == "host memory"
-    assert header.split()[-3:] == ["blocks", "learned", "optimum"]
+    assert header.split()[-3:] == ["blocks", DEFAULT, "optimum"]
     assert [row.split()[:2] for row in rows] == [["0B", "0"], ["1MiB", "126"], ["1GiB", "129,055"]]
     assert all(cell.endswith("%") for row in rows for cell in row.split()[2:])
 
@@ -62,10 +64,10 @@ def test_the_workload_and_the_seed_are_those_of_a_replay(tmp_path: Path) -> None
     chat, again, other = (points(sweep(*arguments, "--seed", seed)) for seed in (0, 0, 1))
     assert chat == again != other
     rag = points(sweep(*arguments, "--workload", "rag"))
-    assert rag[0]["policies"]["learned"]["prompt_tokens"] != chat[0]["policies"]["learned"]["prompt_tokens"]
+    assert rag[0]["policies"][DEFAULT]["prompt_tokens"] != chat[0]["policies"][DEFAULT]["prompt_tokens"]
     recorded = trace(tmp_path / "t.jsonl", *[LINE] * 3)
     (point,) = points(sweep(recorded, *arguments))
-    assert point["policies"]["learned"]["hit_tokens"] == {"device": 2 * 896, "host": 0}
+    assert point["policies"][DEFAULT]["hit_tokens"] == {"device": 2 * 896, "host": 0}
 
 
 @pytest.mark.parametrize(("name", "start"), [("sizes.png", b"\x89PNG"), ("sizes.svg", b"<?xml")])
@@ -86,13 +88,13 @@ def test_a_failing_point_is_named_and_the_others_are_printed() -> None:
     assert failed.split()[1:] == ["3", "failed"]
     assert fine.split()[2].endswith("%")
     assert done.stderr == (
-        "error: learned, 3 device blocks: each of the 60 requests is larger than the device tier, "
+        f"error: {DEFAULT}, 3 device blocks: each of the 60 requests is larger than the device tier, "
         "3 blocks of 64 tokens\n"
     )
     small = sweep("--sweep", "host-memory=1KiB,1MiB", "--jobs", 1, "--json")
     assert small.returncode == 1
     assert "less than one block of 8320 bytes" in json.loads(small.stdout)["failures"][0]["reason"]
-    assert "error" in points(small)[0]["policies"]["learned"]
+    assert "error" in points(small)[0]["policies"][DEFAULT]
 
 
 def test_an_empty_trace_is_an_error(tmp_path: Path) -> None:
@@ -113,8 +115,8 @@ def test_verification_compares_the_reused_blocks() -> None:
     done = sweep(*arguments, "--verify", "sample", "--json")
     assert done.returncode == 0, done.stderr
     for compared, fast in zip(points(done), points(sweep(*arguments, "--json")), strict=True):
-        assert compared["policies"]["learned"].pop("verified_blocks") > 0
-        assert fast["policies"]["learned"].pop("verified_blocks") == 0
+        assert compared["policies"][DEFAULT].pop("verified_blocks") > 0
+        assert fast["policies"][DEFAULT].pop("verified_blocks") == 0
         assert compared == fast
 
 
@@ -170,7 +172,7 @@ def test_the_environment_applies_and_storage_and_services_take_no_part(tmp_path:
     assert done.returncode == 0, done.stderr
     settings = json.loads(done.stdout)["settings"]
     assert (settings["host_memory"], settings["block_size"]) == (4 << 20, 32)
-    assert points(done)[0]["policies"]["learned"]["hit_tokens"]["host"] > 0
+    assert points(done)[0]["policies"][DEFAULT]["hit_tokens"]["host"] > 0
     assert done.stderr == ""
 
 
