@@ -8,6 +8,7 @@ import pytest
 
 from tests import cuda_stand_in
 from tests.native_build import ROOT
+from tests.transfer_help import require_nixl
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +38,8 @@ def modules() -> list[str]:
 def test_the_gpu_suite_passes(cuda_driver: Path, module: str, delays: str) -> None:
     skipped = [option for each in REAL if "::" in each for option in ("--deselect", f"tests/gpu/{each}")]
     arguments = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *skipped, f"tests/gpu/{module}"]
+    if "rdma" in module:
+        require_nixl()
     done = cuda_stand_in.run(cuda_driver, *arguments, STAND_IN_DELAYS=delays, STAND_IN_GPUS="2")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
