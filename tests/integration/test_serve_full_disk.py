@@ -39,17 +39,23 @@ def stored_blocks(service: ServiceProcess) -> int:
     return int(layout["totals"]["stored_blocks"])
 
 
+def has_no_slot(service: ServiceProcess) -> bool:
+    """Return True when the service has taken in that none of its slots has room."""
+    (layout,) = storage_of(service)["layouts"]
+    return bool(layout["withheld"] == layout["capacity_blocks"])
+
+
 def test_engines_go_on_and_room_is_used_when_it_comes(tmp_path: Path, disk: Path) -> None:
     with service_process(tmp_path / "s", **storage_settings(disk, FDCACHE_STORAGE_RETRY="0s")) as service:
         engine = Engine(service.address)
         until(lambda: storage_of(service)["layouts"], "the storage is open")
         ballast = fill(disk)
         engine.serve(PROMPT)
-        until(lambda: storage_of(service)["state"] == "full", "the full disk is told")
+        until(lambda: has_no_slot(service), "no slot has room")
+        assert storage_of(service)["state"] == "full"
         (layout,) = storage_of(service)["layouts"]
         assert "StorageFullError" in layout["error"]
         assert layout["totals"]["no_room"] > 0
-        assert layout["withheld"] == layout["capacity_blocks"], "no slot has room"
         other = Engine(service.address)
         assert other.serve(PROMPT)[0] == BLOCKS, "the host tier has them all the same"
         ballast.unlink()
