@@ -64,11 +64,14 @@ def test_a_stream_of_another_gpu_is_refused(cuda_driver: Path) -> None:
     run(cuda_driver, "cuda_scenarios.refuse_a_foreign_stream()")
 
 
+def test_requests_whose_copies_are_refused_compute_again(cuda_driver: Path) -> None:
+    run(cuda_driver, "cuda_scenarios.serve_requests('write_through', 'cuLaunchKernel')")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [each.value for each in WritePolicy])
-@pytest.mark.parametrize(
-    "call", ["cuLaunchKernel", pytest.param("cuStreamWaitEvent", marks=pytest.mark.slow)]
-)
-def test_requests_whose_copies_are_refused_compute_again(cuda_driver: Path, call: str, policy: str) -> None:
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuStreamWaitEvent"])
+def test_requests_of_every_write_policy_compute_again(cuda_driver: Path, call: str, policy: str) -> None:
     run(cuda_driver, f"cuda_scenarios.serve_requests({policy!r}, {call!r})")
 
 

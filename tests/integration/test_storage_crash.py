@@ -218,7 +218,7 @@ def test_torn_writes_return_no_wrong_block(tmp_path: Path, log: WriteLog, record
         disk.apply(entry)
         if entry.kind == "a":
             stored.update({place[0]: place for place in acknowledged(entry)})
-        for _ in range(budget(15)):
+        for _ in range(budget(10)):
             found = recover(lay(tmp_path / "torn", disk.torn(random)), records)
             right += found.right
             refused += found.refused
