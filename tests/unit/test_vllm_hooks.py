@@ -74,7 +74,7 @@ class Engine:
         self.side = SchedulerSide(self.manager, self.events)
         self.worker = WorkerSide(settings, LAYOUT, 0)
         self.pages = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in ("0", "1")}
-        self.worker.register(self.pages, list(self.pages), BLOCKS)
+        self.worker.register(self.pages, [list(self.pages)], BLOCKS)
         self.steps: list[StepMetadata] = []
 
     def close(self) -> None:
