@@ -146,6 +146,30 @@ def test_a_block_that_leaves_its_window_is_copied_before_it_is_given_away(engine
     assert engine.wrong_records() == 0
 
 
+def test_a_block_is_copied_below_one_whose_copy_is_in_flight(engine: OffloadEngine) -> None:
+    """A chunk's first blocks leave their window with the next chunk, before the copies above them are reported."""
+    request = Request("first", prompt(1, 2, 3))
+    engine.manager.begin(request)
+    engine.step()
+    engine.compute(request, range(4))
+    engine.manager.offer(request, 2 * BLOCK, ids(*range(4)))
+    engine.step()
+    in_flight = engine.reports()
+    engine.compute(request, range(6))
+    engine.manager.offer(request, 3 * BLOCK, ids(*range(6)))
+    engine.manager.evicted(ids(5))
+    engine.step()
+    engine.fill(5, None)
+    engine.manager.apply(in_flight)
+    engine.collect()
+    engine.settle()
+    engine.manager.finish(request)
+    again = Request("second", prompt(1, 2, 3))
+    assert found(engine, again) == 3
+    engine.manager.finish(again)
+    assert engine.wrong_records() == engine.manager.get_stats().counters.backups_dropped == 0
+
+
 def test_blocks_come_back_from_storage_after_a_restart(tmp_path: Path) -> None:
     first = OffloadEngine(layout=LAYOUT, folder=tmp_path)
     first.stored("first", prompt(1, 2, 3), range(6))

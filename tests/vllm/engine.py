@@ -147,7 +147,7 @@ def running_engine(model: Path, transfer: dict[str, Any] | None = None, **option
             "enforce_eager": True,
             "dtype": "float32",
             "block_size": BLOCK_SIZE,
-            "num_gpu_blocks_override": 40,
+            "num_gpu_blocks_override": 90 if '"layer_types"' in (model / "config.json").read_text() else 40,
             "max_model_len": 512,
             "max_num_seqs": 4,
             "max_num_batched_tokens": 64,

@@ -1,62 +1,77 @@
-"""Models whose layers attend to all tokens or to a sliding window, each group with block tables of its own."""
+"""What one engine answers with a model of full and sliding-window layers, in whatever order its hooks are called."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
-from fdcache.integrations.vllm import FdcacheConnector
-from tests.vllm.engine import BLOCK_SIZE, connector_config, generate, make_model, running_engine
+from tests.vllm import hybrid
+from tests.vllm.engine import BLOCK_SIZE
+from tests.vllm.hybrid import LAYERS, WINDOW
 from tests.vllm.observed import Observed
-
-if not supports_hma(FdcacheConnector):
-    pytest.skip("this vLLM keeps the layers of such models in one group", allow_module_level=True)
+from tests.vllm.test_engine import *  # noqa: F403 - with this model
 
 Answers = list[list[int]]
-WINDOW = 40
-LAYERS = ["full_attention", "sliding_attention", "sliding_attention"] * 2
+model, computed = hybrid.model, hybrid.computed
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of full and sliding-window layers."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    return make_model(folder, num_layers=len(LAYERS), layer_types=LAYERS, sliding_window=WINDOW)
+def blocks_loaded(engine: Observed) -> list[list[int]]:
+    """Return the device blocks of each load from now on, as they are planned."""
+    found: list[list[int]] = []
+    load = engine.manager.load
+
+    def noting(request: object, ids: object) -> int:
+        count = load(request, ids)  # type: ignore[arg-type]
+        found.append([each for each in ids.tolist() if each >= 0])  # type: ignore[attr-defined]
+        return count
+
+    engine.manager.load = noting  # type: ignore[assignment, method-assign]
+    return found
 
 
-@pytest.fixture(scope="module")
-def prompts() -> Answers:
-    """Prompts of several windows, more than the device has blocks for."""
-    chosen = random.Random(0)
-    return [[chosen.randrange(3, 500) for _ in range(chosen.randrange(60, 260))] for _ in range(8)]
+def test_pages_are_the_bytes_of_the_engines_own_tensors(engine: Observed) -> None:
+    """The layers of all groups lie over each other."""
+    layout = engine.manager.layout
+    assert layout.windows == (0, WINDOW, WINDOW)
+    assert (layout.num_layers, len(engine.tensors)) == (2, len(LAYERS))
+    assert len({pages.data_ptr() for pages in engine.tensors}) == 2
 
 
-@pytest.fixture(scope="module")
-def computed(hybrid: Path, prompts: Answers) -> Answers:
-    """The answers of vLLM without a connector."""
-    with running_engine(hybrid, enable_prefix_caching=False, num_gpu_blocks_override=90) as llm:
-        return generate(llm, prompts)
-
-
-@pytest.fixture(scope="module")
-def engine(hybrid: Path, computed: Answers) -> Iterator[Observed]:
-    """An engine with the connector and a host tier of its own."""
-    transfer = connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_VERIFY="all")
-    with running_engine(hybrid, transfer, num_gpu_blocks_override=90) as llm:
-        yield Observed(llm)
-
-
-def test_answers_are_those_without_a_connector_while_blocks_are_evicted(
-    engine: Observed, prompts: Answers, computed: Answers
+def test_blocks_outside_of_the_windows_are_not_loaded(
+    engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine.manager.layout.windows == (0, WINDOW, WINDOW)
-    before = engine.counters.host_hit_tokens
-    for _ in range(3):
-        assert engine.answers(prompts) == computed
-    assert engine.counters.host_hit_tokens > before
-    assert engine.counters.loads_failed == engine.counters.loads_overdue == 0
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    engine.answers(prompts)
+    engine.forget_device()
+    monkeypatch.setattr(engine.manager, "load", engine.manager.load)
+    loads = blocks_loaded(engine)
+    assert engine.answers([prompts[longest]]) == [computed[longest]]
+    pages = (len(prompts[longest]) - 1) // BLOCK_SIZE
+    in_window = pages - (pages * BLOCK_SIZE - WINDOW + 1) // BLOCK_SIZE
+    assert [len(each) for each in loads] == [pages + 2 * in_window]
+    assert in_window < pages
     engine.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_block_of_a_window_with_the_bytes_of_another_changes_the_answer(
+    engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    """The control: wrong bytes in a loaded block are seen in each group."""
+    engine.answers(prompts)
+    engine.forget_device()
+    poll = engine.worker.poll
+
+    def copying() -> set[str]:
+        loads = [load.blocks for load in engine.worker._loads.values()]
+        received = poll()
+        for blocks in loads if received else ():
+            for pages in engine.tensors:
+                pages[blocks[-3 + group]] = pages[blocks[0]]
+        return received
+
+    monkeypatch.setattr(engine.worker, "poll", copying)
+    assert engine.answers(prompts) != computed
+    monkeypatch.undo()
+    engine.settle()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)  # wrong blocks were stored as well
+    assert engine.answers(prompts) == computed
