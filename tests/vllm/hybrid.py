@@ -1,6 +1,6 @@
 """Fixtures of tests with a model of full and sliding-window layers, each group with block tables of its own.
 
-A test module imports them, and with them all tests of another module, which then run with this model.
+Tests of other modules that are imported beside them run with this model.
 """
 
 from __future__ import annotations
