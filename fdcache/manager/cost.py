@@ -417,8 +417,10 @@ class CostModel:
         if not self._windows:
             return to_load
         pages = to_load / len(self._windows)
-        inside = [np.minimum(pages, window) if window else pages for window in self._windows]
-        return np.sum(inside, axis=0)
+        inside = np.zeros_like(pages)
+        for window in self._windows:
+            inside += np.minimum(pages, window) if window else pages
+        return inside
 
     def observe_waiting(
         self, chunks: Sequence[tuple[int, int]], seconds: float, loaded: int, steps: int
