@@ -341,18 +341,21 @@ class CostModel:
     ``block_bytes``, ``record_bytes``: of one block, on the device and in storage, on one rank: the ranks copy side by
     side. ``stages``: groups of layers that are loaded one after another while the layers before them compute.
     ``streams``: a request's blocks are loaded while later ones are read, those of ``read_seconds`` after the others.
+    ``windows``: of each group of layers that a path has blocks of in turn, in blocks of that group, 0 for all: only
+    those in the window are loaded.
     """
 
     def __init__(
         self,
         *,
-        block_size: int,
+        block_size: float,
         block_bytes: int,
         record_bytes: int = 0,
         stages: int = 1,
         priors: Priors = NO_PRIORS,
         streams: bool = False,
         read_seconds: float = 0.0,
+        windows: Sequence[float] = (),
     ) -> None:
         self.prefill = PrefillSpeed()
         self.link = LinkSpeed(priors.link)
@@ -363,6 +366,7 @@ class CostModel:
         self._block_bytes = block_bytes
         self._record_bytes = record_bytes or block_bytes
         self._stages = max(stages, 1)
+        self._windows = windows
 
     def loads_are_known(self) -> bool:
         """Return True if loads from the host can be compared with computing."""
@@ -397,7 +401,7 @@ class CostModel:
         """Return the seconds of the reads that a request waits for, and of the load that is left then."""
         to_load = np.maximum(lengths - cached.on_device, 0.0)
         from_storage = np.maximum(to_load - cached.on_host, 0.0)
-        load = self.link.all_seconds(to_load * self._block_bytes)
+        load = self.link.all_seconds(self._inside(to_load) * self._block_bytes)
         load += np.where(to_load > 0, self.link.seconds(cached.loads_ahead * self._block_bytes), 0.0)
         read = self.storage.all_seconds(from_storage * self._record_bytes)
         wait = read + np.where(from_storage > 0, self.seconds_of_read(cached.reads_ahead), 0.0)
@@ -407,6 +411,16 @@ class CostModel:
         share = np.minimum(self._read_seconds / np.maximum(read, _SHORTEST), 1.0)
         last = self.link.all_seconds(from_storage * share * self._block_bytes)
         return wait, np.where(from_storage > 0, np.minimum(load, np.maximum(load - wait, last)), load)
+
+    def _inside(self, to_load: Vector) -> Vector:
+        """Return how many of the blocks to load are in the windows of their groups."""
+        if not self._windows:
+            return to_load
+        pages = to_load / len(self._windows)
+        inside = np.zeros_like(pages)
+        for window in self._windows:
+            inside += np.minimum(pages, window) if window else pages
+        return inside
 
     def observe_waiting(
         self, chunks: Sequence[tuple[int, int]], seconds: float, loaded: int, steps: int

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
+
 from fdcache import _core
 from fdcache._core import LoadForms
+from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.device_contents import DevicePath, device_ids_of
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
@@ -30,7 +33,8 @@ class Tracked:
     """A request between its arrival and its end.
 
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
-    slots refer to. ``device_blocks`` is the number that the engine had when it asked last.
+    slots refer to. ``device_blocks`` is the number that the engine had when it asked last. ``keys`` are those of the
+    records of its pages; everything here counts records, of which a page has one for each group of layers.
     """
 
     __slots__ = (
@@ -44,6 +48,7 @@ class Tracked:
         "found_at",
         "is_counted",
         "is_stale",
+        "keys",
         "limit",
         "loading_from",
         "path",
@@ -53,6 +58,7 @@ class Tracked:
 
     def __init__(self, request: OffloadRequest) -> None:
         self.request = request
+        self.keys: HashArray = np.empty((0, 32), np.uint8)
         self.found: HostMatch | None = None
         self.start = 0
         self.limit = 0
@@ -103,13 +109,25 @@ class OffloadedLoad:
     """The part of a plan's loads that one request waits for: ``count`` blocks from ``first_block`` of its path on.
 
     It ends with an outcome even if its request has ended before. Nothing counts of one that a reset has revoked.
+    ``copied`` of them are copied, all unless some are outside of their windows: nothing counts of such a load then
+    unless all of it does, since what is left would be needed below the first block that failed.
     """
 
     tracked: Tracked
     offset: int
     count: int
     first_block: int
+    copied: int
     is_revoked: bool = False
+
+    def good(self, flags: HashArray) -> int:
+        """Return how many of the blocks are there; ``flags`` tell which of the plan's were copied."""
+        first = flags.tobytes().find(0, self.offset, self.offset + self.copied)
+        if self.is_revoked:
+            return 0
+        if first < 0:
+            return self.count
+        return first - self.offset if self.copied == self.count else 0
 
 
 class OffloadedRequests:
@@ -130,9 +148,11 @@ class OffloadedRequests:
         self._defer_timeout = settings.defer_timeout
         self._pin_timeout = settings.plan_timeout
         self._block_size = layout.block_size
+        self._groups = layout.num_groups
+        self._has_windows = any(layout.windows)
         self._host = host
         self._fetches = host.fetches
-        self._cell = ReuseLimit(settings, layout.block_size).cell
+        self._cell = ReuseLimit(settings, layout.block_size).cell * layout.num_groups
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
         self._planned: list[OffloadedLoad] = []  # in the open plan
@@ -178,6 +198,16 @@ class OffloadedRequests:
             self._fetches.end(tracked.fetch)
         del self._tracked[request.request_id]
 
+    def _keys(self, tracked: Tracked) -> HashArray:
+        """Return the keys of the records of a request's pages."""
+        hashes = tracked.request.block_hashes
+        if self._groups == 1:
+            return hashes
+        have = len(tracked.keys) // self._groups
+        if have < len(hashes):
+            tracked.keys = np.concatenate((tracked.keys, record_keys(hashes[have:], self._groups)))
+        return tracked.keys
+
     def forget_found(self) -> None:
         """Forget what was found and what was offered, as after a reset; loads in flight count for nothing."""
         for tracked in self._tracked.values():
@@ -214,7 +244,7 @@ class OffloadedRequests:
         """Find and pin what can be loaded; return False if the request has to ask later."""
         tracked.asked_at = self._clock()
         size = self._block_size
-        tracked.device_blocks = device_tokens // size
+        tracked.device_blocks = device_tokens // size * self._groups
         if device_tokens % size or not self._may_load(tracked):
             self.unpin(tracked)
             return True
@@ -282,7 +312,7 @@ class OffloadedRequests:
         start, request = tracked.device_blocks, tracked.request
         limit = self._choices.limit
         if found and limit is not None and _begins_at_root(request):
-            last = request.block_hashes[start + found - 1].tobytes()
+            last = request.block_hashes[(start + found - 1) // self._groups].tobytes()
             found = limit(request.request_id, request.num_tokens, start, found, last)
         end = start + found
         return max(end - end % self._cell - start, 0)
@@ -296,14 +326,14 @@ class OffloadedRequests:
         return allowed and not tracked.is_stale and tracked.loading_from is None
 
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
-        """Return the hashes that a match may find."""
-        request = tracked.request
+        """Return the keys that a match may find."""
+        request, keys = tracked.request, self._keys(tracked)
         if isinstance(request, KeyedRequest):
-            return request.block_hashes
+            return keys
         most = request.num_tokens - (not whole)
         if request.max_cached_tokens is not None:
             most = min(most, request.max_cached_tokens)
-        return request.block_hashes[: max(most, 0) // self._block_size]
+        return keys[: max(most, 0) // self._block_size * self._groups]
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:
@@ -318,9 +348,12 @@ class OffloadedRequests:
 
     # --- loads and offers ---------------------------------------------------------------------------------
 
-    def plan_load(self, tracked: Tracked, offset: int, count: int) -> None:
-        """Let a request wait for ``count`` of the blocks found, at this position of the open plan's loads."""
-        load = OffloadedLoad(tracked, offset, count, tracked.device_blocks)
+    def plan_load(self, tracked: Tracked, offset: int, count: int, copied: int) -> None:
+        """Let a request wait for ``count`` of the blocks found, at this position of the open plan's loads.
+
+        ``copied`` of them are among the loads; the engine has no use for the others.
+        """
+        load = OffloadedLoad(tracked, offset, count, tracked.device_blocks, copied)
         tracked.loading_from = load.first_block
         self._planned.append(load)
 
@@ -333,10 +366,10 @@ class OffloadedRequests:
         """End the loads of a plan, of which blocks were ``copied``; see ``WaitingRequests``."""
         ended = []
         for load in self._loads.pop(plan, ()):
-            first = copied.tobytes().find(0, load.offset, load.offset + load.count)
-            count = 0 if load.is_revoked else load.count if first < 0 else first - load.offset
+            count, groups = load.good(copied), self._groups
             self._end(load, failed=count < load.count)
-            ended.append((load.tracked.request.request_id, load.first_block, count, load.count))
+            name = load.tracked.request.request_id
+            ended.append((name, load.first_block // groups, count // groups, load.count // groups))
         return ended
 
     def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
@@ -345,7 +378,7 @@ class OffloadedRequests:
         for load in given_up:
             load.tracked.loading_from = None
             load.tracked.request.device_only = True
-        return [(load.tracked.request.request_id, load.first_block) for load in given_up]
+        return [(load.tracked.request.request_id, load.first_block // self._groups) for load in given_up]
 
     def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> None:
         """Return None: reports are counted in Python."""
@@ -367,17 +400,17 @@ class OffloadedRequests:
         """Return the path of a request on the device with the position of its first new block; None for none."""
         request, path = tracked.request, tracked.path
         start = 0 if path is None else len(path)
-        stop = min(num_tokens // self._block_size, len(device_ids))
+        stop = min(num_tokens // self._block_size, len(device_ids) // self._groups) * self._groups
         if tracked.loading_from is not None:
             stop = min(stop, tracked.loading_from)
         if stop <= start or tracked.is_stale or not (self._caches_prefixes and request.use_cache):
             return None
         self.prepare(request)
-        hashes = request.block_hashes
+        hashes = self._keys(tracked)
         stop = min(stop, len(hashes))
         if stop <= start:
             return None
-        ids = device_ids_of(device_ids[start:stop])
+        ids = device_ids_of(device_ids[start:stop], with_none=self._has_windows)
         if path is None:
             parent = request.parent if isinstance(request, KeyedRequest) else ROOT
             path = tracked.path = DevicePath(hashes, parent)
