@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fdcache.errors import HashingError
-from fdcache.manager import KeyedRequest, LoadStatus, Request
-from tests.offload_engine import BLOCK, OffloadEngine, ids
+from fdcache.manager import KeyedRequest, LoadStatus
+from tests.offload_engine import BLOCK, OffloadEngine, ids, loaded, offload_engine
 
-
-@pytest.fixture
-def engine() -> Iterator[OffloadEngine]:
-    engine = OffloadEngine()
-    yield engine
-    engine.close()
-
-
-def loaded(engine: OffloadEngine, request: Request, into: np.ndarray) -> Any:
-    assert engine.manager.load(request, into) == len(into)
-    engine.step()
-    (outcome,) = engine.collect()
-    return outcome
-
+engine = offload_engine
 
 KEYS = np.frombuffer(
     b"".join(hashlib.sha256(bytes([number])).digest() for number in range(6)), np.uint8
