@@ -306,7 +306,7 @@ def test_copies_that_a_step_without_its_plan_may_have_overwritten_do_not_count(
         patched.setattr(engine.worker._controller, "poll", list)
         engine.step()
         assert engine.steps[-1].plans
-        patched.setattr(engine.manager, "take_plans", lambda: 1 / 0)
+        patched.setattr(engine.manager, "take_plans", lambda **_: 1 / 0)
         second = request("b", list(range(100, 110)))
         engine.side.arrived(second)
         engine.step(engine.admit(second, [3, 4, 5]), fill=9)
