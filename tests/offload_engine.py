@@ -156,7 +156,7 @@ class OffloadEngine:
                 row = tensor[block_id].reshape(-1).view(np.uint8)
                 row[:] = planes[number] if planes else 0xEE
 
-    def holds(self, request: Request, ids: Sequence[int], first: int = 0) -> bool:
+    def holds(self, request: OffloadRequest, ids: Sequence[int], first: int = 0) -> bool:
         """Return True if the device blocks have the bytes of the request's blocks from ``first`` on."""
         return all(
             np.array_equal(tensor[int(block_id)].reshape(-1).view(np.uint8), plane)

@@ -164,13 +164,10 @@ class CopyOut:
 
     def _is_wanted(self, ids: Int32Array) -> NDArray[np.bool_]:
         """Return a mask of the blocks that have enough hits and that the host lacks."""
+        wanted: NDArray[np.bool_] = self._host.contains(self.contents.hashes.take(ids, axis=0)) == ABSENT
         if self._least_hits > 1:
-            wanted: NDArray[np.bool_] = self.contents.hits[ids] >= self._least_hits
-            if not wanted.any():
-                return wanted
-            return wanted & (self._host.contains(self.contents.hashes.take(ids, axis=0)) == ABSENT)
-        absent: NDArray[np.bool_] = self._host.contains(self.contents.hashes.take(ids, axis=0)) == ABSENT
-        return absent
+            wanted &= self.contents.hits[ids] >= self._least_hits
+        return wanted
 
     def _back_up(self, most: int, plan: OpenPlan) -> None:
         """Plan backups of up to ``most`` queued blocks."""

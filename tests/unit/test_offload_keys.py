@@ -42,8 +42,8 @@ def test_an_engine_may_bring_keys_of_its_own(engine: OffloadEngine) -> None:
     request = keyed("second", KEYS)
     engine.manager.begin(request)
     assert engine.manager.match(request, 0).num_tokens == 4 * BLOCK
-    assert loaded(engine, request, ids(7, 8, 9, 5)).recompute_from == 4 * BLOCK  # type: ignore[arg-type]
-    assert engine.holds(request, [7, 8, 9, 5])  # type: ignore[arg-type]
+    assert loaded(engine, request, ids(7, 8, 9, 5)).recompute_from == 4 * BLOCK
+    assert engine.holds(request, [7, 8, 9, 5])
     engine.manager.finish(request)
 
 
@@ -52,8 +52,8 @@ def test_a_run_that_begins_anywhere_is_found_and_loaded(engine: OffloadEngine) -
     request = keyed("second", KEYS[2:], parent=None)
     engine.manager.begin(request)
     assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
-    assert loaded(engine, request, ids(7, 8)).status is LoadStatus.CONFIRMED  # type: ignore[arg-type]
-    assert engine.holds(request, [7, 8])  # type: ignore[arg-type]
+    assert loaded(engine, request, ids(7, 8)).status is LoadStatus.CONFIRMED
+    assert engine.holds(request, [7, 8])
     engine.manager.finish(request)
 
 
