@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import BlockCopy, DevicePlanes, HostArena
@@ -14,6 +15,7 @@ from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager import NO_BLOCK, LoadOutcome, OffloadManager, Request
+from fdcache.manager.keyed import OffloadRequest
 from fdcache.metadata import CacheSwapMetadata, HashArray, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.cache import (
     CacheSettings,
@@ -160,7 +162,7 @@ class OffloadEngine:
                 row = tensor[block_id].reshape(-1).view(np.uint8)
                 row[:] = planes[number] if planes else 0xEE
 
-    def holds(self, request: Request, ids: Sequence[int], first: int = 0) -> bool:
+    def holds(self, request: OffloadRequest, ids: Sequence[int], first: int = 0) -> bool:
         """Return True if the device blocks have the bytes of the request's blocks from ``first`` on."""
         return all(
             np.array_equal(tensor[int(block_id)].reshape(-1).view(np.uint8), plane)
@@ -224,3 +226,26 @@ def prompt(*families: int, tail: int = 1) -> list[int]:
 
 def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
+
+
+@pytest.fixture
+def offload_engine() -> Iterator[OffloadEngine]:
+    """An engine with the default sizes; a module that needs it names it ``engine``."""
+    engine = OffloadEngine()
+    yield engine
+    engine.close()
+
+
+def begun(engine: OffloadEngine, name: str, tokens: list[int], **options: Any) -> Request:
+    """Return a request that has arrived."""
+    request = Request(name, tokens, **options)
+    engine.manager.begin(request)
+    return request
+
+
+def loaded(engine: OffloadEngine, request: OffloadRequest, into: np.ndarray) -> LoadOutcome:
+    """Load a request's blocks into device blocks; return the outcome."""
+    assert engine.manager.load(request, into) == len(into)
+    engine.step()
+    (outcome,) = engine.collect()
+    return outcome

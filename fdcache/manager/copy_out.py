@@ -24,6 +24,10 @@ from fdcache.tiers.statistics import Counters
 _MOST_IN_FLIGHT = 1024
 """Most blocks being backed up: a block that is given away meanwhile makes its next owner wait."""
 
+_FEW = 32
+_MOST_WAITS = 16
+"""A patient plan leaves fewer queued blocks than this to a later one, so many times in a row."""
+
 _PATIENCE = 1.0
 """Seconds that blocks wait for slots of a service, which grants them in the background."""
 
@@ -31,7 +35,10 @@ _NONE = np.empty(0, np.int32)
 
 
 class CopyOut:
-    """Plans copies of offered blocks to the host tier, by the write policy of ``settings``."""
+    """Plans copies of offered blocks to the host tier, by the write policy of ``settings``.
+
+    While ``is_patient``, a few blocks wait for more before they have a plan.
+    """
 
     def __init__(
         self, settings: CacheSettings, host: HostTier, counters: Counters, clock: Callable[[], float]
@@ -48,7 +55,10 @@ class CopyOut:
         self._queue: list[Int32Array] = []
         self._waiting: list[Int32Array] = []  # for copies of their parents
         self._coldest: Int32Array = _NONE
+        self._reading: list[int] = []  # plans that read the device and may be in flight
         self._may_retry = False
+        self.is_patient = False
+        self._waits = 0
         self._starved_since: float | None = None  # the service has had no slot
 
     # --- what the engine tells ----------------------------------------------------------------------------
@@ -78,14 +88,15 @@ class CopyOut:
         """Copy wanted blocks out in ``plan``, before their device blocks are overwritten, and forget them."""
         self._take_offers()
         contents = self.contents
-        reads = [each for each in contents.reads(ids) if is_in_flight(each) and each not in plan.after]
+        self._reading = [each for each in self._reading if is_in_flight(each)]
+        reads = contents.reads(ids, [each for each in self._reading if each not in plan.after])
         if reads:
             plan.after = (*plan.after, *reads)
         known = contents.known_of(ids)
         if len(known):
-            wanted = known[self._is_wanted(known)]
-            if len(wanted):
-                self._copy(self._with_ancestors(wanted), SwapPurpose.EVICT, plan)
+            is_wanted = self._is_wanted(known)
+            if is_wanted.any():
+                self._copy(self._with_ancestors(known[is_wanted]), SwapPurpose.EVICT, plan)
             contents.forget(known)
 
     def forget_blocks(self, ids: Int32Array) -> None:
@@ -120,17 +131,27 @@ class CopyOut:
         self._take_offers()
         if self._may_retry:
             self._queue[:0], self._waiting, self._may_retry = self._waiting, [], False
+        if not (self._queue or len(self._coldest)) or self._waits_for_more():
+            return
         most = max(min(_MOST_IN_FLIGHT, self._host.num_blocks // 4), 1) - in_flight
         if self._queue and most > 0:
             self._back_up(most, plan)
         if len(self._coldest):
             self._clean(min(most, self._clean_reserve - in_flight), plan)
 
+    def _waits_for_more(self) -> bool:
+        """Return True while a patient plan leaves a few blocks to a later one: each plan has a cost of its own."""
+        is_few = sum(map(len, self._queue)) < _FEW and not len(self._coldest)
+        self._waits = self._waits + 1 if is_few and self.is_patient and self._waits < _MOST_WAITS else 0
+        return self._waits > 0
+
     def sent(self, plan: TransferPlan) -> None:
         """Note which device blocks a plan reads."""
         for swap in (plan.evictions, plan.backups):
             if swap is not None:
                 self.contents.read_in(swap.src_block_ids, plan.plan_id)
+        if plan.evictions is not None or plan.backups is not None:
+            self._reading.append(plan.plan_id)
 
     def copies_ended(self) -> None:
         """Let blocks go on whose parents were being copied."""
@@ -143,10 +164,9 @@ class CopyOut:
 
     def _is_wanted(self, ids: Int32Array) -> NDArray[np.bool_]:
         """Return a mask of the blocks that have enough hits and that the host lacks."""
-        wanted = self.contents.hits[ids] >= self._least_hits
-        if wanted.any():
-            absent = self._host.contains(np.ascontiguousarray(self.contents.hashes[ids])) == ABSENT
-            wanted &= absent
+        wanted: NDArray[np.bool_] = self._host.contains(self.contents.hashes.take(ids, axis=0)) == ABSENT
+        if self._least_hits > 1:
+            wanted &= self.contents.hits[ids] >= self._least_hits
         return wanted
 
     def _back_up(self, most: int, plan: OpenPlan) -> None:
@@ -172,7 +192,7 @@ class CopyOut:
     def _with_ancestors(self, ids: Int32Array) -> Int32Array:
         """Return blocks after those ancestors that the host lacks, as far as they are on the device."""
         contents = self.contents
-        parents, hashes = contents.parents[ids], contents.hashes[ids]
+        parents, hashes = contents.parents.take(ids, axis=0), contents.hashes.take(ids, axis=0)
         starts: NDArray[np.bool_] = np.asarray(parents.any(axis=1))
         starts[1:] &= (parents[1:] != hashes[:-1]).any(axis=1)
         starts[starts] = self._host.contains(parents[starts]) == ABSENT
@@ -183,9 +203,7 @@ class CopyOut:
         for i in orphans:
             above = contents.ancestors(int(ids[i]))
             if len(above):
-                found.append(
-                    above[self._host.contains(np.ascontiguousarray(contents.hashes[above])) == ABSENT]
-                )
+                found.append(above[self._host.contains(contents.hashes.take(above, axis=0)) == ABSENT])
         return np.concatenate((*found, ids)) if found else ids
 
     def _copy(self, ids: Int32Array, purpose: SwapPurpose, plan: OpenPlan) -> Int32Array:
@@ -194,7 +212,7 @@ class CopyOut:
         What is given away cannot wait for these: it is copied below them, and dropped if one fails.
         """
         contents = self.contents
-        hashes, parents = contents.hashes[ids], contents.parents[ids]
+        hashes, parents = contents.hashes.take(ids, axis=0), contents.parents.take(ids, axis=0)
         count, taken = len(ids), None
         while count:
             taken = self._host.take_slots(
@@ -233,7 +251,14 @@ class CopyOut:
         if not len(ids):
             return _NONE
         contents = self.contents
-        on_its_way = self._host.contains(contents.parents[ids]) == PENDING
+        parents = contents.parents.take(ids, axis=0)
+        on_its_way = self._host.contains(parents) == PENDING
+        follows = np.zeros(len(ids), np.bool_)
+        follows[1:] = (
+            parents[1:].view(np.uint64) == contents.hashes.take(ids[:-1], axis=0).view(np.uint64)
+        ).all(axis=1)
+        if purpose is SwapPurpose.BACKUP and (on_its_way | follows).all():
+            return ids
         waits: list[int] = []
         expected: set[bytes] = set()
         for i, device_id in enumerate(ids.tolist()):

@@ -76,6 +76,11 @@ class Offer(NamedTuple):
     stop: int
     counted: int
 
+    @property
+    def ids(self) -> Int32Array:
+        """Device blocks in path order."""
+        return self.path.ids[self.start : self.stop]
+
     def parents(self) -> HashArray:
         """Return the parent hash of each block."""
         parents = parents_of(self.path.hashes, self.start, self.stop)
@@ -98,7 +103,7 @@ class DeviceContents:
         self.hashes: HashArray = np.zeros((0, 32), np.uint8)
         self.parents: HashArray = np.zeros((0, 32), np.uint8)
         self._depths: Int32Array = np.zeros(0, np.int32)
-        self._last: NDArray[np.int64] = np.zeros(0, np.int64)  # position in the last batch of offers
+        self._last: NDArray[np.int64] = np.zeros(0, np.int64)  # position in the last blocks compared
         self._read_by: NDArray[np.int64] = np.zeros(0, np.int64)
         self._paths: NDArray[np.object_] = np.zeros(0, np.object_)
 
@@ -114,44 +119,33 @@ class DeviceContents:
         """Enter offered blocks; return their device blocks, each once."""
         if not offers:
             return _NONE
-        ids = np.concatenate([offer.path.ids[offer.start : offer.stop] for offer in offers])
+        ids = offers[0].ids if len(offers) == 1 else np.concatenate([offer.ids for offer in offers])
+        ids = ids[ids != NO_BLOCK]
         self._grow(ids)
-        if int(ids.min()) == NO_BLOCK:
-            for offer in offers:
-                self._enter([offer], offer.path.ids[offer.start : offer.stop], has_gaps=True)
-            return self.known_of(ids[ids != NO_BLOCK])
-        order = np.arange(len(ids))
-        self._last[ids] = order
-        if len(offers) == 1 or np.array_equal(self._last[ids], order):
-            self._enter(offers, ids)
-            return ids
         for offer in offers:  # some share blocks: each is a hit
-            self._enter([offer], offer.path.ids[offer.start : offer.stop])
-        return self.known_of(ids)
+            self._enter(offer)
+        return self.known_of(ids) if len(offers) > 1 else ids
 
-    def _enter(self, offers: Sequence[Offer], ids: Int32Array, *, has_gaps: bool = False) -> None:
-        hashes = np.concatenate([offer.path.hashes[offer.start : offer.stop] for offer in offers])
-        parents = np.concatenate([offer.parents() for offer in offers])
-        depths = np.concatenate([np.arange(offer.start, offer.stop, dtype=np.int32) for offer in offers])
-        sizes = [offer.stop - offer.start for offer in offers]
-        counted = np.repeat([offer.counted for offer in offers], sizes)
-        paths = np.empty(len(offers), np.object_)
-        paths[:] = [offer.path for offer in offers]
-        paths = np.repeat(paths, sizes)
-        if has_gaps:
-            rows = ids != NO_BLOCK
-            ids, hashes, parents, depths = ids[rows], hashes[rows], parents[rows], depths[rows]
-            counted, paths = counted[rows], paths[rows]
-        same = self.known[ids]
-        if same.any():
-            same &= (self.hashes[ids] == hashes).all(axis=1)
-        is_hit = depths >= counted
-        self.hits[ids] = np.maximum(np.where(same, self.hits[ids], 0) + is_hit, 1)
+    def _enter(self, offer: Offer) -> None:
+        ids, hashes, parents = offer.ids, offer.path.hashes[offer.start : offer.stop], offer.parents()
+        depths = np.arange(offer.start, offer.stop, dtype=np.int32)
+        there = ids != NO_BLOCK
+        if not there.all():
+            ids, hashes, parents, depths = ids[there], hashes[there], parents[there], depths[there]
+        hits = np.zeros(len(ids), np.uint32)
+        known = self.known[ids]
+        if known.any():
+            known &= (self.hashes.take(ids, axis=0).view(np.uint64) == hashes.view(np.uint64)).all(axis=1)
+            hits[known] = self.hits[ids[known]]
+        hits += depths >= offer.counted
+        self.hits[ids] = np.maximum(hits, 1)
         self.known[ids] = True
         self.hashes[ids] = hashes
         self.parents[ids] = parents
         self._depths[ids] = depths
-        self._paths[ids] = paths
+        path = np.empty(1, np.object_)
+        path[0] = offer.path
+        self._paths[ids] = path
 
     def forget(self, ids: Int32Array) -> None:
         """Forget the blocks in these device blocks, which have another content now."""
@@ -172,15 +166,22 @@ class DeviceContents:
         """Return those whose block is known, each once, in order."""
         ids = self.within(ids)
         ids = ids[self.known[ids]]
-        if len(ids) > 1:
+        if len(ids) > 1 and not self._are_distinct(ids):
             _, first = np.unique(ids, return_index=True)
             ids = ids[np.sort(first)]
         return ids
 
-    def reads(self, ids: Int32Array) -> list[int]:
-        """Return the plans that read these device blocks last."""
-        plans = self._read_by[self.within(ids)]
-        return np.unique(plans[plans != 0]).tolist() if plans.any() else []
+    def _are_distinct(self, ids: Int32Array) -> bool:
+        order = np.arange(len(ids))
+        self._last[ids] = order
+        return bool((self._last[ids] == order).all())
+
+    def reads(self, ids: Int32Array, plans: Sequence[int]) -> list[int]:
+        """Return those of the plans that were the last to read one of these device blocks."""
+        if not plans:
+            return []
+        last = self._read_by[self.within(ids)]
+        return [plan for plan in plans if (last == plan).any()]
 
     def read_in(self, ids: Int32Array, plan_id: int) -> None:
         """Note that a plan copies these device blocks."""
@@ -194,7 +195,9 @@ class DeviceContents:
             return _NONE
         ids = path.ids[:depth]
         gone = np.flatnonzero(
-            (ids == NO_BLOCK) | ~self.known[ids] | (self.hashes[ids] != path.hashes[:depth]).any(axis=1)
+            (ids == NO_BLOCK)
+            | ~self.known[ids]
+            | (self.hashes.take(ids, axis=0) != path.hashes[:depth]).any(axis=1)
         )
         return ids[gone[-1] + 1 :] if len(gone) else ids
 

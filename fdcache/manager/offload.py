@@ -264,10 +264,14 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     # --- plans and reports --------------------------------------------------------------------------------
 
-    def take_plans(self) -> list[TransferPlan]:
-        """Close the step and return its plans. Every rank has to submit them in this order before it computes."""
+    def take_plans(self, *, is_patient: bool = False) -> list[TransferPlan]:
+        """Close the step and return its plans. Every rank has to submit them in this order before it computes.
+
+        ``is_patient``: more steps are sure to follow, so that a few blocks to copy may wait for others.
+        """
         with self._lock:
             self._set_time()
+            self._copies.is_patient = is_patient
             self._hints.settle()
             self._plans.plan_background()
             self._host.report(lambda: msgspec.json.encode(self.get_stats()))

@@ -155,6 +155,7 @@ class OffloadedRequests:
         self._cell = ReuseLimit(settings, layout.block_size).cell * layout.num_groups
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
+        self._pinned: set[Tracked] = set()
         self._planned: list[OffloadedLoad] = []  # in the open plan
         self._loads: dict[int, list[OffloadedLoad]] = {}  # by plan in flight
         self._hasher = _core.BlockManager(
@@ -225,10 +226,11 @@ class OffloadedRequests:
 
     def expire(self) -> None:
         """Unpin what nothing has asked for lately."""
+        if not self._pinned:
+            return
         oldest = self._clock() - self._pin_timeout
-        for tracked in self._tracked.values():
-            if tracked.lease and tracked.asked_at < oldest:
-                self.unpin(tracked)
+        for tracked in [each for each in self._pinned if each.asked_at < oldest]:
+            self.unpin(tracked)
 
     # --- match --------------------------------------------------------------------------------------------
 
@@ -256,6 +258,8 @@ class OffloadedRequests:
         if found is None:
             return False
         tracked.found, tracked.start, tracked.limit = found, tracked.device_blocks, len(hashes)
+        if found.lease:
+            self._pinned.add(tracked)
         tracked.arena, tracked.found_at = self._host.arena, tracked.asked_at
         tracked.deferred_since = None
         self._choices.matched(tracked.request.request_id, tracked.device_blocks, tracked.remaining)
@@ -265,6 +269,7 @@ class OffloadedRequests:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
         if tracked.lease:
             self._host.release(tracked.lease)
+            self._pinned.discard(tracked)
         tracked.found = None
 
     def _is_kept(self, tracked: Tracked, limit: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,28 +13,20 @@ from fdcache.errors import ConfigurationError, LayoutError, PlanError
 from fdcache.manager import LoadStatus, MatchStatus, OffloadManager, Request
 from fdcache.metadata import CacheLevel, TransferReport
 from fdcache.settings.cache import CacheSettings
-from tests.offload_engine import BLOCK, LAYOUT, GatedDevice, OffloadEngine, ids, prompt
+from tests.offload_engine import (
+    BLOCK,
+    LAYOUT,
+    GatedDevice,
+    OffloadEngine,
+    begun,
+    ids,
+    loaded,
+    offload_engine,
+    prompt,
+)
 from tests.swaps import uniform_layout
 
-
-@pytest.fixture
-def engine() -> Iterator[OffloadEngine]:
-    engine = OffloadEngine()
-    yield engine
-    engine.close()
-
-
-def begun(engine: OffloadEngine, name: str, tokens: list[int], **options: Any) -> Request:
-    request = Request(name, tokens, **options)
-    engine.manager.begin(request)
-    return request
-
-
-def loaded(engine: OffloadEngine, request: Request, into: np.ndarray) -> Any:
-    assert engine.manager.load(request, into) == len(into)
-    engine.step()
-    (outcome,) = engine.collect()
-    return outcome
+engine = offload_engine
 
 
 def test_the_engines_thread_keeps_the_gil_while_a_prompt_is_hashed(engine: OffloadEngine) -> None:

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
-import pytest
 from msgspec.structs import replace
 
-from fdcache.manager import Request
 from fdcache.metadata import CacheLevel, TransferPlan
 from fdcache.settings.cache import WritePolicy
-from tests.offload_engine import BLOCK, GatedDevice, OffloadEngine, ids, prompt
+from tests.offload_engine import BLOCK, GatedDevice, OffloadEngine, begun, ids, offload_engine, prompt
 
-
-@pytest.fixture
-def engine() -> Iterator[OffloadEngine]:
-    engine = OffloadEngine()
-    yield engine
-    engine.close()
-
-
-def begun(engine: OffloadEngine, name: str, tokens: list[int], **options: Any) -> Request:
-    request = Request(name, tokens, **options)
-    engine.manager.begin(request)
-    return request
-
-
-def loaded(engine: OffloadEngine, request: Request, into: np.ndarray) -> Any:
-    assert engine.manager.load(request, into) == len(into)
-    engine.step()
-    (outcome,) = engine.collect()
-    return outcome
-
+engine = offload_engine
 
 # --- offers -----------------------------------------------------------------------------------------------
 
@@ -56,6 +31,48 @@ def test_offers_are_copied_by_the_next_plan_and_only_once(engine: OffloadEngine)
     assert plan.backups.src_block_ids.tolist() == [2]
     engine.collect()
     assert not engine.manager.has_pending_work
+    engine.manager.finish(request)
+    assert engine.wrong_records() == 0
+
+
+def test_a_patient_plan_leaves_a_few_blocks_to_a_later_one(engine: OffloadEngine) -> None:
+    request = begun(engine, "first", prompt(1, 2, 3))
+    engine.compute(request, [0, 1, 2])
+    engine.manager.offer(request, 2 * BLOCK, ids(0, 1, 2))
+    assert engine.manager.take_plans(is_patient=True) == []
+    engine.manager.offer(request, 3 * BLOCK, ids(0, 1, 2))
+    assert engine.manager.take_plans(is_patient=True) == []
+    assert engine.manager.has_pending_work
+    (plan,) = engine.step()
+    assert plan.backups is not None
+    assert plan.backups.src_block_ids.tolist() == [0, 1, 2]
+    engine.collect()
+    engine.manager.finish(request)
+    assert engine.wrong_records() == 0
+
+
+def test_patience_has_an_end(engine: OffloadEngine) -> None:
+    request = begun(engine, "first", prompt(1))
+    engine.compute(request, [0])
+    engine.manager.offer(request, BLOCK, ids(0))
+    plans = next(filter(None, (engine.manager.take_plans(is_patient=True) for _ in range(64))))
+    assert [plan.backups is not None for plan in plans] == [True]
+    engine.submit(plans)
+    engine.collect()
+    engine.manager.finish(request)
+    assert engine.wrong_records() == 0
+
+
+def test_blocks_that_wait_for_others_are_copied_before_they_are_given_away(engine: OffloadEngine) -> None:
+    request = begun(engine, "first", prompt(1, 2))
+    engine.compute(request, [0, 1])
+    engine.manager.offer(request, 2 * BLOCK, ids(0, 1))
+    assert engine.manager.take_plans(is_patient=True) == []
+    engine.manager.evicted(ids(1))
+    (plan,) = engine.step()
+    assert plan.evictions is not None
+    assert plan.evictions.src_block_ids.tolist() == [0, 1]
+    engine.collect()
     engine.manager.finish(request)
     assert engine.wrong_records() == 0
 

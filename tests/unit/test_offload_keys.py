@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fdcache.errors import HashingError
-from fdcache.manager import KeyedRequest, LoadStatus, Request
-from tests.offload_engine import BLOCK, OffloadEngine, ids
+from fdcache.manager import KeyedRequest, LoadStatus
+from tests.offload_engine import BLOCK, OffloadEngine, ids, loaded, offload_engine
 
-
-@pytest.fixture
-def engine() -> Iterator[OffloadEngine]:
-    engine = OffloadEngine()
-    yield engine
-    engine.close()
-
-
-def loaded(engine: OffloadEngine, request: Request, into: np.ndarray) -> Any:
-    assert engine.manager.load(request, into) == len(into)
-    engine.step()
-    (outcome,) = engine.collect()
-    return outcome
-
+engine = offload_engine
 
 KEYS = np.frombuffer(
     b"".join(hashlib.sha256(bytes([number])).digest() for number in range(6)), np.uint8
@@ -56,8 +42,8 @@ def test_an_engine_may_bring_keys_of_its_own(engine: OffloadEngine) -> None:
     request = keyed("second", KEYS)
     engine.manager.begin(request)
     assert engine.manager.match(request, 0).num_tokens == 4 * BLOCK
-    assert loaded(engine, request, ids(7, 8, 9, 5)).recompute_from == 4 * BLOCK  # type: ignore[arg-type]
-    assert engine.holds(request, [7, 8, 9, 5])  # type: ignore[arg-type]
+    assert loaded(engine, request, ids(7, 8, 9, 5)).recompute_from == 4 * BLOCK
+    assert engine.holds(request, [7, 8, 9, 5])
     engine.manager.finish(request)
 
 
@@ -66,8 +52,8 @@ def test_a_run_that_begins_anywhere_is_found_and_loaded(engine: OffloadEngine) -
     request = keyed("second", KEYS[2:], parent=None)
     engine.manager.begin(request)
     assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
-    assert loaded(engine, request, ids(7, 8)).status is LoadStatus.CONFIRMED  # type: ignore[arg-type]
-    assert engine.holds(request, [7, 8])  # type: ignore[arg-type]
+    assert loaded(engine, request, ids(7, 8)).status is LoadStatus.CONFIRMED
+    assert engine.holds(request, [7, 8])
     engine.manager.finish(request)
 
 

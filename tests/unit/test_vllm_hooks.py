@@ -324,7 +324,7 @@ def test_blocks_of_a_preempted_request_are_those_of_its_new_table(engine: Engine
     engine.step(
         replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=resumed, num_scheduled_tokens={"a": 10})
     )
-    assert engine.side._running["a"].blocks == [10, 11, 12]
+    assert list(engine.side._running["a"].blocks) == [10, 11, 12]
     engine.settle()
     assert engine.load(request("c"), [20, 21]) == 2 * BLOCK
     assert engine.content(20) == engine.content(21) == {7}
@@ -397,7 +397,7 @@ def test_copies_that_a_step_without_its_plan_may_have_overwritten_do_not_count(
         patched.setattr(engine.worker._controller, "poll", list)
         engine.step()
         assert engine.steps[-1].plans
-        patched.setattr(engine.manager, "take_plans", lambda: 1 / 0)
+        patched.setattr(engine.manager, "take_plans", lambda **_: 1 / 0)
         second = request("b", list(range(100, 110)))
         engine.side.arrived(second)
         engine.step(engine.admit(second, [3, 4, 5]), fill=9)

@@ -26,11 +26,11 @@ def ended(**fields: Any) -> tuple[bool, dict[str, Any] | None]:
     connector._scheduler = side = SchedulerSide(OffloadManager(SETTINGS, LAYOUT))
     connector.on_new_request(source)
     known = side._running["r"]
-    known.blocks = [0, 1, 2, 3, 4]
+    known.has_table(range(5))
     side.manager.offer(known.request, 16, np.arange(4, dtype=np.int32))
     while plans := side.manager.take_plans():  # backups come a share of the pool at a time
         side.manager.apply([executed(plan) for plan in plans])
-    return connector.request_finished(source, known.blocks)
+    return connector.request_finished(source, list(range(5)))
 
 
 def test_the_envelope_of_a_request_is_answered() -> None:

@@ -67,12 +67,12 @@ def test_blocks_whose_step_went_without_its_plan_are_not_stored_with_the_next(
         take_plans = engine.manager.take_plans
         lost: list[int] = []
 
-        def raise_before_evictions() -> object:
+        def raise_before_evictions(**options: bool) -> object:
             evictions = engine.manager._plans.open.evictions
             if len(evictions) and len(lost) < 3:
                 lost.append(len(evictions))
                 raise RuntimeError("injected")
-            return take_plans()
+            return take_plans(**options)
 
         monkeypatch.setattr(engine.manager, "take_plans", raise_before_evictions)
         assert engine.answers(prompts) == computed

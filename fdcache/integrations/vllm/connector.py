@@ -162,10 +162,9 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Plan the copies of the step."""
         assert self._scheduler is not None
-        made = StepMetadata()
         with self._scheduler.guarded("build_connector_meta"):
-            made = self._scheduler.step(scheduler_output)
-        return made  # noqa: RET504 - empty after an exception
+            return self._scheduler.step(scheduler_output)
+        return StepMetadata()  # after an exception
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Count the ranks' reports."""

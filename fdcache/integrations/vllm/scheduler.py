@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from fdcache.settings.cache import WritePolicy
 
 logger = logging.getLogger(__name__)
 
-_BLOCKS_OF_OFFER = 4
+_BLOCKS_OF_OFFER = 8
 """Blocks that a request generates are offered together: a plan, its copies and its report cost as much for one."""
 
 _NULL_BLOCK = 0
@@ -52,7 +53,7 @@ class _Running:
         self.source = source
         self.request = request
         self.refused_hints = refused_hints
-        self.blocks: list[int] = []
+        self.blocks = array("i")
         self.computed = 0
         self.device_tokens = 0
         self.known_hashes = 0
@@ -61,7 +62,7 @@ class _Running:
 
     def has_table(self, blocks: Sequence[int]) -> None:
         """Give the request another block table, of which nothing is offered."""
-        self.blocks = list(blocks)
+        self.blocks = array("i", blocks)
         self.computed = self.offered = 0
 
 
@@ -147,14 +148,13 @@ class SchedulerSide:
             return
         first = (known.device_tokens if known is not None else 0) // self._block_size * self._groups
         count = num_tokens // self._block_size * self._groups
-        wanted = list(blocks[first : first + count])
         loaded = 0
         try:
             if known is not None:
                 known.has_table(blocks)
                 self._close_loads()
-                self._evicted(blocks[first + count :])
-                loaded = self.manager.load(known.request, self._table(wanted))
+                self._evicted(known.blocks[first + count :])
+                loaded = self.manager.load(known.request, self._table(known.blocks[first : first + count]))
         finally:
             if loaded:
                 self._loads.append(source.request_id)
@@ -162,7 +162,7 @@ class SchedulerSide:
                 # Asked again, it would be promised the blocks again; vLLM then admits nobody behind it.
                 if known is not None:
                     known.request.device_only = True
-                self._unloaded[source.request_id] = wanted[loaded:]
+                self._unloaded[source.request_id] = list(blocks[first + loaded : first + count])
                 self._count("a load of %d blocks was promised, %d are there", count, loaded)
 
     def finished(self, source: Any, blocks: Sequence[int]) -> list[HintOutcome]:
@@ -171,7 +171,7 @@ class SchedulerSide:
         if known is None:
             return []
         if known.source is source and blocks and known.blocks:
-            known.blocks = list(blocks)
+            known.blocks = array("i", blocks)
             self._offer(known, source.num_computed_tokens)
         self._forget(source.request_id)
         return [*known.refused_hints, *known.request.hint_outcomes]
@@ -193,7 +193,7 @@ class SchedulerSide:
         with self.guarded("planning"):
             if self._is_lost or was_late:
                 self._lose_requests(are_blocks_known=not was_late)
-            self._plan()
+            self._plan(is_patient=bool(output.num_scheduled_tokens))
             self._is_late = False
         made, self._made = self._made, StepMetadata()
         made.is_late = was_late or self._is_late
@@ -217,7 +217,7 @@ class SchedulerSide:
             return 0
         return self.times.begin((known.request, start, stop) for known, start, stop in computed)
 
-    def _plan(self) -> None:
+    def _plan(self, *, is_patient: bool) -> None:
         if not self._sent_host_cache:
             self._made.host_cache, self._sent_host_cache = self.manager.host_cache, True
         if self._reports:
@@ -226,7 +226,7 @@ class SchedulerSide:
         if self.manager.settings.write_policy is WritePolicy.WRITE_BACK:
             self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
         self.manager.expire()
-        self._take_plans()
+        self._take_plans(is_patient=is_patient)
 
     def _close_loads(self) -> None:
         """Give each request a plan of its own: it is admitted when its blocks are there, not with the step's last.
@@ -236,8 +236,8 @@ class SchedulerSide:
         if self._loads and not (self._is_lost or self._is_late):
             self._take_plans()
 
-    def _take_plans(self) -> None:
-        for plan in self.manager.take_plans():
+    def _take_plans(self, *, is_patient: bool = True) -> None:
+        for plan in self.manager.take_plans(is_patient=is_patient):
             self._made.plans.append(encode(plan))
             if plan.loads is not None and self._loads:
                 self._made.loads[plan.plan_id], self._loads = self._loads, []
@@ -257,9 +257,13 @@ class SchedulerSide:
         self._is_lost = False
 
     def _learn_blocks(self, output: Any) -> list[tuple[_Running, int, int]]:
-        """Follow the block tables; return the scheduled requests with their tokens before and after the step."""
+        """Follow the block tables; return the scheduled requests with their tokens before and after the step.
+
+        Of a step that only generates, a token for each request, those are left out that got no block.
+        """
         computed: list[tuple[_Running, int, int]] = []
         scheduled = output.num_scheduled_tokens
+        only_generates = output.total_num_scheduled_tokens == len(scheduled) and not self._windows
         given: list[int] = []
         for request_id in output.preempted_req_ids or ():
             if (known := self._running.get(request_id)) is not None:
@@ -272,8 +276,10 @@ class SchedulerSide:
                 known.computed = start
                 computed.append((known, start, start + scheduled.get(new.req_id, 0)))
         cached = output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
-            start, added = cached.num_computed_tokens[i], cached.new_block_ids[i]
+        for i, added in enumerate(cached.new_block_ids):
+            if added is None and only_generates:
+                continue
+            request_id, start = cached.req_ids[i], cached.num_computed_tokens[i]
             blocks = [] if added is None else table_of(added)
             resumed = request_id in cached.resumed_req_ids
             given += blocks[start // self._block_size * self._groups :] if resumed else blocks
@@ -281,7 +287,7 @@ class SchedulerSide:
                 if resumed:
                     known.has_table(blocks)
                 else:
-                    known.blocks += blocks
+                    known.blocks.extend(blocks)
                 known.computed = start
                 computed.append((known, start, start + scheduled.get(request_id, 0)))
         if given:
@@ -389,19 +395,18 @@ class SchedulerSide:
             base = self.manager.layout.revision.partition("+")[0]
             self.manager.change_revision(f"{base}+{uuid4().hex[:16]}")
 
-    @contextmanager
-    def guarded(self, hook: str, *, follows_blocks: bool = True) -> Iterator[None]:
-        """Log and count an exception of a hook. vLLM ends at one, and computes what is not cached.
+    def guarded(self, hook: str, *, follows_blocks: bool = True) -> _Guard:
+        """Return a context in which an exception of a hook is logged and counted.
 
-        The block tables may be wrong after one that ``follows_blocks``.
+        vLLM ends at one, and computes what is not cached. The block tables may be wrong after one that
+        ``follows_blocks``.
         """
-        try:
-            yield
-        except Exception:  # noqa: BLE001 - logged by _count
-            self._is_lost |= follows_blocks
-            self._count(
-                "%s failed; the engine goes on without what it would have cached", hook, exc_info=True
-            )
+        return _Guard(self, hook, follows_blocks)
+
+    def hook_failed(self, hook: str, follows_blocks: bool) -> None:
+        """Count the exception that is being handled."""
+        self._is_lost |= follows_blocks
+        self._count("%s failed; the engine goes on without what it would have cached", hook, exc_info=True)
 
     def _count(self, message: str, *values: object, exc_info: bool = False) -> None:
         self.inconsistencies += 1
@@ -416,5 +421,27 @@ def table_of(block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
     return [block for page in zip(*block_ids, strict=True) for block in page]
 
 
+class _Guard:
+    """The context of ``guarded``: a class, since each step enters several."""
+
+    __slots__ = ("_follows_blocks", "_hook", "_side")
+
+    def __init__(self, side: SchedulerSide, hook: str, follows_blocks: bool) -> None:
+        self._side = side
+        self._hook = hook
+        self._follows_blocks = follows_blocks
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._side.hook_failed(self._hook, self._follows_blocks)
+        return True
+
+
 def _ids(blocks: Sequence[int]) -> Int32Array:
-    return np.asarray(blocks, np.int32)
+    return np.array(blocks, np.int32)
