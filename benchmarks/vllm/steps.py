@@ -112,6 +112,10 @@ class Transfers:
         for job in jobs & self._jobs.keys():
             self._jobs[job].synchronize()
 
+    def shutdown(self) -> None:
+        """Forget the copies."""
+        self._jobs.clear()
+
 
 class Engine:
     """vLLM's scheduler, and a connector's hooks on the worker."""
@@ -203,6 +207,12 @@ class Engine:
             for answer in each.outputs
             if answer.finish_reason is not None
         ]
+
+    def close(self) -> None:
+        """End the connector, if there is one."""
+        if self.worker is not None:
+            self.worker.shutdown()
+            self.scheduler.connector.shutdown()
 
     def _timed(self, part: str, function: Any, *arguments: Any) -> Any:
         begin = time.thread_time_ns()
@@ -322,6 +332,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.measure:
         engine = Engine(options.measure, model_folder(SHAPE, Path.cwd()))
         converse(engine, LOADS["full"])
+        engine.close()
         print(json.dumps(asdict(engine.times)), flush=True)
         return
     best: dict[str, Times] = {}
