@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 
 import msgspec
-import numpy as np
 
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
@@ -23,7 +22,6 @@ from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.manager.tiers import LowerTiers, make_lower_tiers
 from fdcache.metadata import (
     Int32Array,
-    SwapPurpose,
     TransferPlan,
     TransferReport,
 )
@@ -54,7 +52,10 @@ class OffloadManager(TierManager[OffloadRequest]):
     behind the steps before it. Calls are thread-safe and take requests that are unknown or have ended.
 
     ``settings``, ``layout``, ``storage``, ``lookup``, ``clock``, ``priors``: as for ``CacheManager``; the
-    device blocks of the settings have no effect. Raises ``ConfigurationError`` without a host tier.
+    device blocks of the settings have no effect. ``streams=True``: a match also promises blocks that are still being
+    read from storage, once the first of them have come. ``load`` then loads those that are there, and each
+    ``take_plans`` others, while the engine computes other requests: a request that loads is computed after its
+    ``LoadOutcome``. Raises ``ConfigurationError`` without a host tier.
     """
 
     _requests: OffloadedRequests
@@ -68,6 +69,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
         priors: Priors = NO_PRIORS,
+        streams: bool = False,
     ) -> None:
         super().__init__(settings, layout, lookup, clock)
         counters = self._counters
@@ -79,9 +81,12 @@ class OffloadManager(TierManager[OffloadRequest]):
         tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches)
         tiers.record_events(settings.event_buffer)
         self._choices = LoadChoices(
-            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, priors
+            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, priors, streams=streams
         )
-        self._requests = OffloadedRequests(settings, layout, self._host, counters, clock, self._choices)
+        self._requests = OffloadedRequests(
+            settings, layout, self._host, counters, clock, self._choices, streams=streams
+        )
+        self._loads = self._requests.loads
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
         self._hints = RequestHints(tiers, layout.block_size, clock)
         self._set_time()
@@ -94,6 +99,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         *,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
+        streams: bool = False,
     ) -> OffloadManager:
         """Make a manager from settings, by default those of the environment; see ``CacheManager.from_settings``.
 
@@ -109,6 +115,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 lookup=store,
                 clock=clock,
                 priors=calibrated_priors(settings),
+                streams=streams,
             )
 
     @property
@@ -146,7 +153,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             if not self._requests.match(tracked, device_tokens, whole_prompt):
                 self._counters.deferred_lookups += 1
                 return OffloadMatch(request.request_id, MatchStatus.DEFERRED)
-            blocks, stored = tracked.remaining, tracked.from_storage
+            blocks, stored = tracked.remaining, tracked.from_storage + tracked.coming
             size = self.layout.block_size
             return OffloadMatch(request.request_id, MatchStatus.MATCHED, blocks * size, stored * size)
 
@@ -170,18 +177,15 @@ class OffloadManager(TierManager[OffloadRequest]):
                 self.unmatch(request)
                 return 0
             self._count_lookup(tracked)
-            run = tracked.take(len(ids))
-            ids = ids[: len(run)]
-            if len(run):
+            ids = ids[: tracked.remaining]
+            if len(ids):
                 self._give_away(ids)
-                self._host.begin_load(tracked.lease, run.slots)
-                plan = self._plans.open
-                offset = plan.add(SwapPurpose.LOAD, run, ids, np.zeros(len(ids), np.uint32))
-                self._requests.plan_load(tracked, offset, len(ids))
+                stored = tracked.from_storage
+                planned = self._requests.plan_load(tracked, ids, self._plans.open)
+                stored = min(stored, planned)
                 size = self.layout.block_size
-                stored = min(tracked.from_storage, len(ids))
                 self._counters.storage_hit_tokens += stored * size
-                self._counters.host_hit_tokens += (len(ids) - stored) * size
+                self._counters.host_hit_tokens += (planned - stored) * size
             self._requests.unpin(tracked)
             return len(ids)
 
@@ -253,6 +257,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             self._set_time()
             self._hints.settle()
+            self._loads.advance(self._plans.ahead, self._requests.look)
             self._plans.plan_background()
             self._host.report(lambda: msgspec.json.encode(self.get_stats()))
             self._host.flush()
@@ -260,6 +265,14 @@ class OffloadManager(TierManager[OffloadRequest]):
             for plan in plans:
                 self._copies.sent(plan)
             return plans
+
+    def loads_of(self, plan_id: int) -> dict[str, bool]:
+        """Return the requests whose blocks a plan in flight loads; True if these are their last.
+
+        So a rank can tell by itself when all plans of a request have ended.
+        """
+        with self._lock:
+            return self._loads.requests_of(plan_id)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Count the ranks' reports; return the loads that ended with them.
@@ -270,11 +283,11 @@ class OffloadManager(TierManager[OffloadRequest]):
         reports = list(reports)
         with self._lock:
             self._set_time()
-            outcomes = self._plans.apply(reports)
+            self._plans.apply(reports)
             self._choices.record(reports)
             if reports:
                 self._copies.copies_ended()
-            return outcomes
+            return self._loads.take_outcomes()
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once, and unpin matches that nothing has asked for lately.
@@ -283,13 +296,14 @@ class OffloadManager(TierManager[OffloadRequest]):
         """
         with self._lock:
             self._requests.expire()
-            return self._plans.expire()
+            self._plans.expire()
+            return self._loads.take_outcomes()
 
     @property
     def has_pending_work(self) -> bool:
         """True while plans are in flight or blocks are queued: the engine has to go on taking plans."""
         with self._lock:
-            return bool(self._plans.unfinished) or self._copies.has_work
+            return bool(self._plans.unfinished) or self._copies.has_work or self._loads.has_work
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
@@ -300,11 +314,11 @@ class OffloadManager(TierManager[OffloadRequest]):
         ``PlanError`` for an unknown rank.
         """
         with self._lock:
-            outcomes = self._plans.lose_rank(rank)
+            self._plans.lose_rank(rank)
             self._requests.forget_found()
             self._tiers.worker_lost()
             self._copies.copies_ended()
-            return outcomes
+            return self._loads.take_outcomes()
 
     def reset_cache(self) -> int:
         """Forget every block of every tier; return their number. Loads in flight fail.

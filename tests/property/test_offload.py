@@ -43,7 +43,13 @@ class Engine:
     """A scheduler with a prefix cache of its own: free blocks keep their content until they are used again."""
 
     def __init__(
-        self, seed: int, policy: WritePolicy, *, ignores_after: bool = False, host_blocks: int = 14
+        self,
+        seed: int,
+        policy: WritePolicy,
+        *,
+        ignores_after: bool = False,
+        host_blocks: int = 14,
+        **options: Any,
     ) -> None:
         self.random = random.Random(seed)
         self.failures = 0.0
@@ -54,6 +60,7 @@ class Engine:
             device=lambda: GatedDevice(self.failing),
             clean_reserve=2,
             defer_timeout=3.0,
+            **options,
         )
         self.manager = self.offload.manager
         device = self.offload.devices[0]
