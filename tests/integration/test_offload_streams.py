@@ -27,7 +27,12 @@ FAILED, CONFIRMED = LoadStatus.FAILED, LoadStatus.CONFIRMED
 class Streaming(OffloadEngine):
     """An engine of two ranks with a path of eight blocks in storage. Each read brings two of them, when it may."""
 
-    def __init__(self, folder: Path, prefetch: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        policy: WritePolicy = WritePolicy.WRITE_BACK,
+        prefetch: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
+    ) -> None:
         self.bad_position: int | None = None
         super().__init__(
             layout=LAYOUT,
@@ -35,7 +40,7 @@ class Streaming(OffloadEngine):
             store=SlowStore,
             streams=True,
             prefetch=prefetch,
-            policy=WritePolicy.WRITE_BACK,
+            policy=policy,
             device=lambda: GatedDevice(self._choose),
         )
         self.outcomes: list[LoadOutcome] = []
@@ -113,14 +118,19 @@ class Streaming(OffloadEngine):
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Streaming]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     writer = OffloadEngine(layout=LAYOUT, folder=tmp_path)
     writer.stored("first", PROMPT, list(range(BLOCKS)))
     writer.settle()
     assert writer.manager.get_stats().counters.blocks_stored == BLOCKS
     writer.close()
     monkeypatch.setattr(storage_reads, "MOST_GROUP_BYTES", 2 * 2 * LAYOUT.record_bytes)
-    made = Streaming(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Streaming]:
+    made = Streaming(folder)
     yield made
     made.close()
 
@@ -283,7 +293,12 @@ def test_other_requests_share_the_reads_of_a_load(engine: Streaming) -> None:
     engine.manager.finish(second)
 
 
-def test_what_the_device_blocks_held_is_copied_out_before_a_later_part(engine: Streaming) -> None:
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH])
+def test_no_part_is_loaded_before_its_device_blocks_are_copied_out(folder: Path, policy: WritePolicy) -> None:
+    """With write_through the copies are backups of an earlier plan, which the device holds up."""
+    engine = Streaming(folder, policy)
+    for device in engine.devices:
+        cast(GatedDevice, device).is_gated = True
     other = Request("other", prompt(*range(50, 50 + BLOCKS)))
     engine.manager.begin(other)
     assert engine.manager.match(other, 0).num_tokens == 0
@@ -291,10 +306,22 @@ def test_what_the_device_blocks_held_is_copied_out_before_a_later_part(engine: S
     engine.manager.offer(other, other.num_tokens, ids(*INTO))
     engine.manager.finish(other)
     request = Request("a", PROMPT)
-    engine.loading(request)
+    engine.promised(request)
+    engine.manager.load(request, ids(*INTO))
+    first = engine.manager.take_plans()
+    engine.submit(first)
+    engine.read()
+    (second,) = engine.manager.take_plans()
+    assert set(second.after) == {first[0].plan_id, *first[0].after}
+    engine.submit([second])
+    for device in engine.devices:
+        cast(GatedDevice, device).open()
     engine.open_disks()
     assert engine.ended().status is CONFIRMED
     assert engine.holds(request, INTO)
-    assert engine.manager.get_stats().counters.blocks_evicted_to_host == BLOCKS
+    until(lambda: engine.turn() or not engine.manager.has_pending_work, "all copies have ended")
+    counters = engine.manager.get_stats().counters
+    assert counters.blocks_evicted_to_host + counters.blocks_backed_up == BLOCKS
     assert engine.wrong_records() == 0
     engine.manager.finish(request)
+    engine.close()
