@@ -211,7 +211,10 @@ class OffloadedLoads:
             self._counters.loads_confirmed += 1
             self._end(load, LoadStatus.CONFIRMED, load.stop)
         else:
-            self._counters.loads_failed += 1
+            if load.cut is not None and load.whole == load.planned:
+                self._counters.loads_cut_short += 1
+            else:
+                self._counters.loads_failed += 1
             self._end(load, LoadStatus.FAILED, load.whole)
 
     def _end(self, load: OffloadedLoad, status: LoadStatus, block: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -28,9 +28,43 @@ class _Load:
 
     __slots__ = ("blocks", "requests")
 
-    def __init__(self, requests: list[str], plan: TransferPlan) -> None:
-        self.requests = requests
+    def __init__(self, requests: Iterable[str], plan: TransferPlan) -> None:
+        self.requests = list(requests)
         self.blocks = [] if plan.loads is None else plan.loads.dst_block_ids.tolist()
+
+
+class _Arrivals:
+    """Requests whose blocks are loaded by one plan or more. One is received when all its plans have ended."""
+
+    def __init__(self) -> None:
+        self._plans: dict[str, int] = {}
+        self._planned: set[str] = set()
+        self._received: set[str] = set()
+
+    def waits(self, request_id: str) -> None:
+        """Let a request wait for one plan more."""
+        self._plans[request_id] = self._plans.get(request_id, 0) + 1
+
+    def ended(self, request_id: str) -> None:
+        """Count a plan that has ended, well or not."""
+        self._plans[request_id] -= 1
+        self._receive(request_id)
+
+    def planned(self, request_id: str) -> None:
+        """Learn that no other plan follows."""
+        self._planned.add(request_id)
+        self._receive(request_id)
+
+    def take(self) -> set[str]:
+        """Return the requests received since the last call."""
+        taken, self._received = self._received, set()
+        return taken
+
+    def _receive(self, request_id: str) -> None:
+        if request_id in self._planned and not self._plans.get(request_id):
+            self._planned.remove(request_id)
+            self._plans.pop(request_id, None)
+            self._received.add(request_id)
 
 
 class WorkerSide:
@@ -49,7 +83,7 @@ class WorkerSide:
         self._copies_out: dict[int, TransferPlan] = {}
         self._overwritten: dict[int, TransferPlan] = {}
         self._reports: list[TransferReport] = []
-        self._received: set[str] = set()
+        self._arrivals = _Arrivals()
         self._bad_blocks: set[int] = set()
         self._on_gpu = False
         self._timer = StepTimer()
@@ -84,17 +118,23 @@ class WorkerSide:
         if controller is None:
             return
         self.attach(step.host_cache)
+        for requests in step.loads.values():
+            for request_id in requests:
+                self._arrivals.waits(request_id)
         for request_id, blocks in step.unloaded.items():
             self._bad_blocks.update(blocks)
             if not any(request_id in requests for requests in step.loads.values()):
-                self._received.add(request_id)
+                self._arrivals.planned(request_id)
         if step.is_late:
             self._overwritten |= self._copies_out
         stream = torch.cuda.current_stream() if self._on_gpu and step.plans else None
         for data in step.plans:
             plan = decode_plan(data)
             if plan.plan_id in step.loads:
-                self._loads[plan.plan_id] = _Load(step.loads[plan.plan_id], plan)
+                requests = step.loads[plan.plan_id]
+                self._loads[plan.plan_id] = _Load(requests, plan)
+                for request_id in (each for each, is_last in requests.items() if is_last):
+                    self._arrivals.planned(request_id)
             try:
                 if step.is_late:
                     controller.refuse(plan, "the step that it was made for went without it")
@@ -119,22 +159,22 @@ class WorkerSide:
 
     def poll(self) -> set[str]:
         """Collect what has ended; return the requests whose loads have, well or not."""
-        received, self._received = self._received, set()
         if self._controller is None:
-            return received
+            return self._arrivals.take()
         reports = [self._without_overwritten(report) for report in self._controller.poll()]
         self._reports += reports
         for report in reports:
             load = self._loads.pop(report.plan_id, None)
             if load is None:
                 continue
-            received.update(load.requests)
+            for request_id in load.requests:
+                self._arrivals.ended(request_id)
             results = [result for result in report.results if result.purpose is SwapPurpose.LOAD]
             if report.refused or not results:
                 self._bad_blocks.update(load.blocks)
             for result in results:
                 self._bad_blocks.update(load.blocks[i] for i in result.failed.tolist())
-        return received
+        return self._arrivals.take()
 
     def _without_overwritten(self, report: TransferReport) -> TransferReport:
         """Return a report in which copies of blocks fail that a step may have overwritten meanwhile."""
