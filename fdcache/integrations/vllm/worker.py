@@ -118,23 +118,14 @@ class WorkerSide:
         if controller is None:
             return
         self.attach(step.host_cache)
-        for requests in step.loads.values():
-            for request_id in requests:
-                self._arrivals.waits(request_id)
-        for request_id, blocks in step.unloaded.items():
-            self._bad_blocks.update(blocks)
-            if not any(request_id in requests for requests in step.loads.values()):
-                self._arrivals.planned(request_id)
+        self._learn_loads(step)
         if step.is_late:
             self._overwritten |= self._copies_out
         stream = torch.cuda.current_stream() if self._on_gpu and step.plans else None
         for data in step.plans:
             plan = decode_plan(data)
             if plan.plan_id in step.loads:
-                requests = step.loads[plan.plan_id]
-                self._loads[plan.plan_id] = _Load(requests, plan)
-                for request_id in (each for each, is_last in requests.items() if is_last):
-                    self._arrivals.planned(request_id)
+                self._loads[plan.plan_id] = _Load(step.loads[plan.plan_id], plan)
             try:
                 if step.is_late:
                     controller.refuse(plan, "the step that it was made for went without it")
@@ -148,6 +139,19 @@ class WorkerSide:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
         self._timer.begin(step.timed, on_gpu=self._on_gpu)
+
+    def _learn_loads(self, step: StepMetadata) -> None:
+        """Learn for which plans requests wait, and which of them wait for no others."""
+        planned = [each for each in step.unloaded if not any(each in loads for loads in step.loads.values())]
+        for requests in step.loads.values():
+            for request_id, is_last in requests.items():
+                self._arrivals.waits(request_id)
+                if is_last:
+                    planned.append(request_id)
+        for request_id in planned:
+            self._arrivals.planned(request_id)
+        for blocks in step.unloaded.values():
+            self._bad_blocks.update(blocks)
 
     def computed(self) -> None:
         """End the time of a step whose work is submitted."""
