@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.storage import layout_of
 from benchmarks.ttft.recompute import ThrottledStorage
 from fdcache.controller.cache_controller import CacheController
-from fdcache.manager import LoadStatus, MatchStatus, OffloadManager, Request
+from fdcache.manager import LoadOutcome, LoadStatus, MatchStatus, OffloadManager, Request
 from fdcache.settings.cache import (
     CacheSettings,
     PrefetchPolicy,
@@ -100,12 +100,12 @@ class Engine:
         for plane in self.planes:
             plane[...] = number + 1
 
-    def _run_step(self) -> list[object]:
+    def _run_step(self) -> list[LoadOutcome]:
         """Submit the step's plans, let it take its time, and return the loads that have ended."""
         for plan in self.manager.take_plans():
             self.controller.submit_swap_tasks(plan)
         time.sleep(self._step)
-        return list(self.manager.apply(self.controller.poll()))
+        return self.manager.apply(self.controller.poll())
 
     def close(self) -> None:
         """Release everything."""
