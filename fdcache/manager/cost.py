@@ -94,7 +94,7 @@ class _Sums:
 
     def fit(self, subset: Sequence[int]) -> tuple[float, ...] | None:
         """Return the least squares of these features alone; None for a negative or undetermined coefficient."""
-        values = self._fit_two(*subset) if len(subset) <= 2 else self._fit_many(list(subset))
+        values = self._fit_two(*subset) if len(subset) <= 2 else self._fit_three(subset)
         if values is None or min(values) < 0:
             return None
         found = [0.0] * self._size
@@ -120,16 +120,29 @@ class _Sums:
         determinant = a * b - c * c
         return ((x * b - y * c) / determinant, (y * a - x * c) / determinant)
 
-    def _fit_many(self, subset: list[int]) -> tuple[float, ...] | None:
-        products = np.array(self.products).reshape(self._size, self._size)
-        scale = np.sqrt(np.diag(products)[subset])
-        if not (scale > 0).all():
+    def _fit_three(self, subset: Sequence[int]) -> tuple[float, ...] | None:
+        """Solve for three coefficients by the inverse of their correlations, None if these are badly conditioned."""
+        size = self._size
+        scale = [math.sqrt(self.products[each * size + each]) for each in subset]
+        if not min(scale) > 0:
             return None
-        matrix = products[np.ix_(subset, subset)] / np.outer(scale, scale)
-        if np.linalg.cond(matrix) > _MOST_CONDITION:
+        i, j, k = subset
+        p = self.products[i * size + j] / (scale[0] * scale[1])
+        q = self.products[i * size + k] / (scale[0] * scale[2])
+        r = self.products[j * size + k] / (scale[1] * scale[2])
+        rows = (
+            (1 - r * r, q * r - p, p * r - q),
+            (q * r - p, 1 - q * q, p * q - r),
+            (p * r - q, p * q - r, 1 - p * p),
+        )
+        determinant = 1 + 2 * p * q * r - p * p - q * q - r * r
+        norms = (3 + 2 * (p * p + q * q + r * r)) * sum(each * each for row in rows for each in row)
+        if not determinant > 0 or norms > (_MOST_CONDITION * determinant) ** 2:
             return None
-        values = np.linalg.solve(matrix, np.array(self.targets)[subset] / scale) / scale
-        return tuple(values.tolist())
+        targets = [self.targets[each] / by for each, by in zip(subset, scale, strict=True)]
+        return tuple(
+            sum(map(mul, row, targets)) / (determinant * by) for row, by in zip(rows, scale, strict=True)
+        )
 
 
 class SpeedFit:
