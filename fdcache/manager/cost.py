@@ -198,7 +198,7 @@ class SpeedFit:
 
     def seconds(self, features: Sequence[float]) -> float:
         """Return the expected seconds."""
-        return sum(map(mul, self.coefficients, features))
+        return float(sum(map(mul, self.coefficients, features)))
 
     def _solve(self) -> tuple[float, ...]:
         best, best_error = (0.0,) * self._num_features, math.inf
