@@ -362,10 +362,11 @@ class OutgoingCopies:
         hashes: Annotated[
             NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
         ],
+        below_pending: bool = False,
     ) -> CopyReservation:
         """
         Take slots of the stock for hashes that are absent and whose parent is ready or precedes
-        them.
+        them. ``below_pending``: as for ``Tier.reserve_copies``.
         """
 
     def end(
@@ -744,13 +745,15 @@ class Tier:
         hashes: Annotated[
             NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
         ],
+        below_pending: bool = False,
     ) -> CopyReservation:
         """
         Reserve slots for copies into this tier. They are pending until ``complete``.
 
         Reserves a slot for each hash that is absent and whose parent is ready or reserved earlier
         in this call. Never evicts a block that the result calls ready. Lease 0: no lease owns the
-        slots.
+        slots. ``below_pending``: also below parents whose copies are in flight; a block is dropped in
+        the end unless its parent's copy has succeeded before.
         """
 
     def commit(

@@ -68,7 +68,7 @@ class LayoutError(FdcacheError, ValueError):
 
 
 class UnsupportedLayoutError(LayoutError):
-    """The layout is not supported yet, such as sliding-window or hybrid cache groups."""
+    """The layout is not supported yet, such as state-space layers, or several groups of layers where one is served."""
 
 
 class HashingError(FdcacheError, ValueError):

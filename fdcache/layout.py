@@ -25,6 +25,9 @@ PLANE_ALIGNMENT = 128
 RECORD_ALIGNMENT = 4096
 """A record's size is a multiple of this many bytes."""
 
+MOST_GROUPS = 255
+"""Groups of layers that a layout may have."""
+
 DTYPE_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -117,8 +120,7 @@ class LayoutOptions(TypedDict, total=False):
     num_draft_layers: int
     tp_size: int
     draft_block_ratio: float
-    group: int
-    sliding_window: int | None
+    windows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,13 @@ class KVLayout:
         record_bytes: size of a record, a multiple of ``RECORD_ALIGNMENT``.
         tp_size: tensor-parallel ranks; all have the same layout.
         draft_block_ratio: blocks of a draft layer's device plane per block of a main layer's.
-        group: reserved for hybrid caches; 0.
+        windows: for each group of layers with block tables of its own the tokens that they attend to, 0 for all; empty
+            for one group that attends to all. A block then has the layers of one group, and ``num_layers`` are those of
+            the largest.
 
     Raises:
         LayoutError: a field is out of range; the message names it.
-        UnsupportedLayoutError: a sliding-window or hybrid cache.
+        UnsupportedLayoutError: a layer without keys.
     """
 
     model: str
@@ -158,7 +162,7 @@ class KVLayout:
     record_bytes: int
     tp_size: int = 1
     draft_block_ratio: float = 1.0
-    group: int = 0
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require_text("model", self.model)
@@ -168,15 +172,21 @@ class KVLayout:
         _require_int("num_draft_layers", self.num_draft_layers, least=0)
         _require_int("record_bytes", self.record_bytes, least=1)
         _require_int("tp_size", self.tp_size, least=1)
-        if _require_int("group", self.group, least=0):
-            raise UnsupportedLayoutError(
-                f"group {self.group}: hybrid cache groups are not supported; use 0, and refuse models of several "
-                "groups with fdcache.groups.require_one_group"
-            )
+        self._check_windows()
         ratio = self.draft_block_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 <= ratio < math.inf:
             raise LayoutError(f"draft_block_ratio must be a finite number of at least 1, got {ratio!r}")
         self._check_planes()
+
+    def _check_windows(self) -> None:
+        if not isinstance(self.windows, tuple):
+            raise LayoutError(f"windows must be a tuple of ints, got {self.windows!r}")
+        for position, window in enumerate(self.windows):
+            _require_int(f"windows[{position}]", window, least=0)
+        if self.windows == (0,):
+            raise LayoutError("windows: (0,) is one group that attends to all tokens; use ()")
+        if len(self.windows) > MOST_GROUPS:
+            raise UnsupportedLayoutError(f"windows: {len(self.windows)} groups are more than {MOST_GROUPS}")
 
     def _check_planes(self) -> None:
         if not isinstance(self.planes, tuple) or not all(isinstance(plane, Plane) for plane in self.planes):
@@ -267,6 +277,19 @@ class KVLayout:
         return self.num_layers + self.num_draft_layers
 
     @property
+    def num_groups(self) -> int:
+        """Number of groups of layers: a page of tokens has a block, and a record, for each."""
+        return max(len(self.windows), 1)
+
+    def require_one_group(self, user: str) -> None:
+        """Raise ``UnsupportedLayoutError`` for several groups of layers or windows, which ``user`` does not serve."""
+        if self.windows:
+            raise UnsupportedLayoutError(
+                f"windows {self.windows}: {user} serves one group of layers that attend to all tokens; "
+                "use an OffloadManager, or let the engine keep all layers in one group"
+            )
+
+    @property
     def num_planes(self) -> int:
         """Number of planes of all layers."""
         return len(self.planes)
@@ -312,8 +335,11 @@ class KVLayout:
         return hashlib.sha256(b"".join(_canonical(self))).digest()
 
     def to_json(self) -> str:
-        """Return the layout as a JSON object with the fields of this class."""
-        return json.dumps(asdict(self))
+        """Return the layout as a JSON object with the fields of this class; ``group`` is the number of ``windows``."""
+        data = asdict(self)
+        windows = data.pop("windows")
+        data["group"] = len(windows)
+        return json.dumps(data | {"windows": windows} if windows else data)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> KVLayout:
@@ -322,6 +348,8 @@ class KVLayout:
             data = json.loads(text)
         except ValueError as error:
             raise LayoutError(f"layout: not JSON: {error}") from error
+        if isinstance(data, dict):
+            data["windows"] = _windows_from_json(data)
         if isinstance(data, dict) and isinstance(data.get("planes"), list):
             data["planes"] = tuple(
                 _plane_from_json(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
@@ -340,14 +368,9 @@ class KVLayout:
         num_draft_layers: int = 0,
         tp_size: int = 1,
         draft_block_ratio: float = 1.0,
-        group: int = 0,
-        sliding_window: int | None = None,
+        windows: tuple[int, ...] = (),
     ) -> KVLayout:
         """Return a layout in which every layer, draft layers too, has the planes ``specs``, packed on the device."""
-        if sliding_window is not None:
-            raise UnsupportedLayoutError(
-                f"sliding_window {sliding_window}: sliding-window caches are not supported; use None"
-            )
         layers = _require_int("num_layers", num_layers, least=1)
         layers += _require_int("num_draft_layers", num_draft_layers, least=0)
         planes: list[Plane] = []
@@ -367,7 +390,7 @@ class KVLayout:
             record_bytes=_align(end, RECORD_ALIGNMENT),
             tp_size=tp_size,
             draft_block_ratio=draft_block_ratio,
-            group=group,
+            windows=windows,
         )
 
     @classmethod
@@ -449,12 +472,13 @@ def _canonical(layout: KVLayout) -> Iterator[bytes]:
     yield _FINGERPRINT_TAG
     yield text(layout.model) + text(layout.revision)
     yield number(layout.block_size) + number(layout.num_layers) + number(layout.num_draft_layers)
-    yield number(layout.tp_size) + number(layout.group) + number(layout.record_bytes)
+    yield number(layout.tp_size) + number(len(layout.windows)) + number(layout.record_bytes)
     yield number(len(layout.planes))
     for plane in layout.planes:
         yield number(plane.layer) + text(plane.kind.value) + text(plane.dtype)
         yield number(len(plane.shape)) + b"".join(map(number, plane.shape))
         yield number(plane.nbytes) + number(plane.offset)
+    yield b"".join(map(number, layout.windows))
 
 
 def _dtypes() -> str:
@@ -478,6 +502,16 @@ def _require_text(name: str, value: object) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise LayoutError(f"{name} must be text that UTF-8 can encode, got {value!r}") from error
+
+
+def _windows_from_json(data: dict[str, Any]) -> Any:
+    """Return the windows, and remove their number. Raises ``LayoutError`` if that is missing or another one."""
+    if "group" not in data:
+        raise LayoutError("layout: missing group")
+    number, windows = data.pop("group"), data.get("windows", [])
+    if not isinstance(windows, list) or number != len(windows):
+        raise LayoutError(f"layout: group must be the number of windows, got {number!r} for {windows!r}")
+    return tuple(windows)
 
 
 def _plane_from_json(data: Any, where: str) -> Plane:

@@ -157,4 +157,6 @@ def oracle_fingerprint(layout: dict[str, Any]) -> bytes:
         data += struct.pack("<Q", plane["layer"]) + text(plane["kind"]) + text(plane["dtype"])
         data += struct.pack(f"<{1 + len(plane['shape'])}Q", len(plane["shape"]), *plane["shape"])
         data += struct.pack("<QQ", plane["nbytes"], plane["offset"])
+    windows = layout.get("windows", [])
+    data += struct.pack(f"<{len(windows)}Q", *windows)
     return hashlib.sha256(data).digest()

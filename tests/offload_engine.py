@@ -11,9 +11,10 @@ import numpy as np
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import BlockCopy, DevicePlanes, HostArena
 from fdcache.devices.cpu import CpuDevice, CpuEvent
+from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
-from fdcache.manager import LoadOutcome, OffloadManager, Request
-from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
+from fdcache.manager import NO_BLOCK, LoadOutcome, OffloadManager, Request
+from fdcache.metadata import CacheSwapMetadata, HashArray, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.cache import (
     CacheSettings,
     PrefetchPolicy,
@@ -151,8 +152,13 @@ class OffloadEngine:
 
     def compute(self, request: Request, ids: Sequence[int], first: int = 0) -> None:
         """Fill device blocks as the step of blocks ``first`` and on does."""
-        for block_id, block_hash in zip(ids, request.block_hashes[first:], strict=False):
-            self.fill(int(block_id), block_hash.tobytes())
+        for block_id, key in zip(ids, self.keys(request)[first:], strict=False):
+            if block_id != NO_BLOCK:
+                self.fill(int(block_id), key.tobytes())
+
+    def keys(self, request: Request) -> HashArray:
+        """Return the keys of the records of a request's pages."""
+        return record_keys(request.block_hashes, self.layout.num_groups)
 
     def fill(self, block_id: int, block_hash: bytes | None) -> None:
         for rank, tensors in enumerate(self.tensors):
@@ -165,9 +171,10 @@ class OffloadEngine:
         """Return True if the device blocks have the bytes of the request's blocks from ``first`` on."""
         return all(
             np.array_equal(tensor[int(block_id)].reshape(-1).view(np.uint8), plane)
-            for block_id, block_hash in zip(ids, request.block_hashes[first:], strict=False)
+            for block_id, key in zip(ids, self.keys(request)[first:], strict=False)
+            if block_id != NO_BLOCK
             for rank, tensors in enumerate(self.tensors)
-            for tensor, plane in zip(tensors, expected(self.layout, block_hash.tobytes(), rank), strict=True)
+            for tensor, plane in zip(tensors, expected(self.layout, key.tobytes(), rank), strict=True)
         )
 
     def wrong_records(self) -> int:

@@ -40,8 +40,13 @@ std::vector<Presence> OutgoingCopies::contains(std::span<const Digest> hashes) c
     return seen;
 }
 
-CopyReservation OutgoingCopies::reserve(std::span<const Digest> parents, std::span<const Digest> hashes) {
+CopyReservation OutgoingCopies::reserve(std::span<const Digest> parents, std::span<const Digest> hashes,
+                                        bool below_pending) {
     std::lock_guard lock(mutex_);
+    const auto may_be_parent = [&](const Digest &hash) {
+        const Presence known = presence(hash);
+        return known == Presence::kReady || (below_pending && known == Presence::kPending);
+    };
     CopyReservation out;
     std::vector<std::size_t> chosen;
     std::unordered_map<Digest, Presence, DigestHash> fresh;
@@ -49,8 +54,7 @@ CopyReservation OutgoingCopies::reserve(std::span<const Digest> parents, std::sp
         const Presence known = fresh.contains(hashes[i]) ? Presence::kPending : presence(hashes[i]);
         if (known != Presence::kAbsent) {
             out.status.push_back(known == Presence::kReady ? ReserveStatus::kReady : ReserveStatus::kPending);
-        } else if (parents[i].is_zero() || fresh.contains(parents[i]) ||
-                   presence(parents[i]) == Presence::kReady) {
+        } else if (parents[i].is_zero() || fresh.contains(parents[i]) || may_be_parent(parents[i])) {
             out.status.push_back(ReserveStatus::kReserved);
             fresh.emplace(hashes[i], Presence::kPending);
             chosen.push_back(i);

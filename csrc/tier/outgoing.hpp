@@ -29,7 +29,8 @@ class OutgoingCopies {
 
     std::vector<Presence> contains(std::span<const Digest> hashes) const;
     // Like Tier::reserve_copies, but takes slots from the stock. Takes none if `missing` is not 0.
-    CopyReservation reserve(std::span<const Digest> parents, std::span<const Digest> hashes);
+    CopyReservation reserve(std::span<const Digest> parents, std::span<const Digest> hashes,
+                            bool below_pending = false);
 
     struct Ended {
         std::vector<Digest> parents, hashes;

@@ -50,13 +50,13 @@ void bind_outgoing(nb::module_ &module) {
             "hashes"_a, "Per hash: 0 absent, 1 ready, 2 being copied by this process.")
         .def(
             "reserve",
-            [](OutgoingCopies &self, const HashesIn &parents, const HashesIn &hashes) {
+            [](OutgoingCopies &self, const HashesIn &parents, const HashesIn &hashes, bool below_pending) {
                 require_equal(parents.shape(0), hashes.shape(0));
-                return self.reserve(digests_of(parents), digests_of(hashes));
+                return self.reserve(digests_of(parents), digests_of(hashes), below_pending);
             },
-            "parents"_a, "hashes"_a,
+            "parents"_a, "hashes"_a, "below_pending"_a = false,
             "Take slots of the stock for hashes that are absent and whose parent is ready or precedes\n"
-            "them.")
+            "them. ``below_pending``: as for ``Tier.reserve_copies``.")
         .def(
             "end",
             [](OutgoingCopies &self, const VectorIn<std::int32_t> &slots,

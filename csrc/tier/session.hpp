@@ -39,8 +39,8 @@ class Tier::Session {
 
     // Replaces the content of `out`.
     void reserve_copies(LeaseId lease, std::span<const Digest> parents, std::span<const Digest> hashes,
-                        CopyReservation &out) {
-        tier_.take_pending(lease, parents, hashes, out);
+                        CopyReservation &out, bool below_pending = false) {
+        tier_.take_pending(lease, parents, hashes, out, below_pending);
     }
 
     // Returns how many blocks were committed, and appends the status of each to `status` unless it is null.

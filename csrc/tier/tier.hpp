@@ -202,9 +202,10 @@ class Tier {
     Reservation reserve(LeaseId lease, std::uint32_t count);
     // Reserves a pending slot, held by one copy, for each hash that is absent and whose parent is READY or
     // reserved earlier in this call. Lease 0: no lease owns the slots. Evicts no block that the result calls
-    // READY, and no parent of one.
+    // READY, and no parent of one. `below_pending`: the copy of a parent may be in flight as well; unless that
+    // one has become READY before it, the block is dropped in the end.
     CopyReservation reserve_copies(LeaseId lease, std::span<const Digest> parents,
-                                   std::span<const Digest> hashes);
+                                   std::span<const Digest> hashes, bool below_pending = false);
     // Turns anonymous slots of this lease into entries, in path order below `parent`. Stops at the first
     // block whose parent is not READY, whose hash is pending or below another parent, or whose slot a copy
     // still uses. Returns one status per committed block.
@@ -354,7 +355,7 @@ class Tier {
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
                                  BlockList *evicted);
     void take_pending(LeaseId lease, std::span<const Digest> parents, std::span<const Digest> hashes,
-                      CopyReservation &out);
+                      CopyReservation &out, bool below_pending);
     std::size_t make_entries(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                              std::span<const Slot> slots, std::uint32_t now,
                              std::vector<CommitStatus> *status);

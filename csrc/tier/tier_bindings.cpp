@@ -182,15 +182,17 @@ void bind_tier(nb::module_ &module) {
         .def("reserve", &Tier::reserve, "lease"_a, "count"_a, "Reserve anonymous slots to compute into.")
         .def(
             "reserve_copies",
-            [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes) {
+            [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes,
+               bool below_pending) {
                 require_equal(parents.shape(0), hashes.shape(0));
-                return tier.reserve_copies(lease, digests_of(parents), digests_of(hashes));
+                return tier.reserve_copies(lease, digests_of(parents), digests_of(hashes), below_pending);
             },
-            "lease"_a, "parents"_a, "hashes"_a,
+            "lease"_a, "parents"_a, "hashes"_a, "below_pending"_a = false,
             "Reserve slots for copies into this tier. They are pending until ``complete``.\n\n"
             "Reserves a slot for each hash that is absent and whose parent is ready or reserved earlier\n"
             "in this call. Never evicts a block that the result calls ready. Lease 0: no lease owns the\n"
-            "slots.")
+            "slots. ``below_pending``: also below parents whose copies are in flight; a block is dropped in\n"
+            "the end unless its parent's copy has succeeded before.")
         .def(
             "commit",
             [](Tier &tier, LeaseId lease, const nb::bytes &parent, const HashesIn &hashes,

@@ -6,14 +6,14 @@
 namespace fdcache {
 
 CopyReservation Tier::reserve_copies(LeaseId lease, std::span<const Digest> parents,
-                                     std::span<const Digest> hashes) {
+                                     std::span<const Digest> hashes, bool below_pending) {
     CopyReservation out;
-    Session(*this).reserve_copies(lease, parents, hashes, out);
+    Session(*this).reserve_copies(lease, parents, hashes, out, below_pending);
     return out;
 }
 
 void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::span<const Digest> hashes,
-                        CopyReservation &out) {
+                        CopyReservation &out, bool below_pending) {
     Lease *lease = lease_id ? &current_lease(lease_id) : nullptr;
     check_hashes(hashes);
     out.clear();
@@ -33,10 +33,11 @@ void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::
             status = ReserveStatus::kPending;
         } else if (wanted.find(parents[i]) == Positions::kNone) {
             const Slot parent = resolve_parent(parents[i]);
-            if (parent == kNoSlot)
-                status = ReserveStatus::kNoParent;
-            else if (parent != kRoot)
+            if (parent == kNoSlot) {
+                if (!below_pending || index_.find(parents[i]) == kNoSlot) status = ReserveStatus::kNoParent;
+            } else if (parent != kRoot) {
                 kept.add(parent);
+            }
         }
         if (status == ReserveStatus::kReserved) {
             wanted[hashes[i]] = i;

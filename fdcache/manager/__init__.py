@@ -1,6 +1,7 @@
 """The scheduler side."""
 
 from fdcache.manager.cache_manager import CacheManager, ManagerState
+from fdcache.manager.device_contents import NO_BLOCK
 from fdcache.manager.engine_client import AsyncEngineClient, EngineClient
 from fdcache.manager.keyed import KeyedRequest
 from fdcache.manager.offload import OffloadManager
@@ -16,6 +17,7 @@ from fdcache.manager.results import (
 )
 
 __all__ = [
+    "NO_BLOCK",
     "Allocation",
     "AllocationFailure",
     "AsyncEngineClient",

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
 from fdcache.errors import PlanError
+from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager.hints import RequestHints
@@ -214,7 +215,7 @@ class TierManager(Generic[RequestT_contra]):
         """
         with self._lock:
             self._requests.prepare(request)
-            return self._tiers.find(request.block_hashes)
+            return self._tiers.find(record_keys(request.block_hashes, self.layout.num_groups))
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` naming every invariant that does not hold."""

@@ -85,6 +85,7 @@ class CacheManager(TierManager[Request]):
         priors: Priors = NO_PRIORS,
         loads_ahead: bool = True,
     ) -> None:
+        layout.require_one_group("CacheManager")
         reuse_clock = clock if reuse_clock is None else reuse_clock
         super().__init__(settings, layout, lookup, reuse_clock)
         self._state = ManagerState.RUNNING

@@ -189,12 +189,17 @@ class CopyOut:
         return np.concatenate((*found, ids)) if found else ids
 
     def _copy(self, ids: Int32Array, purpose: SwapPurpose, plan: OpenPlan) -> Int32Array:
-        """Plan copies of blocks, parents first; return those that wait for copies of their parents."""
+        """Plan copies of blocks, parents first; return those that wait for copies of their parents.
+
+        What is given away cannot wait for these: it is copied below them, and dropped if one fails.
+        """
         contents = self.contents
         hashes, parents = contents.hashes[ids], contents.parents[ids]
         count, taken = len(ids), None
         while count:
-            taken = self._host.take_slots(parents[:count], hashes[:count])
+            taken = self._host.take_slots(
+                parents[:count], hashes[:count], below_pending=purpose is SwapPurpose.EVICT
+            )
             if taken is None or not taken.missing:
                 break
             count = max(count - taken.missing, 0)

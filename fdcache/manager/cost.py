@@ -367,18 +367,21 @@ class CostModel:
     ``block_bytes``, ``record_bytes``: of one block, on the device and in storage, on one rank: the ranks copy side by
     side. ``stages``: groups of layers that are loaded one after another while the layers before them compute.
     ``streams``: a request's blocks are loaded while later ones are read, those of ``read_seconds`` after the others.
+    ``windows``: of each group of layers that a path has blocks of in turn, in blocks of that group, 0 for all: only
+    those in the window are loaded.
     """
 
     def __init__(
         self,
         *,
-        block_size: int,
+        block_size: float,
         block_bytes: int,
         record_bytes: int = 0,
         stages: int = 1,
         priors: Priors = NO_PRIORS,
         streams: bool = False,
         read_seconds: float = 0.0,
+        windows: Sequence[float] = (),
     ) -> None:
         self.prefill = PrefillSpeed()
         self.link = LinkSpeed(priors.link)
@@ -389,6 +392,7 @@ class CostModel:
         self._block_bytes = block_bytes
         self._record_bytes = record_bytes or block_bytes
         self._stages = max(stages, 1)
+        self._windows = windows
 
     def loads_are_known(self) -> bool:
         """Return True if loads from the host can be compared with computing."""
@@ -420,7 +424,7 @@ class CostModel:
         """Return the seconds of the reads that a request waits for, and of the load that is left then."""
         largest, least = _extremes(num_blocks)
         to_load = largest(num_blocks - cached.on_device, 0.0)
-        load = self.link.seconds(to_load * self._block_bytes)
+        load = self.link.seconds(self._inside(to_load) * self._block_bytes)
         if cached.loads_ahead:
             load += (to_load > 0) * self.link.seconds(float(cached.loads_ahead * self._block_bytes))
         if not cached.in_storage:
@@ -435,6 +439,17 @@ class CostModel:
         share = least(self._read_seconds / largest(read, _SHORTEST), 1.0)
         last = self.link.seconds(from_storage * share * self._block_bytes)
         return wait, least(load, largest(load - is_read * wait, last + (1 - is_read) * load))
+
+    def _inside(self, to_load: Numbers) -> Numbers:
+        """Return how many of the blocks to load are in the windows of their groups."""
+        if not self._windows:
+            return to_load
+        _, least = _extremes(to_load)
+        pages = to_load / len(self._windows)
+        total = 0.0 * pages
+        for window in self._windows:
+            total = total + (least(pages, window) if window else pages)
+        return total
 
     def observe_waiting(
         self, chunks: Sequence[tuple[int, int]], seconds: float, loaded: int, steps: int

@@ -12,6 +12,9 @@ from fdcache.errors import PlanError
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.blocks import ROOT, parents_of
 
+NO_BLOCK = -1
+"""Stands for a block that the engine does not have on the device, in a layout with windows."""
+
 _NONE = np.empty(0, np.int32)
 
 
@@ -48,16 +51,20 @@ class DevicePath:
         self.hashes = hashes
 
 
-def device_ids_of(values: object) -> Int32Array:
-    """Return device blocks as an int32 array. Raises ``PlanError`` for anything else."""
+def device_ids_of(values: object, *, with_none: bool = False) -> Int32Array:
+    """Return device blocks as an int32 array; ``with_none``: ``NO_BLOCK`` may be among them.
+
+    Raises ``PlanError`` for anything else.
+    """
     try:
         ids = np.ascontiguousarray(values, np.int32)
     except (TypeError, ValueError, OverflowError) as error:
         raise PlanError(
             f"device_ids: {error}; pass the numbers of device blocks as an int32 array"
         ) from error
-    if ids.ndim != 1 or (len(ids) and int(ids.min()) < 0):
-        raise PlanError("device_ids must be a list of device blocks, numbers from 0 on")
+    least = NO_BLOCK if with_none else 0
+    if ids.ndim != 1 or (len(ids) and int(ids.min()) < least):
+        raise PlanError(f"device_ids must be a list of device blocks, numbers from {least} on")
     return ids
 
 
@@ -109,6 +116,10 @@ class DeviceContents:
             return _NONE
         ids = np.concatenate([offer.path.ids[offer.start : offer.stop] for offer in offers])
         self._grow(ids)
+        if int(ids.min()) == NO_BLOCK:
+            for offer in offers:
+                self._enter([offer], offer.path.ids[offer.start : offer.stop])
+            return self.known_of(ids[ids != NO_BLOCK])
         order = np.arange(len(ids))
         self._last[ids] = order
         if len(offers) == 1 or np.array_equal(self._last[ids], order):
@@ -120,20 +131,27 @@ class DeviceContents:
 
     def _enter(self, offers: Sequence[Offer], ids: Int32Array) -> None:
         hashes = np.concatenate([offer.path.hashes[offer.start : offer.stop] for offer in offers])
+        parents = np.concatenate([offer.parents() for offer in offers])
+        depths = np.concatenate([np.arange(offer.start, offer.stop, dtype=np.int32) for offer in offers])
+        sizes = [offer.stop - offer.start for offer in offers]
+        counted = np.repeat([offer.counted for offer in offers], sizes)
+        paths = np.empty(len(offers), np.object_)
+        paths[:] = [offer.path for offer in offers]
+        paths = np.repeat(paths, sizes)
+        if int(ids.min()) == NO_BLOCK:
+            rows = ids != NO_BLOCK
+            ids, hashes, parents, depths = ids[rows], hashes[rows], parents[rows], depths[rows]
+            counted, paths = counted[rows], paths[rows]
         same = self.known[ids]
         if same.any():
             same &= (self.hashes[ids] == hashes).all(axis=1)
-        depths = np.concatenate([np.arange(offer.start, offer.stop, dtype=np.int32) for offer in offers])
-        sizes = [offer.stop - offer.start for offer in offers]
-        is_hit = depths >= np.repeat([offer.counted for offer in offers], sizes)
+        is_hit = depths >= counted
         self.hits[ids] = np.maximum(np.where(same, self.hits[ids], 0) + is_hit, 1)
         self.known[ids] = True
         self.hashes[ids] = hashes
-        self.parents[ids] = np.concatenate([offer.parents() for offer in offers])
+        self.parents[ids] = parents
         self._depths[ids] = depths
-        paths = np.empty(len(offers), np.object_)
-        paths[:] = [offer.path for offer in offers]
-        self._paths[ids] = np.repeat(paths, sizes)
+        self._paths[ids] = paths
 
     def forget(self, ids: Int32Array) -> None:
         """Forget the blocks in these device blocks, which have another content now."""
@@ -175,7 +193,9 @@ class DeviceContents:
         if path is None or not depth:
             return _NONE
         ids = path.ids[:depth]
-        gone = np.flatnonzero(~self.known[ids] | (self.hashes[ids] != path.hashes[:depth]).any(axis=1))
+        gone = np.flatnonzero(
+            (ids == NO_BLOCK) | ~self.known[ids] | (self.hashes[ids] != path.hashes[:depth]).any(axis=1)
+        )
         return ids[gone[-1] + 1 :] if len(gone) else ids
 
     def _grow(self, ids: Int32Array) -> None:

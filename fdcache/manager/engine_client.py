@@ -40,6 +40,7 @@ class EngineClient:
     """
 
     def __init__(self, settings: CacheSettings, layout: KVLayout, execute: Execute) -> None:
+        layout.require_one_group("EngineClient")
         settings = settings.model_copy(update={"write_policy": WritePolicy.WRITE_THROUGH})
         self._manager = OffloadManager(settings, layout)
         self._execute = execute

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
 from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import HashArray
@@ -15,12 +16,15 @@ from fdcache.tiers.statistics import HintFigures
 class RequestHints:
     """Takes hints of requests that end to all tiers, and collects what became of them."""
 
-    def __init__(self, tiers: LowerTiers, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tiers: LowerTiers, block_size: int, clock: Callable[[], float], num_groups: int = 1
+    ) -> None:
         self.figures = HintFigures()
         own = [pool for pool in tiers.pools.values() if isinstance(pool, BlockPool)]
         self._book = HintBook(lambda: own, clock, self.figures) if own else None
         self._service = tiers.host.hints if tiers.host is not None else None
         self._block_size = block_size
+        self._num_groups = num_groups
 
     def take(
         self, request_id: str, hints: Iterable[Hint], hashes: HashArray, prompt_tokens: int
@@ -32,7 +36,8 @@ class RequestHints:
         outcomes = []
         for hint in hints:
             self.figures.given += 1
-            concerned = hashes[hint.blocks(prompt_tokens, self._block_size)]
+            pages = hashes[hint.blocks(prompt_tokens, self._block_size)]
+            concerned = record_keys(pages, self._num_groups)
             sent = self._service.give(request_id, hint, concerned) if self._service is not None else None
             if self._book is not None:
                 outcomes.append(self._book.take(request_id, hint, concerned))

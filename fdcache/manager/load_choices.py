@@ -61,7 +61,8 @@ def calibrated_priors(settings: Settings) -> Priors:
 class LoadChoices:
     """Decides how much of each request's cached prefix is loaded.
 
-    ``loads_ahead`` returns the number of blocks on their way to the device. ``priors``: speeds as calibrated.
+    Blocks are records, of which a page of tokens has one for each group of layers. ``loads_ahead`` returns the number
+    of blocks on their way to the device. ``priors``: speeds as calibrated.
     ``streams``: blocks are loaded to the device while later ones are read.
     """
 
@@ -75,14 +76,16 @@ class LoadChoices:
         *,
         streams: bool = False,
     ) -> None:
+        groups = self._groups = layout.num_groups
         self.model = CostModel(
-            block_size=layout.block_size,
+            block_size=layout.block_size / groups,
             block_bytes=layout.payload_bytes,
             record_bytes=layout.record_bytes,
             stages=layout.num_layers,
             priors=priors,
             streams=streams,
             read_seconds=GROUP_SECONDS,
+            windows=[window / layout.block_size for window in layout.windows],
         )
         self._is_auto = mode is LoadOrRecompute.AUTO
         self._clock = clock
@@ -228,7 +231,7 @@ class LoadChoices:
     def decide_read(self, request: OffloadRequest, cached: Cached) -> int:
         """Return how many leading blocks of a path are worth reading, some of which are in storage."""
         decision = self._decide(cached)
-        last = request.block_hashes[cached.num_blocks - 1].tobytes()
+        last = request.block_hashes[(cached.num_blocks - 1) // self._groups].tobytes()
         self._note(request.request_id, last, cached, decision)
         return decision.num_blocks
 

@@ -12,7 +12,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.cost import NO_PRIORS, Priors
-from fdcache.manager.device_contents import device_ids_of
+from fdcache.manager.device_contents import NO_BLOCK, device_ids_of
 from fdcache.manager.hints import RequestHints
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
@@ -27,7 +27,7 @@ from fdcache.metadata import (
 )
 from fdcache.plans.blocks import ROOT
 from fdcache.settings import Settings
-from fdcache.settings.cache import CacheSettings, StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.host import HostTier
 from fdcache.tiers.statistics import CacheStats, TierUsage
@@ -55,7 +55,8 @@ class OffloadManager(TierManager[OffloadRequest]):
     device blocks of the settings have no effect. ``streams=True``: a match also promises blocks that are still being
     read from storage, once the first of them have come. ``load`` then loads those that are there, and each
     ``take_plans`` others, while the engine computes other requests: a request that loads is computed after its
-    ``LoadOutcome``. Raises ``ConfigurationError`` without a host tier.
+    ``LoadOutcome``. It has no effect with several groups of layers, or with windows. Raises ``ConfigurationError``
+    without a host tier, and for windows with the write policy ``write_through_selective``.
     """
 
     _requests: OffloadedRequests
@@ -72,6 +73,11 @@ class OffloadManager(TierManager[OffloadRequest]):
         streams: bool = False,
     ) -> None:
         super().__init__(settings, layout, lookup, clock)
+        if any(layout.windows) and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            raise ConfigurationError(
+                "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows a prefix has left the device in "
+                "part when it is reused, and could not be stored then; use write_through"
+            )
         counters = self._counters
         host, storage_tier = make_lower_tiers(
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
@@ -88,7 +94,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         )
         self._loads = self._requests.loads
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
-        self._hints = RequestHints(tiers, layout.block_size, clock)
+        self._hints = RequestHints(tiers, layout.block_size, clock, layout.num_groups)
         self._set_time()
 
     @classmethod
@@ -153,9 +159,11 @@ class OffloadManager(TierManager[OffloadRequest]):
             if not self._requests.match(tracked, device_tokens, whole_prompt):
                 self._counters.deferred_lookups += 1
                 return OffloadMatch(request.request_id, MatchStatus.DEFERRED)
-            blocks, stored = tracked.remaining, tracked.from_storage + tracked.coming
-            size = self.layout.block_size
-            return OffloadMatch(request.request_id, MatchStatus.MATCHED, blocks * size, stored * size)
+            tokens, stored = (
+                self._tokens(tracked.remaining),
+                self._tokens(tracked.from_storage + tracked.coming),
+            )
+            return OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored)
 
     def unmatch(self, request: OffloadRequest) -> None:
         """Unpin what ``match`` has found; reads from storage go on."""
@@ -166,10 +174,14 @@ class OffloadManager(TierManager[OffloadRequest]):
     def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
         """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
 
+        With several groups of layers ``device_ids`` has one device block of each group for each page, in the order of
+        the layout's ``windows``; ``NO_BLOCK`` stands for a block that the engine does not need.
+
         The device blocks count as given away, as by ``evicted``. The load ends with a ``LoadOutcome`` of ``apply`` or
         ``expire``. Return 0 if nothing was found, or a reset has removed it since: nothing will be loaded then.
         """
-        ids = device_ids_of(device_ids)
+        layout = self.layout
+        ids = device_ids_of(device_ids, with_none=any(layout.windows))
         with self._lock:
             self._set_time()
             tracked = self._requests.get(request)
@@ -177,23 +189,25 @@ class OffloadManager(TierManager[OffloadRequest]):
                 self.unmatch(request)
                 return 0
             self._count_lookup(tracked)
-            ids = ids[: tracked.remaining]
-            if len(ids):
-                self._give_away(ids)
+            ids = ids[: min(len(ids) // self.layout.num_groups * self.layout.num_groups, tracked.remaining)]
+            wanted = ids[ids != NO_BLOCK]
+            if len(wanted):
+                self._give_away(wanted)
                 stored = tracked.from_storage
                 planned = self._requests.plan_load(tracked, ids, self._plans.open)
                 stored = min(stored, planned)
-                size = self.layout.block_size
-                self._counters.storage_hit_tokens += stored * size
-                self._counters.host_hit_tokens += (planned - stored) * size
+                self._counters.storage_hit_tokens += self._tokens(stored)
+                self._counters.host_hit_tokens += self._tokens(planned - stored)
             self._requests.unpin(tracked)
-            return len(ids)
+            return len(ids) if len(wanted) else 0
 
     def offer(self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array) -> None:
         """Offer the whole blocks of the first ``num_tokens`` tokens of a request, which lie in ``device_ids``.
 
         Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
-        block table: the next plan may copy them. Repeated offers extend the first; one with nothing new is cheap.
+        block table: the next plan may copy them. Repeated offers extend the first; one with nothing new is cheap. With
+        several groups of layers the table is as for ``load``, with ``NO_BLOCK`` for blocks that the engine has given
+        up: a page is stored if the host tier has those already.
         """
         with self._lock:
             tracked = self._requests.track(request)
@@ -248,7 +262,11 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked.is_counted = True
             self._counters.lookups += 1
             self._counters.lookup_tokens += tracked.request.num_tokens
-            self._counters.device_hit_tokens += tracked.device_blocks * self.layout.block_size
+            self._counters.device_hit_tokens += self._tokens(tracked.device_blocks)
+
+    def _tokens(self, num_records: int) -> int:
+        """Return the tokens of so many records, of which a page has one for each group of layers."""
+        return num_records // self.layout.num_groups * self.layout.block_size
 
     # --- plans and reports --------------------------------------------------------------------------------
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from fdcache import _core
 from fdcache._core import LoadForms
+from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.device_contents import DevicePath, device_ids_of
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
@@ -30,7 +33,8 @@ class Tracked:
 
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
     slots refer to. ``coming`` blocks after them are being read from storage. ``device_blocks`` is the number that the
-    engine had when it asked last.
+    engine had when it asked last. ``keys`` are those of the records of its pages; everything here counts records, of
+    which a page has one for each group of layers.
     """
 
     __slots__ = (
@@ -45,6 +49,7 @@ class Tracked:
         "found_at",
         "is_counted",
         "is_stale",
+        "keys",
         "limit",
         "loading_from",
         "path",
@@ -54,6 +59,7 @@ class Tracked:
 
     def __init__(self, request: OffloadRequest) -> None:
         self.request = request
+        self.keys: HashArray = np.empty((0, 32), np.uint8)
         self.found: HostMatch | None = None
         self.start = 0
         self.coming = 0
@@ -119,17 +125,19 @@ class OffloadedRequests:
     ) -> None:
         self._counters = counters
         self._choices = choices
-        self._streams = streams
+        self._streams = streams and not layout.windows
         self._caches_prefixes = settings.enable_prefix_caching
         self._defer_timeout = settings.defer_timeout
         self._pin_timeout = settings.plan_timeout
         self._block_size = layout.block_size
+        self._groups = layout.num_groups
+        self._has_windows = any(layout.windows)
         self._host = host
         self._fetches = host.fetches
-        self._cell = ReuseLimit(settings, layout.block_size).cell
+        self._cell = ReuseLimit(settings, layout.block_size).cell * layout.num_groups
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
-        self.loads = OffloadedLoads(layout.block_size, host, counters, self._load_ended)
+        self.loads = OffloadedLoads(layout, host, counters, self._load_ended)
         self._hasher = _core.BlockManager(
             _core.Tier(1), layout.block_size, layout.fingerprint, settings.lookahead_tokens
         )
@@ -172,6 +180,16 @@ class OffloadedRequests:
             self._fetches.end(tracked.fetch)
         del self._tracked[request.request_id]
 
+    def _keys(self, tracked: Tracked) -> HashArray:
+        """Return the keys of the records of a request's pages."""
+        hashes = tracked.request.block_hashes
+        if self._groups == 1:
+            return hashes
+        have = len(tracked.keys) // self._groups
+        if have < len(hashes):
+            tracked.keys = np.concatenate((tracked.keys, record_keys(hashes[have:], self._groups)))
+        return tracked.keys
+
     def forget_found(self) -> None:
         """Forget what was found and what was offered, as after a reset; loads in flight count for nothing."""
         for tracked in self._tracked.values():
@@ -207,7 +225,7 @@ class OffloadedRequests:
         """Find and pin what can be loaded; return False if the request has to ask later."""
         tracked.asked_at = self._clock()
         size = self._block_size
-        tracked.device_blocks = device_tokens // size
+        tracked.device_blocks = device_tokens // size * self._groups
         if device_tokens % size or not self._may_load(tracked):
             self.unpin(tracked)
             return True
@@ -302,7 +320,7 @@ class OffloadedRequests:
         start, request = tracked.device_blocks, tracked.request
         limit = self._choices.limit
         if found and limit is not None and _begins_at_root(request):
-            last = request.block_hashes[start + found - 1].tobytes()
+            last = request.block_hashes[(start + found - 1) // self._groups].tobytes()
             found = limit(request.request_id, request.num_tokens, start, found, last)
         end = start + found
         return max(end - end % self._cell - start, 0)
@@ -316,14 +334,14 @@ class OffloadedRequests:
         return allowed and not tracked.is_stale and tracked.loading_from is None
 
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
-        """Return the hashes that a match may find."""
-        request = tracked.request
+        """Return the keys that a match may find."""
+        request, keys = tracked.request, self._keys(tracked)
         if isinstance(request, KeyedRequest):
-            return request.block_hashes
+            return keys
         most = request.num_tokens - (not whole)
         if request.max_cached_tokens is not None:
             most = min(most, request.max_cached_tokens)
-        return request.block_hashes[: max(most, 0) // self._block_size]
+        return keys[: max(most, 0) // self._block_size * self._groups]
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:
@@ -352,7 +370,7 @@ class OffloadedRequests:
         tracked = self.get(load.request)
         if tracked is None:
             return NOTHING, False
-        found, stop = self._look(tracked, load.request.block_hashes[: load.stop], load.planned)
+        found, stop = self._look(tracked, self._keys(tracked)[: load.stop], load.planned)
         if stop is None:
             self._unpin_fetch(tracked)
         elif load.planned + len(found) == load.stop:
@@ -400,17 +418,17 @@ class OffloadedRequests:
         """Return the path of a request on the device with the position of its first new block; None for none."""
         request, path = tracked.request, tracked.path
         start = 0 if path is None else len(path)
-        stop = min(num_tokens // self._block_size, len(device_ids))
+        stop = min(num_tokens // self._block_size, len(device_ids) // self._groups) * self._groups
         if tracked.loading_from is not None:
             stop = min(stop, tracked.loading_from)
         if stop <= start or tracked.is_stale or not (self._caches_prefixes and request.use_cache):
             return None
         self.prepare(request)
-        hashes = request.block_hashes
+        hashes = self._keys(tracked)
         stop = min(stop, len(hashes))
         if stop <= start:
             return None
-        ids = device_ids_of(device_ids[start:stop])
+        ids = device_ids_of(device_ids[start:stop], with_none=self._has_windows)
         if path is None:
             parent = request.parent if isinstance(request, KeyedRequest) else ROOT
             path = tracked.path = DevicePath(hashes, parent)

@@ -8,6 +8,8 @@ from itertools import chain
 
 import numpy as np
 
+from fdcache.layout import KVLayout
+from fdcache.manager.device_contents import NO_BLOCK
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose, TransferPlan
@@ -19,6 +21,9 @@ from fdcache.tiers.statistics import Counters
 @dataclass(slots=True, eq=False)
 class OffloadedLoad:
     """One request's load of its blocks ``first`` to ``stop`` into the device blocks ``ids``, in one part or more.
+
+    Of blocks without a device block nothing is copied. Without all the others such a load is worth nothing, since the
+    engine would need what was left out below the first block that failed.
 
     Blocks up to ``planned`` are part of plans, of which ``in_flight`` have not ended; those up to ``whole`` have
     arrived unless their plan is in flight. ``after``: plans that copy out what the device blocks held. ``cut``: why no
@@ -61,20 +66,22 @@ class OffloadedLoad:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Blocks ``first`` to ``stop`` of a load, at ``offset`` of a plan's transfer."""
+    """Blocks ``first`` to ``stop`` of a load, ``count`` of which are copied from ``offset`` of a plan's transfer on."""
 
     load: OffloadedLoad
     first: int
     stop: int
     offset: int
+    count: int
 
     def ended(self, copied: HashArray, errors: Sequence[str]) -> None:
         """Count which blocks of the plan have arrived."""
-        load, count = self.load, self.stop - self.first
+        load = self.load
         load.in_flight -= 1
-        missing = copied.tobytes().find(0, self.offset, self.offset + count)
+        missing = copied.tobytes().find(0, self.offset, self.offset + self.count)
         if missing >= 0:
-            load.whole = min(load.whole, self.first + missing - self.offset)
+            is_all_copied = self.count == self.stop - self.first
+            load.whole = min(load.whole, self.first + missing - self.offset if is_all_copied else load.first)
             load.errors += errors
             load.cut_off("an earlier part was not loaded")
 
@@ -91,12 +98,12 @@ class OffloadedLoads:
 
     def __init__(
         self,
-        block_size: int,
+        layout: KVLayout,
         host: HostTier,
         counters: Counters,
         on_end: Callable[[OffloadedLoad, bool], None],
     ) -> None:
-        self._block_size = block_size
+        self._block_size, self._groups = layout.block_size, layout.num_groups
         self._host = host
         self._counters = counters
         self._on_end = on_end
@@ -140,7 +147,7 @@ class OffloadedLoads:
             if len(found):
                 plan.after = tuple(dict.fromkeys((*plan.after, *load.after)))
                 self._add_part(load, found, plan, self._ahead)
-                self._counters.storage_hit_tokens += len(found) * self._block_size
+                self._counters.storage_hit_tokens += len(found) // self._groups * self._block_size
             if found.lease:
                 self._host.release(found.lease)
             if not waits:
@@ -151,9 +158,11 @@ class OffloadedLoads:
     def _add_part(self, load: OffloadedLoad, run: HostMatch, plan: OpenPlan, parts: list[_Part]) -> None:
         start, stop = load.planned, load.planned + len(run)
         ids = load.ids[start - load.first : stop - load.first]
-        self._host.begin_load(run.lease, run.blocks.slots)
-        offset = plan.add(SwapPurpose.LOAD, run.blocks, ids, np.zeros(len(ids), np.uint32))
-        parts.append(_Part(load, start, stop, offset))
+        is_wanted = ids != NO_BLOCK
+        blocks, ids = run.blocks.select(is_wanted), ids[is_wanted]
+        self._host.begin_load(run.lease, blocks.slots)
+        offset = plan.add(SwapPurpose.LOAD, blocks, ids, np.zeros(len(ids), np.uint32))
+        parts.append(_Part(load, start, stop, offset, len(ids)))
         load.planned, load.in_flight = stop, load.in_flight + 1
         if load.is_open:
             self._counters.blocks_loaded_ahead += len(ids)
@@ -222,6 +231,8 @@ class OffloadedLoads:
         message = None if status is LoadStatus.CONFIRMED else "; ".join(load.errors)
         unplanned = tuple(load.ids[load.planned - load.first :].tolist())
         self._outcomes.append(
-            LoadOutcome(load.request.request_id, status, block * self._block_size, message, unplanned)
+            LoadOutcome(
+                load.request.request_id, status, block // self._groups * self._block_size, message, unplanned
+            )
         )
         self._on_end(load, status is LoadStatus.CONFIRMED)

@@ -127,7 +127,9 @@ class HostTier(Protocol):
     def copies_reserved(self, planned: PlannedBackups) -> None:
         """Learn which slots were reserved in ``copy_target``."""
 
-    def take_slots(self, parents: HashArray, hashes: HashArray) -> CopyReservation | None:
+    def take_slots(
+        self, parents: HashArray, hashes: HashArray, *, below_pending: bool = False
+    ) -> CopyReservation | None:
         """Reserve slots for copies of absent blocks, parents first, as ``Tier.reserve_copies``; None without a tier."""
 
     def take_device_reset(self) -> bool:
@@ -288,16 +290,20 @@ class LocalHostTier(BlockPool):
         blocks = Blocks.of_path(hashes, start, run.slots, run.generations) if len(run) else NO_BLOCKS
         return HostMatch(lease, blocks, pending, fetched)
 
-    def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> CopyReservation:
+    def reserve_copies(
+        self, lease: int, parents: HashArray, hashes: HashArray, below_pending: bool = False
+    ) -> CopyReservation:
         """Reserve slots as the native class does, and call ``on_evict``."""
-        taken = super().reserve_copies(lease, parents, hashes)
+        taken = super().reserve_copies(lease, parents, hashes, below_pending)
         if self.on_evict is not None:
             self.on_evict(taken.evicted.hashes)
         return taken
 
-    def take_slots(self, parents: HashArray, hashes: HashArray) -> CopyReservation:
+    def take_slots(
+        self, parents: HashArray, hashes: HashArray, *, below_pending: bool = False
+    ) -> CopyReservation:
         """Reserve slots that no lease owns."""
-        return self.reserve_copies(0, parents, hashes)
+        return self.reserve_copies(0, parents, hashes, below_pending)
 
     def begin_load(self, lease: int, slots: Int32Array) -> None:
         """Hold the source slots, whatever becomes of the lease."""

@@ -18,6 +18,7 @@ common = st.fixed_dictionaries(
         "num_draft_layers": st.integers(0, 2),
         "tp_size": st.integers(1, 8),
         "draft_block_ratio": st.floats(1, 8),
+        "windows": st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple).filter(lambda each: each != (0,)),
     }
 )
 heads = st.fixed_dictionaries({"kv_heads": st.integers(1, 4), "head_dim": st.integers(1, 130)})

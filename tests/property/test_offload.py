@@ -1,7 +1,8 @@
 """OffloadManager under random interleavings: an engine like vLLM's scheduler, and an oracle of hashes and bytes.
 
 The engine owns its device blocks: it hands them over in the middle of copies, preempts, aborts, and asks repeatedly.
-Every record of the host tier, and every loaded block, must hold what its hash stands for.
+With several groups of layers it gives blocks back as they leave their window. Every record of the host tier, and every
+block that a step reads, must hold what its hash stands for.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fdcache.manager import LoadOutcome, LoadStatus, MatchStatus, Request
+from fdcache.manager import NO_BLOCK, LoadOutcome, LoadStatus, MatchStatus, Request
 from fdcache.metadata import CacheSwapMetadata
 from fdcache.settings.cache import WritePolicy
 from tests.offload_engine import BLOCK, GatedDevice, OffloadEngine
 from tests.seeds import budget
+from tests.swaps import uniform_layout
 
 DEVICE_BLOCKS = 12
 CHUNK = 10
@@ -28,7 +30,7 @@ CHUNK = 10
 
 @dataclass
 class Sequence:
-    """A request of the engine: its block table and the number of tokens that have KV."""
+    """A request of the engine: its block table, page by page, and the number of tokens that have KV."""
 
     request: Request
     goal: int
@@ -49,12 +51,19 @@ class Engine:
         *,
         ignores_after: bool = False,
         host_blocks: int = 14,
+        windows: tuple[int, ...] = (),
+        skew: int = 0,
+        head_dim: int = 8,
         **options: Any,
     ) -> None:
         self.random = random.Random(seed)
         self.failures = 0.0
+        self.windows = windows or (0,)
+        self.groups = len(self.windows)
+        self.skew = skew
         self.offload = OffloadEngine(
-            device_blocks=DEVICE_BLOCKS,
+            layout=uniform_layout(block_size=BLOCK, num_layers=2, head_dim=head_dim, windows=windows),
+            device_blocks=DEVICE_BLOCKS * self.groups,
             host_blocks=host_blocks,
             policy=policy,
             device=lambda: GatedDevice(self.failing),
@@ -68,8 +77,8 @@ class Engine:
         self.device = device
         self.device.is_gated = True
         self.ignores_after = ignores_after
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(DEVICE_BLOCKS))
-        self.uses = [0] * DEVICE_BLOCKS
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(DEVICE_BLOCKS * self.groups))
+        self.uses = [0] * DEVICE_BLOCKS * self.groups
         self.content: dict[int, bytes] = {}
         self.cached: dict[bytes, int] = {}
         self.waiting: list[Sequence] = []
@@ -103,21 +112,33 @@ class Engine:
         self.free.pop(block, None)
         self.uses[block] += 1
 
+    def give_back(self, block: int) -> None:
+        self.uses[block] -= 1
+        if not self.uses[block]:
+            self.free[block] = None
+
     def release(self, sequence: Sequence) -> None:
         for block in reversed(sequence.table):
-            self.uses[block] -= 1
-            if not self.uses[block]:
-                self.free[block] = None
+            if block != NO_BLOCK:
+                self.give_back(block)
         sequence.table, sequence.computed = [], 0
 
+    def is_outside(self, index: int, tokens: int) -> bool:
+        """Return True if nothing after the first ``tokens`` tokens reads entry ``index`` of a block table."""
+        page, group = divmod(index, self.groups)
+        window = self.windows[group]
+        return bool(window) and (page + 1) * BLOCK <= tokens - window + 1 + self.skew
+
     def local_hit(self, request: Request) -> list[int]:
-        hit = []
-        for row in request.block_hashes[: (request.num_tokens - 1) // BLOCK]:
-            block = self.cached.get(row.tobytes())
-            if block is None:
-                break
-            hit.append(block)
-        return hit
+        keys = self.offload.keys(request)
+        for pages in range((request.num_tokens - 1) // BLOCK, 0, -1):
+            hit = [
+                NO_BLOCK if self.is_outside(i, pages * BLOCK) else self.cached.get(keys[i].tobytes())
+                for i in range(pages * self.groups)
+            ]
+            if None not in hit:
+                return [block for block in hit if block is not None]
+        return []
 
     # --- a step -------------------------------------------------------------------------------------------
 
@@ -146,25 +167,31 @@ class Engine:
     def admit(self, sequence: Sequence) -> None:
         request = sequence.request
         hit = self.local_hit(request)
-        found = self.manager.match(request, len(hit) * BLOCK)
+        tokens = len(hit) // self.groups * BLOCK
+        found = self.manager.match(request, tokens)
         if found.status is MatchStatus.DEFERRED:
             return
-        blocks = found.num_tokens // BLOCK
-        new = blocks or -(-min(len(hit) * BLOCK + CHUNK, request.num_tokens) // BLOCK) - len(hit)
-        room = len(self.free) - sum(block in self.free for block in hit)
+        reused = tokens + found.num_tokens
+        end = reused if found.num_tokens else min(tokens + CHUNK, request.num_tokens)
+        outside = [self.is_outside(i, reused) for i in range(-(-end // BLOCK) * self.groups)]
+        kept = [block for block, is_outside in zip(hit, outside, strict=False) if not is_outside]
+        new = outside[len(hit) :].count(False)
+        room = len(self.free) - sum(block in self.free for block in kept)
         if new > room or self.random.random() < 0.2:  # asked again in the next step
             return
         self.waiting.remove(sequence)
-        for block in hit:
+        for block in kept:
             self.share(block)
-        sequence.table = [*hit, *self.take(new)]
-        sequence.computed = len(hit) * BLOCK
-        if not blocks:
+        blocks = iter([*kept, *self.take(new)])
+        sequence.table = [NO_BLOCK if is_outside else next(blocks) for is_outside in outside]
+        sequence.computed = tokens
+        if not found.num_tokens:
             self.manager.unmatch(request)
             self.running.append(sequence)
             return
         sequence.loading = sequence.table[len(hit) :]
-        assert self.manager.load(request, np.array(sequence.loading, np.int32)) == blocks
+        loading = np.array(sequence.loading, np.int32)
+        assert self.manager.load(request, loading) == len(loading)
         self.planned_loads += 1
         self.loads[request.request_id] = sequence
 
@@ -173,8 +200,12 @@ class Engine:
         for sequence in list(self.running):
             if sequence not in self.running:
                 continue
+            for i, block in enumerate(sequence.table):
+                if block != NO_BLOCK and self.is_outside(i, sequence.computed):
+                    self.give_back(block)
+                    sequence.table[i] = NO_BLOCK
             tokens = min(sequence.computed + CHUNK, sequence.request.num_tokens)
-            missing = -(-tokens // BLOCK) - len(sequence.table)
+            missing = -(-tokens // BLOCK) * self.groups - len(sequence.table)
             while missing > len(self.free) and sequence in self.running:
                 victim = self.running.pop()
                 scheduled = [each for each in scheduled if each[0] is not victim]
@@ -201,11 +232,17 @@ class Engine:
                 self.accept(sequence)
 
     def compute(self, sequence: Sequence, tokens: int) -> None:
-        request = sequence.request
-        for index in range(sequence.computed // BLOCK, -(-tokens // BLOCK)):
+        request, keys = sequence.request, self.offload.keys(sequence.request)
+        whole = sequence.computed // BLOCK * self.groups
+        self.wrong += not self.offload.holds(request, sequence.table[:whole])
+        self.wrong += any(
+            block == NO_BLOCK and not self.is_outside(i, sequence.computed - self.skew)
+            for i, block in enumerate(sequence.table)
+        )
+        for index in range(whole, len(sequence.table)):
             block = sequence.table[index]
-            is_whole = (index + 1) * BLOCK <= tokens
-            row = request.block_hashes[index].tobytes() if is_whole else None
+            is_whole = (index // self.groups + 1) * BLOCK <= tokens
+            row = keys[index].tobytes() if is_whole else None
             self.offload.fill(block, row)
             if row is not None:
                 self.content[block] = row
@@ -234,17 +271,23 @@ class Engine:
         sequence = self.loads.pop(outcome.request_id)
         assert sequence.loading is not None
         first = len(sequence.table) - len(sequence.loading)
-        good = outcome.recompute_from // BLOCK - first
+        good = outcome.recompute_from // BLOCK * self.groups - first
         assert 0 <= good <= len(sequence.loading)
         assert (good == len(sequence.loading)) == (outcome.status is LoadStatus.CONFIRMED)
         self.wrong += not self.offload.holds(sequence.request, sequence.loading[:good], first)
         for index, block in enumerate(sequence.loading[:good], first):
-            row = sequence.request.block_hashes[index].tobytes()
-            self.content[block] = row
-            self.cached.setdefault(row, block)
+            if block != NO_BLOCK:
+                row = self.offload.keys(sequence.request)[index].tobytes()
+                self.content[block] = row
+                self.cached.setdefault(row, block)
+        is_whole = good == len(sequence.loading)
         sequence.loading = None
         if sequence.aborted:
             self.release(sequence)
+            return
+        if any(self.windows) and not is_whole:  # what is left would need blocks outside of the windows
+            self.release(sequence)
+            self.waiting.insert(0, sequence)
             return
         sequence.computed = outcome.recompute_from
         self.running.append(sequence)
@@ -326,6 +369,30 @@ def test_no_block_of_any_tier_has_wrong_bytes_and_nothing_stays_pinned(
     engine = Engine(seed, policy, host_blocks=host)
     play(engine, 150)
     assert engine.close() == 0
+
+
+@settings(max_examples=budget(80), deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    policy=st.sampled_from([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK]),
+    host=st.sampled_from([10, 28, 80]),
+    windows=st.sampled_from([(6,), (0, 6), (0, 0), (0, 4, 9)]),
+)
+def test_groups_of_layers_read_right_bytes_in_all_blocks_of_their_windows(
+    seed: int, policy: WritePolicy, host: int, windows: tuple[int, ...]
+) -> None:
+    engine = Engine(seed, policy, host_blocks=host, windows=windows)
+    play(engine, 120)
+    assert engine.close() == 0
+
+
+def test_an_engine_that_gives_back_a_block_too_early_is_caught() -> None:
+    wrong = 0
+    for seed in range(4):
+        engine = Engine(seed, WritePolicy.WRITE_THROUGH, host_blocks=28, windows=(0, 6), skew=BLOCK)
+        play(engine, 120, accidents=False)
+        wrong += engine.close()
+    assert wrong
 
 
 def test_an_engine_that_ignores_after_stores_wrong_bytes() -> None:

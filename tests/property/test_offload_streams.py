@@ -42,7 +42,7 @@ class Streaming(Engine):
         self.folder = Path(tempfile.mkdtemp())
         shutil.copytree(stored, self.folder, dirs_exist_ok=True)
         super().__init__(
-            seed, policy, layout=LAYOUT, folder=self.folder, store=SlowStore, streams=True, **options
+            seed, policy, head_dim=16, folder=self.folder, store=SlowStore, streams=True, **options
         )
         self.disk = cast(SlowStore, self.offload.stores[0])
         self.disk.gate.clear()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
-from fdcache.groups import CacheGroup, HitPolicy, require_one_group
+from fdcache.groups import CacheGroup, windows_of
 from fdcache.layout import KVLayout, Plane, PlaneKind
 from tests.format_oracle import doc_vectors, oracle_fingerprint
 
@@ -120,7 +120,10 @@ def test_small_planes_are_aligned_and_the_record_is_padded() -> None:
         ({"draft_block_ratio": 0.5}, "draft_block_ratio must be a finite number of at least 1"),
         ({"draft_block_ratio": float("inf")}, "draft_block_ratio"),
         ({"draft_block_ratio": float("nan")}, "draft_block_ratio"),
-        ({"group": -1}, "group must be at least 0"),
+        ({"windows": (0, -1)}, r"windows\[1\] must be at least 0"),
+        ({"windows": (0,)}, r"use \(\)"),
+        ({"windows": (4,) * 256}, "256 groups are more than 255"),
+        ({"windows": [0, 4]}, "windows must be a tuple"),
     ],
 )
 def test_bad_field_is_named(change: dict[str, Any], message: str) -> None:
@@ -187,11 +190,7 @@ def test_record_bytes_must_cover_all_planes_and_padding(record_bytes: int) -> No
         replace(uniform(), record_bytes=record_bytes)
 
 
-def test_sliding_window_and_hybrid_groups_are_unsupported() -> None:
-    with pytest.raises(UnsupportedLayoutError, match="sliding_window 4096"):
-        uniform(sliding_window=4096)
-    with pytest.raises(UnsupportedLayoutError, match="group 1: hybrid"):
-        uniform(group=1)
+def test_layers_without_keys_are_unsupported() -> None:
     with pytest.raises(UnsupportedLayoutError, match="layer 1 has no key plane"):
         replace(uniform(), planes=uniform().planes[:2])
 
@@ -200,6 +199,9 @@ def test_sliding_window_and_hybrid_groups_are_unsupported() -> None:
     ("edit", "message"),
     [
         (lambda data: data.pop("tp_size"), "layout: missing tp_size"),
+        (lambda data: data.pop("group"), "layout: missing group"),
+        (lambda data: data.update(group=1), r"number of windows, got 1 for \[\]"),
+        (lambda data: data.update(group=2, windows="04"), "number of windows"),
         (lambda data: data.update(rank=1), "layout: unknown rank"),
         (lambda data: data["planes"][1].pop("nbytes"), r"planes\[1\]: missing nbytes"),
         (lambda data: data["planes"][0].update(color="red"), r"planes\[0\]: unknown color"),
@@ -266,15 +268,32 @@ def test_each_rank_by_itself_has_a_layout_of_its_own() -> None:
 
 
 FULL = CacheGroup("full attention", 6, 16)
-WINDOW = CacheGroup("sliding window of 4096", 26, 16, HitPolicy.LAST_BLOCKS)
+WINDOW = CacheGroup("sliding window of 4096", 26, 16, window=4096)
+STATE = CacheGroup("state-space layers", 4, 16, window=None)
+COARSE = CacheGroup("sliding window of 64", 6, 32, window=64)
 
 
-def test_a_model_of_one_group_of_which_a_hit_needs_every_block_is_served() -> None:
-    assert require_one_group([FULL]) is FULL
+@pytest.mark.parametrize(
+    ("groups", "windows"),
+    [([FULL], ()), ([WINDOW], (4096,)), ([FULL, WINDOW, WINDOW], (0, 4096, 4096)), ([FULL, FULL], (0, 0))],
+)
+def test_groups_of_full_and_sliding_window_attention_are_served(
+    groups: list[CacheGroup], windows: tuple[int, ...]
+) -> None:
+    assert windows_of(groups) == windows
+    layout = uniform(windows=windows)
+    assert layout.num_groups == len(groups)
+    assert KVLayout.from_json(layout.to_json()) == layout
 
 
-@pytest.mark.parametrize("groups", [[FULL, WINDOW], [FULL, FULL], [WINDOW], []])
+def test_windows_separate_fingerprints() -> None:
+    given: list[tuple[int, ...]] = [(), (64,), (0, 64), (0, 32), (64, 0), (0, 64, 64)]
+    assert len({uniform(windows=each).fingerprint for each in given}) == len(given)
+    assert "windows" not in json.loads(uniform().to_json())
+
+
+@pytest.mark.parametrize("groups", [[FULL, STATE], [STATE], [FULL, COARSE], []])
 def test_other_models_are_refused_by_name_with_the_remedy(groups: list[CacheGroup]) -> None:
     with pytest.raises(UnsupportedLayoutError, match="--disable-hybrid-kv-cache-manager") as refused:
-        require_one_group(groups)
+        windows_of(groups)
     assert all(f"{group.kind}: {group.num_layers} layers" in str(refused.value) for group in groups)

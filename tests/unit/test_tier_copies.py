@@ -50,6 +50,31 @@ class TestCopiesIn:
         assert len(taken) == 2
         assert [tier.node(int(slot)).hash for slot in taken.slots] == PATH[2:]
 
+    @pytest.mark.parametrize(
+        ("parent_first", "copied", "ready"), [(True, True, 2), (False, True, 1), (True, False, 0)]
+    )
+    def test_a_copy_below_one_in_flight_counts_if_that_one_has_succeeded_before(
+        self, tier: _core.Tier, parent_first: bool, copied: bool, ready: int
+    ) -> None:
+        (parent,) = copy_in(tier, PATH[:1])
+        above, wanted = hashes(PATH[:1]), hashes(PATH[1:2])
+        assert tier.reserve_copies(0, above, wanted).status.tolist() == [3]
+        taken = tier.reserve_copies(0, above, wanted, below_pending=True)
+        assert taken.status.tolist() == [0]
+        (child,) = taken.slots.tolist()
+        if parent_first:
+            report(tier, [parent], copied=copied)
+            report(tier, [child])
+        else:
+            report(tier, [child])
+            report(tier, [parent], copied=copied)
+        assert len(ready_run(tier, PATH)) == ready
+        assert_all_given_back(tier)
+
+    def test_no_copy_is_below_an_absent_block(self, tier: _core.Tier) -> None:
+        taken = tier.reserve_copies(0, hashes(PATH[:1]), hashes(PATH[1:2]), below_pending=True)
+        assert taken.status.tolist() == [3]
+
     def test_a_block_reported_as_ready_is_not_evicted_for_the_reservation(self) -> None:
         tier = _core.Tier(4)
         store(tier, PATH[:2])

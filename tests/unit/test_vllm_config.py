@@ -25,6 +25,10 @@ class SlidingWindowSpec(SimpleNamespace):
     """A group of layers that attend to the last tokens."""
 
 
+class MambaSpec(SimpleNamespace):
+    """A group of layers with a state."""
+
+
 @pytest.fixture(autouse=True)
 def _version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(config, "version", lambda name: "0.26.0")
@@ -73,7 +77,7 @@ def kv_config(*kinds: type) -> Any:
     groups = [
         SimpleNamespace(
             layer_names=[f"{i}.{j}" for j in range(4 // len(kinds))],
-            kv_cache_spec=kind(page_size_bytes=65536, block_size=16),
+            kv_cache_spec=kind(page_size_bytes=65536, block_size=16, sliding_window=128),
         )
         for i, kind in enumerate(kinds)
     ]
@@ -168,16 +172,52 @@ def test_what_cannot_be_right_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("kinds", "named"),
+    ("kinds", "windows"),
     [
-        ((FullAttentionSpec, SlidingWindowSpec), "2 groups .*FullAttentionSpec: .*SlidingWindowSpec: "),
-        ((SlidingWindowSpec,), "SlidingWindowSpec: 4 layers, .*a hit needs the last blocks"),
+        ((FullAttentionSpec, SlidingWindowSpec), (0, 128)),
+        ((SlidingWindowSpec,), (128,)),
+        ((FullAttentionSpec,), ()),
     ],
-    ids=["groups", "window"],
+    ids=["groups", "window", "full"],
 )
-def test_a_cache_of_other_groups_is_refused_by_name(kinds: tuple[type, ...], named: str) -> None:
-    with pytest.raises(UnsupportedLayoutError, match=f"{named}.*--disable-hybrid-kv-cache-manager"):
-        config.layout_from_config(vllm_config(), kv_config(*kinds))
+def test_groups_of_full_and_sliding_window_attention_have_one_block_each(
+    kinds: tuple[type, ...], windows: tuple[int, ...]
+) -> None:
+    layout = config.layout_from_config(vllm_config(), kv_config(*kinds))
+    assert layout.windows == windows
+    assert layout.num_layers == 4 // len(kinds)
+
+
+def test_a_block_has_the_layers_of_the_largest_group() -> None:
+    given = kv_config(FullAttentionSpec, SlidingWindowSpec)
+    given.kv_cache_groups[1].layer_names.pop()
+    assert config.layout_from_config(vllm_config(), given).num_layers == 2
+
+
+def test_a_cache_with_layers_of_another_kind_is_refused_by_name() -> None:
+    named = "2 groups .*FullAttentionSpec: 2 layers.*MambaSpec: 2 layers.*--disable-hybrid-kv-cache-manager"
+    with pytest.raises(UnsupportedLayoutError, match=named):
+        config.layout_from_config(vllm_config(), kv_config(FullAttentionSpec, MambaSpec))
+
+
+def test_pages_of_different_sizes_are_refused_by_name() -> None:
+    given = kv_config(FullAttentionSpec, SlidingWindowSpec)
+    given.kv_cache_groups[1].kv_cache_spec.page_size_bytes = 32768
+    with pytest.raises(ConfigurationError, match=r"\[32768, 65536\] bytes; set --disable-hybrid"):
+        config.layout_from_config(vllm_config(), given)
+
+
+@pytest.mark.parametrize(
+    ("stages", "drafts", "named"), [(2, False, "pipeline stages"), (1, True, "a draft model")]
+)
+def test_what_only_one_group_of_full_attention_can_have_is_refused_by_name(
+    stages: int, drafts: bool, named: str
+) -> None:
+    made = vllm_config(parallel_config__pipeline_parallel_size=stages)
+    made.speculative_config = SimpleNamespace(use_eagle=lambda: drafts, method="m", model="d")
+    assert config.layout_from_config(made, kv_config()).windows == ()
+    with pytest.raises(ConfigurationError, match=f"{named}.*--disable-hybrid-kv-cache-manager"):
+        config.layout_from_config(made, kv_config(FullAttentionSpec, SlidingWindowSpec))
 
 
 def loaded(extra: dict[str, object], **changed: Any) -> Any:

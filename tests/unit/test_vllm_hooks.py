@@ -32,11 +32,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
+from fdcache.errors import ConfigurationError
 from fdcache.integrations.vllm.connector import FdcacheConnector
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.keys import request_of
 from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports
-from fdcache.integrations.vllm.scheduler import SchedulerSide
+from fdcache.integrations.vllm.scheduler import SchedulerSide, table_of
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide, _Arrivals
 from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
@@ -48,6 +49,7 @@ BLOCK, BLOCKS, PAGE = 4, 32, 64
 LAYOUT = KVLayout.build(
     [PlaneSpec(PlaneKind.KEY, "uint8", (PAGE,))], model="m", revision="r", block_size=BLOCK, num_layers=2
 )
+WINDOWS = replace(LAYOUT, windows=(0, 6))
 init_none_hash(sha256)
 HASHER = get_request_block_hasher(BLOCK, sha256)
 
@@ -61,7 +63,7 @@ def request(name: str, tokens: list[int] | None = None, **options: Any) -> Reque
 class Engine:
     """The scheduler's and the worker's side, and device pages whose bytes tell which block of which text they are."""
 
-    def __init__(self, **variables: str) -> None:
+    def __init__(self, layout: KVLayout = LAYOUT, **variables: str) -> None:
         given = {
             "FDCACHE_BLOCK_SIZE": str(BLOCK),
             "FDCACHE_HOST_MEMORY": "1MiB",
@@ -70,11 +72,11 @@ class Engine:
         }
         settings = Settings.load(environ=given | variables)
         self.events = EventTranslator()
-        self.manager = OffloadManager.from_settings(LAYOUT, self.events.enable(settings), streams=True)
+        self.manager = OffloadManager.from_settings(layout, self.events.enable(settings), streams=True)
         self.side = SchedulerSide(self.manager, self.events)
-        self.worker = WorkerSide(settings, LAYOUT, 0)
+        self.worker = WorkerSide(settings, layout, 0)
         self.pages = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in ("0", "1")}
-        self.worker.register(self.pages, list(self.pages), BLOCKS)
+        self.worker.register(self.pages, [list(self.pages)], BLOCKS)
         self.steps: list[StepMetadata] = []
 
     def close(self) -> None:
@@ -189,6 +191,95 @@ def test_the_same_tokens_with_other_inputs_share_no_block(engine: Engine) -> Non
     for i, given in enumerate(inputs):
         assert engine.load(request(f"second{i}", **given), [8, 9]) == 2 * BLOCK
         assert engine.content(8) == engine.content(9) == {i + 1}
+
+
+def host_memory(engine: Engine) -> np.ndarray:
+    """The bytes of the worker's records."""
+    arena = engine.worker._controller.host_arena  # type: ignore[union-attr]
+    (extent,) = arena.extents  # type: ignore[union-attr]
+    return np.ctypeslib.as_array((ctypes.c_uint8 * extent.nbytes).from_address(extent.address))
+
+
+def continued(name: str, start: int, count: int, blocks: tuple[list[int], ...]) -> SchedulerOutput:
+    """The step that computes the next tokens of a running request, which gets more blocks."""
+    cached = CachedRequestData.make_empty()
+    cached.req_ids, cached.new_block_ids = [name], [blocks]
+    cached.num_computed_tokens, cached.num_output_tokens = [start], [0]
+    return replace(
+        SchedulerOutput.make_empty(), scheduled_cached_reqs=cached, num_scheduled_tokens={name: count}
+    )
+
+
+def test_blocks_that_may_have_left_their_window_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM tells which blocks a request gets, and not which ones it has given up."""
+    engine = Engine(WINDOWS)
+    source = request("a", list(range(30)))
+    offered: list[list[int]] = []
+    monkeypatch.setattr(engine.manager, "offer", lambda _, tokens, table: offered.append(table.tolist()))
+    assert engine.side.matched(source, 0) == 0
+    new = replace(NewRequestData.from_request(source, ([1], [2])), num_computed_tokens=0)
+    engine.step(
+        replace(SchedulerOutput.make_empty(), scheduled_new_reqs=[new], num_scheduled_tokens={"a": 3})
+    )
+    engine.step(continued("a", 3, 13, ([3, 5, 7], [4, 6, 8])))
+    engine.step(continued("a", 16, 14, ([9, 11, 13, 15], [10, 12, 14, 16])))
+    gone = -1
+    assert offered == [
+        [1, 2, 3, 4, 5, 6, 7, 8],
+        [1, gone, 3, gone, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14],
+    ]
+    source.num_computed_tokens = 32
+    source.append_output_token_ids([1, 2])
+    engine.side.finished(source, table_of(([1, 3, 5, 7, 9, 11, 13, 15], [0, 0, 0, 0, 0, 0, 14, 16])))
+    assert offered[-1] == [1, gone, 3, gone, 5, gone, 7, gone, 9, gone, 11, gone, 13, 14, 15, 16]
+    engine.close()
+
+
+def test_the_blocks_of_the_windows_alone_are_loaded_and_a_failure_is_told_by_request() -> None:
+    engine = Engine(WINDOWS)
+    tokens = list(range(17))
+    first = request("a", tokens)
+    assert engine.side.matched(first, 0) == 0
+    full, sliding = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]
+    new = replace(NewRequestData.from_request(first, (full, sliding)), num_computed_tokens=0)
+    engine.step(
+        replace(SchedulerOutput.make_empty(), scheduled_new_reqs=[new], num_scheduled_tokens={"a": 17}),
+        fill=7,
+    )
+    for pages in engine.pages.values():
+        for block in sliding:
+            pages[block] = 8
+    first.num_computed_tokens = 17
+    engine.side.finished(first, table_of((full, sliding)))
+    engine.settle()
+    table = table_of(([11, 12, 13, 14, 19], [0, 0, 15, 16, 20]))
+    for name in ("b", "c"):
+        source = request(name, tokens)
+        assert engine.side.matched(source, 0) == 4 * BLOCK
+        engine.side.allocated(source, table, 4 * BLOCK)
+        assert engine.arrived() == {name}
+        assert engine.worker.take_failed() == ({name} if name == "c" else set())
+        assert engine.worker.take_bad_blocks() == set()
+        if name == "b":
+            assert [engine.content(block) for block in (0, 11, 12, 13, 14, 15, 16)] == [
+                {0},
+                {7},
+                {7},
+                {7},
+                {7},
+                {8},
+                {8},
+            ]
+            memory = host_memory(engine)
+            memory[memory == 8] = 9
+    engine.close()
+
+
+def test_groups_whose_layers_lie_apart_are_refused_by_name() -> None:
+    worker = WorkerSide(Settings.load(environ={"FDCACHE_HOST_MEMORY": "1MiB"}), WINDOWS, 0)
+    pages = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in ("0", "1", "2")}
+    with pytest.raises(ConfigurationError, match=r"layer 2 .*--disable-hybrid-kv-cache-manager"):
+        worker.register(pages, [["0", "1"], ["2"]], BLOCKS)
 
 
 def test_an_image_changes_its_own_block_and_those_after_it(engine: Engine) -> None:
@@ -374,9 +465,7 @@ def test_the_metrics_of_the_guide_exist() -> None:
 
 def test_one_wrong_byte_in_host_memory_costs_its_block_alone(engine: Engine) -> None:
     engine.compute(request("a"), [3, 4, 5], fill=7)
-    arena = engine.worker._controller.host_arena  # type: ignore[union-attr]
-    (extent,) = arena.extents  # type: ignore[union-attr]
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * extent.nbytes).from_address(extent.address))
+    memory = host_memory(engine)
     (places,) = np.nonzero(memory == 7)
     memory[places[-1]] ^= 1  # a bit of the last plane of the second record
     assert engine.load(request("b"), [8, 9]) == 2 * BLOCK

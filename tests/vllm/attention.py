@@ -80,15 +80,24 @@ class TorchBackend(AttentionBackend):  # type: ignore[misc]
 
 
 class TorchAttention(AttentionImpl):  # type: ignore[misc]
-    """Causal attention, request by request, in float32."""
+    """Causal attention, request by request, in float32, to all tokens or to the last ones."""
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *_: Any, **__: Any
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: Any = None,
+        sliding_window: int | None = None,
+        *_: Any,
+        **__: Any,
     ) -> None:
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
         self.num_kv_heads = num_kv_heads
+        self.window = sliding_window
 
     def forward(
         self,
@@ -130,5 +139,7 @@ class TorchAttention(AttentionImpl):  # type: ignore[misc]
         scores = query @ keys * self.scale
         rows, columns = scores.shape[-2:]
         unseen = torch.ones(rows, columns, dtype=torch.bool).triu(columns - rows + 1)
+        if self.window is not None:
+            unseen |= torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows - self.window)
         weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
         return (weights @ values).transpose(0, 1)

@@ -62,8 +62,11 @@ def install_plugin(folder: Path) -> None:
         os.environ.setdefault(name, value)
 
 
-def make_model(folder: Path, seed: int = 0, num_layers: int = 3) -> Path:
-    """Write a small Llama with random weights, large enough that each block of the prompt changes the answer."""
+def make_model(folder: Path, seed: int = 0, num_layers: int = 3, **config: Any) -> Path:
+    """Write a small Llama with random weights, large enough that each block of the prompt changes the answer.
+
+    ``config``: more of its configuration.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -73,7 +76,7 @@ def make_model(folder: Path, seed: int = 0, num_layers: int = 3) -> Path:
         {name: torch.randn(shape, generator=random) * 0.3 for name, shape in _shapes(num_layers)},
         folder / "model.safetensors",
     )
-    (folder / "config.json").write_text(json.dumps(_MODEL | {"num_hidden_layers": num_layers}))
+    (folder / "config.json").write_text(json.dumps(_MODEL | {"num_hidden_layers": num_layers} | config))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     return folder
 
@@ -144,7 +147,7 @@ def running_engine(model: Path, transfer: dict[str, Any] | None = None, **option
             "enforce_eager": True,
             "dtype": "float32",
             "block_size": BLOCK_SIZE,
-            "num_gpu_blocks_override": 40,
+            "num_gpu_blocks_override": 90 if '"layer_types"' in (model / "config.json").read_text() else 40,
             "max_model_len": 512,
             "max_num_seqs": 4,
             "max_num_batched_tokens": 64,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from fdcache.errors import ConfigurationError
-from fdcache.groups import CacheGroup, HitPolicy, require_one_group
+from fdcache.groups import CacheGroup, windows_of
 from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
 from fdcache.settings import Settings, Sourced
 from fdcache.settings.checks import suggest
@@ -22,23 +23,47 @@ logger = logging.getLogger(__name__)
 _FILE = "kv_connector_extra_config"
 _FAILURE_POLICY = "kv_load_failure_policy"
 _FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
+_SLIDING_WINDOW = "SlidingWindowSpec"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
 
-def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise an error that names what would not be right with this connector, and the remedy.
+def require_supported(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
+    """Return the windows of the layout. Raise an error that names what would not be right, and the remedy.
 
-    Raises ``UnsupportedLayoutError`` for several groups of layers, ``ConfigurationError`` for anything else.
+    Raises ``UnsupportedLayoutError`` for groups of layers that cannot be served, ``ConfigurationError`` for anything
+    else.
     """
-    for wrong, right in _unsupported(vllm_config):
+    groups = kv_cache_config.kv_cache_groups
+    windows = windows_of([_group_of(group) for group in groups])
+    for wrong, right in chain(_unsupported(vllm_config), _unsupported_groups(vllm_config, groups, windows)):
         raise ConfigurationError(f"FdcacheConnector: {wrong}; {right}")
-    require_one_group([_group_of(group) for group in kv_cache_config.kv_cache_groups])
+    return windows
 
 
 def _group_of(group: Any) -> CacheGroup:
-    kind = type(group.kv_cache_spec).__name__
-    policy = HitPolicy.EVERY_BLOCK if kind in _FULL_ATTENTION else HitPolicy.LAST_BLOCKS
-    return CacheGroup(kind, len(group.layer_names), int(group.kv_cache_spec.block_size), policy)
+    spec, window = group.kv_cache_spec, None
+    kind = type(spec).__name__
+    if kind in _FULL_ATTENTION:
+        window = 0
+    elif kind == _SLIDING_WINDOW:
+        window = int(spec.sliding_window)
+    return CacheGroup(kind, len(group.layer_names), int(spec.block_size), window)
+
+
+def _unsupported_groups(
+    vllm_config: Any, groups: Sequence[Any], windows: Sequence[int]
+) -> Iterator[tuple[str, str]]:
+    if not windows:
+        return
+    remedy = "set --disable-hybrid-kv-cache-manager"
+    sizes = {int(group.kv_cache_spec.page_size_bytes) for group in groups}
+    if len(sizes) > 1:
+        yield f"the layers' groups have pages of {sorted(sizes)} bytes", remedy
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        yield "pipeline stages have different groups of layers", f"{remedy}, or pipeline_parallel_size to 1"
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.use_eagle():
+        yield "a draft model shares the KV cache with layers of several groups or windows", remedy
 
 
 def _unsupported(vllm_config: Any) -> Iterator[tuple[str, str]]:
@@ -59,21 +84,23 @@ def _unsupported(vllm_config: Any) -> Iterator[tuple[str, str]]:
 
 
 def layout_from_config(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
-    """Return the layout of vLLM's pages: one plane of bytes for each layer of a rank.
+    """Return the layout of vLLM's pages: one plane of bytes for each layer of a rank, or of its largest group.
 
+    vLLM's groups take their blocks from one pool, and lie over each other in the same memory.
     Its revision names everything that decides the bytes of a page: the weights, the dtypes, the packing, the ranks.
     Raises the errors of ``require_supported``.
     """
-    require_supported(vllm_config, kv_cache_config)
-    (group,) = kv_cache_config.kv_cache_groups
-    spec = group.kv_cache_spec
+    windows = require_supported(vllm_config, kv_cache_config)
+    largest = max(kv_cache_config.kv_cache_groups, key=lambda group: len(group.layer_names))
+    spec = largest.kv_cache_spec
     return KVLayout.build(
         [PlaneSpec(PlaneKind.KEY, "uint8", (int(spec.page_size_bytes),))],
         model=str(vllm_config.model_config.model),
         revision=revision_of(vllm_config),
         block_size=int(spec.block_size),
-        num_layers=len(group.layer_names),
+        num_layers=len(largest.layer_names),
         tp_size=int(vllm_config.parallel_config.world_size),
+        windows=windows,
     )
 
 

@@ -14,19 +14,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from fdcache.hints import HintOutcome
 from fdcache.integrations.vllm.config import choose_failure_policy, layout_from_config, load_settings
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports, WorkerStorage
-from fdcache.integrations.vllm.scheduler import SchedulerSide
+from fdcache.integrations.vllm.scheduler import SchedulerSide, table_of
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide
 from fdcache.manager import OffloadManager
 
+_REPORTS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
+"""vLLM can compute a request again whose load failed, as models of several groups of layers need. Earlier versions keep
+the layers of these in one group."""
 
-class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
+_BASES = (KVConnectorBase_V1, SupportsHMA) if _REPORTS_REQUESTS else (KVConnectorBase_V1,)
+
+
+class FdcacheConnector(*_BASES):  # type: ignore[misc]
     """fdcache below vLLM's prefix cache, in the scheduler and in each worker.
 
     Loads are asynchronous and whole: a request is scheduled once its blocks have arrived, so that no layer waits and
@@ -57,8 +64,8 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Use vLLM's pages."""
         if self._worker is not None:
-            (group,) = self._kv_cache_config.kv_cache_groups
-            self._worker.register(kv_caches, group.layer_names, self._kv_cache_config.num_blocks)
+            groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
+            self._worker.register(kv_caches, groups, self._kv_cache_config.num_blocks)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler which blocks this rank's storage holds."""
@@ -92,6 +99,13 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return the requests whose load has ended on this rank, well or not."""
         received = self._worker.poll() if self._worker is not None else set()
         return None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return what ``get_finished`` does, and the requests that vLLM has to compute from the beginning."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving |= self._worker.take_failed()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the device blocks that vLLM has to compute."""
@@ -143,7 +157,7 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Plan the load of what was found into the request's blocks."""
         if self._scheduler is not None:
             with self._scheduler.guarded("update_state_after_alloc"):
-                self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+                self._scheduler.allocated(request, table_of(blocks.get_block_ids()), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Plan the copies of the step."""
@@ -163,11 +177,17 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._scheduler.times.ended(reports.seconds)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Do as ``request_finished_all_groups`` for the only group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the request's last blocks. vLLM may reuse them at once. Outcomes of hints go to the client."""
         outcomes: list[HintOutcome] = []
         if self._scheduler is not None:
             with self._scheduler.guarded("request_finished"):
-                outcomes = self._scheduler.finished(request, block_ids)
+                outcomes = self._scheduler.finished(request, table_of(block_ids))
         return False, {"hint_outcomes": msgspec.to_builtins(outcomes)} if outcomes else None
 
     def has_pending_push_work(self) -> bool:

@@ -16,7 +16,7 @@ from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
 from fdcache.integrations.vllm.metadata import StepMetadata
 from fdcache.integrations.vllm.timing import StepTimes
-from fdcache.manager import LoadOutcome, MatchStatus, OffloadManager, Request
+from fdcache.manager import NO_BLOCK, LoadOutcome, MatchStatus, OffloadManager, Request
 from fdcache.metadata import Int32Array, TransferReport, decode_report, decode_scan, encode
 from fdcache.settings.cache import WritePolicy
 
@@ -25,15 +25,20 @@ logger = logging.getLogger(__name__)
 _BLOCKS_OF_OFFER = 4
 """Blocks that a request generates are offered together: a plan, its copies and its report cost as much for one."""
 
+_NULL_BLOCK = 0
+"""vLLM's placeholder for a block outside of its window."""
+
 
 class _Running:
-    """A request between its arrival and its end. ``blocks`` is its block table while it has one.
+    """A request between its arrival and its end. ``blocks`` is its block table while it has one, page by page.
 
-    The first ``offered`` of them are offered. Nothing more is loaded or offered for one that ``is_lost``.
+    The first ``offered`` pages are offered. ``computed`` tokens were there when it was scheduled last. Nothing more is
+    loaded or offered for one that ``is_lost``.
     """
 
     __slots__ = (
         "blocks",
+        "computed",
         "device_tokens",
         "is_lost",
         "known_hashes",
@@ -48,6 +53,7 @@ class _Running:
         self.request = request
         self.refused_hints = refused_hints
         self.blocks: list[int] = []
+        self.computed = 0
         self.device_tokens = 0
         self.known_hashes = 0
         self.is_lost = False
@@ -56,7 +62,7 @@ class _Running:
     def has_table(self, blocks: Sequence[int]) -> None:
         """Give the request another block table, of which nothing is offered."""
         self.blocks = list(blocks)
-        self.offered = 0
+        self.computed = self.offered = 0
 
 
 class SchedulerSide:
@@ -73,6 +79,12 @@ class SchedulerSide:
         self.inconsistencies = 0
         self.times = StepTimes(manager)
         self._block_size = manager.layout.block_size
+        self._groups = manager.layout.num_groups
+        self._windows = [(g, window) for g, window in enumerate(manager.layout.windows) if window]
+        shortest = min(
+            (window - 1 for _, window in self._windows), default=_BLOCKS_OF_OFFER * self._block_size
+        )
+        self._blocks_of_offer = max(min(shortest // self._block_size, _BLOCKS_OF_OFFER), 1)
         self._running: dict[str, _Running] = {}
         self._has_loads = False
         self._made = StepMetadata()
@@ -109,7 +121,7 @@ class SchedulerSide:
             return None
         request.hints, refused = read_hints(source.request_id, extra_of(source))
         known = self._running[source.request_id] = _Running(source, request, refused)
-        self.manager.begin(request, whole_prompt=True)
+        self.manager.begin(request, whole_prompt=not self._windows)
         return known
 
     def matched(self, source: Any, device_tokens: int) -> int | None:
@@ -120,8 +132,9 @@ class SchedulerSide:
         known.has_table(())
         known.device_tokens = device_tokens
         self._learn_tokens(known, source.num_tokens)
-        # vLLM computes the last token of a prompt that is loaded whole. Its last block alone is sooner computed.
-        is_worth_it = source.num_tokens - device_tokens > self._block_size
+        # vLLM computes the last token of a prompt that is loaded whole. Its last block alone is sooner computed, and a
+        # window would have to reach back one token more.
+        is_worth_it = source.num_tokens - device_tokens > self._block_size and not self._windows
         found = self.manager.match(known.request, device_tokens, whole_prompt=is_worth_it)
         return None if found.status is MatchStatus.DEFERRED else found.num_tokens
 
@@ -132,16 +145,16 @@ class SchedulerSide:
             if known is not None:
                 self.manager.unmatch(known.request)
             return
-        first = (known.device_tokens if known is not None else 0) // self._block_size
-        count = num_tokens // self._block_size
+        first = (known.device_tokens if known is not None else 0) // self._block_size * self._groups
+        count = num_tokens // self._block_size * self._groups
         wanted = list(blocks[first : first + count])
         loaded = 0
         try:
             if known is not None:
                 known.has_table(blocks)
                 self._close_loads()
-                self.manager.evicted(_ids(blocks[first + count :]))
-                loaded = self.manager.load(known.request, _ids(wanted))
+                self._evicted(blocks[first + count :])
+                loaded = self.manager.load(known.request, self._table(wanted))
         finally:
             if loaded:
                 self._has_loads = True
@@ -195,7 +208,8 @@ class SchedulerSide:
 
     def _has_enough(self, known: _Running, num_tokens: int) -> bool:
         """Return True if so many blocks were generated that they are worth an offer before the request ends."""
-        return num_tokens // self._block_size >= known.offered + _BLOCKS_OF_OFFER or self._events is not None
+        whole = num_tokens // self._block_size
+        return whole >= known.offered + self._blocks_of_offer or self._events is not None
 
     def _timed(self, output: Any, computed: Sequence[tuple[_Running, int, int]]) -> int:
         """Return the number for the step's time; 0 if requests that are not followed have a part in it."""
@@ -252,26 +266,43 @@ class SchedulerSide:
             if (known := self._running.get(request_id)) is not None:
                 known.has_table(())
         for new in output.scheduled_new_reqs:
-            blocks, start = new.block_ids[0], new.num_computed_tokens
-            given += blocks[start // self._block_size :]
+            blocks, start = table_of(new.block_ids), new.num_computed_tokens
+            given += blocks[start // self._block_size * self._groups :]
             if (known := self._running.get(new.req_id)) is not None:
                 known.has_table(blocks)
+                known.computed = start
                 computed.append((known, start, start + scheduled.get(new.req_id, 0)))
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             start, added = cached.num_computed_tokens[i], cached.new_block_ids[i]
-            blocks = [] if added is None else added[0]
+            blocks = [] if added is None else table_of(added)
             resumed = request_id in cached.resumed_req_ids
-            given += blocks[start // self._block_size :] if resumed else blocks
+            given += blocks[start // self._block_size * self._groups :] if resumed else blocks
             if (known := self._running.get(request_id)) is not None:
                 if resumed:
                     known.has_table(blocks)
                 else:
                     known.blocks += blocks
+                known.computed = start
                 computed.append((known, start, start + scheduled.get(request_id, 0)))
         if given:
-            self.manager.evicted(_ids(given))
+            self._evicted(given)
         return computed
+
+    def _evicted(self, blocks: Sequence[int]) -> None:
+        """Tell which blocks the step gives to requests."""
+        ids = _ids(blocks)
+        self.manager.evicted(ids[ids != _NULL_BLOCK] if self._windows else ids)
+
+    def _table(self, blocks: Sequence[int], computed: int = 0) -> Int32Array:
+        """Return part of a block table without the blocks that vLLM may have given up before ``computed`` tokens."""
+        ids = _ids(blocks)
+        if self._windows:
+            ids[ids == _NULL_BLOCK] = NO_BLOCK
+        for group, window in self._windows:
+            outside = max(computed - window + 1, 0) // self._block_size
+            ids[group : outside * self._groups : self._groups] = NO_BLOCK
+        return ids
 
     def _offer(self, known: _Running, num_tokens: int) -> None:
         """Offer whole blocks of known tokens: those that drafts or steps in flight add are offered later."""
@@ -281,12 +312,13 @@ class SchedulerSide:
         whole = num_tokens // self._block_size
         if whole == known.offered and (self._events is None or known.known_hashes >= whole):
             return
-        if whole > len(known.blocks):
-            self._count("%d blocks are computed, %d are known", whole, len(known.blocks))
+        if whole > len(known.blocks) // self._groups:
+            self._count("%d blocks are computed, %d are known", whole, len(known.blocks) // self._groups)
         elif whole:
             self._learn_tokens(known, num_tokens)
             self._learn_hashes(known)
-            self.manager.offer(known.request, num_tokens, _ids(known.blocks[:whole]))
+            table = self._table(known.blocks[: whole * self._groups], known.computed)
+            self.manager.offer(known.request, num_tokens, table)
             known.offered = whole
 
     def _learn_tokens(self, known: _Running, num_tokens: int) -> None:
@@ -382,6 +414,13 @@ class SchedulerSide:
         self.inconsistencies += 1
         if self.inconsistencies.bit_count() == 1:  # at most one line each time their number doubles
             logger.warning("inconsistency %d: " + message, self.inconsistencies, *values, exc_info=exc_info)
+
+
+def table_of(block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Return a block table page by page: for each page a block of each group of layers."""
+    if len(block_ids) == 1:
+        return block_ids[0]
+    return [block for page in zip(*block_ids, strict=True) for block in page]
 
 
 def _ids(blocks: Sequence[int]) -> Int32Array:

@@ -85,15 +85,24 @@ class WorkerSide:
         self._reports: list[TransferReport] = []
         self._arrivals = _Arrivals()
         self._bad_blocks: set[int] = set()
+        self._failed: set[str] = set()
         self._on_gpu = False
         self._timer = StepTimer()
         self.scan: bytes | None = None
 
     def register(
-        self, tensors: Mapping[str, torch.Tensor], layer_names: Sequence[str], num_blocks: int
+        self, tensors: Mapping[str, torch.Tensor], groups: Sequence[Sequence[str]], num_blocks: int
     ) -> None:
-        """Use vLLM's pages, and make this rank's host memory unless a service has it."""
-        pages = [pages_of(tensors[name], self._layout.planes[0].nbytes, num_blocks) for name in layer_names]
+        """Use vLLM's pages, and make this rank's host memory unless a service has it.
+
+        ``groups``: the names of the layers of each group. Raises ``ConfigurationError`` unless all groups lie over each
+        other in the same memory.
+        """
+        page_bytes = self._layout.planes[0].nbytes
+        pages = [pages_of(tensors[name], page_bytes, num_blocks) for name in max(groups, key=len)]
+        for group in groups:
+            for name, page in zip(group, pages, strict=False):
+                _require_same(page, pages_of(tensors[name], page_bytes, num_blocks), name)
         device = pages[0].device
         self._on_gpu = device.type == "cuda"
         controller = CacheController.from_settings(
@@ -150,8 +159,8 @@ class WorkerSide:
                     planned.append(request_id)
         for request_id in planned:
             self._arrivals.planned(request_id)
-        for blocks in step.unloaded.values():
-            self._bad_blocks.update(blocks)
+        for request_id, blocks in step.unloaded.items():
+            self._fail([request_id], blocks)
 
     def computed(self) -> None:
         """End the time of a step whose work is submitted."""
@@ -174,11 +183,18 @@ class WorkerSide:
             for request_id in load.requests:
                 self._arrivals.ended(request_id)
             results = [result for result in report.results if result.purpose is SwapPurpose.LOAD]
-            if report.refused or not results:
-                self._bad_blocks.update(load.blocks)
-            for result in results:
-                self._bad_blocks.update(load.blocks[i] for i in result.failed.tolist())
+            bad = load.blocks if report.refused or not results else []
+            bad = [*bad, *(load.blocks[i] for result in results for i in result.failed.tolist())]
+            if bad:
+                self._fail(load.requests, bad)
         return self._arrivals.take()
+
+    def _fail(self, requests: Sequence[str], blocks: Sequence[int]) -> None:
+        """Let vLLM compute blocks; with several groups or windows it computes their requests from the beginning."""
+        if self._layout.windows:
+            self._failed.update(requests)
+        else:
+            self._bad_blocks.update(blocks)
 
     def _without_overwritten(self, report: TransferReport) -> TransferReport:
         """Return a report in which copies of blocks fail that a step may have overwritten meanwhile."""
@@ -196,6 +212,11 @@ class WorkerSide:
     def take_bad_blocks(self) -> set[int]:
         """Return the device blocks whose load failed since the last call."""
         taken, self._bad_blocks = self._bad_blocks, set()
+        return taken
+
+    def take_failed(self) -> set[str]:
+        """Return the requests whose load failed since the last call, in a layout with windows."""
+        taken, self._failed = self._failed, set()
         return taken
 
     def take_reports(self) -> list[bytes]:
@@ -220,6 +241,14 @@ def device_of(device: torch.device, settings: TransferSettings) -> Device:
     raise ConfigurationError(
         f"FdcacheConnector: vLLM's cache is on {device.type}; supported are cpu and cuda"
     )
+
+
+def _require_same(page: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    if (page.data_ptr(), page.stride()) != (other.data_ptr(), other.stride()):
+        raise ConfigurationError(
+            f"FdcacheConnector: the pages of layer {name} are not those of the other groups of layers; set "
+            "--disable-hybrid-kv-cache-manager"
+        )
 
 
 def pages_of(tensor: torch.Tensor, page_bytes: int, num_blocks: int) -> torch.Tensor:

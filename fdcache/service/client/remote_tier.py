@@ -272,12 +272,14 @@ class RemoteHostTier:
         if (session := self.sessions.session) is not None:
             session.expect(planned.asked)
 
-    def take_slots(self, parents: HashArray, hashes: HashArray) -> CopyReservation | None:
+    def take_slots(
+        self, parents: HashArray, hashes: HashArray, *, below_pending: bool = False
+    ) -> CopyReservation | None:
         """Take slots from the stock, without a round trip; None without a service."""
         session = self.sessions.session
         if session is None or self._reset_owed:
             return None
-        taken = session.copies.reserve(parents, hashes)
+        taken = session.copies.reserve(parents, hashes, below_pending)
         session.expect(len(taken) + taken.missing)
         return taken
 

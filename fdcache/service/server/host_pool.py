@@ -58,10 +58,12 @@ class HostPool(BlockPool):
         with self._closed():
             return super().reserve(lease, count)
 
-    def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> CopyReservation:
+    def reserve_copies(
+        self, lease: int, parents: HashArray, hashes: HashArray, below_pending: bool = False
+    ) -> CopyReservation:
         """See ``Tier.reserve_copies``."""
         with self._closed():
-            return super().reserve_copies(lease, parents, hashes)
+            return super().reserve_copies(lease, parents, hashes, below_pending)
 
     def publish(
         self,
