@@ -202,8 +202,8 @@ class Tier {
     Reservation reserve(LeaseId lease, std::uint32_t count);
     // Reserves a pending slot, held by one copy, for each hash that is absent and whose parent is READY or
     // reserved earlier in this call. Lease 0: no lease owns the slots. Evicts no block that the result calls
-    // READY, and no parent of one. `below_pending`: the copy of a parent may be in flight as well; unless that
-    // one has become READY before it, the block is dropped in the end.
+    // READY, and no parent of one. `below_pending`: the copy of a parent may be in flight as well; unless
+    // that one has become READY before it, the block is dropped in the end.
     CopyReservation reserve_copies(LeaseId lease, std::span<const Digest> parents,
                                    std::span<const Digest> hashes, bool below_pending = false);
     // Turns anonymous slots of this lease into entries, in path order below `parent`. Stops at the first

@@ -1,4 +1,4 @@
-"""What outlives an engine with a model of full and sliding-window layers."""
+"""What outlives an engine, and vLLM's features, with a model of full and sliding-window layers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import pytest
 from tests.vllm import hybrid
 from tests.vllm.engine import BLOCK_SIZE, connector_config, generate, make_model, running_engine
 from tests.vllm.observed import Observed
-from tests.vllm.test_tiers import *  # noqa: F403 - with this model
+from tests.vllm.test_features import *  # noqa: F403 - with this model
+from tests.vllm.test_tiers import *  # noqa: F403
 
-Answers = list[list[int]]
 model, computed = hybrid.model, hybrid.computed
 
 
 @pytest.mark.parametrize(
     ("layers", "window"),
-    [(["sliding_attention"] * 3, 24), (["full_attention", "sliding_attention"], 8)],
-    ids=["all-sliding", "shorter-than-a-block"],
+    [
+        (["sliding_attention"] * 3, 24),
+        (["full_attention", "sliding_attention"], 8),
+        (["sliding_attention", "sliding_attention", "full_attention"] * 3 + ["sliding_attention"], 33),
+    ],
+    ids=["all-sliding", "shorter-than-a-block", "groups-of-unequal-size"],
 )
 def test_blocks_that_leave_their_window_while_tokens_are_generated_are_stored(
-    layers: list[str], window: int, prompts: Answers, tmp_path: Path
+    layers: list[str], window: int, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     given = prompts[:4]
     config = {"num_layers": len(layers), "layer_types": layers, "sliding_window": window}
