@@ -295,7 +295,10 @@ class OffloadedRequests:
         if found.fetching:
             wait = reads.judge(tracked.request, start, coming.start, coming.stop)
             if wait is Wait.WAIT or fetches is None:
-                return self._arrived(hashes, start, 0, coming.start), coming.stop
+                stop = coming.stop if found.is_last else start
+                pinned = self._arrived(hashes, start, 0, coming.start if found.is_last else start)
+                read = range(max(reads.first(tracked.request) - start, 0), len(pinned))
+                return HostMatch(pinned.lease, pinned.blocks, fetched=read), stop
             fetches.leave(number, keep=wait is Wait.LEAVE)
             (found,) = self._host.match_paths([(hashes, start)], [0])
         reads.found(tracked.request)

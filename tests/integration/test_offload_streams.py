@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -10,10 +11,13 @@ import pytest
 
 from fdcache.manager import LoadOutcome, LoadStatus, MatchStatus, OffloadMatch, Request
 from fdcache.metadata import CacheSwapMetadata
+from fdcache.service.server import storage_opening
 from fdcache.settings.cache import PrefetchPolicy, WritePolicy
+from fdcache.storage.connector import ConnectorContext
 from fdcache.tiers import storage_reads
+from fdcache.tiers.statistics import Counters
 from tests.offload_engine import BLOCK, GatedDevice, OffloadEngine, ids, prompt
-from tests.service_help import until
+from tests.service_help import TIMEOUT, LocalService, local_service, until
 from tests.storage_engine import SlowStore
 from tests.storage_help import storage_layout
 
@@ -22,6 +26,7 @@ BLOCKS = 8
 PROMPT = prompt(*range(1, BLOCKS + 1))
 INTO = [8, 1, 6, 3, 4, 5, 2, 7]
 FAILED, CONFIRMED = LoadStatus.FAILED, LoadStatus.CONFIRMED
+WAIT_COMPLETE = PrefetchPolicy.WAIT_COMPLETE
 
 
 class Streaming(OffloadEngine):
@@ -330,3 +335,126 @@ def test_no_part_is_loaded_before_its_device_blocks_are_copied_out(folder: Path,
     assert engine.wrong_records() == 0
     engine.manager.finish(request)
     engine.close()
+
+
+# --- storage of a service ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """An engine of a service, and the service's disk."""
+
+    service: LocalService
+    disk: SlowStore
+    engine: OffloadEngine
+
+    def match(self, request: Request, device_tokens: int = 0) -> OffloadMatch:
+        self.engine.step()
+        return self.engine.manager.match(request, device_tokens)
+
+    def loading(self, request: Request) -> list[LoadOutcome]:
+        """Begin a request whose first two blocks are loaded, while the others are read."""
+        self.engine.manager.begin(request)
+        assert self.match(request).status is MatchStatus.DEFERRED
+        self.disk.allow(1)
+        until(lambda: self.match(request).status is MatchStatus.MATCHED, "two blocks are there")
+        match = self.match(request)
+        assert (match.num_tokens, match.from_storage) == (BLOCKS * BLOCK, BLOCKS * BLOCK)
+        assert self.engine.manager.load(request, ids(*INTO)) == BLOCKS
+        outcomes: list[LoadOutcome] = []
+        until(lambda: self.turns(outcomes) and self.counters.blocks_loaded == 2, "they are loaded")
+        assert not outcomes
+        return outcomes
+
+    def turns(self, outcomes: list[LoadOutcome]) -> bool:
+        self.engine.step()
+        outcomes += self.engine.manager.apply([each for rank in self.engine.ranks for each in rank.poll()])
+        outcomes += self.engine.manager.expire()
+        return True
+
+    @property
+    def counters(self) -> Counters:
+        return self.engine.manager.get_stats().counters
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    layout, disks = storage_layout(block_size=BLOCK, num_layers=2), list[SlowStore]()
+
+    def opened(context: ConnectorContext) -> SlowStore:
+        settings = context.settings
+        disks.append(
+            SlowStore(
+                settings.directory, context.layout, rank=0, size=settings.size, threads=2, retry_after=0.0
+            )
+        )
+        return disks[-1]
+
+    monkeypatch.setattr(storage_opening, "open_storage", opened)
+    monkeypatch.setattr(storage_reads, "MOST_GROUP_BYTES", 2 * layout.record_bytes)
+    settings = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path / "storage")}
+    with local_service(tmp_path, **settings, FDCACHE_STORAGE_SIZE="4MiB") as service:
+        engine = OffloadEngine(
+            layout=layout, server=service.address, rpc_timeout=TIMEOUT, streams=True, prefetch=WAIT_COMPLETE
+        )
+        until(lambda: engine.manager._host.copy_room, "slots are granted")
+        engine.stored("first", PROMPT, list(range(BLOCKS)))
+        until(lambda: service.ask("storage")["blocks"] == BLOCKS, "they are in storage")
+        engine.manager.forget(ids(*range(BLOCKS)))  # they are not copied to the host again
+        service.ask("reset", tier="host")
+        disks[0].gate.clear()
+        yield Served(service, disks[0], engine)
+        disks[0].gate.set()
+        engine.close()
+        until(lambda: not service.ask("clients"), "it has left")
+        assert service.ask("integrity") == []
+
+
+def test_blocks_of_a_service_are_loaded_while_later_ones_are_read(served: Served) -> None:
+    request = Request("a", PROMPT)
+    outcomes = served.loading(request)
+    for have in (4, 6):
+        served.disk.allow(1)
+        until(lambda: served.turns(outcomes) and served.counters.blocks_loaded == have, "two more")  # noqa: B023
+        assert served.engine.holds(request, INTO[:have]) and not outcomes
+    served.disk.gate.set()
+    until(lambda: served.turns(outcomes) and outcomes, "all are loaded")
+    assert outcomes == [LoadOutcome("a", CONFIRMED, BLOCKS * BLOCK)]
+    assert served.engine.holds(request, INTO)
+    counters = served.counters
+    assert (counters.blocks_loaded_ahead, counters.storage_hit_tokens) == (6, BLOCKS * BLOCK)
+    served.engine.manager.finish(request)
+
+
+def test_a_read_of_a_service_that_fails_ends_the_load_there(served: Served) -> None:
+    request = Request("a", PROMPT)
+    outcomes = served.loading(request)
+    served.disk.fails = True
+    served.disk.gate.set()
+    until(lambda: served.turns(outcomes) and outcomes, "the load ends")
+    (outcome,) = outcomes
+    assert (outcome.status, outcome.recompute_from) == (FAILED, 2 * BLOCK)
+    assert outcome.unplanned == tuple(INTO[2:])
+    assert served.engine.holds(request, INTO[:2])
+    served.disk.fails = False
+    served.engine.manager.finish(request)
+
+
+def test_an_abort_while_a_service_reads_leaves_nothing(served: Served) -> None:
+    request = Request("a", PROMPT)
+    outcomes = served.loading(request)
+    served.engine.manager.finish(request)
+    until(lambda: served.turns(outcomes) and outcomes, "the load ends")
+    assert [outcome.unplanned for outcome in outcomes] == [tuple(INTO[2:])]
+
+
+def test_a_service_that_is_lost_ends_the_load(served: Served) -> None:
+    request = Request("a", PROMPT)
+    outcomes = served.loading(request)
+    sessions = served.engine.manager._host.sessions  # type: ignore[attr-defined]
+    sessions.lose(sessions.session, "the test")
+    until(lambda: served.turns(outcomes) and outcomes, "the load ends")
+    (outcome,) = outcomes
+    assert (outcome.status, outcome.recompute_from) == (FAILED, 2 * BLOCK)
+    served.disk.gate.set()
+    served.engine.manager.finish(request)
