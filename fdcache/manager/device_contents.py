@@ -118,7 +118,7 @@ class DeviceContents:
         self._grow(ids)
         if int(ids.min()) == NO_BLOCK:
             for offer in offers:
-                self._enter([offer], offer.path.ids[offer.start : offer.stop])
+                self._enter([offer], offer.path.ids[offer.start : offer.stop], has_gaps=True)
             return self.known_of(ids[ids != NO_BLOCK])
         order = np.arange(len(ids))
         self._last[ids] = order
@@ -129,7 +129,7 @@ class DeviceContents:
             self._enter([offer], offer.path.ids[offer.start : offer.stop])
         return self.known_of(ids)
 
-    def _enter(self, offers: Sequence[Offer], ids: Int32Array) -> None:
+    def _enter(self, offers: Sequence[Offer], ids: Int32Array, *, has_gaps: bool = False) -> None:
         hashes = np.concatenate([offer.path.hashes[offer.start : offer.stop] for offer in offers])
         parents = np.concatenate([offer.parents() for offer in offers])
         depths = np.concatenate([np.arange(offer.start, offer.stop, dtype=np.int32) for offer in offers])
@@ -138,7 +138,7 @@ class DeviceContents:
         paths = np.empty(len(offers), np.object_)
         paths[:] = [offer.path for offer in offers]
         paths = np.repeat(paths, sizes)
-        if int(ids.min()) == NO_BLOCK:
+        if has_gaps:
             rows = ids != NO_BLOCK
             ids, hashes, parents, depths = ids[rows], hashes[rows], parents[rows], depths[rows]
             counted, paths = counted[rows], paths[rows]

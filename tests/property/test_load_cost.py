@@ -318,6 +318,15 @@ def test_parts_of_a_read_weigh_less_than_a_whole_one() -> None:
     assert counted.seconds(BLOCK_BYTES) > 0.017
 
 
+@pytest.mark.parametrize("pages", [1, 3, 4, 5, 400])
+def test_blocks_outside_of_their_window_cost_no_load(pages: int) -> None:
+    model = CostModel(block_size=BLOCK / 3, block_bytes=BLOCK_BYTES, windows=[0, 4, 4])
+    model.prefill, model.link = prefill(0.01, 1e-4, 0.0), link(0.001, 1e-9)
+    loaded = pages + 2 * min(pages, 4)
+    seconds = model.seconds(Cached(pages * BLOCK, 0, 3 * pages), 3 * pages)
+    assert seconds == pytest.approx(model.link.seconds(loaded * BLOCK_BYTES))
+
+
 def test_a_calibrated_latency_is_believed_until_reads_are_observed() -> None:
     known = LinkSpeed(1e9, 2e-3)
     assert known.seconds(10**9) == pytest.approx(1.002)

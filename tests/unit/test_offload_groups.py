@@ -126,6 +126,23 @@ def test_a_page_whose_blocks_no_tier_has_is_dropped_and_counted(engine: OffloadE
     assert engine.manager.get_stats().counters.backups_dropped == 2
 
 
+def test_a_missing_block_is_not_taken_for_the_last_one_of_the_device() -> None:
+    last = 63
+    engine = OffloadEngine(layout=LAYOUT, device_blocks=last + 1, policy=WritePolicy.WRITE_BACK)
+    tables = {"first": [0, last, 1, 2], "second": [0, GONE, 1, 2, 4, 5]}
+    for name, table in tables.items():
+        request = Request(name, prompt(*range(1, len(table) // 2 + 1)))
+        engine.manager.begin(request)
+        engine.step()
+        engine.compute(request, table)
+        engine.manager.offer(request, len(table) // 2 * BLOCK, ids(*table))
+        engine.manager.finish(request)
+    engine.manager.evicted(ids(4, 5))
+    engine.settle()
+    assert engine.manager.get_stats().counters.backups_dropped == 4
+    engine.close()
+
+
 def test_a_block_that_leaves_its_window_is_copied_before_it_is_given_away(engine: OffloadEngine) -> None:
     request = Request("first", prompt(1, 2, 3))
     engine.manager.begin(request)
