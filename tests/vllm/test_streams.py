@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -56,7 +56,7 @@ def stored(
     return folder
 
 
-def storage_in(folder: Path) -> object:
+def storage_in(folder: Path) -> dict[str, Any]:
     return connector_config(
         FDCACHE_HOST_MEMORY="16MiB",
         FDCACHE_STORAGE="local",
