@@ -32,13 +32,11 @@ _NULL_BLOCK = 0
 class _Running:
     """A request between its arrival and its end. ``blocks`` is its block table while it has one, page by page.
 
-    The first ``offered`` pages are offered. ``computed`` tokens were there when it was scheduled last. Nothing more is
-    loaded or offered for one that ``is_lost``.
+    The first ``offered`` pages are offered. Nothing more is loaded or offered for one that ``is_lost``.
     """
 
     __slots__ = (
         "blocks",
-        "computed",
         "device_tokens",
         "is_lost",
         "known_hashes",
@@ -53,7 +51,6 @@ class _Running:
         self.request = request
         self.refused_hints = refused_hints
         self.blocks: list[int] = []
-        self.computed = 0
         self.device_tokens = 0
         self.known_hashes = 0
         self.is_lost = False
@@ -62,7 +59,7 @@ class _Running:
     def has_table(self, blocks: Sequence[int]) -> None:
         """Give the request another block table, of which nothing is offered."""
         self.blocks = list(blocks)
-        self.computed = self.offered = 0
+        self.offered = 0
 
 
 class SchedulerSide:
@@ -203,7 +200,7 @@ class SchedulerSide:
         for known, start, num_tokens in computed:
             if num_tokens - start > self._block_size or self._has_enough(known, num_tokens):
                 with self.guarded("offering"):
-                    self._offer(known, num_tokens)
+                    self._offer(known, num_tokens, start)
         return made
 
     def _has_enough(self, known: _Running, num_tokens: int) -> bool:
@@ -270,7 +267,6 @@ class SchedulerSide:
             given += blocks[start // self._block_size * self._groups :]
             if (known := self._running.get(new.req_id)) is not None:
                 known.has_table(blocks)
-                known.computed = start
                 computed.append((known, start, start + scheduled.get(new.req_id, 0)))
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -283,7 +279,6 @@ class SchedulerSide:
                     known.has_table(blocks)
                 else:
                     known.blocks += blocks
-                known.computed = start
                 computed.append((known, start, start + scheduled.get(request_id, 0)))
         if given:
             self._evicted(given)
@@ -304,8 +299,11 @@ class SchedulerSide:
             ids[group : outside * self._groups : self._groups] = NO_BLOCK
         return ids
 
-    def _offer(self, known: _Running, num_tokens: int) -> None:
-        """Offer whole blocks of known tokens: those that drafts or steps in flight add are offered later."""
+    def _offer(self, known: _Running, num_tokens: int, start: int = 0) -> None:
+        """Offer whole blocks of known tokens: those that drafts or steps in flight add are offered later.
+
+        ``start``: the tokens that the request had when its step was scheduled, 0 if vLLM has told the table since.
+        """
         if known.is_lost:
             return
         num_tokens = min(num_tokens, known.source.num_tokens)
@@ -317,7 +315,7 @@ class SchedulerSide:
         elif whole:
             self._learn_tokens(known, num_tokens)
             self._learn_hashes(known)
-            table = self._table(known.blocks[: whole * self._groups], known.computed)
+            table = self._table(known.blocks[: whole * self._groups], start)
             self.manager.offer(known.request, num_tokens, table)
             known.offered = whole
 
