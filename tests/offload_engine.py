@@ -82,6 +82,8 @@ class OffloadEngine:
         device: Callable[[], CpuDevice] = GatedDevice,
         manager: OffloadManager | None = None,
         prefetch: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
+        store: Callable[..., SlabStore] = SlabStore,
+        streams: bool = False,
         **settings: Any,
     ) -> None:
         self.now = 0.0
@@ -95,7 +97,9 @@ class OffloadEngine:
                 connector="local", directory=folder, size=4 * MIB, prefetch_policy=prefetch, retry_after=0.0
             )
         cache = CacheSettings(write_policy=policy, **settings)
-        self.manager = manager or OffloadManager(cache, layout, storage=storage, clock=lambda: self.now)
+        self.manager = manager or OffloadManager(
+            cache, layout, storage=storage, clock=lambda: self.now, streams=streams
+        )
         self.devices = [device() for _ in range(layout.tp_size)]
         transfer = TransferSettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
         self.ranks = [
@@ -106,12 +110,15 @@ class OffloadEngine:
         for rank in self.ranks:
             rank.initialize_host_cache(self.manager.host_cache)
         self.restored = 0
+        self.stores: list[SlabStore] = []
         if folder is not None:
+            self.stores = [
+                store(folder, layout, rank=rank, size=4 * MIB, threads=2, retry_after=0.0)
+                for rank in range(layout.tp_size)
+            ]
             scans = [
-                controller.initialize_storage(
-                    SlabStore(folder, layout, rank=rank, size=4 * MIB, threads=2, retry_after=0.0)
-                )
-                for rank, controller in enumerate(self.ranks)
+                controller.initialize_storage(each)
+                for controller, each in zip(self.ranks, self.stores, strict=True)
             ]
             self.restored = self.manager.restore_storage([scan for scan in scans if scan is not None])
 

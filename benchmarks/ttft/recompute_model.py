@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from benchmarks.storage import read_bandwidth
+from benchmarks.storage import read_speed
 from benchmarks.ttft.model import Shape
 from benchmarks.ttft.prefill import link_bandwidth
 from benchmarks.ttft.recompute import Row
@@ -93,7 +93,9 @@ class Bench:
         whole = (length - 1) // shape.block_size
         self.nbytes = whole * self.server.layout.payload_bytes
         self.link = link
-        self.disk = read_bandwidth(self.server.storage_path, self.nbytes)
+        disk = read_speed(self.server.storage_path, self.nbytes)
+        self.disk, self.disk_way = disk.bytes_per_second, disk.way
+        self._tell("disk", f"{self.disk / 1e9:.2f} GB/s", disk.way)
         self._block_size = shape.block_size
 
     def auto(self, case: Case) -> Samples:
@@ -164,6 +166,7 @@ class Bench:
             "allowed ms": round(1e3 * allowed, 1),
             "always within": always.median <= allowed,
             "disk GB/s": round(self.disk / 1e9, 2),
+            "disk by": self.disk_way.split(",")[0],
             "samples": "/".join(str(len(way.seconds)) for way in (always, never, auto)),
         }
 

@@ -122,22 +122,22 @@ class Engine:
         plans = self._cache.take_plans()
         start = time.perf_counter()
         result = self._ranks.execute(plans, chunks)
-        if any(chunk.tokens.size > 1 for chunk in chunks):
-            waited = any(plan.loads for plan in plans if not plan.is_ahead)
-            self._cache.observe(chunks, time.perf_counter() - start, waited=waited)
+        seconds = time.perf_counter() - start
         outcomes = {outcome.request_id: outcome for outcome in self._cache.apply(result.reports)}
         results = {each.sequence: each for each in result.chunks}
-        ended = []
         for task in list(self.running):
             task.held = results.get(task.name, task.held)
             if task.name in outcomes:
                 self._resolve(task, outcomes[task.name])
             if task.held and not self._cache.is_loading(task.name):
                 self._accept(task, task.held)
-            if task.is_done:
-                self.running.remove(task)
-                self._cache.release(task.name, resumes=False)
-                ended.append(task)
+        if any(chunk.tokens.size > 1 for chunk in chunks):  # once the tokens are there
+            waited = any(plan.loads for plan in plans if not plan.is_ahead)
+            self._cache.observe(chunks, seconds, waited=waited)
+        ended = [task for task in self.running if task.is_done]
+        for task in ended:
+            self.running.remove(task)
+            self._cache.release(task.name, resumes=False)
         return ended
 
     # --- scheduling ---------------------------------------------------------------------------------------

@@ -8,15 +8,19 @@ no decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
+from operator import mul
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
+Numbers = TypeVar("Numbers", float, Vector)
+"""One number or many. One takes a tenth of the time as a float."""
 
 MARGIN = 0.03
 """Advantage in expected time that another choice needs over that of the last decision, and a part over both others."""
@@ -46,71 +50,99 @@ _SIMPLER = 0.8
 """A fit with one more coefficient has to leave less than this share of the error."""
 
 
+def _extremes(numbers: Numbers) -> tuple[Callable[..., Numbers], Callable[..., Numbers]]:
+    """Return the functions for the larger and the smaller of two."""
+    return (np.maximum, np.minimum) if isinstance(numbers, np.ndarray) else (max, min)
+
+
 class _Sums:
-    """Weighted sums over observations, as least squares need them."""
+    """Weighted sums over observations, as least squares need them: a few floats, which numpy would be slower with."""
 
     def __init__(self, num_features: int) -> None:
-        self.products = np.zeros((num_features, num_features))
-        self.targets = np.zeros(num_features)
+        self._size = num_features
+        self.products = [0.0] * (num_features * num_features)
+        self.targets = [0.0] * num_features
         self.energy = 0.0
 
     def decay(self, factor: float) -> None:
         """Weaken all observations."""
-        self.products *= factor
-        self.targets *= factor
+        self.products = [each * factor for each in self.products]
+        self.targets = [each * factor for each in self.targets]
         self.energy *= factor
 
-    def add(self, x: Vector, y: float, weight: float) -> None:
+    def add(self, x: Sequence[float], y: float, weight: float) -> None:
         """Add an observation."""
-        self.products += weight * np.outer(x, x)
-        self.targets += weight * x * y
+        weighted = [weight * each for each in x]
+        pairs = (one * other for one in weighted for other in x)
+        self.products = [total + each for total, each in zip(self.products, pairs, strict=True)]
+        self.targets = [total + each * y for total, each in zip(self.targets, weighted, strict=True)]
         self.energy += weight * y * y
 
     def merge(self, other: _Sums) -> None:
         """Add the observations of others."""
-        self.products += other.products
-        self.targets += other.targets
+        self.products = [mine + its for mine, its in zip(self.products, other.products, strict=True)]
+        self.targets = [mine + its for mine, its in zip(self.targets, other.targets, strict=True)]
         self.energy += other.energy
 
-    def error(self, found: Vector) -> float:
+    def error(self, found: Sequence[float]) -> float:
         """Return the sum of squared errors of these coefficients."""
-        return max(float(self.energy - 2 * found @ self.targets + found @ self.products @ found), 0.0)
+        size, total = self._size, self.energy
+        for i, value in enumerate(found):
+            row = self.products[i * size : (i + 1) * size]
+            total += value * (sum(map(mul, row, found)) - 2 * self.targets[i])
+        return max(total, 0.0)
 
-    def fit(self, subset: Sequence[int]) -> Vector | None:
+    def fit(self, subset: Sequence[int]) -> tuple[float, ...] | None:
         """Return the least squares of these features alone; None for a negative or undetermined coefficient."""
-        values = self._fit_two(*subset) if len(subset) <= 2 else self._fit_many(list(subset))
+        values = self._fit_two(*subset) if len(subset) <= 2 else self._fit_three(subset)
         if values is None or min(values) < 0:
             return None
-        found = np.zeros(len(self.targets))
-        found[list(subset)] = values
-        return found
+        found = [0.0] * self._size
+        for i, value in zip(subset, values, strict=True):
+            found[i] = value
+        return tuple(found)
 
     def _fit_two(self, first: int, second: int | None = None) -> tuple[float, ...] | None:
         """Solve for one or two coefficients, which takes a tenth of the time of the general way."""
-        a, x = self.products.item(first, first), self.targets.item(first)
+        size = self._size
+        a, x = self.products[first * size + first], self.targets[first]
         if not a > 0:
             return None
         if second is None:
             return (x / a,)
         b, y, c = (
-            self.products.item(second, second),
-            self.targets.item(second),
-            self.products.item(first, second),
+            self.products[second * size + second],
+            self.targets[second],
+            self.products[first * size + second],
         )
         if not b > 0 or abs(c) >= math.sqrt(a * b) * (1 - 2 / _MOST_CONDITION):
             return None
         determinant = a * b - c * c
         return ((x * b - y * c) / determinant, (y * a - x * c) / determinant)
 
-    def _fit_many(self, subset: list[int]) -> tuple[float, ...] | None:
-        scale = np.sqrt(np.diag(self.products)[subset])
-        if not (scale > 0).all():
+    def _fit_three(self, subset: Sequence[int]) -> tuple[float, ...] | None:
+        """Solve for three coefficients by the inverse of their correlations, None if these are badly conditioned."""
+        size = self._size
+        scale = [math.sqrt(self.products[each * size + each]) for each in subset]
+        if not min(scale) > 0:
             return None
-        matrix = self.products[np.ix_(subset, subset)] / np.outer(scale, scale)
-        if np.linalg.cond(matrix) > _MOST_CONDITION:
+        i, j, k = subset
+        p = self.products[i * size + j] / (scale[0] * scale[1])
+        q = self.products[i * size + k] / (scale[0] * scale[2])
+        r = self.products[j * size + k] / (scale[1] * scale[2])
+        rows = (
+            (1 - r * r, q * r - p, p * r - q),
+            (q * r - p, 1 - q * q, p * q - r),
+            (p * r - q, p * q - r, 1 - p * p),
+        )
+        determinant = 1 + 2 * p * q * r - p * p - q * q - r * r
+        norms = (3 + 2 * (p * p + q * q + r * r)) * sum(each * each for row in rows for each in row)
+        if not determinant > 0 or norms > (_MOST_CONDITION * determinant) ** 2:
             return None
-        values = np.linalg.solve(matrix, self.targets[subset] / scale) / scale
-        return tuple(values.tolist())
+        targets = [self.targets[each] / by for each, by in zip(subset, scale, strict=True)]
+        return tuple(
+            sum(map(mul, row, targets)) / (determinant * by) for row, by in zip(rows, scale, strict=True)
+        )
 
 
 class SpeedFit:
@@ -126,7 +158,7 @@ class SpeedFit:
         self._by_size = by_size
         self._sums: dict[int, _Sums] = {}
         self._num_features = num_features
-        self._coefficients: Vector = np.zeros(num_features)
+        self._coefficients = (0.0,) * num_features
         self._fitted = 0
         others = [i for i in range(num_features) if i != scale]
         self._subsets = [
@@ -141,7 +173,7 @@ class SpeedFit:
             return
         if self.observations >= _MIN_OBSERVATIONS and (expected := self.seconds(features)) > 0:
             seconds = min(max(seconds, expected / _MOST_SURPRISE), expected * _MOST_SURPRISE)
-        x, y = np.array(features) / size, seconds / size
+        x, y = [each / size for each in features], seconds / size
         # Relative to the speed, so that every fit has errors of the same kind.
         key = int(size).bit_length() // 2 if self._by_size else 0
         for other, sums in self._sums.items():
@@ -155,7 +187,7 @@ class SpeedFit:
         return self.observations >= _MIN_OBSERVATIONS
 
     @property
-    def coefficients(self) -> Vector:
+    def coefficients(self) -> tuple[float, ...]:
         """The best non-negative coefficients; simpler ones unless others fit clearly better.
 
         They are found anew once there are a sixteenth more observations: it takes as long as a small step's schedule.
@@ -166,10 +198,10 @@ class SpeedFit:
 
     def seconds(self, features: Sequence[float]) -> float:
         """Return the expected seconds."""
-        return float(self.coefficients @ np.array(features))
+        return float(sum(map(mul, self.coefficients, features)))
 
-    def _solve(self) -> Vector:
-        best, best_error = np.zeros(self._num_features), math.inf
+    def _solve(self) -> tuple[float, ...]:
+        best, best_error = (0.0,) * self._num_features, math.inf
         total = _Sums(self._num_features)
         for sums in self._sums.values():
             total.merge(sums)
@@ -209,30 +241,28 @@ class LinkSpeed:
         """True if there is a prior, or observations enough."""
         return self._prior > 0 or self._fit.is_known
 
-    def seconds(self, nbytes: float) -> float:
-        """Return the expected seconds of one copy; 0.0 for no bytes."""
-        return float(self.all_seconds(np.array([nbytes], np.float64))[0])
-
-    def all_seconds(self, nbytes: Vector) -> Vector:
-        """Return the expected seconds of copies of these sizes."""
-        if self._fit.is_known:
-            latency, each = self._fit.coefficients
-        else:
-            latency, each = self._prior_latency, 1 / self._prior if self._prior > 0 else 0.0
-        return np.where(nbytes > 0, latency + each * nbytes, 0.0)
+    def seconds(self, nbytes: Numbers) -> Numbers:
+        """Return the expected seconds of one copy, or of copies of many sizes; 0.0 for no bytes."""
+        return (nbytes > 0) * (self.latency + self._each * nbytes)
 
     @property
     def latency(self) -> float:
         """Seconds of a copy beside those of its bytes."""
-        return float(self._fit.coefficients[0]) if self._fit.is_known else self._prior_latency
+        return self._fit.coefficients[0] if self._fit.is_known else self._prior_latency
+
+    @property
+    def _each(self) -> float:
+        """Seconds of a byte."""
+        if self._fit.is_known:
+            return self._fit.coefficients[1]
+        return 1 / self._prior if self._prior > 0 else 0.0
 
     @property
     def bandwidth(self) -> float:
         """Bytes a second without the latency; 0.0 if unknown."""
         if not self._fit.is_known:
             return self._prior
-        each = float(self._fit.coefficients[1])
-        return 1 / each if each > 0 else float("inf")
+        return 1 / self._each if self._each > 0 else float("inf")
 
 
 class PrefillSpeed:
@@ -256,22 +286,18 @@ class PrefillSpeed:
         """True once there are observations enough."""
         return self._fit.is_known
 
-    def seconds(self, start: int, stop: int) -> float:
-        """Return the expected seconds to compute the tokens from ``start`` to ``stop`` of a prompt."""
-        return float(self.all_seconds(np.array([start], np.float64), stop)[0])
-
-    def all_seconds(self, starts: Vector, stop: int) -> Vector:
-        """Return the same for many starts."""
-        tokens = np.maximum(stop - starts, 0.0)
+    def seconds(self, start: Numbers, stop: int) -> Numbers:
+        """Return the expected seconds to compute the tokens from ``start`` to ``stop`` of a prompt, or from many."""
+        largest, _ = _extremes(start)
         step, token, pair = self._fit.coefficients
-        steps = np.maximum(tokens / self.most_tokens, 1.0)
-        expected = step * steps + token * tokens + pair * tokens * (starts + tokens / 2)
-        return np.where(tokens > 0, expected, 0.0)
+        tokens = largest(stop - start, 0.0)
+        steps = largest(tokens / self.most_tokens, 1.0)
+        return (tokens > 0) * (step * steps + tokens * (token + pair * (start + tokens / 2)))
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
         """Seconds of a step, of a token, and of a token for each token of its context."""
-        step, token, pair = self._fit.coefficients.tolist()
+        step, token, pair = self._fit.coefficients
         return step, token, pair
 
 
@@ -382,51 +408,54 @@ class CostModel:
 
     def seconds_of_read(self, num_blocks: int) -> float:
         """Return the expected seconds of one read from storage."""
-        return self.storage.seconds(num_blocks * self._record_bytes)
+        return self.storage.seconds(float(num_blocks * self._record_bytes))
 
-    def seconds(self, cached: Cached, num_blocks: int) -> float:
-        """Return the expected seconds to the first token if ``num_blocks`` leading blocks are reused."""
-        return float(self._all_seconds(cached, np.array([num_blocks], np.float64))[0])
-
-    def _all_seconds(self, cached: Cached, lengths: Vector) -> Vector:
-        """Return the same for many lengths.
+    def seconds(self, cached: Cached, num_blocks: Numbers) -> Numbers:
+        """Return the expected seconds to the first token if ``num_blocks`` leading blocks are reused, or so many each.
 
         A request waits for its reads. Loads run beside computing, except for the first group of layers.
         """
-        wait, load = self._seconds_of_copies(cached, lengths)
-        compute = self.prefill.all_seconds(lengths * self._block_size, cached.num_tokens)
-        return wait + np.maximum(load, compute) + np.minimum(load, compute) / self._stages
+        largest, least = _extremes(num_blocks)
+        wait, load = self._seconds_of_copies(cached, num_blocks)
+        compute = self.prefill.seconds(num_blocks * self._block_size, cached.num_tokens)
+        return wait + largest(load, compute) + least(load, compute) / self._stages
 
-    def _seconds_of_copies(self, cached: Cached, lengths: Vector) -> tuple[Vector, Vector]:
+    def _seconds_of_copies(self, cached: Cached, num_blocks: Numbers) -> tuple[Numbers, Numbers]:
         """Return the seconds of the reads that a request waits for, and of the load that is left then."""
-        to_load = np.maximum(lengths - cached.on_device, 0.0)
-        from_storage = np.maximum(to_load - cached.on_host, 0.0)
-        load = self.link.all_seconds(self._inside(to_load) * self._block_bytes)
-        load += np.where(to_load > 0, self.link.seconds(cached.loads_ahead * self._block_bytes), 0.0)
-        read = self.storage.all_seconds(from_storage * self._record_bytes)
-        wait = read + np.where(from_storage > 0, self.seconds_of_read(cached.reads_ahead), 0.0)
+        largest, least = _extremes(num_blocks)
+        to_load = largest(num_blocks - cached.on_device, 0.0)
+        load = self.link.seconds(self._inside(to_load) * self._block_bytes)
+        if cached.loads_ahead:
+            load += (to_load > 0) * self.link.seconds(float(cached.loads_ahead * self._block_bytes))
+        if not cached.in_storage:
+            return 0.0 * load, load
+        from_storage = largest(to_load - cached.on_host, 0.0)
+        is_read = from_storage > 0
+        read = self.storage.seconds(from_storage * self._record_bytes)
+        wait = read + is_read * self.seconds_of_read(cached.reads_ahead)
         if not self.streams:
             return wait, load
         # Loads keep up with the reads as far as the link can; what is read last is loaded after it.
-        share = np.minimum(self._read_seconds / np.maximum(read, _SHORTEST), 1.0)
-        last = self.link.all_seconds(from_storage * share * self._block_bytes)
-        return wait, np.where(from_storage > 0, np.minimum(load, np.maximum(load - wait, last)), load)
+        share = least(self._read_seconds / largest(read, _SHORTEST), 1.0)
+        last = self.link.seconds(from_storage * share * self._block_bytes)
+        return wait, least(load, largest(load - is_read * wait, last + (1 - is_read) * load))
 
-    def _inside(self, to_load: Vector) -> Vector:
+    def _inside(self, to_load: Numbers) -> Numbers:
         """Return how many of the blocks to load are in the windows of their groups."""
         if not self._windows:
             return to_load
+        _, least = _extremes(to_load)
         pages = to_load / len(self._windows)
-        inside = np.zeros_like(pages)
+        total = 0.0 * pages
         for window in self._windows:
-            inside += np.minimum(pages, window) if window else pages
-        return inside
+            total = total + (least(pages, window) if window else pages)
+        return total
 
     def observe_waiting(
         self, chunks: Sequence[tuple[int, int]], seconds: float, loaded: int, steps: int
     ) -> None:
         """Learn the engine's speed from steps whose layers waited for ``loaded`` blocks, if computing took longer."""
-        load = self.link.seconds(loaded * self._block_bytes)
+        load = self.link.seconds(float(loaded * self._block_bytes))
         if 0 < load * _CLEARLY_LONGER < seconds:
             self.prefill.observe(chunks, seconds - load / self._stages, steps)
 
@@ -441,7 +470,7 @@ class CostModel:
         if whole == cached.on_device or not is_known:
             return Decision(whole, LoadChoice.WHOLE)
         lengths = np.arange(whole, cached.on_device - 1, -1, dtype=np.float64)  # of equal ones the longest
-        found = self._all_seconds(cached, lengths)
+        found = self.seconds(cached, lengths)
         handicap = np.full(len(found), 1 + MARGIN)
         for end in (0, -1):
             handicap[end] = 1 - MARGIN if _choice(cached, int(lengths[end])) is last else 1.0

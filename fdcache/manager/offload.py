@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 
 import msgspec
-import numpy as np
 
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
@@ -23,7 +22,6 @@ from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.manager.tiers import LowerTiers, make_lower_tiers
 from fdcache.metadata import (
     Int32Array,
-    SwapPurpose,
     TransferPlan,
     TransferReport,
 )
@@ -54,8 +52,11 @@ class OffloadManager(TierManager[OffloadRequest]):
     behind the steps before it. Calls are thread-safe and take requests that are unknown or have ended.
 
     ``settings``, ``layout``, ``storage``, ``lookup``, ``clock``, ``priors``: as for ``CacheManager``; the
-    device blocks of the settings have no effect. Raises ``ConfigurationError`` without a host tier, and for windows
-    with the write policy ``write_through_selective``.
+    device blocks of the settings have no effect. ``streams=True``: a match also promises blocks that are still being
+    read from storage, once the first of them have come. ``load`` then loads those that are there, and each
+    ``take_plans`` others, while the engine computes other requests: a request that loads is computed after its
+    ``LoadOutcome``. It has no effect with several groups of layers, or with windows. Raises ``ConfigurationError``
+    without a host tier, and for windows with the write policy ``write_through_selective``.
     """
 
     _requests: OffloadedRequests
@@ -69,6 +70,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
         priors: Priors = NO_PRIORS,
+        streams: bool = False,
     ) -> None:
         super().__init__(settings, layout, lookup, clock)
         if any(layout.windows) and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
@@ -85,9 +87,12 @@ class OffloadManager(TierManager[OffloadRequest]):
         tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches)
         tiers.record_events(settings.event_buffer)
         self._choices = LoadChoices(
-            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, priors
+            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, priors, streams=streams
         )
-        self._requests = OffloadedRequests(settings, layout, self._host, counters, clock, self._choices)
+        self._requests = OffloadedRequests(
+            settings, layout, self._host, counters, clock, self._choices, streams=streams
+        )
+        self._loads = self._requests.loads
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
         self._hints = RequestHints(tiers, layout.block_size, clock, layout.num_groups)
         self._set_time()
@@ -100,6 +105,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         *,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
+        streams: bool = False,
     ) -> OffloadManager:
         """Make a manager from settings, by default those of the environment; see ``CacheManager.from_settings``.
 
@@ -115,6 +121,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 lookup=store,
                 clock=clock,
                 priors=calibrated_priors(settings),
+                streams=streams,
             )
 
     @property
@@ -152,7 +159,10 @@ class OffloadManager(TierManager[OffloadRequest]):
             if not self._requests.match(tracked, device_tokens, whole_prompt):
                 self._counters.deferred_lookups += 1
                 return OffloadMatch(request.request_id, MatchStatus.DEFERRED)
-            tokens, stored = self._tokens(tracked.remaining), self._tokens(tracked.from_storage)
+            tokens, stored = (
+                self._tokens(tracked.remaining),
+                self._tokens(tracked.from_storage + tracked.coming),
+            )
             return OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored)
 
     def unmatch(self, request: OffloadRequest) -> None:
@@ -179,21 +189,17 @@ class OffloadManager(TierManager[OffloadRequest]):
                 self.unmatch(request)
                 return 0
             self._count_lookup(tracked)
-            found = tracked.take(len(ids) // layout.num_groups * layout.num_groups)
-            count = len(found)
-            is_wanted = ids[:count] != NO_BLOCK
-            run, ids = found.select(is_wanted), ids[:count][is_wanted]
-            if len(run):
-                self._give_away(ids)
-                self._host.begin_load(tracked.lease, run.slots)
-                plan = self._plans.open
-                offset = plan.add(SwapPurpose.LOAD, run, ids, np.zeros(len(ids), np.uint32))
-                self._requests.plan_load(tracked, offset, count, len(ids))
-                stored = min(tracked.from_storage, count)
+            ids = ids[: min(len(ids) // self.layout.num_groups * self.layout.num_groups, tracked.remaining)]
+            wanted = ids[ids != NO_BLOCK]
+            if len(wanted):
+                self._give_away(wanted)
+                stored = tracked.from_storage
+                planned = self._requests.plan_load(tracked, ids, self._plans.open)
+                stored = min(stored, planned)
                 self._counters.storage_hit_tokens += self._tokens(stored)
-                self._counters.host_hit_tokens += self._tokens(count - stored)
+                self._counters.host_hit_tokens += self._tokens(planned - stored)
             self._requests.unpin(tracked)
-            return count if len(run) else 0
+            return len(ids) if len(wanted) else 0
 
     def offer(self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array) -> None:
         """Offer the whole blocks of the first ``num_tokens`` tokens of a request, which lie in ``device_ids``.
@@ -273,6 +279,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._set_time()
             self._copies.is_patient = is_patient
             self._hints.settle()
+            self._loads.advance(self._plans.ahead, self._requests.look)
             self._plans.plan_background()
             self._host.report(lambda: msgspec.json.encode(self.get_stats()))
             self._host.flush()
@@ -280,6 +287,14 @@ class OffloadManager(TierManager[OffloadRequest]):
             for plan in plans:
                 self._copies.sent(plan)
             return plans
+
+    def loads_of(self, plan_id: int) -> dict[str, bool]:
+        """Return the requests whose blocks a plan in flight loads; True if these are their last.
+
+        So a rank can tell by itself when all plans of a request have ended.
+        """
+        with self._lock:
+            return self._loads.requests_of(plan_id)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Count the ranks' reports; return the loads that ended with them.
@@ -290,11 +305,11 @@ class OffloadManager(TierManager[OffloadRequest]):
         reports = list(reports)
         with self._lock:
             self._set_time()
-            outcomes = self._plans.apply(reports)
+            self._plans.apply(reports)
             self._choices.record(reports)
             if reports:
                 self._copies.copies_ended()
-            return outcomes
+            return self._loads.take_outcomes()
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once, and unpin matches that nothing has asked for lately.
@@ -303,13 +318,14 @@ class OffloadManager(TierManager[OffloadRequest]):
         """
         with self._lock:
             self._requests.expire()
-            return self._plans.expire()
+            self._plans.expire()
+            return self._loads.take_outcomes()
 
     @property
     def has_pending_work(self) -> bool:
         """True while plans are in flight or blocks are queued: the engine has to go on taking plans."""
         with self._lock:
-            return bool(self._plans.unfinished) or self._copies.has_work
+            return bool(self._plans.unfinished) or self._copies.has_work or self._loads.has_work
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
@@ -320,11 +336,11 @@ class OffloadManager(TierManager[OffloadRequest]):
         ``PlanError`` for an unknown rank.
         """
         with self._lock:
-            outcomes = self._plans.lose_rank(rank)
+            self._plans.lose_rank(rank)
             self._requests.forget_found()
             self._tiers.worker_lost()
             self._copies.copies_ended()
-            return outcomes
+            return self._loads.take_outcomes()
 
     def reset_cache(self) -> int:
         """Forget every block of every tier; return their number. Loads in flight fail.

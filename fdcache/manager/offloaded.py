@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -16,11 +14,12 @@ from fdcache.manager.device_contents import DevicePath, device_ids_of
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import ReuseLimit
+from fdcache.manager.offloaded_loads import OffloadedLoad, OffloadedLoads
 from fdcache.manager.requests import Request
 from fdcache.manager.service_reads import Wait
-from fdcache.metadata import HashArray, Int32Array
-from fdcache.plans.blocks import ROOT, Blocks
-from fdcache.plans.ledger import PlanLedger
+from fdcache.metadata import HashArray, Int32Array, TransferPlan
+from fdcache.plans.blocks import ROOT
+from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import NOTHING, HostMatch, HostTier
 from fdcache.tiers.statistics import Counters
@@ -33,13 +32,15 @@ class Tracked:
     """A request between its arrival and its end.
 
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
-    slots refer to. ``device_blocks`` is the number that the engine had when it asked last. ``keys`` are those of the
-    records of its pages; everything here counts records, of which a page has one for each group of layers.
+    slots refer to. ``coming`` blocks after them are being read from storage. ``device_blocks`` is the number that the
+    engine had when it asked last. ``keys`` are those of the records of its pages; everything here counts records, of
+    which a page has one for each group of layers.
     """
 
     __slots__ = (
         "arena",
         "asked_at",
+        "coming",
         "counted_blocks",
         "deferred_since",
         "device_blocks",
@@ -61,6 +62,7 @@ class Tracked:
         self.keys: HashArray = np.empty((0, 32), np.uint8)
         self.found: HostMatch | None = None
         self.start = 0
+        self.coming = 0
         self.limit = 0
         self.arena: str | None = None
         self.asked_at = self.found_at = 0.0
@@ -80,58 +82,35 @@ class Tracked:
 
     @property
     def remaining(self) -> int:
-        """Number of blocks found beyond those on the device."""
+        """Number of blocks beyond those on the device that were found or are coming."""
         if self.found is None:
             return 0
-        return max(self.start + len(self.found) - self.device_blocks, 0)
+        return max(self.start + len(self.found) + self.coming - self.device_blocks, 0)
 
     @property
     def from_storage(self) -> int:
-        """How many of the remaining blocks were read from storage for the request."""
+        """How many of the remaining blocks that were found were read from storage for the request."""
         if self.found is None:
             return 0
         first = self.device_blocks - self.start
         return max(self.found.fetched.stop - max(self.found.fetched.start, first), 0)
 
-    def take(self, count: int) -> Blocks:
-        """Return the first ``count`` of the remaining blocks."""
+    def take(self, count: int) -> HostMatch:
+        """Return the first ``count`` of the remaining blocks, as far as they were found."""
         assert self.found is not None
         first = self.device_blocks - self.start
-        return self.found.blocks.select(slice(first, first + count))
+        return HostMatch(self.found.lease, self.found.blocks.select(slice(first, first + count)))
 
     def forget_device(self) -> None:
         """Forget what was offered: a request that is matched has no blocks."""
         self.path = None
 
 
-@dataclass(slots=True, eq=False)
-class OffloadedLoad:
-    """The part of a plan's loads that one request waits for: ``count`` blocks from ``first_block`` of its path on.
-
-    It ends with an outcome even if its request has ended before. Nothing counts of one that a reset has revoked.
-    ``copied`` of them are copied, all unless some are outside of their windows: nothing counts of such a load then
-    unless all of it does, since what is left would be needed below the first block that failed.
-    """
-
-    tracked: Tracked
-    offset: int
-    count: int
-    first_block: int
-    copied: int
-    is_revoked: bool = False
-
-    def good(self, flags: HashArray) -> int:
-        """Return how many of the blocks are there; ``flags`` tell which of the plan's were copied."""
-        first = flags.tobytes().find(0, self.offset, self.offset + self.copied)
-        if self.is_revoked:
-            return 0
-        if first < 0:
-            return self.count
-        return first - self.offset if self.copied == self.count else 0
-
-
 class OffloadedRequests:
-    """The requests that have arrived and not ended, by id."""
+    """The requests that have arrived and not ended, by id.
+
+    ``streams``: what is being read counts as found once its first blocks have come; ``loads`` follow it to its end.
+    """
 
     def __init__(
         self,
@@ -141,9 +120,12 @@ class OffloadedRequests:
         counters: Counters,
         clock: Callable[[], float],
         choices: LoadChoices,
+        *,
+        streams: bool = False,
     ) -> None:
         self._counters = counters
         self._choices = choices
+        self._streams = streams and not layout.windows
         self._caches_prefixes = settings.enable_prefix_caching
         self._defer_timeout = settings.defer_timeout
         self._pin_timeout = settings.plan_timeout
@@ -156,8 +138,7 @@ class OffloadedRequests:
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
         self._pinned: set[Tracked] = set()
-        self._planned: list[OffloadedLoad] = []  # in the open plan
-        self._loads: dict[int, list[OffloadedLoad]] = {}  # by plan in flight
+        self.loads = OffloadedLoads(layout, host, counters, self._load_ended)
         self._hasher = _core.BlockManager(
             _core.Tier(1), layout.block_size, layout.fingerprint, settings.lookahead_tokens
         )
@@ -194,6 +175,7 @@ class OffloadedRequests:
         if tracked is None:
             return
         self.unpin(tracked)
+        self.loads.cut_off(request, "the request has ended")
         self._choices.forget([request])
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
@@ -214,8 +196,7 @@ class OffloadedRequests:
         for tracked in self._tracked.values():
             self.unpin(tracked)
             tracked.path = None
-        for load in chain(self._planned, *self._loads.values()):
-            load.is_revoked = True
+        self.loads.revoke()
 
     def change_fingerprint(self, fingerprint: bytes) -> None:
         """Hash with another layout from now on; requests that have arrived find and leave nothing."""
@@ -257,10 +238,10 @@ class OffloadedRequests:
         found = self._find(tracked, hashes)
         if found is None:
             return False
-        tracked.found, tracked.start, tracked.limit = found, tracked.device_blocks, len(hashes)
-        if found.lease:
+        (tracked.found, tracked.coming), tracked.start = found, tracked.device_blocks
+        tracked.limit, tracked.arena, tracked.found_at = len(hashes), self._host.arena, tracked.asked_at
+        if tracked.lease:
             self._pinned.add(tracked)
-        tracked.arena, tracked.found_at = self._host.arena, tracked.asked_at
         tracked.deferred_since = None
         self._choices.matched(tracked.request.request_id, tracked.device_blocks, tracked.remaining)
         return True
@@ -270,47 +251,77 @@ class OffloadedRequests:
         if tracked.lease:
             self._host.release(tracked.lease)
             self._pinned.discard(tracked)
-        tracked.found = None
+        tracked.found, tracked.coming = None, 0
 
     def _is_kept(self, tracked: Tracked, limit: int) -> bool:
-        is_same = tracked.found is not None and tracked.arena == self._host.arena
+        is_same = tracked.found is not None and tracked.arena == self._host.arena and not tracked.coming
         if is_same and not tracked.lease and tracked.asked_at - tracked.found_at >= _ASK_AGAIN:
             return False
         return is_same and tracked.start <= tracked.device_blocks and tracked.limit == limit
 
-    def _find(self, tracked: Tracked, hashes: HashArray) -> HostMatch | None:
-        """Ask the host tier; None for later. What the reuse grid does not allow is left out."""
-        fetches, start = self._fetches, tracked.device_blocks
+    def _find(self, tracked: Tracked, hashes: HashArray) -> tuple[HostMatch, int] | None:
+        """Return what the host tier has, and how many blocks after it are coming; None to ask later.
+
+        What the reuse grid does not allow is left out.
+        """
+        start = tracked.device_blocks
         if start >= len(hashes):
-            return NOTHING
-        number = 0
+            return NOTHING, 0
+        found, stop = self._look(tracked, hashes, start)
+        if stop is not None:
+            stop -= stop % self._cell
+            if len(found) and stop > start + len(found):
+                return found, stop - start - len(found)
+        if stop is not None or (found.pending and self._deferred_for(tracked) < self._defer_timeout):
+            self._host.release(found.lease)
+            return None
+        self._unpin_fetch(tracked)
+        count = self._worth_loading(tracked, len(found))
+        if not count:
+            self._host.release(found.lease)
+            return NOTHING, 0
+        fetched = range(min(found.fetched.start, count), min(found.fetched.stop, count))
+        return HostMatch(found.lease, found.blocks.select(slice(count)), fetched=fetched), 0
+
+    def _look(self, tracked: Tracked, hashes: HashArray, start: int) -> tuple[HostMatch, int | None]:
+        """Pin what the host tier has of a path from ``start`` on, and return where its reads in flight end.
+
+        The end is None unless the request waits for reads.
+        """
+        fetches, number = self._fetches, 0
         if fetches is not None and self._may_fetch(tracked):
             number = self._fetch_number(tracked)
             judge = self._choices.reads_for(tracked.request)
             if fetches.must_wait(number, hashes, lambda _: tracked.device_blocks, judge):
-                return None
+                arrived, stop = fetches.promised(number)
+                return self._arrived(hashes, start, number, arrived), stop
         (found,) = self._host.match_paths([(hashes, start)], [number])
-        reads = self._choices.service_reads
+        reads, coming = self._choices.service_reads, found.fetched
         if found.fetching:
-            wait = reads.judge(tracked.request, start, found.fetched.start, found.fetched.stop)
-            if wait is not Wait.WAIT and fetches is not None:
-                fetches.leave(number, keep=wait is Wait.LEAVE)
-                (found,) = self._host.match_paths([(hashes, start)], [0])
-        if not found.fetching:
-            reads.found(tracked.request)
-        if found.fetching:
-            return None
-        if found.pending and self._deferred_for(tracked) < self._defer_timeout:
-            self._host.release(found.lease)
-            return None
-        if fetches is not None:
-            fetches.unpin(number)
-        count = self._worth_loading(tracked, len(found))
-        if not count:
-            self._host.release(found.lease)
+            wait = reads.judge(tracked.request, start, coming.start, coming.stop)
+            if wait is Wait.WAIT or fetches is None:
+                stop = coming.stop if found.is_last else start
+                pinned = self._arrived(hashes, start, 0, coming.start if found.is_last else start)
+                read = range(max(reads.first(tracked.request) - start, 0), len(pinned))
+                return HostMatch(pinned.lease, pinned.blocks, fetched=read), stop
+            fetches.leave(number, keep=wait is Wait.LEAVE)
+            (found,) = self._host.match_paths([(hashes, start)], [0])
+        reads.found(tracked.request)
+        return found, None
+
+    def _arrived(self, hashes: HashArray, start: int, number: int, arrived: int) -> HostMatch:
+        """Pin what has been read of a path of which more is being read; nothing unless all of it is there."""
+        if not self._streams or arrived <= start:
             return NOTHING
-        fetched = range(min(found.fetched.start, count), min(found.fetched.stop, count))
-        return HostMatch(found.lease, found.blocks.select(slice(count)), fetched=fetched)
+        (found,) = self._host.match_paths([(hashes[:arrived], start)], [number])
+        if start + len(found) == arrived:
+            return found
+        self._host.release(found.lease)
+        return NOTHING
+
+    def _unpin_fetch(self, tracked: Tracked) -> None:
+        if self._fetches is not None and tracked.fetch:
+            self._fetches.unpin(tracked.fetch)
 
     def _worth_loading(self, tracked: Tracked, found: int) -> int:
         """Return how many of the blocks found are worth loading, down to the reuse grid."""
@@ -353,51 +364,61 @@ class OffloadedRequests:
 
     # --- loads and offers ---------------------------------------------------------------------------------
 
-    def plan_load(self, tracked: Tracked, offset: int, count: int, copied: int) -> None:
-        """Let a request wait for ``count`` of the blocks found, at this position of the open plan's loads.
+    def plan_load(self, tracked: Tracked, ids: Int32Array, plan: OpenPlan) -> int:
+        """Plan to load the blocks found into these device blocks; return how many of them are planned now."""
+        run, first = tracked.take(len(ids)), tracked.device_blocks
+        tracked.loading_from = first
+        if tracked.coming and len(run) == len(ids):
+            self._leave_fetch(tracked)
+        self.loads.plan(tracked.request, first, ids, run, plan)
+        return len(run)
 
-        ``copied`` of them are among the loads; the engine has no use for the others.
-        """
-        load = OffloadedLoad(tracked, offset, count, tracked.device_blocks, copied)
-        tracked.loading_from = load.first_block
-        self._planned.append(load)
+    def look(self, load: OffloadedLoad) -> tuple[HostMatch, bool]:
+        """Pin the blocks of a load that have been read since its last part; False if no others are waited for."""
+        tracked = self.get(load.request)
+        if tracked is None:
+            return NOTHING, False
+        found, stop = self._look(tracked, self._keys(tracked)[: load.stop], load.planned)
+        if stop is None:
+            self._unpin_fetch(tracked)
+        elif load.planned + len(found) == load.stop:
+            self._leave_fetch(tracked)
+        return found, stop is not None
 
-    def send_loads(self, plan: int) -> None:
+    def _leave_fetch(self, tracked: Tracked) -> None:
+        """Wait for no read any more, as the load needs no other block; what is being read is read to its end."""
+        if self._fetches is not None and tracked.fetch:
+            self._fetches.leave(tracked.fetch, keep=True)
+
+    def _load_ended(self, load: OffloadedLoad, is_whole: bool) -> None:
+        load.request.device_only = load.request.device_only or not is_whole
+        tracked = self.get(load.request)
+        if tracked is not None:
+            tracked.loading_from = None
+            if not is_whole:
+                self._choices.matched(load.request.request_id, load.first, load.whole - load.first)
+
+    # --- for Plans ----------------------------------------------------------------------------------------
+
+    def send_loads(self, plan: TransferPlan) -> None:
         """Let the loads planned in this step wait for this plan's reports."""
-        if self._planned:
-            self._loads[plan], self._planned = self._planned, []
+        self.loads.sent(plan)
 
-    def end_loads(self, plan: int, copied: HashArray) -> list[tuple[str, int, int, int]]:
-        """End the loads of a plan, of which blocks were ``copied``; see ``WaitingRequests``."""
-        ended = []
-        for load in self._loads.pop(plan, ()):
-            count, groups = load.good(copied), self._groups
-            self._end(load, failed=count < load.count)
-            name = load.tracked.request.request_id
-            ended.append((name, load.first_block // groups, count // groups, load.count // groups))
-        return ended
+    def end_loads(self, flight: InFlightPlan) -> list[tuple[str, int, int, int]]:
+        """Count what a plan has loaded. Return nothing: ``loads`` has the outcomes."""
+        self.loads.end_loads(flight)
+        return []
 
     def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
-        """Let the requests that wait for a plan's loads go on without; its report makes no second outcome."""
-        given_up = self._loads.pop(plan, [])
-        for load in given_up:
-            load.tracked.loading_from = None
-            load.tracked.request.device_only = True
-        return [(load.tracked.request.request_id, load.first_block // self._groups) for load in given_up]
+        """End the loads that wait for an overdue plan. Return nothing: ``loads`` has the outcomes."""
+        self.loads.give_up(plan)
+        return []
 
     def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> None:
         """Return None: reports are counted in Python."""
 
     def pass_on_published(self) -> None:
         """Do nothing: the device cache is the engine's."""
-
-    def _end(self, load: OffloadedLoad, *, failed: bool) -> None:
-        load.tracked.loading_from = None
-        if failed:
-            self._counters.loads_failed += 1
-            load.tracked.request.device_only = True
-        else:
-            self._counters.loads_confirmed += 1
 
     def offer(
         self, tracked: Tracked, num_tokens: int, device_ids: Int32Array

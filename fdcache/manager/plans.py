@@ -10,7 +10,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager.handover import Handovers
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.manager.tiers import LowerTiers
-from fdcache.metadata import HashArray, SwapPurpose, TransferPlan, TransferReport
+from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
@@ -19,11 +19,11 @@ from fdcache.tiers.statistics import Counters
 class WaitingRequests(Protocol):
     """The requests that wait for loads: ``LiveRequests``, or those of an engine that owns its device cache."""
 
-    def send_loads(self, plan: int) -> None:
+    def send_loads(self, plan: TransferPlan) -> None:
         """Let the loads planned in this step wait for this plan's reports."""
 
-    def end_loads(self, plan: int, copied: HashArray) -> list[tuple[str, int, int, int]]:
-        """End the loads of a plan, of which blocks were ``copied``.
+    def end_loads(self, flight: InFlightPlan) -> list[tuple[str, int, int, int]]:
+        """End the loads of a plan that every rank has reported.
 
         Return (request id, first block, blocks copied, blocks planned) of each load that a request waits for.
         """
@@ -129,11 +129,14 @@ class Plans:
         now, sent = self._clock(), []
         if not is_empty or not others:
             plan = self._ledger.send(step, now, arena, orders)
-            self._requests.send_loads(plan.plan_id)
+            self._requests.send_loads(plan)
             sent.append(plan)
             orders = None
         for other in others:
-            sent.append(self._ledger.send(other, now, arena, orders))
+            plan = self._ledger.send(other, now, arena, orders)
+            if plan.is_ahead:
+                self._requests.send_loads(plan)
+            sent.append(plan)
             orders = None
         return sent
 
@@ -187,14 +190,11 @@ class Plans:
         return self._end_loads(flight) + self._end_handovers(flight)
 
     def _end_loads(self, flight: InFlightPlan) -> list[LoadOutcome]:
-        loads = flight.swaps.get(SwapPurpose.LOAD)
-        if loads is None:
+        if SwapPurpose.LOAD not in flight.swaps:
             return []
         return [
             self._ended(request_id, first, copied, planned, flight)
-            for request_id, first, copied, planned in self._requests.end_loads(
-                flight.plan.plan_id, loads.flags
-            )
+            for request_id, first, copied, planned in self._requests.end_loads(flight)
         ]
 
     def _end_handovers(self, flight: InFlightPlan) -> list[LoadOutcome]:

@@ -26,8 +26,8 @@ from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager.results import Allocation, MatchResult
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import HashArray, Int32Array, UInt32Array
-from fdcache.plans.ledger import OpenPlan, PlanLedger
+from fdcache.metadata import HashArray, Int32Array, SwapPurpose, TransferPlan, UInt32Array
+from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import HostMatch
 from fdcache.tiers.statistics import Counters
@@ -370,16 +370,17 @@ class LiveRequests:
 
     # --- loads --------------------------------------------------------------------------------------------
 
-    def send_loads(self, plan: int) -> None:
-        """Let the loads planned in this step wait for this plan's reports."""
-        self._blocks.send_loads(plan)
+    def send_loads(self, plan: TransferPlan) -> None:
+        """Let the loads planned in this step wait for this plan's reports; none waits for a load ahead."""
+        if not plan.is_ahead:
+            self._blocks.send_loads(plan.plan_id)
 
-    def end_loads(self, plan: int, copied: HashArray) -> list[tuple[str, int, int, int]]:
-        """End the loads of a plan, of which blocks were ``copied``, and publish what waited for them.
+    def end_loads(self, flight: InFlightPlan) -> list[tuple[str, int, int, int]]:
+        """End the loads of a plan that every rank has reported, and publish what waited for them.
 
         Return (request id, first block, blocks copied, blocks planned) of each load that a request waits for.
         """
-        ended = self._blocks.end_loads(plan, copied)
+        ended = self._blocks.end_loads(flight.plan.plan_id, flight.swaps[SwapPurpose.LOAD].flags)
         self.pass_on_published()
         return ended
 

@@ -127,10 +127,12 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 
     FAILED: discard the tokens of all the request's steps in flight and compute again from token ``recompute_from``,
     in the same blocks. OVERDUE: a rank may still write into the blocks, so preempt the request with
-    ``request_finish``; its next match reuses blocks on the device and loads nothing.
+    ``request_finish``; its next match reuses blocks on the device and loads nothing. ``unplanned``: the device blocks
+    at the end of a load of an ``OffloadManager`` that no plan has loaded, as they did not come from storage in time.
     """
 
     request_id: str
     status: LoadStatus
     recompute_from: int
     error_message: str | None = None
+    unplanned: tuple[int, ...] = ()

@@ -60,6 +60,11 @@ class ServiceReads:
         self._clock = clock
         self._reads: dict[str, _Read] = {}
 
+    def first(self, request: OffloadRequest) -> int:
+        """Return the first block of a request's path that has been read for it, 0 if that is not known."""
+        read = self._reads.get(request.request_id)
+        return 0 if read is None else read.first
+
     def judge(self, request: OffloadRequest, on_device: int, arrived: int, stop: int) -> Wait:
         """Decide on a request that has ``on_device`` blocks: ``arrived`` of its path have come, ``stop`` are to."""
         if stop <= arrived:  # not known yet

@@ -75,6 +75,12 @@ class Fetches(Protocol):
     def unpin(self, number: int) -> None:
         """Unpin blocks that were read: the request has pinned those it uses."""
 
+    def promised(self, number: int) -> tuple[int, int]:
+        """Return how many leading blocks of the path have come, and how many will have once the fetch is done.
+
+        Both are 0 until that is known.
+        """
+
     def leave(self, number: int, *, keep: bool) -> None:
         """Wait for the fetch no longer, and begin no other; ``keep``: what is being read is read to its end."""
 
@@ -184,6 +190,11 @@ class FetchTable:
         """Return how many leading blocks of the path have come, and how many will have with the reads in flight."""
         fetch = self._fetches.get(number)
         return (0, 0) if fetch is None else (fetch.first + fetch.pinned, fetch.stop)
+
+    def promised(self, number: int) -> tuple[int, int]:
+        """Return the same once no reads follow those in flight, (0, 0) before."""
+        fetch = self._fetches.get(number)
+        return (0, 0) if fetch is None or not fetch.is_final else self.progress(number)
 
     def leave(self, number: int, *, keep: bool) -> None:
         """Wait for the fetch no longer; ``keep``: what is being read is read to its end."""

@@ -66,7 +66,7 @@ class HostMatch(msgspec.Struct, frozen=True, eq=False):
 
     ``pending``: the block after the run is being copied here. ``fetched``: positions of the run that were read from
     storage for the request. ``fetching``: the request has to wait for its reads, and nothing was looked up;
-    ``fetched`` is then the part of its path that is still being read.
+    ``fetched`` is then the part of its path that is still being read; ``is_last``: no other will be.
     """
 
     lease: int
@@ -74,6 +74,7 @@ class HostMatch(msgspec.Struct, frozen=True, eq=False):
     pending: bool = False
     fetched: range = range(0)
     fetching: bool = False
+    is_last: bool = False
 
     def __len__(self) -> int:
         return len(self.blocks)

@@ -85,6 +85,7 @@ class Counters(msgspec.Struct):
     loads_confirmed: int = 0
     loads_failed: int = 0
     loads_overdue: int = 0
+    loads_cut_short: int = 0
     blocks_loaded: int = 0
     blocks_loaded_ahead: int = 0
     blocks_evicted_to_host: int = 0

@@ -328,8 +328,9 @@ class StorageReads:
         return not fetch.done
 
     def _join(self, fetch: Fetch, start: int, stop: int) -> None:
-        """Wait for blocks that another fetch reads, or that are being copied from the device."""
-        block = fetch.hashes[start].tobytes()
+        """Wait for blocks that other fetches read, or that are being copied from the device."""
+        hashes = fetch.hashes
+        block = hashes[start].tobytes()
         read = self._by_block.get(block)
         if read is None:
             self._waiting.wait_for_copy(fetch, block)
@@ -337,16 +338,20 @@ class StorageReads:
         if read.order.failed:
             fetch.done = True  # it is overdue, and may never end
             return
-        read.waiters[fetch] = None
-        self._unneeded.pop(read, None)
-        fetch.reads.append(read)
-        fetch.stop = max(fetch.stop, min(stop, start + len(read.hashes) - read.hashes.index(block)))
+        while read is not None and not read.order.failed:
+            read.waiters[fetch] = None
+            self._unneeded.pop(read, None)
+            fetch.reads.append(read)
+            start = min(stop, start + len(read.hashes) - read.hashes.index(hashes[start].tobytes()))
+            read = self._by_block.get(hashes[start].tobytes()) if start < stop else None
+        fetch.stop = max(fetch.stop, start)
+        fetch.is_final = start == len(hashes) or self._index.run(hashes, start) == 0
         fetch.since, fetch.ahead = self._clock(), 0
         self._counters.prefetches_shared += 1
 
     def _read(self, fetch: Fetch, start: int, stop: int) -> bool:
         """Reserve host blocks as far as there is room, and order the read; return False for nothing to read."""
-        hashes = fetch.hashes
+        hashes, wanted = fetch.hashes, stop
         stop = min(stop, start + self._most_in_flight - self._blocks_in_flight - self._blocks_pinned)
         self._make_room(stop - start)
         while start < stop:
@@ -366,6 +371,7 @@ class StorageReads:
         if not len(source):
             return False
         self._order(fetch, source, start, taken.slots[: len(source)], taken.generations[: len(source)])
+        fetch.is_final = fetch.stop == wanted
         return True
 
     def _give_back(self, slots: Int32Array) -> None:

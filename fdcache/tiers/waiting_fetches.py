@@ -45,7 +45,8 @@ class Fetch:
 
     ``on_device`` returns how many leading blocks its device has; a read that ends there is not worth it. A wait for
     the fetch ends at ``deadline``, one second later for every ``bandwidth`` bytes that are read. Blocks that have come
-    are pinned under ``lease`` until the request's match: ``pinned`` of them. ``judge`` ends the wait earlier: the reads
+    are pinned under ``lease`` until the request's match: ``pinned`` of them. ``is_final``: no others follow the reads
+    in flight. ``judge`` ends the wait earlier: the reads
     in flight began at ``since``, behind ``ahead`` blocks of others.
     """
 
@@ -60,6 +61,7 @@ class Fetch:
     ahead: int = 0
     reads: list[Read] = field(default_factory=list)
     done: bool = False
+    is_final: bool = False
     lease: int = 0
     pinned: int = 0
 

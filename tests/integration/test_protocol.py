@@ -25,12 +25,14 @@ from fdcache.service.wire.protocol import (
     Refill,
     Refused,
     Register,
+    Registered,
     Request,
     decode_answer,
 )
 from tests.service_engine import PROMPT, Engine, layout
 from tests.service_help import TIMEOUT, local_service, until
 from tests.service_line import Line, code, ints, numbers, register, runs_of
+from tests.service_messages import ANSWERS, REQUESTS, tag_of
 
 
 class TestRefusals:
@@ -203,4 +205,27 @@ def test_a_client_that_does_not_read_slows_only_itself(tmp_path: Path) -> None:
         assert slots["free"] + client["stock"] >= before - 10
         assert service.ask("integrity") == []
         slow.close()
+        live.close()
+
+
+class TestAnswers:
+    def test_each_request_has_the_answer_that_the_reference_names(self, line: Line) -> None:
+        service, connection = line
+        live, worker = register(connection, service.directory), LiveFile(service.directory)
+        session = connection.session
+        for example in REQUESTS:
+            connection.session = session
+            body = example
+            if isinstance(body, Register):
+                body = Register(layout().to_json().encode(), live.live, "again")
+            elif isinstance(body, Attach):
+                body = Attach(0, msgspec.structs.replace(worker.live, engine=live.live.path))
+            elif isinstance(body, Publish):
+                slot = next(iter(service.service.clients[session].stock))
+                body = msgspec.structs.replace(body, slots=ints(slot))
+            answer, _ = connection.call(body, TIMEOUT)
+            assert tag_of(type(answer)) == ANSWERS[tag_of(type(body))], body
+            session = answer.session if isinstance(answer, Registered) else session
+        assert service.ask("integrity") == []
+        worker.close()
         live.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def test_three_ways_are_measured_from_each_tier(tmp_path: Path, monkeypatch: pyt
     flags = [*ON_CPU, "--part", "recompute", "--lengths", "64", "--rounds", "2", "--slowed", "0.01", "0"]
     assert ttft.main([*flags, "--storage", str(tmp_path), "--json", str(found)]) == 0
     rows = json.loads(found.read_text())["recompute"]
+    assert {row["disk by"] for row in rows} == {"fio" if shutil.which("fio") else "threads"}
     assert [(row["from"], row["storage GB/s"]) for row in rows] == [
         ("storage", "own"),
         ("storage", 0.01),

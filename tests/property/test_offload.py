@@ -53,6 +53,8 @@ class Engine:
         host_blocks: int = 14,
         windows: tuple[int, ...] = (),
         skew: int = 0,
+        head_dim: int = 8,
+        **options: Any,
     ) -> None:
         self.random = random.Random(seed)
         self.failures = 0.0
@@ -60,13 +62,14 @@ class Engine:
         self.groups = len(self.windows)
         self.skew = skew
         self.offload = OffloadEngine(
-            layout=uniform_layout(block_size=BLOCK, num_layers=2, windows=windows),
+            layout=uniform_layout(block_size=BLOCK, num_layers=2, head_dim=head_dim, windows=windows),
             device_blocks=DEVICE_BLOCKS * self.groups,
             host_blocks=host_blocks,
             policy=policy,
             device=lambda: GatedDevice(self.failing),
             clean_reserve=2,
             defer_timeout=3.0,
+            **options,
         )
         self.manager = self.offload.manager
         device = self.offload.devices[0]

@@ -39,7 +39,7 @@ from fdcache.integrations.vllm.keys import request_of
 from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports
 from fdcache.integrations.vllm.scheduler import SchedulerSide, table_of
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
-from fdcache.integrations.vllm.worker import WorkerSide
+from fdcache.integrations.vllm.worker import WorkerSide, _Arrivals
 from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
 from fdcache.manager import OffloadManager
 from fdcache.settings import Settings
@@ -72,7 +72,7 @@ class Engine:
         }
         settings = Settings.load(environ=given | variables)
         self.events = EventTranslator()
-        self.manager = OffloadManager.from_settings(layout, self.events.enable(settings))
+        self.manager = OffloadManager.from_settings(layout, self.events.enable(settings), streams=True)
         self.side = SchedulerSide(self.manager, self.events)
         self.worker = WorkerSide(settings, layout, 0)
         self.pages = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in ("0", "1")}
@@ -477,3 +477,21 @@ def test_one_wrong_byte_in_host_memory_costs_its_block_alone(engine: Engine) -> 
 
 def test_reports_of_ranks_are_aggregated() -> None:
     assert WorkerReports([b"a"]).aggregate(WorkerReports([b"b"])).reports == [b"a", b"b"]
+
+
+def test_a_request_is_received_when_the_last_of_its_plans_has_ended_in_any_order() -> None:
+    arrivals = _Arrivals()
+    for request_id in ("a", "a", "b"):
+        arrivals.waits(request_id)
+    arrivals.ended("a")
+    assert arrivals.take() == set(), "more of it will be planned"
+    arrivals.waits("a")
+    arrivals.planned("a")
+    arrivals.ended("a")
+    assert arrivals.take() == set(), "an earlier plan is in flight"
+    arrivals.ended("a")
+    arrivals.planned("b")
+    assert arrivals.take() == {"a"}
+    arrivals.ended("b")
+    arrivals.planned("never loaded")
+    assert arrivals.take() == {"b", "never loaded"}

@@ -75,7 +75,7 @@ def test_requests_admitted_in_one_step_wait_for_plans_of_their_own(
 ) -> None:
     engine.answers(prompts)
     engine.forget_device()
-    waiting: list[list[list[str]]] = []
+    waiting: list[list[dict[str, bool]]] = []
     step = engine.side.step
 
     def observed(output: Any) -> Any:

@@ -53,7 +53,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             self._events = EventTranslator() if events is not None and events.enable_kv_cache_events else None
             if self._events is not None:
                 settings = self._events.enable(settings)
-            manager = OffloadManager.from_settings(layout, settings)
+            manager = OffloadManager.from_settings(layout, settings, streams=True)
             self._scheduler = SchedulerSide(manager, self._events)
             self._stats = StatsDelta(manager)
         else:

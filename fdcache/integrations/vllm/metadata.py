@@ -18,14 +18,15 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Copies of one step, for every rank.
 
     ``plans``: encoded ``TransferPlan`` records in order. ``loads``: ids of the requests that wait for a plan, by its
-    number. ``unloaded``: device blocks of requests whose load could not be planned, which they compute.
+    number; True if it is the last one that they wait for. ``unloaded``: device blocks of requests whose load could not
+    be planned, which they compute; they wait for no other plan.
     ``is_late``: a step has gone without its plan, this or the one before. Its blocks may be overwritten: plans are
     refused, and what earlier plans copy out of the device does not count. ``host_cache``: with the first step.
     ``timed``: number under which workers report the step's seconds, 0 for none.
     """
 
     plans: list[bytes] = field(default_factory=list)
-    loads: dict[int, list[str]] = field(default_factory=dict)
+    loads: dict[int, dict[str, bool]] = field(default_factory=dict)
     unloaded: dict[str, list[int]] = field(default_factory=dict)
     is_late: bool = False
     host_cache: HostCache | None = None

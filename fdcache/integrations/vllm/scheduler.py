@@ -17,7 +17,7 @@ from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
 from fdcache.integrations.vllm.metadata import StepMetadata
 from fdcache.integrations.vllm.timing import StepTimes
-from fdcache.manager import NO_BLOCK, MatchStatus, OffloadManager, Request
+from fdcache.manager import NO_BLOCK, LoadOutcome, MatchStatus, OffloadManager, Request
 from fdcache.metadata import Int32Array, TransferReport, decode_report, decode_scan, encode
 from fdcache.settings.cache import WritePolicy
 
@@ -84,7 +84,7 @@ class SchedulerSide:
         )
         self._blocks_of_offer = max(min(shortest // self._block_size, _BLOCKS_OF_OFFER), 1)
         self._running: dict[str, _Running] = {}
-        self._loads: list[str] = []
+        self._has_loads = False
         self._made = StepMetadata()
         self._unloaded: dict[str, list[int]] = {}
         self._reports: list[TransferReport] = []
@@ -154,7 +154,7 @@ class SchedulerSide:
                 loaded = self.manager.load(known.request, self._table(known.blocks[first : first + count]))
         finally:
             if loaded:
-                self._loads.append(source.request_id)
+                self._has_loads = True
             if loaded < count:
                 # Asked again, it would be promised the blocks again; vLLM then admits nobody behind it.
                 if known is not None:
@@ -222,7 +222,7 @@ class SchedulerSide:
         self._reset_device()
         if self.manager.settings.write_policy is WritePolicy.WRITE_BACK:
             self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
-        self.manager.expire()
+        self._learn_ends(self.manager.expire())
         self._take_plans(is_patient=is_patient)
 
     def _close_loads(self) -> None:
@@ -230,14 +230,15 @@ class SchedulerSide:
 
         After a step that failed, the requests that are lost come before any plan.
         """
-        if self._loads and not (self._is_lost or self._is_late):
+        if self._has_loads and not (self._is_lost or self._is_late):
             self._take_plans()
 
     def _take_plans(self, *, is_patient: bool = True) -> None:
         for plan in self.manager.take_plans(is_patient=is_patient):
             self._made.plans.append(encode(plan))
-            if plan.loads is not None and self._loads:
-                self._made.loads[plan.plan_id], self._loads = self._loads, []
+            if plan.loads is not None:
+                self._made.loads[plan.plan_id] = self.manager.loads_of(plan.plan_id)
+        self._has_loads = False
 
     def _lose_requests(self, *, are_blocks_known: bool) -> None:
         """Store nothing more of the requests so far, whose block tables may be wrong; what is being loaded goes on.
@@ -371,12 +372,18 @@ class SchedulerSide:
         pending, self._reports = self._reports, []
         for report in pending:
             try:
-                self.manager.apply([report])
+                self._learn_ends(self.manager.apply([report]))
             except FdcacheError as error:
                 self._count("a report was not counted: %s", error)
             except Exception:  # noqa: BLE001 - logged by _count
                 self._count("counting a report failed", exc_info=True)
                 self._reports.append(report)
+
+    def _learn_ends(self, outcomes: Iterable[LoadOutcome]) -> None:
+        """Let requests compute what did not come from storage. What a plan has failed to load the ranks have told."""
+        for outcome in outcomes:
+            if outcome.unplanned:
+                self._unloaded.setdefault(outcome.request_id, []).extend(outcome.unplanned)
 
     @property
     def has_pending_work(self) -> bool:

@@ -21,6 +21,7 @@ _COUNTERS = {
     "loads_confirmed": "Loads of requests that every rank completed.",
     "loads_failed": "Loads of requests that failed; their tokens were computed.",
     "loads_overdue": "Loads of requests that missed their deadline.",
+    "loads_cut_short": "Loads whose last blocks did not come from storage in time, or whose request ended before.",
     "blocks_loaded": "Blocks copied from host memory to the device.",
     "blocks_backed_up": "Blocks copied from the device to host memory.",
     "blocks_evicted_to_host": "Blocks copied to host memory before vLLM gave them away.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -28,9 +28,43 @@ class _Load:
 
     __slots__ = ("blocks", "requests")
 
-    def __init__(self, requests: list[str], plan: TransferPlan) -> None:
-        self.requests = requests
+    def __init__(self, requests: Iterable[str], plan: TransferPlan) -> None:
+        self.requests = list(requests)
         self.blocks = [] if plan.loads is None else plan.loads.dst_block_ids.tolist()
+
+
+class _Arrivals:
+    """Requests whose blocks are loaded by one plan or more. One is received when all its plans have ended."""
+
+    def __init__(self) -> None:
+        self._plans: dict[str, int] = {}
+        self._planned: set[str] = set()
+        self._received: set[str] = set()
+
+    def waits(self, request_id: str) -> None:
+        """Let a request wait for one plan more."""
+        self._plans[request_id] = self._plans.get(request_id, 0) + 1
+
+    def ended(self, request_id: str) -> None:
+        """Count a plan that has ended, well or not."""
+        self._plans[request_id] -= 1
+        self._receive(request_id)
+
+    def planned(self, request_id: str) -> None:
+        """Learn that no other plan follows."""
+        self._planned.add(request_id)
+        self._receive(request_id)
+
+    def take(self) -> set[str]:
+        """Return the requests received since the last call."""
+        taken, self._received = self._received, set()
+        return taken
+
+    def _receive(self, request_id: str) -> None:
+        if request_id in self._planned and not self._plans.get(request_id):
+            self._planned.remove(request_id)
+            self._plans.pop(request_id, None)
+            self._received.add(request_id)
 
 
 class WorkerSide:
@@ -49,7 +83,7 @@ class WorkerSide:
         self._copies_out: dict[int, TransferPlan] = {}
         self._overwritten: dict[int, TransferPlan] = {}
         self._reports: list[TransferReport] = []
-        self._received: set[str] = set()
+        self._arrivals = _Arrivals()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
         self._on_gpu = False
@@ -93,10 +127,7 @@ class WorkerSide:
         if controller is None:
             return
         self.attach(step.host_cache)
-        for request_id, blocks in step.unloaded.items():
-            self._fail([request_id], blocks)
-            if not any(request_id in requests for requests in step.loads.values()):
-                self._received.add(request_id)
+        self._learn_loads(step)
         if step.is_late:
             self._overwritten |= self._copies_out
         stream = torch.cuda.current_stream() if self._on_gpu and step.plans else None
@@ -118,6 +149,19 @@ class WorkerSide:
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
         self._timer.begin(step.timed, on_gpu=self._on_gpu)
 
+    def _learn_loads(self, step: StepMetadata) -> None:
+        """Learn for which plans requests wait, and which of them wait for no others."""
+        planned = [each for each in step.unloaded if not any(each in loads for loads in step.loads.values())]
+        for requests in step.loads.values():
+            for request_id, is_last in requests.items():
+                self._arrivals.waits(request_id)
+                if is_last:
+                    planned.append(request_id)
+        for request_id in planned:
+            self._arrivals.planned(request_id)
+        for request_id, blocks in step.unloaded.items():
+            self._fail([request_id], blocks)
+
     def computed(self) -> None:
         """End the time of a step whose work is submitted."""
         self._timer.end(on_gpu=self._on_gpu)
@@ -128,22 +172,22 @@ class WorkerSide:
 
     def poll(self) -> set[str]:
         """Collect what has ended; return the requests whose loads have, well or not."""
-        received, self._received = self._received, set()
         if self._controller is None:
-            return received
+            return self._arrivals.take()
         reports = [self._without_overwritten(report) for report in self._controller.poll()]
         self._reports += reports
         for report in reports:
             load = self._loads.pop(report.plan_id, None)
             if load is None:
                 continue
-            received.update(load.requests)
+            for request_id in load.requests:
+                self._arrivals.ended(request_id)
             results = [result for result in report.results if result.purpose is SwapPurpose.LOAD]
             bad = load.blocks if report.refused or not results else []
             bad = [*bad, *(load.blocks[i] for result in results for i in result.failed.tolist())]
             if bad:
                 self._fail(load.requests, bad)
-        return received
+        return self._arrivals.take()
 
     def _fail(self, requests: Sequence[str], blocks: Sequence[int]) -> None:
         """Let vLLM compute blocks; with several groups or windows it computes their requests from the beginning."""

@@ -62,6 +62,10 @@ class RemoteFetches:
     def unpin(self, number: int) -> None:
         """Do nothing: the service unpins with the look-up."""
 
+    def promised(self, number: int) -> tuple[int, int]:
+        """Return nothing: the service answers this with the look-up."""
+        return 0, 0
+
     def storage_use(self, number: int) -> int:
         """Return 0 without a number, 1 if the service may read blocks for it, 2 if it does."""
         return 0 if not number or number in self._left else 2 if number in self._known else 1

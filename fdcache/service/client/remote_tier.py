@@ -20,6 +20,7 @@ from fdcache.service.client.holds import RemoteFetches
 from fdcache.service.client.session import Outbox, Session, SessionKeeper
 from fdcache.service.wire.protocol import (
     FETCHING,
+    FETCHING_LAST,
     MAX_BLOCKS,
     MAX_PATHS,
     Ask,
@@ -215,8 +216,9 @@ class RemoteHostTier:
         matches, end = [], 0
         for i, ((hashes, start), run, size) in enumerate(zip(paths, runs, counts, strict=True)):
             first, end = end, end + size
-            if states and states[i] == FETCHING:
-                matches.append(HostMatch(0, fetched=range(*fetched[i]), fetching=True))
+            if states and states[i] in (FETCHING, FETCHING_LAST):
+                is_last = states[i] == FETCHING_LAST
+                matches.append(HostMatch(0, fetched=range(*fetched[i]), fetching=True, is_last=is_last))
                 continue
             if start + size < len(hashes):
                 self._count_in_flight_miss(session, hashes[start + size])

@@ -12,6 +12,7 @@ from fdcache.service.server.clients import Client
 from fdcache.service.wire.protocol import (
     FETCHED,
     FETCHING,
+    FETCHING_LAST,
     MAX_BLOCKS,
     MAX_PATHS,
     NOT_FETCHED,
@@ -74,7 +75,7 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> Ma
         first, end = end, end + size
         path, number = hashes[first:end], int(numbers[i]) if len(numbers) else 0
         if number and may_read and client.fetches.must_wait(number, path, _constant(start)):
-            states[i] = FETCHING
+            states[i] = FETCHING_LAST if any(client.fetches.promised(number)) else FETCHING
             fetched[i] = client.fetches.progress(number)
             continue
         if paused:

@@ -203,10 +203,10 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
     ``runs`` has the numbers of the request, 0 for a path of which nothing is pinned.
 
     ``fetched``, int32, has two numbers for each path: the first of these blocks that storage delivered for the request,
-    and the first behind those; while its state is ``FETCHING``, those of its path that are still being read.
+    and the first behind those; while it is being fetched, those of its path that are still being read.
     ``states``, uint8, is ``NOT_FETCHED`` when the service keeps nothing for the request, ``FETCHED`` when it keeps
-    something until ``EndFetches``, ``FETCHING`` when the look-up must be retried as well. Both are empty when no path
-    has a number.
+    something until ``EndFetches``, ``FETCHING`` when the look-up must be retried as well, ``FETCHING_LAST`` when in
+    addition no reads will follow those in flight. Both are empty when no path has a number.
     """
 
     runs: bytes
@@ -218,7 +218,7 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
     states: bytes = b""
 
 
-NOT_FETCHED, FETCHED, FETCHING = range(3)
+NOT_FETCHED, FETCHED, FETCHING, FETCHING_LAST = range(4)
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):

@@ -1,0 +1,460 @@
+"""An engine's blocks are loaded to its device while its request waits for later ones from storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from fdcache.manager import LoadOutcome, LoadStatus, MatchStatus, OffloadMatch, Request
+from fdcache.metadata import CacheSwapMetadata
+from fdcache.service.server import storage_opening
+from fdcache.settings.cache import PrefetchPolicy, WritePolicy
+from fdcache.storage.connector import ConnectorContext
+from fdcache.tiers import storage_reads
+from fdcache.tiers.statistics import Counters
+from tests.offload_engine import BLOCK, GatedDevice, OffloadEngine, ids, prompt
+from tests.service_help import TIMEOUT, LocalService, local_service, until
+from tests.storage_engine import SlowStore
+from tests.storage_help import storage_layout
+
+LAYOUT = storage_layout(block_size=BLOCK, num_layers=2, tp_size=2)
+BLOCKS = 8
+PROMPT = prompt(*range(1, BLOCKS + 1))
+INTO = [8, 1, 6, 3, 4, 5, 2, 7]
+FAILED, CONFIRMED = LoadStatus.FAILED, LoadStatus.CONFIRMED
+WAIT_COMPLETE = PrefetchPolicy.WAIT_COMPLETE
+
+
+class Streaming(OffloadEngine):
+    """An engine of two ranks with a path of eight blocks in storage. Each read brings two of them, when it may."""
+
+    def __init__(
+        self,
+        folder: Path,
+        policy: WritePolicy = WritePolicy.WRITE_BACK,
+        prefetch: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
+    ) -> None:
+        self.bad_position: int | None = None
+        super().__init__(
+            layout=LAYOUT,
+            folder=folder,
+            store=SlowStore,
+            streams=True,
+            prefetch=prefetch,
+            policy=policy,
+            device=lambda: GatedDevice(self._choose),
+        )
+        self.outcomes: list[LoadOutcome] = []
+        for disk in self.disks:
+            disk.gate.clear()
+
+    def _choose(self, swap: CacheSwapMetadata) -> list[int]:
+        return [] if self.bad_position is None else [self.bad_position]
+
+    @property
+    def disks(self) -> list[SlowStore]:
+        return [cast(SlowStore, store) for store in self.stores]
+
+    def turn(self) -> None:
+        self.step()
+        self.collect_only()
+
+    def turns(self) -> bool:
+        """Step, for conditions that are waited for."""
+        self.turn()
+        return True
+
+    def collect_only(self) -> None:
+        self.outcomes += self.manager.apply([report for rank in self.ranks for report in rank.poll()])
+        self.outcomes += self.manager.expire()
+
+    def loads(self, blocks: int) -> None:
+        """Step until so many blocks have been loaded."""
+
+        def loaded() -> bool:
+            self.turn()
+            return self.manager.get_stats().counters.blocks_loaded >= blocks
+
+        until(loaded, f"{blocks} blocks are loaded")
+
+    def read(self) -> None:
+        """Let the disks answer one read, and wait until the host has its blocks."""
+        before = self.manager.get_stats().counters.blocks_prefetched
+        for disk in self.disks:
+            disk.allow(1)
+
+        def arrived() -> bool:
+            self.collect_only()
+            return self.manager.get_stats().counters.blocks_prefetched == before + 2
+
+        until(arrived, "the blocks are on the host")
+
+    def promised(self, request: Request) -> OffloadMatch:
+        """Begin a request, of which the first two blocks have been read, and return what it is promised."""
+        self.manager.begin(request)
+        self.turn()
+        assert self.manager.match(request, 0).status is MatchStatus.DEFERRED
+        self.read()
+        return self.manager.match(request, 0)
+
+    def loading(self, request: Request) -> None:
+        """Begin a request whose first two blocks are loaded, while the others are read."""
+        self.promised(request)
+        assert self.manager.load(request, ids(*INTO)) == BLOCKS
+        self.loads(2)
+
+    def open_disks(self) -> None:
+        for disk in self.disks:
+            disk.gate.set()
+
+    def ended(self) -> LoadOutcome:
+        """Step until the load has ended; return how."""
+
+        def has_ended() -> bool:
+            self.turn()
+            return bool(self.outcomes)
+
+        until(has_ended, "the load ends")
+        (outcome,) = self.outcomes
+        return outcome
+
+    def close(self) -> None:
+        self.open_disks()
+        super().close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    writer = OffloadEngine(layout=LAYOUT, folder=tmp_path)
+    writer.stored("first", PROMPT, list(range(BLOCKS)))
+    writer.settle()
+    assert writer.manager.get_stats().counters.blocks_stored == BLOCKS
+    writer.close()
+    monkeypatch.setattr(storage_reads, "MOST_GROUP_BYTES", 2 * 2 * LAYOUT.record_bytes)
+    return tmp_path
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Streaming]:
+    made = Streaming(folder)
+    yield made
+    made.close()
+
+
+def test_blocks_are_loaded_while_later_ones_are_read(engine: Streaming) -> None:
+    request = Request("a", PROMPT)
+    match = engine.promised(request)
+    assert (match.num_tokens, match.from_storage) == (BLOCKS * BLOCK, BLOCKS * BLOCK)
+    assert engine.manager.load(request, ids(*INTO)) == BLOCKS
+    engine.loads(2)
+    for have in (2, 4, 6):
+        assert engine.holds(request, INTO[:have])
+        assert engine.manager.get_stats().counters.blocks_loaded == have
+        assert not engine.outcomes and engine.manager.has_pending_work
+        engine.read()
+        engine.loads(have + 2)
+    assert engine.ended() == LoadOutcome("a", CONFIRMED, BLOCKS * BLOCK)
+    assert engine.holds(request, INTO)
+    counters = engine.manager.get_stats().counters
+    assert (counters.blocks_loaded_ahead, counters.storage_hit_tokens) == (6, BLOCKS * BLOCK)
+    assert (counters.loads_confirmed, counters.loads_failed) == (1, 0)
+    engine.manager.finish(request)
+
+
+def test_a_plan_tells_which_loads_end_with_it(engine: Streaming) -> None:
+    request = Request("a", PROMPT)
+    engine.promised(request)
+    engine.manager.load(request, ids(*INTO))
+    told = []
+    engine.open_disks()
+    while not engine.outcomes:
+        for plan in engine.manager.take_plans():
+            for counter in engine.submit([plan]):
+                counter.wait_all()
+            told += [(plan.is_ahead, last) for last in engine.manager.loads_of(plan.plan_id).values()]
+        engine.outcomes += engine.collect()
+    assert told[0] == (False, False) and told[-1] == (True, True)
+    assert not any(last for _, last in told[:-1])
+    engine.manager.finish(request)
+
+
+def test_a_request_that_is_not_admitted_is_promised_the_same_again(engine: Streaming) -> None:
+    request = Request("a", PROMPT)
+    assert engine.promised(request).num_tokens == BLOCKS * BLOCK
+    engine.manager.unmatch(request)
+    assert engine.manager.match(request, 0).num_tokens == BLOCKS * BLOCK
+    assert engine.manager.match(request, BLOCK).num_tokens == (BLOCKS - 1) * BLOCK
+    assert engine.manager.match(request, 3 * BLOCK).status is MatchStatus.DEFERRED
+    engine.read()
+    assert engine.manager.match(request, 3 * BLOCK).num_tokens == (BLOCKS - 3) * BLOCK
+    assert engine.manager.load(request, ids(*INTO[3:])) == BLOCKS - 3
+    engine.open_disks()
+    assert engine.ended().status is CONFIRMED
+    assert engine.holds(request, INTO[3:], first=3)
+    engine.manager.finish(request)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+def test_less_may_be_loaded_than_was_promised(engine: Streaming, blocks: int) -> None:
+    request = Request("a", PROMPT)
+    engine.promised(request)
+    assert engine.manager.load(request, ids(*INTO[:blocks])) == blocks
+    engine.open_disks()
+    assert engine.ended() == LoadOutcome("a", CONFIRMED, blocks * BLOCK)
+    assert engine.holds(request, INTO[:blocks])
+    engine.manager.finish(request)
+
+
+def test_a_read_that_fails_ends_the_load_there(engine: Streaming) -> None:
+    request = Request("a", PROMPT)
+    engine.loading(request)
+    engine.read()
+    engine.loads(4)
+    engine.disks[1].fails = True
+    engine.open_disks()
+    outcome = engine.ended()
+    assert (outcome.status, outcome.recompute_from) == (FAILED, 4 * BLOCK)
+    assert outcome.unplanned == tuple(INTO[4:])
+    assert engine.holds(request, INTO[:4])
+    assert engine.manager.match(request, 4 * BLOCK).num_tokens == 0, "it is not loaded a second time"
+    engine.manager.finish(request)
+    engine.disks[1].fails = False
+
+
+def test_a_copy_that_fails_ends_the_load_before_it(engine: Streaming) -> None:
+    request = Request("a", PROMPT)
+    engine.loading(request)
+    engine.bad_position = 1
+    engine.read()
+    outcome = engine.ended()
+    assert (outcome.status, outcome.recompute_from) == (FAILED, 3 * BLOCK)
+    assert outcome.unplanned == tuple(INTO[4:])
+    assert "rank" in str(outcome.error_message)
+    assert engine.holds(request, INTO[:3])
+    engine.bad_position = None
+    engine.manager.finish(request)
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_an_aborted_load_ends_once_its_copies_have(engine: Streaming, is_planned: bool) -> None:
+    request = Request("a", PROMPT)
+    engine.loading(request)
+    engine.read()
+    plans = engine.manager.take_plans() if is_planned else []
+    engine.manager.finish(request)
+    assert engine.manager.get_stats().live_requests == 0
+    if is_planned:
+        assert engine.manager.expire() == []
+        engine.submit(plans)
+    outcome = engine.ended()
+    have = 4 if is_planned else 2
+    assert (outcome.status, outcome.recompute_from) == (FAILED, have * BLOCK)
+    assert outcome.unplanned == tuple(INTO[have:])
+    assert outcome.error_message == "the request has ended"
+
+
+@pytest.mark.parametrize("reset", ["host", "rank"])
+def test_a_reset_ends_the_load_with_nothing(engine: Streaming, reset: str) -> None:
+    request = Request("a", PROMPT)
+    engine.loading(request)
+    if reset == "host":
+        engine.manager.reset_cache()
+    else:
+        engine.outcomes += engine.manager.worker_lost(1)
+    engine.open_disks()
+    outcome = engine.ended()
+    assert (outcome.status, outcome.recompute_from) == (FAILED, 0)
+    assert outcome.unplanned == tuple(INTO[2:])
+    engine.manager.finish(request)
+
+
+def test_a_load_whose_report_is_overdue_ends_once(engine: Streaming) -> None:
+    request = Request("a", PROMPT)
+    engine.promised(request)
+    engine.manager.load(request, ids(*INTO))
+    plans = engine.manager.take_plans()
+    engine.now += engine.manager.settings.plan_timeout + 1
+    (outcome,) = engine.manager.expire()
+    assert (outcome.status, outcome.recompute_from) == (LoadStatus.OVERDUE, 0)
+    assert outcome.unplanned == tuple(INTO[2:])
+    engine.submit(plans)
+    engine.open_disks()
+    assert engine.settle() == []
+    engine.manager.finish(request)
+
+
+def test_other_requests_share_the_reads_of_a_load(engine: Streaming) -> None:
+    first, second = Request("a", PROMPT), Request("b", PROMPT)
+    engine.loading(first)
+    engine.manager.begin(second)
+    assert engine.manager.match(second, 0).num_tokens == BLOCKS * BLOCK
+    assert engine.manager.load(second, ids(*range(9, 9 + BLOCKS - 1))) == BLOCKS - 1
+    engine.open_disks()
+    until(lambda: engine.turns() and len(engine.outcomes) == 2, "both have ended")
+    assert {outcome.status for outcome in engine.outcomes} == {CONFIRMED}
+    assert engine.holds(first, INTO)
+    assert engine.holds(second, list(range(9, 9 + BLOCKS - 1)))
+    assert sum(engine.disks[0].reads) == BLOCKS, "nothing is read twice"
+    engine.manager.finish(first)
+    engine.manager.finish(second)
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH])
+def test_no_part_is_loaded_before_its_device_blocks_are_copied_out(folder: Path, policy: WritePolicy) -> None:
+    """With write_through the copies are backups of an earlier plan, which the device holds up."""
+    engine = Streaming(folder, policy)
+    for device in engine.devices:
+        cast(GatedDevice, device).is_gated = True
+    other = Request("other", prompt(*range(50, 50 + BLOCKS)))
+    engine.manager.begin(other)
+    assert engine.manager.match(other, 0).num_tokens == 0
+    engine.compute(other, INTO)
+    engine.manager.offer(other, other.num_tokens, ids(*INTO))
+    engine.manager.finish(other)
+    request = Request("a", PROMPT)
+    engine.promised(request)
+    engine.manager.load(request, ids(*INTO))
+    first = engine.manager.take_plans()
+    engine.submit(first)
+    engine.read()
+    (second,) = engine.manager.take_plans()
+    assert set(second.after) == {first[0].plan_id, *first[0].after}
+    engine.submit([second])
+    for device in engine.devices:
+        cast(GatedDevice, device).open()
+    engine.open_disks()
+    assert engine.ended().status is CONFIRMED
+    assert engine.holds(request, INTO)
+    until(lambda: engine.turns() and not engine.manager.has_pending_work, "all copies have ended")
+    counters = engine.manager.get_stats().counters
+    assert counters.blocks_evicted_to_host + counters.blocks_backed_up == BLOCKS
+    assert engine.wrong_records() == 0
+    engine.manager.finish(request)
+    engine.close()
+
+
+# --- storage of a service ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """An engine of a service, and the service's disk."""
+
+    service: LocalService
+    disk: SlowStore
+    engine: OffloadEngine
+
+    def match(self, request: Request, device_tokens: int = 0) -> OffloadMatch:
+        self.engine.step()
+        return self.engine.manager.match(request, device_tokens)
+
+    def loading(self, request: Request) -> list[LoadOutcome]:
+        """Begin a request whose first two blocks are loaded, while the others are read."""
+        self.engine.manager.begin(request)
+        assert self.match(request).status is MatchStatus.DEFERRED
+        self.disk.allow(1)
+        until(lambda: self.match(request).status is MatchStatus.MATCHED, "two blocks are there")
+        match = self.match(request)
+        assert (match.num_tokens, match.from_storage) == (BLOCKS * BLOCK, BLOCKS * BLOCK)
+        assert self.engine.manager.load(request, ids(*INTO)) == BLOCKS
+        outcomes: list[LoadOutcome] = []
+        until(lambda: self.turns(outcomes) and self.counters.blocks_loaded == 2, "they are loaded")
+        assert not outcomes
+        return outcomes
+
+    def turns(self, outcomes: list[LoadOutcome]) -> bool:
+        self.engine.step()
+        outcomes += self.engine.manager.apply([each for rank in self.engine.ranks for each in rank.poll()])
+        outcomes += self.engine.manager.expire()
+        return True
+
+    @property
+    def counters(self) -> Counters:
+        return self.engine.manager.get_stats().counters
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    layout, disks = storage_layout(block_size=BLOCK, num_layers=2), list[SlowStore]()
+
+    def opened(context: ConnectorContext) -> SlowStore:
+        settings = context.settings
+        disks.append(
+            SlowStore(
+                settings.directory, context.layout, rank=0, size=settings.size, threads=2, retry_after=0.0
+            )
+        )
+        return disks[-1]
+
+    monkeypatch.setattr(storage_opening, "open_storage", opened)
+    monkeypatch.setattr(storage_reads, "MOST_GROUP_BYTES", 2 * layout.record_bytes)
+    settings = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path / "storage")}
+    with local_service(tmp_path, **settings, FDCACHE_STORAGE_SIZE="4MiB") as service:
+        engine = OffloadEngine(
+            layout=layout, server=service.address, rpc_timeout=TIMEOUT, streams=True, prefetch=WAIT_COMPLETE
+        )
+        until(lambda: engine.manager._host.copy_room, "slots are granted")
+        engine.stored("first", PROMPT, list(range(BLOCKS)))
+        until(lambda: service.ask("storage")["blocks"] == BLOCKS, "they are in storage")
+        engine.manager.forget(ids(*range(BLOCKS)))  # they are not copied to the host again
+        service.ask("reset", tier="host")
+        disks[0].gate.clear()
+        yield Served(service, disks[0], engine)
+        disks[0].gate.set()
+        engine.close()
+        until(lambda: not service.ask("clients"), "it has left")
+        assert service.ask("integrity") == []
+
+
+def test_blocks_of_a_service_are_loaded_while_later_ones_are_read(served: Served) -> None:
+    request = Request("a", PROMPT)
+    outcomes = served.loading(request)
+    for have in (4, 6):
+        served.disk.allow(1)
+        until(lambda: served.turns(outcomes) and served.counters.blocks_loaded == have, "two more")  # noqa: B023
+        assert served.engine.holds(request, INTO[:have]) and not outcomes
+    served.disk.gate.set()
+    until(lambda: served.turns(outcomes) and outcomes, "all are loaded")
+    assert outcomes == [LoadOutcome("a", CONFIRMED, BLOCKS * BLOCK)]
+    assert served.engine.holds(request, INTO)
+    counters = served.counters
+    assert (counters.blocks_loaded_ahead, counters.storage_hit_tokens) == (6, BLOCKS * BLOCK)
+    served.engine.manager.finish(request)
+
+
+def test_a_read_of_a_service_that_fails_ends_the_load_there(served: Served) -> None:
+    request = Request("a", PROMPT)
+    outcomes = served.loading(request)
+    served.disk.fails = True
+    served.disk.gate.set()
+    until(lambda: served.turns(outcomes) and outcomes, "the load ends")
+    (outcome,) = outcomes
+    assert (outcome.status, outcome.recompute_from) == (FAILED, 2 * BLOCK)
+    assert outcome.unplanned == tuple(INTO[2:])
+    assert served.engine.holds(request, INTO[:2])
+    served.disk.fails = False
+    served.engine.manager.finish(request)
+
+
+def test_an_abort_while_a_service_reads_leaves_nothing(served: Served) -> None:
+    request = Request("a", PROMPT)
+    outcomes = served.loading(request)
+    served.engine.manager.finish(request)
+    until(lambda: served.turns(outcomes) and outcomes, "the load ends")
+    assert [outcome.unplanned for outcome in outcomes] == [tuple(INTO[2:])]
+
+
+def test_a_service_that_is_lost_ends_the_load(served: Served) -> None:
+    request = Request("a", PROMPT)
+    outcomes = served.loading(request)
+    sessions = served.engine.manager._host.sessions  # type: ignore[attr-defined]
+    sessions.lose(sessions.session, "the test")
+    until(lambda: served.turns(outcomes) and outcomes, "the load ends")
+    (outcome,) = outcomes
+    assert (outcome.status, outcome.recompute_from) == (FAILED, 2 * BLOCK)
+    served.disk.gate.set()
+    served.engine.manager.finish(request)
