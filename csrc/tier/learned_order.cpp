@@ -95,7 +95,9 @@ void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
     shadow_.trim(idle_);
     // In the middle of a path a block counts this much.
     const double middle = 1 + depth_value_ * static_cast<double>(path.size()) / 2;
+    const bool was_given = trust_.is_given();
     trust_.judge(tables_.mean_path() * middle, static_cast<double>(slots()));
+    if (trust_.is_given() != was_given) owe(1);
     is_forecast_ = is_forecast_ && !trust_.is_given();
 }
 
