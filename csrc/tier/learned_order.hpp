@@ -52,7 +52,7 @@ class LearnedOrder final : public LeafOrder {
 
     struct Block {
         std::uint32_t last_ms = 0;  // the end of the last use
-        std::uint8_t kind = 0;  // class: role, output and new tokens of its last request
+        std::uint8_t kind = 0;      // class: role, output and new tokens of its last request
         std::uint8_t hits = 0;
         bool is_tracked : 1 = false;  // used, now or when it was an entry before
         bool is_used : 1 = false;     // since it arrived
