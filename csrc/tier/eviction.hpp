@@ -71,6 +71,8 @@ class EvictionOrder {
     // A block became an entry, or is no entry any more: evicted, or removed for another reason.
     virtual void arrive(Slot, const Digest &, std::uint32_t /* depth */) {}
     virtual void leave(Slot, const Digest &, bool /* evicted */) {}
+    // A use of these entries, which were not used, begins.
+    virtual void begin(std::span<const Slot>) {}
     // A use of entries of one path ended, given from the end of the path on; `end` is null if no more is
     // known.
     virtual void use(std::span<const Slot>, const RequestEnd *) {}

@@ -51,8 +51,9 @@ void LearnedOrder::arrive(Slot slot, const Digest &digest, std::uint32_t depth) 
         block.kind = ghost->kind;
         block.hits = ghost->hits;
         block.is_tracked = true;
-        ++tracked_;
         kept_ += is_kept(block);
+        count(block, false);
+        shadow_.leave(now_, block.last_ms);
     }
 }
 
@@ -62,10 +63,27 @@ void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
         const Ghosts::Memory memory{block.last_ms, block.kind, block.hits};
         const auto forgotten = evicted ? ghosts_.add(digest, memory) : memory;
         if (forgotten) tables_.forget(forgotten->kind, now_ - forgotten->last_ms);
-        --tracked_;
         kept_ -= is_kept(block);
     }
+    if (block.is_idle) {
+        --idle_;
+        if (!evicted) shadow_.leave(now_, block.last_ms);
+    }
     block = Block{};
+}
+
+void LearnedOrder::begin(std::span<const Slot> path) {
+    shadow_.trim(idle_);
+    for (const Slot slot : path) begin_use(blocks_[slot]);
+}
+
+// Found in the tier. While a block is used it stays in any tier, and its next use is no merit of the order.
+void LearnedOrder::begin_use(Block &block) {
+    if (!block.is_idle) return;
+    if (!block.is_counted) count(block, true);
+    shadow_.leave(now_, block.last_ms);
+    block.is_idle = false;
+    --idle_;
 }
 
 void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
@@ -74,10 +92,12 @@ void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
     if (end) tail_ = std::max(kTailTokens / std::max(end->block_tokens, 1u), 1u);
     for (std::size_t i = 0; i < path.size(); ++i) touch(blocks_[path[i]], features, i < tail_);
     tables_.path(path.size());
-    shadow_.trim(tracked_);
+    shadow_.trim(idle_);
     // In the middle of a path a block counts this much.
     const double middle = 1 + depth_value_ * static_cast<double>(path.size()) / 2;
+    const bool was_given = trust_.is_given();
     trust_.judge(tables_.mean_path() * middle, static_cast<double>(slots()));
+    if (trust_.is_given() != was_given) owe(1);
     is_forecast_ = is_forecast_ && !trust_.is_given();
 }
 
@@ -94,31 +114,27 @@ LearnedOrder::Features LearnedOrder::features_of(std::span<const Slot> path, con
 }
 
 void LearnedOrder::touch(Block &block, const Features &features, bool is_last) {
-    compare(block);
-    if (block.is_tracked) {
-        tables_.reuse(block.kind, now_ - block.last_ms);
-        if (block.hits != UINT8_MAX) ++block.hits;
-    }
+    begin_use(block);
+    trust_.use(1 + depth_value_ * block.depth);
+    if (block.is_tracked && block.hits != UINT8_MAX) ++block.hits;
     kept_ -= is_kept(block);
     const std::size_t role = role_of(block.hits, features.is_fresh, is_last);
     block.kind = static_cast<std::uint8_t>(role * ReuseTables::kFeatures + features.lengths);
     block.last_ms = now_;
     block.is_tracked = block.is_used = true;
+    block.is_counted = false;
 }
 
-// A block is used: was it found, and would it have been by last use?
-void LearnedOrder::compare(const Block &block) {
+// A tracked block is used: was it found, and would it have been by last use? A request that has to wait, and
+// begins again, counts once.
+void LearnedOrder::count(Block &block, bool is_found) {
+    const std::uint32_t age = now_ - block.last_ms;
     const double value = 1 + depth_value_ * block.depth;
-    trust_.use(value);
-    if (!block.is_tracked) {
-        ++tracked_;
-        return shadow_.use(now_);
-    }
     const double by_last_use = shadow_.holds(block.last_ms, now_);
-    trust_.compare(value * ((block.is_used ? 1 : 0) - by_last_use));
-    if (is_forecast_)
-        trust_.expect(value * ((tables_.keeps(block.kind, now_ - block.last_ms) ? 1 : 0) - by_last_use));
-    shadow_.use_again(now_, block.last_ms);
+    trust_.compare(value * ((is_found ? 1 : 0) - by_last_use));
+    if (is_forecast_) trust_.expect(value * ((tables_.keeps(block.kind, age) ? 1 : 0) - by_last_use));
+    tables_.reuse(block.kind, age);
+    block.is_counted = true;
 }
 
 // Data corrects what a hint says, through the class of its blocks; the budget bounds what it costs until
@@ -167,9 +183,12 @@ HintFate LearnedOrder::fate(Slot slot, const Digest &digest) {
 // A block that was copied into the tier without a request.
 void LearnedOrder::before_add(Slot slot) {
     Block &block = blocks_[slot];
-    if (block.is_used) return;
-    touch(block, {true, 0}, false);
-    shadow_.trim(tracked_);
+    if (!block.is_used) touch(block, {true, 0}, false);
+    if (block.is_idle) return;
+    block.is_idle = true;
+    block.last_ms = now_;
+    shadow_.use(now_);
+    ++idle_;
 }
 
 double LearnedOrder::rank(Slot slot) const {
@@ -187,20 +206,20 @@ double LearnedOrder::rank(Slot slot) const {
 void LearnedOrder::learn() {
     auto present = std::make_unique<ReuseTables::Table<double>>();
     const std::size_t step = (blocks_.size() + ghosts_.places()) / kSamples + 1;
-    const auto count = [&](std::uint8_t kind, std::uint32_t last_ms) {
+    const auto note = [&](std::uint8_t kind, std::uint32_t last_ms) {
         (*present)[kind][ReuseTables::bucket(now_ - last_ms)] += static_cast<double>(step);
     };
     for (std::size_t slot = 0; slot < blocks_.size(); slot += step) {
         if (slot + kAhead * step < blocks_.size()) __builtin_prefetch(&blocks_[slot + kAhead * step]);
-        if (blocks_[slot].is_tracked) count(blocks_[slot].kind, blocks_[slot].last_ms);
+        if (blocks_[slot].is_idle) note(blocks_[slot].kind, blocks_[slot].last_ms);
     }
     for (std::size_t place = 0; place < ghosts_.places(); place += step) {
         ghosts_.prefetch(place + kAhead * step);
-        if (const auto ghost = ghosts_.at(place)) count(ghost->kind, ghost->last_ms);
+        if (const auto ghost = ghosts_.at(place)) note(ghost->kind, ghost->last_ms);
     }
     tables_.learn(*present, (now_ - learned_) / 1000.0);
     is_forecast_ = !trust_.is_given();
-    if (is_forecast_) tables_.forecast(*present, static_cast<double>(tracked_));
+    if (is_forecast_) tables_.forecast(*present, static_cast<double>(idle_));
     learned_ = now_;
 }
 
@@ -216,7 +235,7 @@ void LearnedOrder::clear() {
     std::fill(blocks_.begin(), blocks_.end(), Block{});
     ghosts_.clear();
     shadow_.clear();
-    tracked_ = kept_ = 0;
+    idle_ = kept_ = 0;
 }
 
 std::size_t LearnedOrder::bytes() const {

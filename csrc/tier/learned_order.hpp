@@ -24,6 +24,7 @@ class LearnedOrder final : public LeafOrder {
     void set_time(std::uint32_t now) override;
     void arrive(Slot slot, const Digest &digest, std::uint32_t depth) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
+    void begin(std::span<const Slot> path) override;
     void use(std::span<const Slot> path, const RequestEnd *end) override;
     void prefetch(Slot slot, const Digest &digest) const override {
         __builtin_prefetch(&blocks_[slot], 1);
@@ -50,11 +51,13 @@ class LearnedOrder final : public LeafOrder {
     static constexpr std::uint8_t kManyHits = 8;        // of a block that many requests begin with
 
     struct Block {
-        std::uint32_t last_ms = 0;
-        std::uint8_t kind = 0;  // class: role, output and new tokens of its last request
+        std::uint32_t last_ms = 0;  // the end of the last use
+        std::uint8_t kind = 0;      // class: role, output and new tokens of its last request
         std::uint8_t hits = 0;
         bool is_tracked : 1 = false;  // used, now or when it was an entry before
         bool is_used : 1 = false;     // since it arrived
+        bool is_idle : 1 = false;     // no use of it has begun since the last one ended
+        bool is_counted : 1 = false;  // the use that has begun
         std::uint32_t depth = 0;
     };
 
@@ -72,7 +75,8 @@ class LearnedOrder final : public LeafOrder {
     Features features_of(std::span<const Slot> path, const RequestEnd *end) const;
     double share_to_rank(std::uint32_t passed) const;
     void touch(Block &block, const Features &features, bool is_last);
-    void compare(const Block &block);
+    void begin_use(Block &block);
+    void count(Block &block, bool is_found);
     void learn();
 
     ReuseTables tables_;
@@ -84,7 +88,7 @@ class LearnedOrder final : public LeafOrder {
     mutable std::uint32_t placed_ms_ = 0;  // the last use whose age was looked up
     mutable double place_ = 0;             // on the scale of ages
     std::uint32_t tail_ = 1;               // blocks of a path's end
-    std::size_t tracked_ = 0;              // entries that were used
+    std::size_t idle_ = 0;                 // entries that were used and are not
     std::size_t kept_ = 0;                 // entries that stay for hints
     std::uint32_t now_ = 0;
     std::uint32_t learned_ = 0;  // when the tables were computed

@@ -22,10 +22,7 @@ class LruShadow {
         ++places_[first_ + count_ - 1].blocks;
         ++size_;
     }
-    void use_again(std::uint32_t now, std::uint32_t last_ms) {
-        leave(now, last_ms);
-        use(now);
-    }
+    void leave(std::uint32_t now, std::uint32_t last_ms);
     // Drops what is beyond `capacity` blocks. Of the oldest place a share stays.
     void trim(std::size_t capacity);
     void clear() { *this = LruShadow(); }
@@ -40,7 +37,6 @@ class LruShadow {
         std::uint32_t blocks;
     };
 
-    void leave(std::uint32_t now, std::uint32_t last_ms);
     void add_place(std::uint32_t now);
     void make_room();
 

@@ -21,7 +21,10 @@ class Tier::Session {
     explicit Session(Tier &tier) : tier_(tier), lock_(tier.mutex_) {}
 
     LeaseId open_lease() { return tier_.add_lease(); }
-    bool release(LeaseId lease) { return tier_.end_lease(lease); }
+    bool release(LeaseId lease) {
+        if (tier_.learns_) tier_.order_->set_time(now());
+        return tier_.end_lease(lease);
+    }
     bool finish(LeaseId lease, const RequestEnd *end) { return tier_.end_use(lease, end); }
 
     // Appends the slots of the pinned run to `table`. Returns true if the block after the run is pending.

@@ -210,6 +210,10 @@ void Tier::pin_path(Lease &lease, std::span<const Slot> path, std::size_t known,
     }
     const std::span<const Slot> idle = path.subspan(used);
     if (idle.empty()) return;
+    if (learns_) {
+        order_->set_time(now);
+        order_->begin(idle);
+    }
     order_->remove_path(idle);
     tenants_.remove_path(idle);
     const Slot above = entries_[idle.front()].parent;

@@ -18,11 +18,11 @@ from tests.replay_help import small_config
 REQUESTS = 1000
 
 
-def found(items: list[WorkItem], eviction: str = "learned") -> float:
+def found(items: list[WorkItem], eviction: str = "learned", in_flight: int = 1) -> float:
     config = small_config(
         device_blocks=800,
         host_memory=0,
-        concurrency=1,
+        concurrency=in_flight,
         verify=Verify.OFF,
         cache={"eviction": eviction},
     )
@@ -32,6 +32,11 @@ def found(items: list[WorkItem], eviction: str = "learned") -> float:
 @pytest.fixture(scope="module")
 def chat() -> list[WorkItem]:
     return list(generate(WorkloadName.CHAT, REQUESTS, 5))
+
+
+def test_many_requests_in_flight_find_hardly_less_than_by_last_use(chat: list[WorkItem]) -> None:
+    by_last_use, learned = (found(chat, policy, in_flight=16) for policy in ("lru", "learned"))
+    assert learned > by_last_use - 0.003
 
 
 def test_hints_say_what_the_workload_does(chat: list[WorkItem]) -> None:

@@ -30,11 +30,17 @@ class Oracle(Protocol):
     """What a policy remembers of blocks, by hash."""
 
     def set_time(self, seconds: float) -> None: ...
-    def arrive(self, block: bytes) -> None: ...
+    def arrive(self, block: bytes, depth: int) -> None: ...
     def evicted(self, block: bytes) -> None: ...
     def dropped(self, block: bytes) -> None: ...
+    def begin(self, blocks: list[bytes]) -> None:
+        """A use of these blocks, which were not in use, begins."""
+
     def use(self, path: list[bytes], end: End) -> None:
         """A request that used these blocks, from the end of its path on, has ended."""
+
+    def idle(self, blocks: list[bytes]) -> None:
+        """These blocks are not in use any more."""
 
     def rank(self, block: bytes, depth: int) -> float:
         """The leaf of the lowest rank goes first."""
@@ -59,11 +65,14 @@ def group(number: int, limits: tuple[int, ...]) -> int:
 
 @dataclass
 class Known:
+    depth: int
     last: float = 0.0
     kind: int = 0
     hits: int = 0
     is_tracked: bool = False
     is_used: bool = False  # since it arrived
+    is_idle: bool = False
+    is_counted: bool = False  # the use that has begun
 
 
 @dataclass
@@ -87,9 +96,11 @@ class LastUses:
             return 0.0
         return 1.0 if last > self.oldest else self.share
 
-    def use(self, now: int, last: int | None) -> None:
-        if last is not None and self.blocks.get(last):
+    def leave(self, last: int) -> None:
+        if last >= self.begin and self.blocks.get(last):
             self.blocks[last] -= 1
+
+    def use(self, now: int) -> None:
         if not self.blocks:
             self.begin = self.oldest = now
         self.blocks[now] = self.blocks.get(now, 0) + 1
@@ -173,13 +184,15 @@ class LearnedOracle:
         if seconds - self.learned_at >= 16:
             self.learn()
 
-    def arrive(self, block: bytes) -> None:
-        self.blocks[block] = Known()
+    def arrive(self, block: bytes, depth: int) -> None:
+        self.blocks[block] = Known(depth)
         for ghost in self.ghosts:
             if ghost.is_there and ghost.block == block:
                 ghost.is_there = False
                 self.blocks[block] = ghost.known
-                ghost.known.is_used = False
+                ghost.known.is_used = ghost.known.is_idle = False
+                self.count_use(ghost.known, is_found=False)
+                self.last_uses.leave(round(1000 * ghost.known.last))
 
     def evicted(self, block: bytes) -> None:
         known = self.blocks.pop(block)
@@ -194,6 +207,24 @@ class LearnedOracle:
         known = self.blocks.pop(block)
         if known.is_tracked:
             self.leave(known)
+        if known.is_idle:
+            self.last_uses.leave(round(1000 * known.last))
+
+    def begin(self, blocks: list[bytes]) -> None:
+        self.last_uses.trim(self.number_idle)
+        for block in blocks:
+            known = self.blocks[block]
+            if not known.is_counted:
+                self.count_use(known, is_found=True)
+            self.last_uses.leave(round(1000 * known.last))
+            known.is_idle = False
+
+    def idle(self, blocks: list[bytes]) -> None:
+        assert self.now is not None
+        for block in blocks:
+            known = self.blocks[block]
+            known.is_idle, known.last = True, self.now
+            self.last_uses.use(round(1000 * self.now))
 
     def use(self, path: list[bytes], end: End) -> None:
         known = next((i for i, block in enumerate(path) if self.blocks[block].is_tracked), len(path))
@@ -201,36 +232,33 @@ class LearnedOracle:
         new = end.prompt - min((len(path) - known) * end.block, end.prompt)
         lengths = group(end.output, (4, 32, 128, 512)) * NEWS + group(new, (512, 2048, 8192, 32768))
         for i, block in enumerate(path):
-            self.compare(self.blocks[block], len(path) - 1 - i)
+            self.trust.uses += 1 + self.depth_value * (len(path) - 1 - i)
             self.touch(self.blocks[block], is_fresh, lengths, i < max(2048 // end.block, 1))
         self.mean_path += 0.002 * (len(path) - self.mean_path)
-        self.last_uses.trim(self.tracked)
+        self.last_uses.trim(self.number_idle)
         self.trust.judge(self.mean_path * (1 + self.depth_value * len(path) / 2), self.slots)
         if self.trust.is_given:
             self.kept = None
 
     @property
-    def tracked(self) -> int:
-        return sum(known.is_tracked for known in self.blocks.values())
+    def number_idle(self) -> int:
+        return sum(known.is_idle for known in self.blocks.values())
 
-    def compare(self, known: Known, depth: int) -> None:
+    def count_use(self, known: Known, *, is_found: bool) -> None:
         assert self.now is not None
-        value, now, last = 1 + self.depth_value * depth, round(1000 * self.now), round(1000 * known.last)
-        self.trust.uses += value
-        if known.is_tracked:
-            by_last_use = self.last_uses.holds(last)
-            self.trust.gain += value * (known.is_used - by_last_use)
-            if self.kept is not None:
-                would = self.kept_of(known.kind)[bucket_of(self.now - known.last)]
-                self.trust.expected += value * (would - by_last_use)
-        self.last_uses.use(now, last if known.is_tracked else None)
-        known.is_used = True
+        value = 1 + self.depth_value * known.depth
+        by_last_use = self.last_uses.holds(round(1000 * known.last))
+        self.trust.gain += value * (is_found - by_last_use)
+        if self.kept is not None:
+            would = self.kept_of(known.kind)[bucket_of(self.now - known.last)]
+            self.trust.expected += value * (would - by_last_use)
+        self.count(self.reused, known)
+        self.leave(known)
+        known.is_counted = True
 
     def touch(self, known: Known, is_fresh: bool, lengths: int, is_last: bool) -> None:
         assert self.now is not None
         if known.is_tracked:
-            self.count(self.reused, known)
-            self.leave(known)
             known.hits = min(known.hits + 1, 255)
         if is_last and known.hits < 4:
             role = 1 if known.hits else 0
@@ -238,7 +266,8 @@ class LearnedOracle:
             role = 2 if is_fresh else 3
         else:
             role = 3 + known.hits if known.hits < 4 else 7 if known.hits < 8 else 8
-        known.kind, known.last, known.is_tracked = role * OUTPUTS * NEWS + lengths, self.now, True
+        known.kind, known.last = role * OUTPUTS * NEWS + lengths, self.now
+        known.is_tracked, known.is_used, known.is_counted = True, True, False
 
     def leave(self, known: Known) -> None:
         self.count(self.left, known)
@@ -256,7 +285,7 @@ class LearnedOracle:
         present: dict[int, list[float]] = {}
         there = [ghost.known for ghost in self.ghosts if ghost.is_there]
         for known in [*self.blocks.values(), *there]:
-            if known.is_tracked:
+            if known.is_idle:
                 row = present.setdefault(known.kind, [0.0] * AGES)
                 row[bucket_of(self.now - known.last)] += 1
         fade = 2 ** (-(self.now - self.learned_at) / 3600)
@@ -283,7 +312,7 @@ class LearnedOracle:
             for worth, number in zip(self.least_worth(kind), row, strict=True)
             if number
         ]
-        left, self.floor = float(self.tracked), 0.0
+        left, self.floor = float(self.number_idle), 0.0
         for worth, number in sorted(groups, reverse=True):
             left -= number
             if left <= 0:
@@ -364,7 +393,7 @@ class SlruOracle:
 
     def set_time(self, seconds: float) -> None: ...
 
-    def arrive(self, block: bytes) -> None:
+    def arrive(self, block: bytes, depth: int) -> None:
         if block in self.ghosts:
             self.known.add(block)
             self.ghosts[self.ghosts.index(block)] = None
@@ -374,6 +403,10 @@ class SlruOracle:
         if len(self.ghosts) == self.slots:
             self.ghosts.popleft()
         self.ghosts.append(block)
+
+    def begin(self, blocks: list[bytes]) -> None: ...
+
+    def idle(self, blocks: list[bytes]) -> None: ...
 
     def dropped(self, block: bytes) -> None:
         self.known.discard(block)

@@ -27,6 +27,7 @@ class Act(NamedTuple):
     output: int
     keeps: str  # what else is done with its blocks
     gap: float
+    in_flight: int = 0  # requests that may go on when it has begun
 
 
 ACTS = st.lists(
@@ -36,6 +37,7 @@ ACTS = st.lists(
         st.sampled_from([0, 20, 100, 700]),
         st.sampled_from(["nothing", "nothing", "nothing", "pin", "hold", "unpin", "unhold", "drop"]),
         st.sampled_from([0.0, 0.2, 3.0, 17.0, 300.0, 9000.0]),
+        st.integers(0, 3),
     ),
     min_size=10,
     max_size=40,
@@ -52,6 +54,7 @@ class World:
         self.parents: dict[bytes, bytes] = {}
         self.slots: dict[bytes, int] = {}
         self.pinned: list[tuple[int, list[bytes]]] = []
+        self.running: list[tuple[int, list[bytes], End]] = []
         self.held: list[bytes] = []
         self.decisions = self.checks = 0
 
@@ -59,8 +62,12 @@ class World:
         return 0 if self.parents[block] == ROOT else 1 + self.depth(self.parents[block])
 
     def busy(self, also: list[bytes]) -> set[bytes]:
+        return self.used([*also, *self.held])
+
+    def used(self, also: list[bytes]) -> set[bytes]:
         reached: set[bytes] = set()
-        for block in [*also, *self.held, *(each for _, blocks in self.pinned for each in blocks)]:
+        pinned = [*self.pinned, *((lease, blocks) for lease, blocks, _ in self.running)]
+        for block in [*also, *(each for _, blocks in pinned for each in blocks)]:
             at = block
             while at in self.parents and at not in reached:
                 reached.add(at)
@@ -101,11 +108,13 @@ class World:
         lease = self.tier.open_lease()
         run = self.tier.match(lease, rows)
         assert hash_list(rows)[: len(run)] == [block for block in path if block in self.parents]
+        self.oracle.set_time(self.now)
+        begun = self.begin(path[: len(run)])
         taken = self.tier.reserve(lease, len(path) - len(run))
         if taken.missing:
             self.tier.release(lease)
+            self.oracle.idle(begun)
             return
-        self.oracle.set_time(self.now)
         busy = self.busy(path[: len(run)])
         for block in hash_list(taken.evicted.hashes):
             self.check_next(block, self.parents, busy)
@@ -116,29 +125,42 @@ class World:
         for above, block, slot in zip(
             [parent, *path[len(run) :]], path[len(run) :], taken.slots.tolist(), strict=False
         ):
-            self.oracle.arrive(block)
             self.parents[block], self.slots[block] = above, slot
-        prompt = len(path) * BLOCK + 9
-        self.oracle.use(path[::-1], End(prompt, act.output, BLOCK))
-        self.tier.finish(lease, prompt, act.output, BLOCK)
+            self.oracle.arrive(block, self.depth(block))
+        self.running.append((lease, path, End(len(path) * BLOCK + 9, act.output, BLOCK)))
+        while len(self.running) > act.in_flight:
+            self.end(*self.running.pop(0))
         self.follow(act, path)
         if self.checks % 4 == 0:
             self.check()
         self.checks += 1
 
+    def begin(self, path: list[bytes]) -> list[bytes]:
+        begun = [block for block in path if block not in self.used([])]
+        self.oracle.begin(begun)
+        return begun
+
+    def end(self, lease: int, path: list[bytes], end: End) -> None:
+        self.oracle.use(path[::-1], end)
+        self.tier.finish(lease, end.prompt, end.output, end.block)
+        self.oracle.idle([block for block in path if block not in self.used([])])
+
     def follow(self, act: Act, path: list[bytes]) -> None:
         if act.keeps == "pin" and len(self.pinned) < 2:
             lease = self.tier.open_lease()
             self.tier.match(lease, np.frombuffer(b"".join(path), np.uint8).reshape(-1, 32))
+            self.begin(path)
             self.pinned.append((lease, path))
         elif act.keeps == "unpin" and self.pinned:
-            self.tier.release(self.pinned.pop(0)[0])
+            lease, path = self.pinned.pop(0)
+            self.tier.release(lease)
+            self.oracle.idle([block for block in path if block not in self.used([])])
         elif act.keeps == "hold" and len(self.held) < 2 and path[-1] not in self.held:
             self.held.append(path[-1])
             self.tier.hold(np.array([self.slots[path[-1]]], np.int32))
         elif act.keeps == "unhold" and self.held:
             self.tier.unhold(np.array([self.slots[self.held.pop(0)]], np.int32))
-        elif act.keeps == "drop" and not self.pinned and not self.held:
+        elif act.keeps == "drop" and not self.pinned and not self.held and not self.running:
             below = [block for block in self.parents if path[0] in self.line(block)]
             self.tier.drop(np.frombuffer(path[0], np.uint8).reshape(1, 32))
             for block in below:
