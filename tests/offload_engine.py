@@ -158,7 +158,7 @@ class OffloadEngine:
             if block_id != NO_BLOCK:
                 self.fill(int(block_id), key.tobytes())
 
-    def keys(self, request: Request) -> HashArray:
+    def keys(self, request: OffloadRequest) -> HashArray:
         """Return the keys of the records of a request's pages."""
         return record_keys(request.block_hashes, self.layout.num_groups)
 
