@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from fdcache.errors import FdcacheError, LayerSwapTimeoutError
     from fdcache.hashing import MultimodalItem
     from fdcache.hints import Hint, HintKind, HintOutcome, HintStatus
-    from fdcache.layout import KVLayout, Plane, PlaneKind
+    from fdcache.layout import KVLayout
+    from fdcache.layout_planes import Plane, PlaneKind
     from fdcache.manager import (
         Allocation,
         CacheManager,
@@ -50,7 +51,8 @@ _HOMES = {
     "fdcache.errors": ("FdcacheError", "LayerSwapTimeoutError"),
     "fdcache.hashing": ("MultimodalItem",),
     "fdcache.hints": ("Hint", "HintKind", "HintOutcome", "HintStatus"),
-    "fdcache.layout": ("KVLayout", "Plane", "PlaneKind"),
+    "fdcache.layout": ("KVLayout",),
+    "fdcache.layout_planes": ("Plane", "PlaneKind"),
     "fdcache.manager": (
         "Allocation",
         "CacheManager",

@@ -10,17 +10,14 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Required, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Required, TypedDict, TypeVar, Unpack
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
+from fdcache.layout_planes import PLANE_ALIGNMENT, Plane, PlaneKind, PlaneSpec, require_int
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-PLANE_ALIGNMENT = 128
-"""Every plane of a record starts at a multiple of this many bytes."""
 
 RECORD_ALIGNMENT = 4096
 """A record's size is a multiple of this many bytes."""
@@ -28,87 +25,12 @@ RECORD_ALIGNMENT = 4096
 MOST_GROUPS = 255
 """Groups of layers that a layout may have."""
 
-DTYPE_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
-"""Bytes of one element, by dtype name."""
-
 _FINGERPRINT_TAG = b"fdcache.layout.1"
-
-
-class PlaneKind(StrEnum):
-    """Content of a plane. Members are in the order of planes within a layer."""
-
-    KEY = "key"
-    VALUE = "value"
-    KEY_SCALE = "key_scale"
-    VALUE_SCALE = "value_scale"
-    INDEXER = "indexer"
-
 
 _KIND_ORDER = {kind: position for position, kind in enumerate(PlaneKind)}
 
 _SCALES_OF = ((PlaneKind.KEY_SCALE, PlaneKind.KEY), (PlaneKind.VALUE_SCALE, PlaneKind.VALUE))
 """Each kind of scale and the kind that it scales."""
-
-
-class PlaneSpec(NamedTuple):
-    """A plane without layer and offset. ``shape`` is that of one block."""
-
-    kind: PlaneKind
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the plane in one block."""
-        if self.dtype not in DTYPE_BYTES:
-            raise LayoutError(f"{self.kind.value}: dtype {self.dtype!r} is unknown; use one of {_dtypes()}")
-        for position, size in enumerate(self.shape):
-            _require_int(f"{self.kind.value}: shape[{position}]", size, least=1)
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """One layer x kind of a block: ``nbytes`` bytes at ``offset`` of the record.
-
-    On the device a plane is one tensor, in which block ``b`` starts at byte ``b * device_stride``.
-
-    Raises:
-        LayoutError: a field is out of range.
-    """
-
-    layer: int
-    kind: PlaneKind
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    offset: int
-    device_stride: int
-
-    def __post_init__(self) -> None:
-        _require_int("layer", self.layer, least=0)
-        if not isinstance(self.kind, PlaneKind):
-            raise LayoutError(f"kind must be a PlaneKind, got {self.kind!r}")
-        if not isinstance(self.shape, tuple) or not self.shape:
-            raise LayoutError(f"shape must be a tuple with at least one dimension, got {self.shape!r}")
-        needed = PlaneSpec(self.kind, self.dtype, self.shape).nbytes
-        where = f"plane {self.kind.value} of layer {self.layer}"
-        if _require_int("nbytes", self.nbytes, least=1) != needed:
-            raise LayoutError(f"{where}: nbytes is {self.nbytes}, but shape and dtype make {needed}")
-        if _require_int("offset", self.offset, least=0) % PLANE_ALIGNMENT:
-            raise LayoutError(f"{where}: offset {self.offset} must be a multiple of {PLANE_ALIGNMENT}")
-        if _require_int("device_stride", self.device_stride, least=1) < self.nbytes:
-            raise LayoutError(
-                f"{where}: device_stride {self.device_stride} is less than the plane's {self.nbytes} bytes"
-            )
 
 
 class LayoutOptions(TypedDict, total=False):
@@ -167,11 +89,11 @@ class KVLayout:
     def __post_init__(self) -> None:
         _require_text("model", self.model)
         _require_text("revision", self.revision)
-        _require_int("block_size", self.block_size, least=1)
-        _require_int("num_layers", self.num_layers, least=1)
-        _require_int("num_draft_layers", self.num_draft_layers, least=0)
-        _require_int("record_bytes", self.record_bytes, least=1)
-        _require_int("tp_size", self.tp_size, least=1)
+        require_int("block_size", self.block_size, least=1)
+        require_int("num_layers", self.num_layers, least=1)
+        require_int("num_draft_layers", self.num_draft_layers, least=0)
+        require_int("record_bytes", self.record_bytes, least=1)
+        require_int("tp_size", self.tp_size, least=1)
         self._check_windows()
         ratio = self.draft_block_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 <= ratio < math.inf:
@@ -182,7 +104,7 @@ class KVLayout:
         if not isinstance(self.windows, tuple):
             raise LayoutError(f"windows must be a tuple of ints, got {self.windows!r}")
         for position, window in enumerate(self.windows):
-            _require_int(f"windows[{position}]", window, least=0)
+            require_int(f"windows[{position}]", window, least=0)
         if self.windows == (0,):
             raise LayoutError("windows: (0,) is one group that attends to all tokens; use ()")
         if len(self.windows) > MOST_GROUPS:
@@ -251,7 +173,7 @@ class KVLayout:
         Planes are split, or joined, by the first dimension of their shape, the KV heads; those of latent attention
         stay. They are packed, in the record and on the device. Raises ``LayoutError`` for heads that cannot be divided.
         """
-        _require_int("tp_size", tp_size, least=1)
+        require_int("tp_size", tp_size, least=1)
         if tp_size == self.tp_size:
             return self
         planes: list[Plane] = []
@@ -371,8 +293,8 @@ class KVLayout:
         windows: tuple[int, ...] = (),
     ) -> KVLayout:
         """Return a layout in which every layer, draft layers too, has the planes ``specs``, packed on the device."""
-        layers = _require_int("num_layers", num_layers, least=1)
-        layers += _require_int("num_draft_layers", num_draft_layers, least=0)
+        layers = require_int("num_layers", num_layers, least=1)
+        layers += require_int("num_draft_layers", num_draft_layers, least=0)
         planes: list[Plane] = []
         end = 0
         for layer in range(layers):
@@ -479,19 +401,6 @@ def _canonical(layout: KVLayout) -> Iterator[bytes]:
         yield number(len(plane.shape)) + b"".join(map(number, plane.shape))
         yield number(plane.nbytes) + number(plane.offset)
     yield b"".join(map(number, layout.windows))
-
-
-def _dtypes() -> str:
-    return ", ".join(DTYPE_BYTES)
-
-
-def _require_int(name: str, value: object, *, least: int) -> int:
-    """Return the value. Raises ``LayoutError`` unless it is an int of at least ``least`` and below 2**63."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise LayoutError(f"{name} must be an int, got {value!r}")
-    if not least <= value < 2**63:
-        raise LayoutError(f"{name} must be at least {least} and below 2**63, got {value}")
-    return value
 
 
 def _require_text(name: str, value: object) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 
 from fdcache.devices.base import Device, DevicePlanes, PlaneBinding, TensorView
 from fdcache.errors import CacheNotReadyError, TensorError
-from fdcache.layout import KVLayout, Plane
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import Plane
 
 if TYPE_CHECKING:
     from fdcache.transfer.shared_planes import SharedPlanes

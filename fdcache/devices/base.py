@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fdcache._core import CopyWindow, PlaneTable, PlanLauncher, RecordTable
-from fdcache.layout import Plane
+from fdcache.layout_planes import Plane
 from fdcache.metadata import CacheSwapMetadata, TransferResult
 
 

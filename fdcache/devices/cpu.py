@@ -26,7 +26,7 @@ from fdcache.devices.base import (
 from fdcache.devices.copies import make_result, refuse_swap
 from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exported
 from fdcache.errors import TensorError
-from fdcache.layout import Plane
+from fdcache.layout_planes import Plane
 from fdcache.machine.memory import memory_limits
 from fdcache.metadata import CacheSwapMetadata, TransferResult
 from fdcache.settings.cache import TransferSettings, Verify

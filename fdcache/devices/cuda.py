@@ -33,7 +33,7 @@ from fdcache.devices.cuda_streams import (
 )
 from fdcache.devices.topology import find_gpu, import_cupy
 from fdcache.errors import DeviceError, DeviceLostError, KernelError, StreamError
-from fdcache.layout import Plane
+from fdcache.layout_planes import Plane
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferReport, TransferResult
 from fdcache.settings.cache import TransferSettings, Verify
 from fdcache.tasks import TransferStatus

@@ -15,7 +15,7 @@ from fdcache.devices.base import TensorView
 from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exported
 from fdcache.devices.topology import Gpu, import_cupy
 from fdcache.errors import DeviceError, HostMemoryError, TensorError
-from fdcache.layout import Plane
+from fdcache.layout_planes import Plane
 
 _DLPACK_CUDA = 2
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fdcache.errors import TensorError
-from fdcache.layout import DTYPE_BYTES, Plane
+from fdcache.layout_planes import DTYPE_BYTES, Plane
 
 _ARRAY_DTYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """Substitutes for dtypes that NumPy and CuPy do not have."""

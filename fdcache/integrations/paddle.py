@@ -11,7 +11,8 @@ from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice, memory_bytes
 from fdcache.devices.frameworks import zeros_in_paddle
 from fdcache.errors import TensorError, UnsupportedCallError
-from fdcache.layout import KVLayout, Plane
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import Plane
 from fdcache.settings.cache import TransferSettings
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdcache.layout import KVLayout, Plane
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import Plane
 from fdcache.metadata import TransferReport
 from tests.gpu.workers import GpuWorker
 from tests.property.test_round_trips import COMMON, LAYOUTS

@@ -17,7 +17,8 @@ import pytest
 from fdcache.controller.cache_controller import CacheController as Controller
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy import CacheController, CacheManager, layout_from_config
-from fdcache.layout import KVLayout, PlaneKind
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import PlaneKind
 from fdcache.manager import CacheManager as Manager
 from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource

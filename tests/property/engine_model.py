@@ -15,7 +15,7 @@ import numpy as np
 
 from fdcache import _core
 from fdcache.devices.cpu import CpuDevice
-from fdcache.layout import Plane
+from fdcache.layout_planes import Plane
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, MatchStatus, Request
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport, TransferResult
 from fdcache.service.client.arena import SharedHostArena

@@ -5,7 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdcache.layout import DTYPE_BYTES, PLANE_ALIGNMENT, RECORD_ALIGNMENT, KVLayout
+from fdcache.layout import RECORD_ALIGNMENT, KVLayout
+from fdcache.layout_planes import DTYPE_BYTES, PLANE_ALIGNMENT
 from tests.format_oracle import oracle_fingerprint
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)

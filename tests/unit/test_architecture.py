@@ -21,6 +21,7 @@ FOUNDATION = {
     "hashing",
     "hints",
     "layout",
+    "layout_planes",
     "machine",
     "metadata",
     "settings",

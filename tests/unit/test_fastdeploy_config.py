@@ -8,7 +8,7 @@ import pytest
 
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy import CacheManager, layout_from_config, settings_from_config
-from fdcache.layout import PlaneKind
+from fdcache.layout_planes import PlaneKind
 from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings import SettingsError
 from fdcache.settings.cache import CacheSettings, WritePolicy

@@ -7,7 +7,8 @@ import pytest
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
 from fdcache.groups import CacheGroup, windows_of
-from fdcache.layout import KVLayout, Plane, PlaneKind
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import Plane, PlaneKind
 from tests.format_oracle import doc_vectors, oracle_fingerprint
 
 

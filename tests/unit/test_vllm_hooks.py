@@ -40,7 +40,8 @@ from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports
 from fdcache.integrations.vllm.scheduler import SchedulerSide, table_of
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide, _Arrivals
-from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.manager import OffloadManager
 from fdcache.settings import Settings
 from tests.service_help import until

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from fdcache.errors import ConfigurationError
-from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.settings import Settings, SettingsError, Source, Sourced, read_settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, TransferSettings
 from fdcache.settings.engine_model import AttentionBackend

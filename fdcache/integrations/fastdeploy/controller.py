@@ -17,7 +17,8 @@ from fdcache.integrations.fastdeploy.config import (
     load_settings,
     quantisation,
 )
-from fdcache.layout import KVLayout, Plane, PlaneKind
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import Plane, PlaneKind
 from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.cache import TransferSettings
 from fdcache.storage.connector import BlockStorage

@@ -13,7 +13,8 @@ from typing import Any
 
 from fdcache.errors import ConfigurationError
 from fdcache.groups import CacheGroup, windows_of
-from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.settings import Settings, Sourced
 from fdcache.settings.checks import suggest
 from fdcache.settings.tree import KNOWN_NAMES
