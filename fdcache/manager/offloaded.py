@@ -33,8 +33,8 @@ class Tracked:
 
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
     slots refer to. ``coming`` blocks after them are being read from storage. ``device_blocks`` is the number that the
-    engine had when it asked last. ``keys`` are those of the records of its pages; everything here counts records, of
-    which a page has one for each group of layers.
+    engine had when it asked last, ``load`` the load that has not ended. ``keys`` are those of the records of its pages;
+    everything here counts records, of which a page has one for each group of layers.
     """
 
     __slots__ = (
@@ -51,7 +51,7 @@ class Tracked:
         "is_stale",
         "keys",
         "limit",
-        "loading_from",
+        "load",
         "path",
         "request",
         "start",
@@ -70,7 +70,7 @@ class Tracked:
         self.deferred_since: float | None = None
         self.fetch = 0
         self.path: DevicePath | None = None
-        self.loading_from: int | None = None
+        self.load: OffloadedLoad | None = None
         self.counted_blocks = 0
         self.is_counted = False
         self.is_stale = False
@@ -339,7 +339,7 @@ class OffloadedRequests:
     def _may_load(self, tracked: Tracked) -> bool:
         request = tracked.request
         allowed = self._caches_prefixes and request.use_cache and not request.device_only
-        return allowed and not tracked.is_stale and tracked.loading_from is None
+        return allowed and not tracked.is_stale and tracked.load is None
 
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
         """Return the keys that a match may find."""
@@ -367,10 +367,9 @@ class OffloadedRequests:
     def plan_load(self, tracked: Tracked, ids: Int32Array, plan: OpenPlan) -> int:
         """Plan to load the blocks found into these device blocks; return how many of them are planned now."""
         run, first = tracked.take(len(ids)), tracked.device_blocks
-        tracked.loading_from = first
         if tracked.coming and len(run) == len(ids):
             self._leave_fetch(tracked)
-        self.loads.plan(tracked.request, first, ids, run, plan)
+        tracked.load = self.loads.plan(tracked.request, first, ids, run, plan)
         return len(run)
 
     def look(self, load: OffloadedLoad) -> tuple[HostMatch, bool]:
@@ -393,8 +392,8 @@ class OffloadedRequests:
     def _load_ended(self, load: OffloadedLoad, is_whole: bool) -> None:
         load.request.device_only = load.request.device_only or not is_whole
         tracked = self.get(load.request)
-        if tracked is not None:
-            tracked.loading_from = None
+        if tracked is not None and tracked.load is load:  # else it ended, and has begun anew
+            tracked.load = None
             if not is_whole:
                 self._choices.matched(load.request.request_id, load.first, load.whole - load.first)
 
@@ -427,8 +426,8 @@ class OffloadedRequests:
         request, path = tracked.request, tracked.path
         start = 0 if path is None else len(path)
         stop = min(num_tokens // self._block_size, len(device_ids) // self._groups) * self._groups
-        if tracked.loading_from is not None:
-            stop = min(stop, tracked.loading_from)
+        if tracked.load is not None:
+            stop = min(stop, tracked.load.first)
         if stop <= start or tracked.is_stale or not (self._caches_prefixes and request.use_cache):
             return None
         self.prepare(request)

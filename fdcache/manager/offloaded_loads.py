@@ -133,12 +133,13 @@ class OffloadedLoads:
 
     def plan(
         self, request: OffloadRequest, first: int, ids: Int32Array, run: HostMatch, plan: OpenPlan
-    ) -> None:
+    ) -> OffloadedLoad:
         """Plan a load into ``ids`` of the ``run`` on the host, and of what follows it once that has been read."""
         load = OffloadedLoad(request, first, ids, first, first + len(ids), plan.after)
         self._add_part(load, run, plan, self._planned)
         if load.is_open:
             self._open.append(load)
+        return load
 
     def advance(self, plan: OpenPlan, look: Look) -> None:
         """Plan to load what has been read since."""

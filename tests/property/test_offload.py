@@ -54,6 +54,7 @@ class Engine:
         windows: tuple[int, ...] = (),
         skew: int = 0,
         head_dim: int = 8,
+        ranks: int = 1,
         **options: Any,
     ) -> None:
         self.random = random.Random(seed)
@@ -62,7 +63,9 @@ class Engine:
         self.groups = len(self.windows)
         self.skew = skew
         self.offload = OffloadEngine(
-            layout=uniform_layout(block_size=BLOCK, num_layers=2, head_dim=head_dim, windows=windows),
+            layout=uniform_layout(
+                block_size=BLOCK, num_layers=2, head_dim=head_dim, windows=windows, tp_size=ranks
+            ),
             device_blocks=DEVICE_BLOCKS * self.groups,
             host_blocks=host_blocks,
             policy=policy,
@@ -72,10 +75,8 @@ class Engine:
             **options,
         )
         self.manager = self.offload.manager
-        device = self.offload.devices[0]
-        assert isinstance(device, GatedDevice)
-        self.device = device
-        self.device.is_gated = True
+        for device in self.gated:
+            device.is_gated = True
         self.ignores_after = ignores_after
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(DEVICE_BLOCKS * self.groups))
         self.uses = [0] * DEVICE_BLOCKS * self.groups
@@ -90,6 +91,14 @@ class Engine:
         self.given: list[int] = []
         self.waited_for = 0
         self.wrong = 0
+
+    @property
+    def gated(self) -> list[GatedDevice]:
+        return [device for device in self.offload.devices if isinstance(device, GatedDevice)]
+
+    def open(self) -> None:
+        for device in self.gated:
+            device.open()
 
     def failing(self, swap: CacheSwapMetadata) -> list[int]:
         return [i for i in range(len(swap)) if self.random.random() < self.failures]
@@ -222,7 +231,7 @@ class Engine:
             plans = [replace(plan, after=()) for plan in plans]
         counters = self.offload.submit(plans)
         if any(plan.after for plan in plans) or self.random.random() < 0.3:
-            self.device.open()
+            self.open()
         for counter in counters:
             counter.wait_all()
         for sequence, tokens in scheduled:
@@ -318,7 +327,7 @@ class Engine:
         for _ in range(300):
             self.offload.now += 1
             self.step()
-            self.device.open()
+            self.open()
             self.reports += self.offload.reports()
             for outcome in self.manager.apply(self.reports):
                 self.end_load(outcome)
@@ -351,7 +360,7 @@ def play(engine: Engine, steps: int, *, accidents: bool = True) -> None:
         elif action == "report":
             engine.report()
         elif action == "open":
-            engine.device.open()
+            engine.open()
         elif accidents and action == "abort":
             engine.abort()
         elif accidents and action == "reset" and engine.random.random() < 0.1:

@@ -357,6 +357,32 @@ def test_blocks_that_are_being_loaded_are_not_offered(engine: OffloadEngine) -> 
     engine.manager.finish(request)
 
 
+def test_a_load_of_a_request_that_has_begun_anew_does_not_end_with_the_former_one() -> None:
+    fails: list[int] = []
+    engine = OffloadEngine(device=lambda: GatedDevice(lambda swap: fails))
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    engine.manager.match(request, 0)
+    engine.manager.load(request, ids(3, 4))
+    engine.step()
+    former = engine.reports()
+    engine.manager.finish(request)
+    engine.manager.begin(request)
+    engine.manager.match(request, 0)
+    engine.manager.load(request, ids(5, 6))
+    fails[:] = [0, 1]
+    engine.step()
+    engine.manager.apply(former)
+    engine.manager.offer(request, 2 * BLOCK, ids(5, 6))
+    (outcome,) = engine.collect()
+    assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 0)
+    engine.manager.evicted(ids(5, 6))
+    engine.settle()
+    assert engine.wrong_records() == 0
+    engine.manager.finish(request)
+    engine.close()
+
+
 # --- the whole cache --------------------------------------------------------------------------------------
 
 
