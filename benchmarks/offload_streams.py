@@ -89,8 +89,7 @@ class Engine:
         return seconds
 
     def _is_busy(self) -> bool:
-        stats = self.manager.get_stats()
-        return bool(self.manager.has_pending_work or stats.queued_stores or stats.storing_blocks)
+        return self.manager.has_pending_work
 
     def _request(self, number: int) -> Request:
         self._served += 1

@@ -323,9 +323,14 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     @property
     def has_pending_work(self) -> bool:
-        """True while plans are in flight or blocks are queued: the engine has to go on taking plans."""
+        """True while plans are in flight, or blocks wait to be copied to the host, to storage or to the device.
+
+        The engine has to go on taking plans.
+        """
         with self._lock:
-            return bool(self._plans.unfinished) or self._copies.has_work or self._loads.has_work
+            storage = self._tiers.storage
+            has_copies = self._copies.has_work or (storage is not None and storage.writes.has_work)
+            return bool(self._plans.unfinished) or has_copies or self._loads.has_work
 
     # --- the whole cache ----------------------------------------------------------------------------------
 

@@ -42,3 +42,12 @@ def test_the_event_loop_is_not_blocked_without_a_service(tmp_path: Path) -> None
         return turns
 
     assert asyncio.run(ask()) > 1
+
+
+def test_a_closed_client_says_so(tmp_path: Path) -> None:
+    with local_service(tmp_path) as service:
+        client = Client(service.address)
+        client.close()
+        client.close()
+        with pytest.raises(ServiceUnavailableError, match="closed"):
+            client.ask("stats")

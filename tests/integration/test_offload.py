@@ -13,6 +13,7 @@ from fdcache.manager import KeyedRequest, LoadStatus, MatchStatus, OffloadManage
 from fdcache.metadata import CacheLevel, StorageScan
 from fdcache.settings import Settings
 from fdcache.settings.cache import PrefetchPolicy, WritePolicy
+from fdcache.storage.slab import SlabStore
 from tests.offload_engine import BLOCK, LAYOUT, OffloadEngine, ids, prompt
 from tests.service_engine import ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, until
@@ -183,6 +184,36 @@ def test_the_ranks_of_an_engine_may_each_have_a_manager_of_their_own(tmp_path: P
         assert service.ask("integrity") == []
 
 
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_a_manager_that_is_closed_finds_and_stores_nothing(tmp_path: Path, is_loading: bool) -> None:
+    with local_service(tmp_path) as service:
+        engine = at_service(service)
+        engine.stored("first", prompt(1, 2), [0, 1])
+        until(lambda: ready_blocks(service) == 2, "it is published")
+        request = Request("second", prompt(1, 2))
+        engine.manager.begin(request)
+        found(engine, request)
+        if is_loading:
+            assert engine.manager.load(request, ids(6, 7)) == 2
+            engine.step()
+        engine.manager.close()
+        if is_loading:
+            (outcome,) = engine.collect()
+            assert outcome.status is LoadStatus.CONFIRMED
+        assert engine.manager.match(request, 0).num_tokens == 0
+        other = Request("third", prompt(3, 4))
+        engine.manager.begin(other)
+        engine.manager.offer(other, other.num_tokens, ids(2, 3))
+        engine.manager.evicted(ids(2, 3))
+        assert engine.manager.take_plans() == []
+        engine.manager.reset_cache()
+        assert engine.manager.match(other, 0).num_tokens == 0
+        engine.manager.finish(request)
+        engine.manager.finish(other)
+        engine.close()
+        assert service.ask("integrity") == []
+
+
 # --- storage ----------------------------------------------------------------------------------------------
 
 
@@ -205,6 +236,44 @@ def test_a_restarted_engine_reads_its_blocks_from_storage(tmp_path: Path) -> Non
     load_all(engine, request, [5, 6, 7])
     engine.manager.finish(request)
     assert engine.manager.get_stats().counters.storage_hit_tokens == 3 * BLOCK
+    engine.close()
+
+
+def test_an_engine_that_steps_while_there_is_work_stores_everything(tmp_path: Path) -> None:
+    engine = OffloadEngine(
+        layout=STORED, folder=tmp_path, host_blocks=8
+    )  # of which a quarter is written at a time
+    request = Request("first", prompt(1, 2, 3, 4, 5, 6))
+    engine.manager.begin(request)
+    engine.compute(request, range(6))
+    engine.manager.offer(request, request.num_tokens, ids(*range(6)))
+    engine.manager.finish(request)
+    while engine.manager.has_pending_work:
+        engine.step()
+        engine.collect()
+    stats = engine.manager.get_stats()
+    assert (stats.counters.blocks_stored, stats.queued_stores) == (6, 0)
+    engine.close()
+
+
+def test_a_storage_that_takes_nothing_is_no_pending_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(*arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(SlabStore, "put", put)
+    engine = OffloadEngine(layout=STORED, folder=tmp_path, host_blocks=8)
+    request = Request("first", prompt(1, 2, 3, 4, 5, 6))
+    engine.manager.begin(request)
+    engine.compute(request, range(6))
+    engine.manager.offer(request, request.num_tokens, ids(*range(6)))
+    engine.manager.finish(request)
+    while engine.manager.has_pending_work:
+        engine.step()
+        engine.collect()
+    assert engine.manager.get_stats().queued_stores
+    engine.manager.reset_cache()
     engine.close()
 
 

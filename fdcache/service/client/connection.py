@@ -58,8 +58,10 @@ class Connection:
     def send(self, body: Request) -> int:
         """Send a request without waiting and return its number.
 
-        Raises ``ServiceUnavailableError`` when the queue of messages is full.
+        Raises ``ServiceUnavailableError`` when the queue of messages is full, or after ``close``.
         """
+        if self.socket.closed:
+            raise ServiceUnavailableError(f"{self.address}: the connection is closed; make a new client")
         number = next(self._numbers)
         try:
             self.socket.send(encode_request(self.session, number, body), zmq.NOBLOCK)

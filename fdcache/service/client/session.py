@@ -315,13 +315,15 @@ class SessionKeeper:
         return taken
 
     def close(self) -> None:
-        """Say goodbye and end the thread. Calling it again, or in a forked child, is harmless."""
+        """Say goodbye and end the thread; no session is open then. Idempotent, and harmless in a forked child."""
         if self._closing or os.getpid() != self._pid:
             return
         self._closing = True
         self._wake_thread()
         self._thread.join()
         os.close(self._wake)
+        with self.lock:
+            self.session = self.leaving = None
         if self._is_drained():
             self._live.close()
 
