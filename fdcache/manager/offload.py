@@ -29,6 +29,7 @@ from fdcache.plans.blocks import ROOT
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
+from fdcache.tiers.early_copies import EarlyCopies
 from fdcache.tiers.host import HostTier
 from fdcache.tiers.statistics import CacheStats, TierUsage
 
@@ -84,7 +85,9 @@ class OffloadManager(TierManager[OffloadRequest]):
         )
         self._host = _required(host)
         self._copies = CopyOut(settings, self._host, counters, clock)
-        tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches)
+        tiers = self._tiers = LowerTiers(
+            self._host, storage_tier, self._copies, self._host.fetches, EarlyCopies(self._host)
+        )
         tiers.record_events(settings.event_buffer)
         self._choices = LoadChoices(
             settings.load_or_recompute, layout, clock, self._blocks_being_loaded, priors, streams=streams
@@ -178,14 +181,15 @@ class OffloadManager(TierManager[OffloadRequest]):
         the layout's ``windows``; ``NO_BLOCK`` stands for a block that the engine does not need.
 
         The device blocks count as given away, as by ``evicted``. The load ends with a ``LoadOutcome`` of ``apply`` or
-        ``expire``. Return 0 if nothing was found, or a reset has removed it since: nothing will be loaded then.
+        ``expire``. Return 0 if nothing was found, or it was unpinned since by ``expire``, a reset or the end of the
+        session at a service: nothing will be loaded then.
         """
         layout = self.layout
         ids = device_ids_of(device_ids, with_none=any(layout.windows))
         with self._lock:
             self._set_time()
             tracked = self._requests.get(request)
-            if tracked is None or not tracked.remaining:
+            if tracked is None or not tracked.remaining or tracked.arena != self._host.arena:
                 self.unmatch(request)
                 return 0
             self._count_lookup(tracked)

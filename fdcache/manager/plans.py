@@ -105,6 +105,7 @@ class Plans:
     def plan_background(self) -> None:
         """Plan the copies that no request waits for, as far as those in flight leave room."""
         backups, storage, ledger = self._backups, self._storage, self._ledger
+        self._tiers.complete_early(self._counters)
         if backups is not None:
             backups.plan_background(self._background, ledger.blocks_in_flight(SwapPurpose.BACKUP))
         if storage is not None:
@@ -165,6 +166,7 @@ class Plans:
                 outcomes += self._complete(flight)
             if not_cleared and self._tiers.storage:
                 self._tiers.storage.reset()  # the rank's file still has the blocks
+        self._tiers.complete_early(self._counters)
         return outcomes
 
     def lose_rank(self, rank: int) -> list[LoadOutcome]:

@@ -22,9 +22,10 @@ from fdcache.metadata import (
     SwapPurpose,
     UInt64Array,
 )
-from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, OpenPlan, all_of
+from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, OpenPlan, SwapInFlight, all_of
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
+from fdcache.tiers.early_copies import EarlyCopies
 from fdcache.tiers.events import CacheEvent, events_of
 from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
 from fdcache.tiers.host import HostCache, HostTier, LocalHostTier, complete_copies
@@ -55,13 +56,15 @@ class Backups(Protocol):
 class LowerTiers:
     """Host and storage tier below a device cache; ``backups`` copy blocks down, ``fetches`` read them from storage.
 
-    Parts that the settings turn off are None. ``backups`` need a host tier, and so does a storage tier of this process.
+    ``early`` copies were planned below others in flight, for an engine that owns its device cache. Parts that the
+    settings turn off are None. ``backups`` need a host tier, and so does a storage tier of this process.
     """
 
     host: HostTier | None
     storage: StorageTier | None
     backups: Backups | None
     fetches: Fetches | None
+    early: EarlyCopies | None
 
     @property
     def pools(self) -> dict[CacheLevel, BlockPool | HostTier]:
@@ -92,12 +95,18 @@ class LowerTiers:
         if isinstance(flight.plan, StorageTask):
             assert self.storage is not None
             self.storage.complete(flight)
-        elif flight.swaps:
-            assert self.host is not None
-            self._complete_copies(flight, self.host, counters)
-            if self.storage:
-                for result in flight.swaps.values():
-                    self.storage.blocks_arrived(result.swap, result.copied)
+            return
+        for purpose, result in flight.swaps.items():
+            ended = result
+            if self.early is not None and purpose is SwapPurpose.EVICT:
+                ended = self.early.admit(result)
+            self._complete_copies(ended, counters)
+
+    def complete_early(self, counters: Counters) -> None:
+        """End the copies to the host that waited for copies above them."""
+        while self.early is not None and (parts := self.early.take()):
+            for part in parts:
+                self._complete_copies(part, counters)
 
     def blocks_arrived(self, copies: Sequence[Arrived]) -> None:
         """Pass on copies to the host of which every rank has copied everything: to the service, or to the storage."""
@@ -110,8 +119,13 @@ class LowerTiers:
             elif self.storage is not None:
                 self.storage.blocks_arrived(swap, flags.view(np.bool_))
 
-    def _complete_copies(self, flight: InFlightPlan, host: HostTier, counters: Counters) -> None:
-        complete_copies(flight, None, host, counters)
+    def _complete_copies(
+        self, result: SwapInFlight, counters: Counters, device: BlockPool | None = None
+    ) -> None:
+        assert self.host is not None
+        complete_copies(result, device, self.host, counters)
+        if self.storage:
+            self.storage.blocks_arrived(result.swap, result.copied)
 
     def reset_device(self) -> None:
         """Forget the blocks of the device cache and their queued backups."""
@@ -213,8 +227,10 @@ class Tiers(LowerTiers):
                 swap = result.swap
                 result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
 
-    def _complete_copies(self, flight: InFlightPlan, host: HostTier, counters: Counters) -> None:
-        complete_copies(flight, self.device, host, counters)
+    def _complete_copies(
+        self, result: SwapInFlight, counters: Counters, device: BlockPool | None = None
+    ) -> None:
+        super()._complete_copies(result, counters, self.device)
 
     def reset_device(self) -> None:
         """Forget the blocks of the device tier and their queued backups."""
@@ -243,6 +259,7 @@ def make_tiers(
         storage=storage,
         backups=BackupPlanner(settings, device, host, counters) if host else None,
         fetches=host.fetches if host else None,
+        early=None,
         device=device,
     )
     tiers.record_events(settings.event_buffer)

@@ -24,7 +24,7 @@ from fdcache.metadata import (
     UInt64Array,
 )
 from fdcache.plans.blocks import NO_BLOCKS, Blocks
-from fdcache.plans.ledger import InFlightPlan, SwapInFlight
+from fdcache.plans.ledger import SwapInFlight
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches
 from fdcache.tiers.pool import BlockPool
@@ -363,29 +363,28 @@ class LocalHostTier(BlockPool):
 
 
 def complete_copies(
-    flight: InFlightPlan, device: BlockPool | None, host: HostTier, counters: Counters
+    result: SwapInFlight, device: BlockPool | None, host: HostTier, counters: Counters
 ) -> None:
-    """End the transfers between device and host of a plan that every rank has reported.
+    """End a transfer between device and host that every rank has reported.
 
-    Release the slots that they held and make the blocks that arrived findable. Afterwards ``copied`` of each transfer
-    is True for the blocks that its target tier has. Without a ``device`` its slots are the engine's, which asks for a
-    block again: records that could not be loaded are forgotten.
+    Release the slots that it held and make the blocks that arrived findable. Afterwards ``copied`` is True for the
+    blocks that the target tier has. Without a ``device`` its slots are the engine's, which asks for a block again:
+    records that could not be loaded are forgotten.
     """
-    for purpose, result in flight.swaps.items():
-        swap, copied = result.swap, result.flags
-        counters.count_copies(purpose, result.num_copied, result.size)
-        if purpose is SwapPurpose.LOAD:
-            if result.any_corrupt:
-                discard_corrupt(result, host, counters)
-            if device is not None:
-                result.settle(device.complete(swap.dst_block_ids, copied, result.checksums))
-            elif not result.is_whole:
-                host.discard(swap.src_block_ids[~result.copied])
-            host.end_load(swap.src_block_ids, swap.hash_values, copied)
-        else:
-            result.settle(host.complete(swap.dst_block_ids, copied, result.checksums))
-            if device is not None:
-                device.unhold(swap.src_block_ids)
+    swap, copied = result.swap, result.flags
+    counters.count_copies(swap.purpose, result.num_copied, result.size)
+    if swap.purpose is SwapPurpose.LOAD:
+        if result.any_corrupt:
+            discard_corrupt(result, host, counters)
+        if device is not None:
+            result.settle(device.complete(swap.dst_block_ids, copied, result.checksums))
+        elif not result.is_whole:
+            host.discard(swap.src_block_ids[~result.copied])
+        host.end_load(swap.src_block_ids, swap.hash_values, copied)
+    else:
+        result.settle(host.complete(swap.dst_block_ids, copied, result.checksums))
+        if device is not None:
+            device.unhold(swap.src_block_ids)
 
 
 def discard_corrupt(result: SwapInFlight, host: HostTier | BlockPool, counters: Counters) -> None:

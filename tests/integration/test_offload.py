@@ -97,6 +97,7 @@ def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(
         sessions.lose(session, "the test")
         until(lambda: sessions.session is not None, "it registers again")
         assert host.arena != arena
+        assert engine.manager.load(request, ids(6, 7)) == 0
         for _ in range(3):
             assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
         assert asked == [1]

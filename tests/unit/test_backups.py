@@ -39,7 +39,9 @@ class Stage:
         host = LocalHostTier(CacheLevel.HOST, 8)
         settings = CacheSettings(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_through_threshold=3)
         self.backups = BackupPlanner(settings, self.device, host, Counters())
-        tiers = Tiers(host=host, storage=None, backups=self.backups, fetches=None, device=self.device)
+        tiers = Tiers(
+            host=host, storage=None, backups=self.backups, fetches=None, early=None, device=self.device
+        )
         self.requests = LiveRequests(settings, layout(), tiers, Counters())
         store(self.device, PATH)
 

@@ -163,7 +163,8 @@ def test_a_block_that_leaves_its_window_is_copied_before_it_is_given_away(engine
     assert engine.wrong_records() == 0
 
 
-def test_a_block_is_copied_below_one_whose_copy_is_in_flight(engine: OffloadEngine) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_block_is_copied_below_one_whose_copy_is_in_flight(engine: OffloadEngine, is_first: bool) -> None:
     """A chunk's first blocks leave their window with the next chunk, before the copies above them are reported."""
     request = Request("first", prompt(1, 2, 3))
     engine.manager.begin(request)
@@ -177,8 +178,9 @@ def test_a_block_is_copied_below_one_whose_copy_is_in_flight(engine: OffloadEngi
     engine.manager.evicted(ids(5))
     engine.step()
     engine.fill(5, None)
-    engine.manager.apply(in_flight)
-    engine.collect()
+    given_away = engine.reports()
+    for reports in (in_flight, given_away) if is_first else (given_away, in_flight):
+        engine.manager.apply(reports)
     engine.settle()
     engine.manager.finish(request)
     again = Request("second", prompt(1, 2, 3))
