@@ -120,7 +120,8 @@ class TierManager(Generic[RequestT_contra]):
         ``CacheController.open_storage``. Raises ``PlanError`` unless there is one for each rank.
         """
         with self._lock:
-            if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
+            ranks = sorted(scan.rank for scan in scans if isinstance(scan, StorageScan))
+            if ranks != list(range(self.layout.tp_size)) or len(ranks) < len(scans):
                 raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
             return self._tiers.storage.restore(scans) if self._tiers.storage else 0
 

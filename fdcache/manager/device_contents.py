@@ -68,6 +68,18 @@ def device_ids_of(values: object, *, with_none: bool = False) -> Int32Array:
     return ids
 
 
+def table_of(values: object) -> Int32Array:
+    """Return a block table as an array, of which only the part that is used is looked at. Raises ``PlanError``."""
+    return values if isinstance(values, np.ndarray) else device_ids_of(values, with_none=True)
+
+
+def require_distinct(ids: Int32Array) -> None:
+    """Raise ``PlanError`` if a device block is listed twice."""
+    some = ids[ids != NO_BLOCK]
+    if len(np.unique(some)) < len(some):
+        raise PlanError("device_ids: each device block can take one block; one is listed twice")
+
+
 class Offer(NamedTuple):
     """Blocks ``start`` to ``stop`` of a path; the request has counted as a hit of those before ``counted`` already."""
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from types import TracebackType
 
+from fdcache.errors import HashingError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
-from fdcache.manager.keyed import KeyedRequest
+from fdcache.manager.device_contents import device_ids_of
+from fdcache.manager.keyed import KeyedRequest, checked_keys
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.results import LoadOutcome
 from fdcache.metadata import HashArray, Int32Array, TransferPlan, TransferReport
@@ -36,7 +38,8 @@ class EngineClient:
     ``hashes`` is a path from the root, shape (blocks, 32), as ``Request.block_hashes`` has it; a call is about its
     blocks from ``start`` on, and ``slots`` are their device slots. ``execute`` runs a plan on the ranks' controllers,
     which were given ``host_cache``. Threads may share a client. Without the service every look-up misses and nothing
-    is stored. An engine whose scheduler must not wait for copies uses ``OffloadManager`` itself.
+    is stored. An engine whose scheduler must not wait for copies, or that wants what is only in storage, uses
+    ``OffloadManager`` itself. Raises ``HashingError`` for other hashes and ``start``, ``PlanError`` for other slots.
     """
 
     def __init__(self, settings: CacheSettings, layout: KVLayout, execute: Execute) -> None:
@@ -72,8 +75,9 @@ class EngineClient:
 
     def lookup(self, hashes: HashArray, start: int = 0) -> int:
         """Return the number of leading blocks found from ``start`` on. They count as used and are not pinned."""
+        hashes = _from(hashes, start)
         with self._lock:
-            request = self._request(hashes[start:], None)
+            request = self._request(hashes, None)
             found = self._manager.match(request, 0).num_tokens
             self._manager.finish(request)
             return found // self.layout.block_size
@@ -84,8 +88,9 @@ class EngineClient:
 
     def load(self, hashes: HashArray, slots: Int32Array, start: int = 0) -> int:
         """Copy blocks into device slots; return how many leading ones every rank has. The other slots are garbage."""
+        hashes, slots = _from(hashes, start), device_ids_of(slots)
         with self._lock:
-            request = self._request(hashes[start : start + len(slots)], None)
+            request = self._request(hashes[: len(slots)], None)
             found = self._manager.match(request, 0).num_tokens // self.layout.block_size
             planned = self._manager.load(request, slots[:found])
             try:
@@ -101,9 +106,10 @@ class EngineClient:
 
         They count against the quota of ``tenant``, which must be the one in the hashes.
         """
+        run, slots = _from(hashes, start), device_ids_of(slots)
+        parent = hashes[start - 1].tobytes() if start else ROOT
         with self._lock:
-            parent = hashes[start - 1].tobytes() if start else ROOT
-            request = self._request(hashes[start : start + len(slots)], parent, tenant)
+            request = self._request(run[: len(slots)], parent, tenant)
             before = self._manager.get_stats().counters.blocks_backed_up
             try:
                 self._manager.offer(request, request.num_tokens, slots)
@@ -164,6 +170,14 @@ class EngineClient:
                     refused = [TransferReport.refusal(plan, rank, "no report") for rank in sorted(missing)]
                     outcomes += self._manager.apply([*reports, *refused])
         return outcomes
+
+
+def _from(hashes: HashArray, start: int) -> HashArray:
+    """Return the hashes from ``start`` on."""
+    hashes = checked_keys(hashes)
+    if start not in range(len(hashes) + 1):
+        raise HashingError(f"start has to be a position of the {len(hashes)} hashes, got {start!r}")
+    return hashes[start:]
 
 
 class AsyncEngineClient:

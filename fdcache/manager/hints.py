@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from fdcache.errors import HintError
 from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
 from fdcache.manager.tiers import LowerTiers
@@ -35,6 +36,8 @@ class RequestHints:
         """
         outcomes = []
         for hint in hints:
+            if not isinstance(hint, Hint):
+                raise HintError(f"hints: {type(hint).__name__} is not a Hint")
             self.figures.given += 1
             pages = hashes[hint.blocks(prompt_tokens, self._block_size)]
             concerned = record_keys(pages, self._num_groups)

@@ -34,7 +34,7 @@ class KeyedRequest:
 
     ``hints`` and ``hint_outcomes``: as for ``Request``; all blocks count as prompt.
 
-    Raises ``HashingError`` for keys that are not 32 bytes each.
+    Raises ``HashingError`` for keys that are not 32 bytes each, or zero: that stands for the beginning of a prompt.
     """
 
     hints: Sequence[Hint] = ()
@@ -51,10 +51,12 @@ class KeyedRequest:
         use_cache: bool = True,
         device_only: bool = False,
     ) -> None:
-        if parent is not None and len(parent) != _KEY_BYTES:
-            raise HashingError(f"parent: a key has {_KEY_BYTES} bytes, got {len(parent)}")
+        if parent is not None and not (isinstance(parent, bytes) and len(parent) == _KEY_BYTES):
+            raise HashingError(f"parent: a key is {_KEY_BYTES} bytes, got {parent!r}")
+        if block_size < 1:
+            raise HashingError(f"block_size has to be at least 1, got {block_size}")
         self.request_id = request_id
-        self.block_hashes = _checked(keys)
+        self.block_hashes = checked_keys(keys)
         self.parent = parent
         self.tenant = tenant
         self.use_cache = use_cache
@@ -73,14 +75,15 @@ class KeyedRequest:
 
     def append_keys(self, keys: HashArray) -> None:
         """Append the keys of further blocks. Raises ``HashingError``."""
-        self.block_hashes = np.concatenate((self.block_hashes, _checked(keys)))
+        self.block_hashes = np.concatenate((self.block_hashes, checked_keys(keys)))
 
 
 OffloadRequest = Request | KeyedRequest
 """A request of an ``OffloadManager``."""
 
 
-def _checked(keys: Any) -> HashArray:
+def checked_keys(keys: Any) -> HashArray:
+    """Return keys as a contiguous array. Raises ``HashingError`` for anything else."""
     if (
         not isinstance(keys, np.ndarray)
         or keys.dtype != np.uint8
@@ -88,4 +91,7 @@ def _checked(keys: Any) -> HashArray:
         or keys.shape[1] != _KEY_BYTES
     ):
         raise HashingError(f"keys must be a uint8 array of shape (blocks, {_KEY_BYTES})")
-    return np.ascontiguousarray(keys)
+    checked: HashArray = np.ascontiguousarray(keys)
+    if not checked.any(axis=1).all():
+        raise HashingError("keys: zero stands for the beginning of a prompt and is no key of a block")
+    return checked

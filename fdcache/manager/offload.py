@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from operator import index
+from typing import SupportsIndex
 
 import msgspec
 
-from fdcache.errors import ConfigurationError
+from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.cost import NO_PRIORS, Priors
-from fdcache.manager.device_contents import NO_BLOCK, device_ids_of
+from fdcache.manager.device_contents import NO_BLOCK, device_ids_of, require_distinct, table_of
 from fdcache.manager.hints import RequestHints
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
@@ -50,7 +52,8 @@ class OffloadManager(TierManager[OffloadRequest]):
             manager.finish(request)
 
     No device block is held. Every rank submits the plans in order, each before the step computes: a plan's copies run
-    behind the steps before it. Calls are thread-safe and take requests that are unknown or have ended.
+    behind the steps before it. Calls are thread-safe and take requests that are unknown or have ended. Arguments of
+    other types raise ``RequestStateError`` or ``PlanError`` naming them.
 
     ``settings``, ``layout``, ``storage``, ``lookup``, ``clock``, ``priors``: as for ``CacheManager``; the
     device blocks of the settings have no effect. ``streams=True``: a match also promises blocks that are still being
@@ -152,8 +155,10 @@ class OffloadManager(TierManager[OffloadRequest]):
         The answer is kept until ``load``, ``unmatch`` or ``finish``: asking again with as many tokens or more costs
         nothing. The last token is left to compute unless ``whole_prompt``. Blocks that are sooner computed than loaded
         are left out; see ``observe_prefill``. Nothing is found for ``device_tokens`` in the middle of a block. Raises
-        ``HashingError`` for tokens that cannot be hashed.
+        ``HashingError`` for tokens that cannot be hashed, and for keys of the engine that contradict those stored;
+        ``RequestStateError`` for a number of tokens that is none.
         """
+        device_tokens = _count("device_tokens", device_tokens)
         self._requests.prepare(request)
         with self._lock:
             self._set_time()
@@ -182,10 +187,12 @@ class OffloadManager(TierManager[OffloadRequest]):
 
         The device blocks count as given away, as by ``evicted``. The load ends with a ``LoadOutcome`` of ``apply`` or
         ``expire``. Return 0 if nothing was found, or it was unpinned since by ``expire``, a reset or the end of the
-        session at a service: nothing will be loaded then.
+        session at a service: nothing will be loaded then. Raises ``PlanError`` for device blocks that are none, or are
+        listed twice.
         """
         layout = self.layout
         ids = device_ids_of(device_ids, with_none=any(layout.windows))
+        require_distinct(ids)
         with self._lock:
             self._set_time()
             tracked = self._requests.get(request)
@@ -211,11 +218,13 @@ class OffloadManager(TierManager[OffloadRequest]):
         Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
         block table: the next plan may copy them. Repeated offers extend the first; one with nothing new is cheap. With
         several groups of layers the table is as for ``load``, with ``NO_BLOCK`` for blocks that the engine has given
-        up: a page is stored if the host tier has those already.
+        up: a page is stored if the host tier has those already. Raises ``PlanError`` for device blocks that are none.
         """
+        num_tokens = _count("num_tokens", num_tokens)
+        table = table_of(device_ids)
         with self._lock:
             tracked = self._requests.track(request)
-            offered = self._requests.offer(tracked, num_tokens, device_ids)
+            offered = self._requests.offer(tracked, num_tokens, table)
             if offered is None:
                 return
             path, start = offered
@@ -370,6 +379,17 @@ class OffloadManager(TierManager[OffloadRequest]):
             contents = self._copies.contents
             device = TierUsage(blocks=contents.num_blocks, ready=len(contents))
             return self._snapshot(device, msgspec.structs.replace(self._counters), self._copies.queued)
+
+
+def _count(name: str, value: SupportsIndex) -> int:
+    """Return a number of tokens. Raises ``RequestStateError``."""
+    try:
+        count = index(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise RequestStateError(f"{name} has to be an int from 0 on, got {value!r}")
+    return count
 
 
 def _required(host: HostTier | None) -> HostTier:

@@ -8,6 +8,7 @@ import numpy as np
 
 from fdcache import _core
 from fdcache._core import LoadForms
+from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.device_contents import DevicePath, device_ids_of
@@ -153,19 +154,21 @@ class OffloadedRequests:
         """
         if isinstance(request, Request):
             self._hasher.prepare(request, keeps_gil=True)
+        else:
+            _require_request(request)
 
     def get(self, request: OffloadRequest) -> Tracked | None:
-        """Return a request that has arrived and not ended."""
+        """Return a request that has arrived and not ended. Raises ``RequestStateError`` for anything else."""
+        _require_request(request)
         tracked = self._tracked.get(request.request_id)
         return tracked if tracked is not None and tracked.request is request else None
 
     def track(self, request: OffloadRequest) -> Tracked:
         """Return a request, which arrives now if it has not before. One with the same id ends."""
-        tracked = self._tracked.get(request.request_id)
-        if tracked is not None and tracked.request is request:
+        if (tracked := self.get(request)) is not None:
             return tracked
-        if tracked is not None:
-            self.finish(tracked.request)
+        if (former := self._tracked.get(request.request_id)) is not None:
+            self.finish(former.request)
         tracked = self._tracked[request.request_id] = Tracked(request)
         return tracked
 
@@ -441,6 +444,11 @@ class OffloadedRequests:
             path = tracked.path = DevicePath(hashes, parent)
         path.extend(hashes, ids)
         return path, start
+
+
+def _require_request(request: object) -> None:
+    if not isinstance(request, (Request, KeyedRequest)):
+        raise RequestStateError(f"request has to be a Request or KeyedRequest, got {type(request).__name__}")
 
 
 def _begins_at_root(request: OffloadRequest) -> bool:

@@ -432,14 +432,18 @@ class PlanLedger(PlanTable):
 
     def check(self, report: TransferReport) -> None:
         """Raise ``PlanError`` for a report of an unknown rank, or one that does not fit its plan."""
+        if not isinstance(report, TransferReport):
+            raise PlanError(
+                f"reports: {type(report).__name__} is not a TransferReport of CacheController.poll"
+            )
         self._check_rank(report.rank)
         flight = self.plans.get(report.plan_id)
         if flight is not None and flight.waits_for(report.rank):
             flight.check(report)
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.num_ranks:
-            raise PlanError(f"rank {rank} is not one of the {self.num_ranks} ranks")
+        if rank not in range(self.num_ranks):
+            raise PlanError(f"rank {rank!r} is not one of the {self.num_ranks} ranks")
 
     def expects(self, report: TransferReport) -> bool:
         """Return True if this rank has not reported this plan yet."""

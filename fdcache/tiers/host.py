@@ -12,7 +12,7 @@ import msgspec
 
 from fdcache import _core
 from fdcache._core import CopyReservation, PlannedBackups
-from fdcache.errors import ConfigurationError
+from fdcache.errors import ConfigurationError, HashingError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.metadata import (
@@ -280,7 +280,13 @@ class LocalHostTier(BlockPool):
 
     def _match(self, hashes: HashArray, start: int, fetch: int) -> HostMatch:
         lease = self.open_lease()
-        run = self.match(lease, hashes, start)
+        try:
+            run = self.match(lease, hashes, start)
+        except ValueError as error:
+            super().release(lease)
+            raise HashingError(
+                f"keys: {error}; a key that was stored below another block than the one before it has to differ"
+            ) from error
         pending, stop = run.pending, start + len(run)
         if self.fetches is None:
             fetched = range(0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from fdcache.controller.cache_controller import CacheController
+from fdcache.errors import HashingError, PlanError
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.manager import AsyncEngineClient, EngineClient
 from fdcache.metadata import HashArray, TransferPlan, TransferReport
@@ -142,6 +144,23 @@ def test_without_a_service_every_call_misses(tmp_path: Path) -> None:
         assert client.lookup(hashes) == 0
         assert client.load(hashes, array(0, 1, 2)) == 0
         assert client.store(hashes, array(0, 1, 2)) == 0
+
+
+@pytest.mark.parametrize("start", [-1, 4, None, "1"])
+def test_arguments_that_are_none_are_refused_by_name(start: Any) -> None:
+    with EngineClient(CacheSettings(host_memory=1 << 20), layout(), lambda plan: []) as client:
+        hashes, wrong = np.ones((3, 32), np.uint8), cast(Any, [b"key"])
+        for call in (client.load, client.store):
+            with pytest.raises(HashingError, match="keys must be"):
+                call(wrong, array(0))
+            with pytest.raises(HashingError, match="start"):
+                call(hashes, array(0), start=start)
+            with pytest.raises(PlanError, match="device_ids"):
+                call(hashes, cast(Any, None))
+        with pytest.raises(HashingError, match="start"):
+            client.lookup(hashes, start)
+        with pytest.raises(HashingError, match="keys must be"):
+            client.lookup(wrong)
 
 
 def test_an_execution_that_fails_stores_nothing_and_holds_nothing() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fdcache.errors import ConfigurationError, LayoutError, PlanError
+from fdcache.errors import ConfigurationError, HintError, LayoutError, PlanError, RequestStateError
 from fdcache.manager import LoadStatus, MatchStatus, OffloadManager, Request
 from fdcache.metadata import CacheLevel, TransferReport
 from fdcache.settings.cache import CacheSettings
@@ -411,6 +412,51 @@ def test_a_lost_worker_ends_its_loads_and_empties_the_own_host_tier(engine: Offl
     (outcome,) = engine.manager.worker_lost(0)
     assert outcome.status is LoadStatus.FAILED
     assert engine.manager.match(request, 0).num_tokens == 0
+    engine.manager.finish(request)
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.5, None, "4"])
+def test_numbers_of_tokens_that_are_none_are_refused_by_name(engine: OffloadEngine, wrong: Any) -> None:
+    request = Request("wrong", prompt(1, 2))
+    with pytest.raises(RequestStateError, match="device_tokens"):
+        engine.manager.match(request, wrong)
+    with pytest.raises(RequestStateError, match="num_tokens"):
+        engine.manager.offer(request, wrong, ids(0, 1))
+    assert engine.manager.get_stats().live_requests == 0
+
+
+@pytest.mark.parametrize("wrong", [None, "second", 7])
+def test_what_is_no_request_report_or_rank_is_refused_by_name(engine: OffloadEngine, wrong: Any) -> None:
+    manager = engine.manager
+    calls: list[Callable[[], object]] = [
+        lambda: manager.begin(wrong),
+        lambda: manager.prepare([wrong]),
+        lambda: manager.match(wrong, 0),
+        lambda: manager.unmatch(wrong),
+        lambda: manager.load(wrong, ids(0)),
+        lambda: manager.offer(wrong, 4, ids(0)),
+        lambda: manager.finish(wrong),
+    ]
+    for call in calls:
+        with pytest.raises(RequestStateError, match="has to be a Request or KeyedRequest"):
+            call()
+    with pytest.raises(PlanError, match="is not a TransferReport"):
+        manager.apply([wrong])
+    with pytest.raises(PlanError, match="is not one of the 1 ranks"):
+        manager.worker_lost(wrong)
+    with pytest.raises(PlanError, match="a scan of each"):
+        manager.restore_storage([wrong])
+    with pytest.raises(HintError, match="is not a Hint"):
+        manager.hint(Request("over", prompt(1)), [wrong])
+
+
+def test_a_device_block_is_loaded_once(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    engine.manager.match(request, 0)
+    with pytest.raises(PlanError, match="twice"):
+        engine.manager.load(request, ids(5, 5))
+    assert loaded(engine, request, ids(5, 6)).status is LoadStatus.CONFIRMED
     engine.manager.finish(request)
 
 

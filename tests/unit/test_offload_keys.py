@@ -92,6 +92,30 @@ def test_keys_grow_with_their_request(engine: OffloadEngine) -> None:
     assert engine.wrong_records() == 0
 
 
+def test_keys_that_contradict_those_stored_are_refused_and_pin_nothing(engine: OffloadEngine) -> None:
+    for name, run in (("tail", KEYS[1:3]), ("head", KEYS[:1])):  # the tail has a parent, and does not say so
+        request = keyed(name, run)
+        engine.manager.begin(request)
+        engine.fill(0, run[0].tobytes())
+        engine.fill(1, run[-1].tobytes())
+        engine.manager.offer(request, request.num_tokens, ids(0, 1))
+        engine.settle()
+        engine.manager.finish(request)
+    whole = keyed("whole", KEYS[:3])
+    with pytest.raises(HashingError, match="not one path"):
+        engine.manager.match(whole, 0)
+    assert engine.manager._host.in_use == 0
+    engine.manager.finish(whole)
+
+
+def test_zero_is_no_key() -> None:
+    with pytest.raises(HashingError, match="zero"):
+        keyed("wrong", np.zeros((1, 32), np.uint8))
+    request = keyed("right", KEYS[:1])
+    with pytest.raises(HashingError, match="zero"):
+        request.append_keys(np.zeros((1, 32), np.uint8))
+
+
 @pytest.mark.parametrize("keys", [KEYS[0], KEYS[:, :16], KEYS.astype(np.int32), b"key", None])
 def test_keys_that_are_none_are_refused(keys: Any) -> None:
     with pytest.raises(HashingError, match=r"shape \(blocks, 32\)"):
