@@ -130,7 +130,9 @@ def replay(
     ] = "bf16",
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Tensor-parallel ranks; more than one run as processes. Default: 1."),
+        typer.Option(
+            min=1, help="Tensor-parallel ranks; more than one run as processes, at most 64. Default: 1."
+        ),
     ] = None,
     write_policy: Annotated[
         WritePolicy | None,

@@ -102,6 +102,10 @@ class Shape:
             raise ReplayOptionError("--dtype" if "dtype" in str(error) else "--layout", str(error)) from error
 
 
+MOST_RANKS = 64
+"""Ranks of one replay, each of which is a process."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
     """Options of one replay.
@@ -176,9 +180,16 @@ def device_block_bytes(layout: KVLayout) -> int:
     return layout.tp_size * sum(plane.device_stride for plane in layout.planes)
 
 
-def require_memory(config: ReplayConfig) -> None:
-    """Raise ``ReplayOptionError`` if the tiers do not fit in memory, naming the option and a size that fits."""
+def require_machine(config: ReplayConfig) -> None:
+    """Raise ``ReplayOptionError`` for more ranks than may be processes, and if the tiers do not fit in memory.
+
+    It names the option and a number or size that fits.
+    """
     layout, ranks = config.layout, config.layout.tp_size
+    if ranks > MOST_RANKS:
+        raise ReplayOptionError(
+            "--ranks", f"{ranks} ranks would be as many processes; use at most {MOST_RANKS}"
+        )
     free = available_memory().nbytes
     block_bytes = device_block_bytes(layout)
     device = config.cache.device_blocks * block_bytes

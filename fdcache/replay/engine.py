@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from fdcache.manager import CacheManager
-from fdcache.replay.config import ReplayConfig, require_memory
+from fdcache.replay.config import ReplayConfig, require_machine
 from fdcache.replay.devices import LoadFaults
 from fdcache.replay.jobs import Step
 from fdcache.replay.messages import StepOrder
@@ -46,10 +46,10 @@ def replay(
         assert report.clean
 
     ``on_start`` receives the progress of each rank's start: an activity, the amount done, the total. Ranks and their
-    memory are released in any case. Raises ``ReplayOptionError`` if the machine lacks the memory, ``ReplayError`` if a
-    rank is lost or no progress is possible, ``TraceError`` for an invalid trace line.
+    memory are released in any case. Raises ``ReplayOptionError`` if memory is lacking, or there are too many ranks,
+    ``ReplayError`` if a rank is lost or no progress is possible, ``TraceError`` for an invalid trace line.
     """
-    require_memory(config)
+    require_machine(config)
     lookup = open_lookup(ConnectorContext(config.layout, None, config.storage, config.mooncake))
     arrivals = Arrivals(items, config.speed, window=64 + 4 * config.concurrency)
     manager = CacheManager(

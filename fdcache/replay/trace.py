@@ -37,7 +37,8 @@ def read_trace(path: Path, limit: int | None = None) -> Iterator[WorkItem]:
     """Iterate over the requests of a Mooncake JSONL file; blank lines are skipped.
 
     A prompt longer than its ``hash_ids`` cover (512 tokens each) is clipped; ``clipped_tokens`` counts the rest.
-    Raises ``TraceError`` naming file, line and field for an invalid line, and for a file that cannot be opened.
+    Raises ``TraceError`` naming file, line and field for an invalid line, and for a file that cannot be opened, or that
+    has no request.
     """
     try:
         with path.open("rb") as lines:
@@ -50,6 +51,8 @@ def read_trace(path: Path, limit: int | None = None) -> Iterator[WorkItem]:
                     index += 1
     except OSError as error:
         raise TraceError(f"{path}: the trace cannot be read: {error.strerror or error}") from error
+    if not index:
+        raise TraceError(f"{path}: the trace has no request, so that nothing would be checked")
 
 
 def _decode(text: bytes, path: Path, number: int) -> TraceLine:

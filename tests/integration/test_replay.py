@@ -264,6 +264,11 @@ def test_missing_memory_is_reported_with_the_option_and_a_size_that_fits() -> No
         run_chat(small_config(host_memory=1 << 50), requests=1)
 
 
+def test_more_ranks_than_may_be_processes_are_refused_before_one_starts() -> None:
+    with pytest.raises(ReplayOptionError, match=r"--ranks: 65 ranks .* at most 64"):
+        run_chat(small_config(ranks=65, host_memory=0), requests=1)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "name"),
     [

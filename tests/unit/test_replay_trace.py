@@ -97,6 +97,12 @@ def test_invalid_json_is_reported_with_file_and_line(tmp_path: Path, text: str) 
         list(read_trace(path))
 
 
+@pytest.mark.parametrize("lines", [(), ("", " ")])
+def test_a_trace_without_a_request_is_reported(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    with pytest.raises(TraceError, match=r"t\.jsonl: the trace has no request"):
+        list(read_trace(write(tmp_path / "t.jsonl", *lines)))
+
+
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"absent\.jsonl: the trace cannot be read: No such file"):
         list(read_trace(tmp_path / "absent.jsonl"))
