@@ -142,7 +142,7 @@ class OffloadManager(TierManager[OffloadRequest]):
 
         ``whole_prompt``: as for ``match``.
         """
-        self._requests.prepare(request)
+        self._requests.prepare(request, keeps_gil=True)
         with self._lock:
             self._set_time()
             self._requests.begin_fetch(self._requests.track(request), whole_prompt)
@@ -159,7 +159,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         ``RequestStateError`` for a number of tokens that is none.
         """
         device_tokens = _count("device_tokens", device_tokens)
-        self._requests.prepare(request)
+        self._requests.prepare(request, keeps_gil=True)
         with self._lock:
             self._set_time()
             tracked = self._requests.track(request)

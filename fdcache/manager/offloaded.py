@@ -147,13 +147,13 @@ class OffloadedRequests:
     def __len__(self) -> int:
         return len(self._tracked)
 
-    def prepare(self, request: OffloadRequest) -> None:
+    def prepare(self, request: OffloadRequest, *, keeps_gil: bool = False) -> None:
         """Hash the tokens of a request, unless they are hashed. Raises ``HashingError``, ``RequestStateError``.
 
-        The GIL is kept, as this is the thread of the engine's steps: it would be waited for longer than this takes.
+        ``keeps_gil``: in the thread of the engine's steps the GIL would be waited for longer than this takes.
         """
         if isinstance(request, Request):
-            self._hasher.prepare(request, keeps_gil=True)
+            self._hasher.prepare(request, keeps_gil=keeps_gil)
         else:
             _require_request(request)
 
@@ -433,7 +433,7 @@ class OffloadedRequests:
             stop = min(stop, tracked.load.first)
         if stop <= start or tracked.is_stale or not (self._caches_prefixes and request.use_cache):
             return None
-        self.prepare(request)
+        self.prepare(request, keeps_gil=True)
         hashes = self._keys(tracked)
         stop = min(stop, len(hashes))
         if stop <= start:

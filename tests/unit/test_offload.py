@@ -30,7 +30,8 @@ from tests.swaps import uniform_layout
 engine = offload_engine
 
 
-def test_the_engines_thread_keeps_the_gil_while_a_prompt_is_hashed(engine: OffloadEngine) -> None:
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_gil_is_kept_in_the_engines_thread_and_not_beside_it(engine: OffloadEngine, beside: bool) -> None:
     gate, ran = threading.Lock(), threading.Event()
 
     def wait() -> None:
@@ -41,16 +42,21 @@ def test_the_engines_thread_keeps_the_gil_while_a_prompt_is_hashed(engine: Offlo
     gate.acquire()
     thread = threading.Thread(target=wait)
     thread.start()
-    request = Request("long", np.arange(100_000, dtype=np.int32))
+    prompts = [Request(f"long {i}", np.arange(100_000, dtype=np.int32)) for i in range(100 if beside else 1)]
     sys.setswitchinterval(60)
     try:
         gate.release()
-        engine.manager.begin(request)
-        ran_meanwhile = ran.is_set()
+        for request in prompts:
+            if beside:
+                engine.manager.prepare([request])
+            else:
+                engine.manager.begin(request)
+            if ran_meanwhile := ran.is_set():
+                break
     finally:
         sys.setswitchinterval(interval)
     thread.join()
-    assert not ran_meanwhile
+    assert ran_meanwhile == beside
     assert len(request.block_hashes) == 100_000 // BLOCK
     engine.manager.finish(request)
 
