@@ -354,8 +354,9 @@ class OffloadManager(TierManager[OffloadRequest]):
         ``PlanError`` for an unknown rank.
         """
         with self._lock:
+            self._plans.require_rank(rank)
+            self._requests.forget_found(f"rank {rank}: its process is gone")
             self._plans.lose_rank(rank)
-            self._requests.forget_found()
             self._tiers.worker_lost()
             self._copies.copies_ended()
             return self._loads.take_outcomes()
@@ -366,7 +367,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         The next plan clears the workers' local storage.
         """
         with self._lock:
-            self._requests.forget_found()
+            self._requests.forget_found("the cache was reset")
             return self._tiers.reset()
 
     def take_device_reset(self) -> bool:

@@ -194,16 +194,16 @@ class OffloadedRequests:
             tracked.keys = np.concatenate((tracked.keys, record_keys(hashes[have:], self._groups)))
         return tracked.keys
 
-    def forget_found(self) -> None:
+    def forget_found(self, reason: str) -> None:
         """Forget what was found and what was offered, as after a reset; loads in flight count for nothing."""
         for tracked in self._tracked.values():
             self.unpin(tracked)
             tracked.path = None
-        self.loads.revoke()
+        self.loads.revoke(reason)
 
     def change_fingerprint(self, fingerprint: bytes) -> None:
         """Hash with another layout from now on; requests that have arrived find and leave nothing."""
-        self.forget_found()
+        self.forget_found("the model has other weights")
         for tracked in self._tracked.values():
             tracked.is_stale = True
         self._hasher.change_fingerprint(fingerprint)

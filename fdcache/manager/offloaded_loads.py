@@ -57,10 +57,10 @@ class OffloadedLoad:
             self.cut, self.whole = reason, min(self.whole, self.planned)
             self.errors.append(reason)
 
-    def revoke(self) -> None:
-        """Let nothing count that has been loaded: a reset has removed it."""
-        self.cut = self.cut or "the cache was reset"
-        self.errors.append("the cache was reset")
+    def revoke(self, reason: str) -> None:
+        """Let nothing count that has been loaded: it is gone."""
+        self.cut = self.cut or reason
+        self.errors.append(reason)
         self.whole = self.first
 
 
@@ -204,14 +204,14 @@ class OffloadedLoads:
                 load.cut_off(reason)
                 self._end_if_over(load)
 
-    def revoke(self) -> None:
-        """Let no block count that has been loaded or is: a reset has removed it."""
+    def revoke(self, reason: str) -> None:
+        """Let no block count that has been loaded or is: it is gone."""
         loads = [
             *self._open,
             *(part.load for part in chain(self._planned, self._ahead, *self._parts.values())),
         ]
         for load in dict.fromkeys(loads):
-            load.revoke()
+            load.revoke(reason)
             self._end_if_over(load)
 
     def _end_if_over(self, load: OffloadedLoad) -> None:

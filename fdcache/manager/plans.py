@@ -169,6 +169,10 @@ class Plans:
         self._tiers.complete_early(self._counters)
         return outcomes
 
+    def require_rank(self, rank: int) -> None:
+        """Raise ``PlanError`` for an unknown rank."""
+        self._ledger.require_rank(rank)
+
     def lose_rank(self, rank: int) -> list[LoadOutcome]:
         """Fail what this rank has not reported; return the loads that end. Raises ``PlanError`` for an unknown rank."""
         return [outcome for flight in self._ledger.lose_rank(rank) for outcome in self._complete(flight)]

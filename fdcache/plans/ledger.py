@@ -436,12 +436,13 @@ class PlanLedger(PlanTable):
             raise PlanError(
                 f"reports: {type(report).__name__} is not a TransferReport of CacheController.poll"
             )
-        self._check_rank(report.rank)
+        self.require_rank(report.rank)
         flight = self.plans.get(report.plan_id)
         if flight is not None and flight.waits_for(report.rank):
             flight.check(report)
 
-    def _check_rank(self, rank: int) -> None:
+    def require_rank(self, rank: int) -> None:
+        """Raise ``PlanError`` for an unknown rank."""
         if rank not in range(self.num_ranks):
             raise PlanError(f"rank {rank!r} is not one of the {self.num_ranks} ranks")
 
@@ -469,7 +470,7 @@ class PlanLedger(PlanTable):
 
     def lose_rank(self, rank: int) -> list[InFlightPlan]:
         """Fail what a dead rank has not reported; return the plans that this completes. Raises ``PlanError``."""
-        self._check_rank(rank)
+        self.require_rank(rank)
         for flight in self.plans.values():
             if flight.waits_for(rank):
                 flight.fail(rank, "its process is gone")

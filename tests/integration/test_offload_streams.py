@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from fdcache.manager import LoadOutcome, LoadStatus, MatchStatus, OffloadMatch, Request
-from fdcache.metadata import CacheSwapMetadata
+from fdcache.metadata import CacheSwapMetadata, TransferReport
 from fdcache.service.server import storage_opening
 from fdcache.settings.cache import PrefetchPolicy, WritePolicy
 from fdcache.storage.connector import ConnectorContext
@@ -20,6 +20,7 @@ from tests.offload_engine import BLOCK, GatedDevice, OffloadEngine, ids, prompt
 from tests.service_help import TIMEOUT, LocalService, local_service, until
 from tests.storage_engine import SlowStore
 from tests.storage_help import storage_layout
+from tests.swaps import PATIENCE
 
 LAYOUT = storage_layout(block_size=BLOCK, num_layers=2, tp_size=2)
 BLOCKS = 8
@@ -258,9 +259,21 @@ def test_an_aborted_load_ends_once_its_copies_have(engine: Streaming, is_planned
 
 
 @pytest.mark.parametrize("reset", ["host", "rank"])
-def test_a_reset_ends_the_load_with_nothing(engine: Streaming, reset: str) -> None:
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_a_reset_ends_the_load_with_nothing(engine: Streaming, reset: str, is_loading: bool) -> None:
     request = Request("a", PROMPT)
     engine.loading(request)
+    planned = 2
+    if is_loading:
+        engine.read()
+        plans = engine.manager.take_plans()
+        engine.submit(plans)
+        planned += sum(len(plan.loads or ()) for plan in plans)
+        assert planned == 4
+        reports: list[TransferReport] = []
+        while not {plan.plan_id for plan in plans} <= {report.plan_id for report in reports}:
+            reports += engine.ranks[0].wait_reports(PATIENCE)
+        assert engine.manager.apply(reports) == []
     if reset == "host":
         engine.manager.reset_cache()
     else:
@@ -268,7 +281,7 @@ def test_a_reset_ends_the_load_with_nothing(engine: Streaming, reset: str) -> No
     engine.open_disks()
     outcome = engine.ended()
     assert (outcome.status, outcome.recompute_from) == (FAILED, 0)
-    assert outcome.unplanned == tuple(INTO[2:])
+    assert outcome.unplanned == tuple(INTO[planned:])
     engine.manager.finish(request)
 
 

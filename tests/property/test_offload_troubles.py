@@ -43,7 +43,8 @@ class Troubled(Engine):
         elif self.chance(0.1):
             self.report()
         elif self.chance(0.05):
-            self.manager.expire()
+            for outcome in self.manager.expire():
+                self.end_load(outcome)
 
     def change_weights(self) -> None:
         self.revisions += 1
