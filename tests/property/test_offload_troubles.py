@@ -5,17 +5,26 @@ Resets and other weights come between any two calls of a step.
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache.controller.cache_controller import CacheController
+from fdcache.errors import ConfigurationError
+from fdcache.manager import LoadOutcome
 from fdcache.metadata import TransferReport
 from fdcache.settings.cache import TransferSettings, WritePolicy
+from fdcache.storage.slab import SlabStore
+from fdcache.tiers import storage_reads
+from tests.offload_engine import BLOCK
 from tests.property.test_offload import ACTIONS, Engine, Sequence
 from tests.seeds import budget
+from tests.storage_help import MIB
 from tests.swaps import PATIENCE
 
 TIMEOUT = 20.0
@@ -108,6 +117,10 @@ class Troubled(Engine):
         engine.ranks[rank] = fresh
         engine.tensors[rank] = fresh.initialize_kv_cache(len(self.uses))
         fresh.initialize_host_cache(self.manager.host_cache)
+        self.begun(rank)
+
+    def begun(self, rank: int) -> None:
+        """Go on with a rank that has begun anew."""
 
     def preempt_all(self) -> None:
         """Forget what the device cache has."""
@@ -118,9 +131,12 @@ class Troubled(Engine):
         self.waiting[:0], self.running = self.running, []
         self.rootless |= self.loads.keys()
 
-    def end_load(self, outcome: Any) -> None:
+    def end_load(self, outcome: LoadOutcome) -> None:
+        sequence = self.loads[outcome.request_id]
+        first = (len(sequence.table) - len(sequence.loading or ())) // self.groups * BLOCK
         super().end_load(outcome)
-        if outcome.request_id in self.rootless:  # the blocks above have gone
+        if outcome.request_id in self.rootless:  # the blocks above have gone, and all that was loaded
+            assert outcome.recompute_from == first
             self.rootless.remove(outcome.request_id)
             sequences = [each for each in self.running if each.request.request_id == outcome.request_id]
             for sequence in sequences:
@@ -135,6 +151,29 @@ class Troubled(Engine):
     def drain(self) -> None:
         self.troubles = 0.0
         super().drain()
+
+
+class Stored(Troubled):
+    """The same engine with storage, which a rank that begins anew opens. Resets are rare, so that it is of use."""
+
+    def __init__(self, seed: int, policy: WritePolicy, folder: Path, **options: Any) -> None:
+        super().__init__(seed, policy, head_dim=16, folder=folder, **options)
+
+    def chance(self, share: float) -> bool:
+        return super().chance(share * (0.1 if share < 0.05 else 1))
+
+    def change_weights(self) -> None:
+        with pytest.raises(ConfigurationError, match="one revision"):
+            self.manager.change_revision("other")
+
+    def begun(self, rank: int) -> None:
+        engine = self.offload
+        folder = engine.stores[rank].path.parent
+        store = SlabStore(folder, engine.layout, rank=rank, size=4 * MIB, threads=2, retry_after=0.0)
+        engine.stores[rank] = store
+        engine.ranks[rank].initialize_storage(store)
+        if self.random.random() < 0.8:
+            self.manager.restore_storage([each.scan() for each in engine.stores])
 
 
 def play(engine: Troubled, steps: int) -> None:
@@ -191,3 +230,22 @@ def test_groups_of_layers_survive_the_same(
     engine = Troubled(seed, policy, host_blocks=host, ranks=2, windows=windows)
     play(engine, 120)
     assert engine.close() == 0
+
+
+@settings(max_examples=budget(15), deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    policy=st.sampled_from([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK]),
+    host=st.sampled_from([9, 14, 30]),
+    ranks=st.sampled_from([1, 2]),
+    streams=st.booleans(),
+)
+def test_storage_and_a_restart_survive_the_same(
+    seed: int, policy: WritePolicy, host: int, ranks: int, streams: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage_reads, "MOST_GROUP_BYTES", 1)  # each read brings one block
+        for life in range(2):
+            engine = Stored(seed + life, policy, Path(folder), host_blocks=host, ranks=ranks, streams=streams)
+            play(engine, 120)
+            assert engine.close() == 0
