@@ -328,6 +328,7 @@ class CacheController:
     def refuse(self, plan: TransferPlan, reason: str) -> None:
         """Fail a plan that the engine cannot submit, and its storage tasks; ``poll`` reports them.
 
+        Nothing waits for the plans in ``plan.after`` then: their copies have to end before a step computes.
         Raises ``PlanError`` for a plan that is in flight already.
         """
         self._guard.check()

@@ -259,7 +259,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     def finish(self, request: OffloadRequest) -> None:
         """End, abort or forget a request. Idempotent; loads in flight still end with a ``LoadOutcome``.
 
-        Its hints are taken then.
+        Its hints are taken then. ``begin``, ``match`` and ``offer`` begin it anew, and it has to be finished again.
         """
         with self._lock:
             self._set_time()
