@@ -175,7 +175,9 @@ class Plans:
 
     def lose_rank(self, rank: int) -> list[LoadOutcome]:
         """Fail what this rank has not reported; return the loads that end. Raises ``PlanError`` for an unknown rank."""
-        return [outcome for flight in self._ledger.lose_rank(rank) for outcome in self._complete(flight)]
+        ended = [outcome for flight in self._ledger.lose_rank(rank) for outcome in self._complete(flight)]
+        self._tiers.complete_early(self._counters)
+        return ended
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads of plans whose deadline has passed since the last call."""

@@ -104,5 +104,6 @@ def test_no_slot_stays_held_after_a_reset_or_the_loss_of_a_rank(engine: OffloadE
         engine.manager.apply(above)
     else:
         engine.manager.worker_lost(0)
+        assert engine.manager._host.in_use == 0
     engine.manager.finish(first)
     engine.close()
