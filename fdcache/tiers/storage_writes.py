@@ -58,6 +58,11 @@ class StorageWrites:
         """Number of blocks that wait to be written."""
         return len(self._queue) + len(self._backlog)
 
+    @property
+    def has_work(self) -> bool:
+        """True if the next plan may write queued blocks, or wait for others to be written first."""
+        return bool(self._queue) and self._index.is_open and not self.is_refused
+
     def queue_all(self) -> None:
         """Queue every idle host block that is not stored, the hottest first, behind the queue; with any policy."""
         idle = self._host.coldest(self._host.stats().ready).hashes

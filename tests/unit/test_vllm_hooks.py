@@ -407,6 +407,27 @@ def test_copies_that_a_step_without_its_plan_may_have_overwritten_do_not_count(
     assert engine.load(request("c"), [8, 9]) == 0
 
 
+def test_what_storage_held_at_the_start_is_told_once(tmp_path: Path) -> None:
+    """vLLM asks for it again when it wakes up: by then other blocks are there."""
+    make = functools.partial(
+        Engine, FDCACHE_STORAGE="local", FDCACHE_STORAGE_DIR=str(tmp_path), FDCACHE_STORAGE_SIZE="64KiB"
+    )
+    first = make()
+    first.side.restore([first.worker.take_scan()])
+    first.compute(request("a"), [3, 4, 5], fill=7)
+    first.close()
+    engine = make()
+    engine.side.restore([engine.worker.take_scan()])
+    source = request("b")
+    until(lambda: engine.side.matched(source, 0) == 2 * BLOCK or engine.step(), "the end of the reads")
+    assert engine.side.stored_tokens("b") == 2 * BLOCK
+    engine.side.reset()
+    engine.compute(request("c", list(range(50, 60))), [3, 4, 5], fill=8)
+    engine.side.restore([engine.worker.take_scan()])
+    assert engine.manager.get_stats().storage.ready == 2  # type: ignore[union-attr]
+    engine.close()
+
+
 def test_events_carry_the_hashes_of_vllm_and_the_medium(engine: Engine) -> None:
     source = request("a", list(range(12)), lora_request=LoRARequest("chat", 1, "/x"))
     theirs = [maybe_convert_block_hash(each) for each in source.block_hashes]

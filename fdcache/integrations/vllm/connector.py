@@ -68,8 +68,8 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             self._worker.register(kv_caches, groups, self._kv_cache_config.num_blocks)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler which blocks this rank's storage holds."""
-        return WorkerStorage(self._worker.scan) if self._worker is not None else None
+        """Tell the scheduler which blocks this rank's storage holds at the start. vLLM asks again when it wakes up."""
+        return WorkerStorage(self._worker.take_scan()) if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Enqueue the step's copies, loads and stores alike.
@@ -120,6 +120,11 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
 
     # --- scheduler ----------------------------------------------------------------------------------------
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: blocks that are not stored cost a later hit, so that preemption need not drop tokens in flight."""
+        return False
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Learn vLLM's block pool, for its coldest blocks and for resets of the device cache."""
         if self._scheduler is not None:
@@ -158,6 +163,17 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         if self._scheduler is not None:
             with self._scheduler.guarded("update_state_after_alloc"):
                 self._scheduler.allocated(request, table_of(blocks.get_block_ids()), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Return how many of the tokens that are being loaded were in host memory, and how many in storage."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since vLLM 0.33, which alone calls this
+
+        stored = 0
+        if self._scheduler is not None:
+            with self._scheduler.guarded("get_external_cache_hit_sources", follows_blocks=False):
+                stored = min(self._scheduler.stored_tokens(request.request_id), num_external_tokens)
+        found = {CacheHitSource.HOST: num_external_tokens - stored, CacheHitSource.DISK: stored}
+        return {source: tokens for source, tokens in found.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Plan the copies of the step."""

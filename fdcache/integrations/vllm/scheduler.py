@@ -45,6 +45,7 @@ class _Running:
         "refused_hints",
         "request",
         "source",
+        "stored_tokens",
     )
 
     def __init__(self, source: Any, request: Request, refused_hints: Sequence[HintOutcome]) -> None:
@@ -56,6 +57,7 @@ class _Running:
         self.known_hashes = 0
         self.is_lost = False
         self.offered = 0
+        self.stored_tokens = 0
 
     def has_table(self, blocks: Sequence[int]) -> None:
         """Give the request another block table, of which nothing is offered."""
@@ -134,7 +136,13 @@ class SchedulerSide:
         # window would have to reach back one token more.
         is_worth_it = source.num_tokens - device_tokens > self._block_size and not self._windows
         found = self.manager.match(known.request, device_tokens, whole_prompt=is_worth_it)
+        known.stored_tokens = found.from_storage
         return None if found.status is MatchStatus.DEFERRED else found.num_tokens
+
+    def stored_tokens(self, request_id: str) -> int:
+        """Return how many of the tokens that were last found for a request came, or come, from storage."""
+        known = self._running.get(request_id)
+        return 0 if known is None else known.stored_tokens
 
     def allocated(self, source: Any, blocks: Sequence[int], num_tokens: int) -> None:
         """Learn a request's block table; load ``num_tokens`` tokens beyond those that were on the device."""
@@ -391,14 +399,8 @@ class SchedulerSide:
         return self.manager.has_pending_work or bool(self._unloaded)
 
     def reset(self) -> None:
-        """Forget every block, as after new weights. Engines that share a service keep theirs."""
-        if self.manager.settings.server is None:
-            self.manager.reset_cache()
-        else:
-            from uuid import uuid4
-
-            base = self.manager.layout.revision.partition("+")[0]
-            self.manager.change_revision(f"{base}+{uuid4().hex[:16]}")
+        """Forget every block: vLLM does not tell a reset from new weights. Other engines keep theirs."""
+        self.manager.weights_changed()
 
     def guarded(self, hook: str, *, follows_blocks: bool = True) -> _Guard:
         """Return a context in which an exception of a hook is logged and counted.
