@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_a_restarted_engine_finds_its_blocks_in_storage(
         assert engine.answers(prompts) == computed
         assert engine.counters.storage_hit_tokens > 0
         engine.assert_nothing_is_held()
-        if hasattr(engine.connector, "get_transfer_results"):  # since vLLM 0.33
+        if not version("vllm").startswith("0.26."):  # its metrics do not tell
             by_source = {
                 metric.labels["source"]: metric.value
                 for metric in llm.get_metrics()
