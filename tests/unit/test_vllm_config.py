@@ -45,12 +45,13 @@ def vllm_config(extra: dict[str, object] | None = None, **changed: Any) -> Any:
             revision=None,
             hf_config=SimpleNamespace(),
             hf_text_config=SimpleNamespace(num_hidden_layers=4),
+            max_model_len=4096,
             hf_overrides={},
             quantization=None,
             dtype="bfloat16",
             seed=0,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False, kv_cache_layout=None),
         parallel_config=SimpleNamespace(
             world_size=1,
             tensor_parallel_size=1,
@@ -121,9 +122,14 @@ def test_a_page_of_each_layer_is_one_plane_of_bytes() -> None:
     [
         {"model_config__revision": "b"},
         {"model_config__quantization": "fp8"},
+        {"model_config__quantization_config": {"ignore": ["lm_head"]}},
+        {"model_config__hf_config_path": "/other"},
+        {"model_config__multimodal_config": SimpleNamespace(mm_processor_kwargs={"max_pixels": 1})},
         {"model_config__dtype": "float16"},
         {"model_config__hf_overrides": {"rope_theta": 1}},
         {"cache_config__cache_dtype": "fp8"},
+        {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+        {"cache_config__kv_cache_layout": "LBHNC"},
         {"load_config__load_format": "dummy"},
         {"parallel_config__tensor_parallel_size": 2},
         {"attention_config__backend": "TRITON_ATTN"},
@@ -132,6 +138,31 @@ def test_a_page_of_each_layer_is_one_plane_of_bytes() -> None:
 )
 def test_what_decides_the_bytes_of_a_page_is_part_of_the_revision(changed: dict[str, Any]) -> None:
     assert config.revision_of(vllm_config(**changed)) != config.revision_of(vllm_config())
+
+
+def test_packing_by_variable_or_by_gpu_is_part_of_the_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 tells the scheduler neither: its workers choose by the GPU unless the variable says."""
+    before = config.revision_of(vllm_config(), (9, 0))
+    assert config.revision_of(vllm_config(), (10, 0)) != before
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+    assert config.revision_of(vllm_config(), (9, 0)) != before
+
+
+def test_the_longest_prompt_is_part_of_the_revision_where_it_decides_rotary_factors() -> None:
+    revisions = {
+        (kind, longest): config.revision_of(
+            vllm_config(
+                model_config__max_model_len=longest,
+                model_config__hf_text_config=SimpleNamespace(
+                    num_hidden_layers=4, rope_parameters={"rope_type": kind}
+                ),
+            )
+        )
+        for kind in ("yarn", "longrope")
+        for longest in (4096, 8192)
+    }
+    assert revisions["yarn", 4096] == revisions["yarn", 8192]
+    assert revisions["longrope", 4096] != revisions["longrope", 8192]
 
 
 def test_weights_replaced_in_place_are_another_revision(tmp_path: Path) -> None:

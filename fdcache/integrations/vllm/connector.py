@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 
 from fdcache.hints import HintOutcome
 from fdcache.integrations.vllm.config import choose_failure_policy, layout_from_config, load_settings
@@ -43,7 +44,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_where_vllm_logs()
-        layout = layout_from_config(vllm_config, kv_cache_config)
+        layout = layout_from_config(vllm_config, kv_cache_config, current_platform.get_device_capability())
         settings = load_settings(vllm_config, layout)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
