@@ -270,6 +270,20 @@ def test_blocks_are_written_through_unless_the_user_says_otherwise() -> None:
     assert loaded({"FDCACHE_HOST_MEMORY": "1GiB"}).cache.write_policy is WritePolicy.WRITE_THROUGH
 
 
+def test_the_settings_in_force_are_told_with_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FDCACHE_HOST_MEMORY", "1GiB")
+    monkeypatch.setenv("FDCACHE_EVICTION", "slru")
+    layout = config.layout_from_config(vllm_config(), kv_config())
+    settings = config.load_settings(vllm_config({"FDCACHE_HOST_MEMORY": "2GiB"}), layout)
+    told = config.settings_in_force(settings).split(", ")
+    assert {
+        "FDCACHE_HOST_MEMORY=2GiB (kv_connector_extra_config)",
+        "FDCACHE_EVICTION=slru (environment)",
+        "FDCACHE_BLOCK_SIZE=16 (default)",
+    } <= set(told)
+    assert not any(each.startswith("FDCACHE_VERIFY=") for each in told)
+
+
 def test_an_unknown_name_of_the_extra_configuration_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match=r"FDCACHE_HOST_MEMROY .*FDCACHE_HOST_MEMORY"):
         loaded({"FDCACHE_HOST_MEMROY": "1GiB"})

@@ -18,7 +18,7 @@ from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.settings import Settings, Sourced
 from fdcache.settings.checks import suggest
-from fdcache.settings.tree import KNOWN_NAMES
+from fdcache.settings.tree import KNOWN_NAMES, VARIABLES
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +186,15 @@ def load_settings(vllm_config: Any, layout: KVLayout) -> Settings:
                     "no other engine can read its blocks; give the model KV scales, or unset the variable"
                 )
     return settings
+
+
+def settings_in_force(settings: Settings) -> str:
+    """Return the settings that differ from their defaults with their places, in one line, secrets masked.
+
+    ``fdcache env show`` does not see ``kv_connector_extra_config``.
+    """
+    changed = (name for name in VARIABLES if settings.changed(name))
+    return ", ".join(f"{name}={settings.render(name)} ({settings.place(name)})" for name in changed)
 
 
 def extra_settings(extra: Mapping[str, object]) -> dict[str, Sourced]:

@@ -19,13 +19,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from fdcache.hints import HintOutcome
-from fdcache.integrations.vllm.config import choose_failure_policy, layout_from_config, load_settings
+from fdcache.integrations.vllm.config import (
+    choose_failure_policy,
+    layout_from_config,
+    load_settings,
+    settings_in_force,
+)
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports, WorkerStorage
 from fdcache.integrations.vllm.scheduler import SchedulerSide, table_of
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide
 from fdcache.manager import OffloadManager
+
+logger = logging.getLogger(__name__)
 
 _REPORTS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """vLLM can compute a request again whose load failed, as models of several groups of layers need. Earlier versions keep
@@ -50,6 +57,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             choose_failure_policy(self._kv_transfer_config)
+            logger.info("settings: %s", settings_in_force(settings))
             events = vllm_config.kv_events_config
             self._events = EventTranslator() if events is not None and events.enable_kv_cache_events else None
             if self._events is not None:
