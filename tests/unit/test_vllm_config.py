@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,12 +142,12 @@ def test_what_decides_the_bytes_of_a_page_is_part_of_the_revision(changed: dict[
     assert config.revision_of(vllm_config(**changed)) != config.revision_of(vllm_config())
 
 
-def test_packing_by_variable_or_by_gpu_is_part_of_the_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.26 tells the scheduler neither: its workers choose by the GPU unless the variable says."""
-    before = config.revision_of(vllm_config(), (9, 0))
-    assert config.revision_of(vllm_config(), (10, 0)) != before
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
-    assert config.revision_of(vllm_config(), (9, 0)) != before
+def test_what_vllm_packs_pages_by_is_part_of_the_revision() -> None:
+    """vLLM 0.26 does not tell the scheduler: its workers choose by the GPU unless its variable says."""
+    found = {
+        config.revision_of(vllm_config(), by) for by in (((9, 0), None), ((10, 0), None), ((9, 0), "HND"))
+    }
+    assert len(found) == 3
 
 
 def test_the_longest_prompt_is_part_of_the_revision_where_it_decides_rotary_factors() -> None:
@@ -332,10 +334,28 @@ def test_requests_whose_tokens_do_not_name_their_kv_are_never_cached(changed: di
     assert keys.request_of(request(**changed)) is None
 
 
-def test_an_adapter_is_known_by_name_and_path_and_a_salt_is_the_tenant() -> None:
-    def adapter(name: str, path: str) -> SimpleNamespace:
-        return SimpleNamespace(lora_name=name, lora_path=path, load_inplace=False)
+def adapter(name: str, path: str, number: int = 1) -> SimpleNamespace:
+    """An adapter like vLLM's."""
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=number, load_inplace=False)
 
+
+def test_an_adapter_that_is_trained_anew_into_its_folder_is_another(tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"old")
+    before = hashes(request(lora_request=adapter("chat", str(tmp_path))))
+    weights.write_bytes(b"newer")
+    loaded, later = (
+        hashes(request(lora_request=adapter("chat", str(tmp_path), number))) for number in (1, 2)
+    )
+    assert before == loaded != later
+    printed = subprocess.run(
+        [sys.executable, "-m", keys.__name__, "chat", tmp_path], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == f"{keys.adapter_id('chat', str(tmp_path))}\n"
+    assert printed.stdout.startswith(f"4:chat{tmp_path}@")
+
+
+def test_an_adapter_is_known_by_name_and_path_and_a_salt_is_the_tenant() -> None:
     def image(offset: int, length: int, name: str) -> SimpleNamespace:
         return SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=length), identifier=name)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import chain
@@ -26,7 +25,6 @@ _FILE = "kv_connector_extra_config"
 _FAILURE_POLICY = "kv_load_failure_policy"
 _FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 _SLIDING_WINDOW = "SlidingWindowSpec"
-_PACKING = "VLLM_KV_CACHE_LAYOUT"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
 
@@ -86,12 +84,12 @@ def _unsupported(vllm_config: Any) -> Iterator[tuple[str, str]]:
         )
 
 
-def layout_from_config(vllm_config: Any, kv_cache_config: Any, capability: object = None) -> KVLayout:
+def layout_from_config(vllm_config: Any, kv_cache_config: Any, packed_by: object = None) -> KVLayout:
     """Return the layout of vLLM's pages: one plane of bytes for each layer of a rank, or of its largest group.
 
     vLLM's groups take their blocks from one pool, and lie over each other in the same memory.
     Its revision names everything that decides the bytes of a page: the weights, the dtypes, the packing, the ranks.
-    ``capability``: of the GPUs, by which vLLM chooses how attention packs a page.
+    ``packed_by``: what else decides how vLLM packs a page: the GPUs' capability, and its variable.
     Raises the errors of ``require_supported``.
     """
     windows = require_supported(vllm_config, kv_cache_config)
@@ -100,7 +98,7 @@ def layout_from_config(vllm_config: Any, kv_cache_config: Any, capability: objec
     return KVLayout.build(
         [PlaneSpec(PlaneKind.KEY, "uint8", (int(spec.page_size_bytes),))],
         model=str(vllm_config.model_config.model),
-        revision=revision_of(vllm_config, capability),
+        revision=revision_of(vllm_config, packed_by),
         block_size=int(spec.block_size),
         num_layers=len(largest.layer_names),
         tp_size=int(vllm_config.parallel_config.world_size),
@@ -108,7 +106,7 @@ def layout_from_config(vllm_config: Any, kv_cache_config: Any, capability: objec
     )
 
 
-def revision_of(vllm_config: Any, capability: object = None) -> str:
+def revision_of(vllm_config: Any, packed_by: object = None) -> str:
     """Return a digest of the weights and of what decides how vLLM computes and packs a page.
 
     Rotary embeddings of the kind "longrope" have other factors from a certain longest prompt on.
@@ -119,7 +117,7 @@ def revision_of(vllm_config: Any, capability: object = None) -> str:
         "vllm": version("vllm"),
         "revision": model.revision,
         "commit": getattr(model.hf_config, "_commit_hash", None),
-        "files": _files_of(Path(str(model.model))),
+        "files": files_of(Path(str(model.model))),
         "config": getattr(model, "hf_config_path", None),
         "overrides": repr(getattr(model, "hf_overrides", None)),
         "quantization": (model.quantization, repr(getattr(model, "quantization_config", None))),
@@ -131,8 +129,7 @@ def revision_of(vllm_config: Any, capability: object = None) -> str:
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "backend": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
-        "capability": str(capability),
-        "packing": getattr(cache, "kv_cache_layout", None) or os.environ.get(_PACKING),
+        "packing": (getattr(cache, "kv_cache_layout", None), str(packed_by)),
         "max_model_len": model.max_model_len if "longrope" in _rope_of(model.hf_text_config) else None,
         "draft": None if speculative is None else (speculative.method, str(speculative.model)),
     }
@@ -143,7 +140,7 @@ def _rope_of(text_config: Any) -> str:
     return "".join(str(getattr(text_config, name, "")) for name in ("rope_scaling", "rope_parameters"))
 
 
-def _files_of(folder: Path) -> list[tuple[str, int, int]]:
+def files_of(folder: Path) -> list[tuple[str, int, int]]:
     """Return name, size and time of each file of local weights, so that weights replaced in place are others."""
     if not folder.is_dir():
         return []

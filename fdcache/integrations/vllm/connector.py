@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -51,7 +52,8 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_where_vllm_logs()
-        layout = layout_from_config(vllm_config, kv_cache_config, current_platform.get_device_capability())
+        packed_by = (current_platform.get_device_capability(), envs.VLLM_KV_CACHE_LAYOUT)
+        layout = layout_from_config(vllm_config, kv_cache_config, packed_by)
         settings = load_settings(vllm_config, layout)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
