@@ -60,6 +60,7 @@ def vllm_config(extra: dict[str, object] | None = None, **changed: Any) -> Any:
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            data_parallel_index=0,
         ),
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
@@ -270,6 +271,23 @@ def test_the_extra_configuration_is_above_the_environment(monkeypatch: pytest.Mo
 
 def test_blocks_are_written_through_unless_the_user_says_otherwise() -> None:
     assert loaded({"FDCACHE_HOST_MEMORY": "1GiB"}).cache.write_policy is WritePolicy.WRITE_THROUGH
+
+
+def test_data_parallel_engines_have_folders_of_their_own() -> None:
+    """The files of local storage have one owner; other stores are shared."""
+    for storage, folders in (("local", ["/s", "/s/engine-1", "/s/engine-2"]), ("mooncake", ["/s"] * 3)):
+        given: dict[str, object] = {
+            "FDCACHE_HOST_MEMORY": "1GiB",
+            "FDCACHE_STORAGE": storage,
+            "FDCACHE_STORAGE_DIR": "/s",
+            "MOONCAKE_MASTER_SERVER_ADDR": "master:50051",
+        }
+        found = []
+        for index in range(3):
+            engine = vllm_config(given, parallel_config__data_parallel_index=index)
+            settings = config.load_settings(engine, config.layout_from_config(engine, kv_config()))
+            found.append(str(settings.storage_tier.directory))
+        assert found == folders
 
 
 def test_the_settings_in_force_are_told_with_their_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from fdcache.errors import ConfigurationError
 from fdcache.groups import CacheGroup, windows_of
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
-from fdcache.settings import Settings, Sourced
+from fdcache.settings import Candidate, Settings, Source, Sourced
 from fdcache.settings.checks import suggest
 from fdcache.settings.tree import KNOWN_NAMES, VARIABLES
 
@@ -25,6 +25,7 @@ _FILE = "kv_connector_extra_config"
 _FAILURE_POLICY = "kv_load_failure_policy"
 _FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 _SLIDING_WINDOW = "SlidingWindowSpec"
+_FOLDER = "FDCACHE_STORAGE_DIR"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
 
@@ -182,7 +183,16 @@ def load_settings(vllm_config: Any, layout: KVLayout) -> Settings:
                     f"{name} ({settings.place(name)}): calculate_kv_scales makes other scales in each run, so that "
                     "no other engine can read its blocks; give the model KV scales, or unset the variable"
                 )
-    return settings
+    return _with_own_folder(settings, getattr(vllm_config.parallel_config, "data_parallel_index", 0))
+
+
+def _with_own_folder(settings: Settings, engine: int) -> Settings:
+    """Return the settings of one of several data parallel engines: the files of local storage have one owner."""
+    if not engine or settings.storage_tier.connector != "local":
+        return settings
+    folder = settings.storage_tier.directory / f"engine-{engine}"
+    place = f"{settings.place(_FOLDER)}, with data_parallel_index {engine}"
+    return settings.with_derived({_FOLDER: (Candidate(Source.DERIVED, _FOLDER, place, folder), folder)})
 
 
 def settings_in_force(settings: Settings) -> str:
