@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fdcache.errors import ConfigurationError
 from tests.vllm.engine import connector_config, generate, make_adapter, make_model, running_engine
 from tests.vllm.observed import Observed
 
@@ -82,6 +83,30 @@ def _compare_drafts(model: Path, prompts: Answers) -> None:
             engine.forget_device()
         assert any(accepted) and not all(accepted)
         assert engine.counters.host_hit_tokens > 0
+        engine.assert_nothing_is_held()
+
+
+def test_layers_that_all_have_a_window_are_refused_where_failed_loads_cannot_be_told(
+    prompts: Answers, tmp_path: Path
+) -> None:
+    """vLLM 0.26 would go on with the blocks of a load that has failed; without the window it has a remedy."""
+    layers = {"num_layers": 3, "layer_types": ["sliding_attention"] * 3, "sliding_window": 128}
+    small = make_model(tmp_path, **layers)  # type: ignore[arg-type]
+    given = [prompt[:90] for prompt in prompts]
+    if version("vllm").startswith("0.26."):
+        with (
+            pytest.raises(ConfigurationError, match="set --disable-sliding-window"),
+            running_engine(small, _TRANSFER),
+        ):
+            pass
+    transfer = connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_VERIFY="all")
+    with running_engine(small, transfer, disable_sliding_window=True, max_model_len=128) as llm:
+        engine = Observed(llm)
+        first = engine.answers(given)
+        engine.forget_device()
+        engine.corrupt_host_records()
+        assert engine.answers(given) == first
+        assert engine.counters.loads_failed > 0
         engine.assert_nothing_is_held()
 
 

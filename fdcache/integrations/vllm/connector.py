@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 
+from fdcache.errors import ConfigurationError
 from fdcache.hints import HintOutcome
 from fdcache.integrations.vllm.config import (
     choose_failure_policy,
@@ -54,6 +55,11 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         _log_where_vllm_logs()
         packed_by = (current_platform.get_device_capability(), envs.VLLM_KV_CACHE_LAYOUT)
         layout = layout_from_config(vllm_config, kv_cache_config, packed_by)
+        if layout.windows and not _REPORTS_REQUESTS:
+            raise ConfigurationError(
+                "FdcacheConnector: all layers have a sliding window, and this version of vLLM cannot compute a request "
+                "from its beginning when its load has failed; use vLLM 0.33, or set --disable-sliding-window"
+            )
         settings = load_settings(vllm_config, layout)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
