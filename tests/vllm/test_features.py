@@ -180,7 +180,7 @@ def test_events_name_the_medium_and_the_hashes_of_the_device_and_metrics_have_na
 def test_explain_tells_where_the_blocks_of_a_request_are(
     model: Path, prompts: Answers, tmp_path: Path
 ) -> None:
-    from tests.service_help import run, service_process
+    from tests.service_help import run, service_process, until
 
     tmp_path.chmod(0o700)
     tokens = tmp_path / "prompt.json"
@@ -189,15 +189,18 @@ def test_explain_tells_where_the_blocks_of_a_request_are(
         address = f"ipc://{tmp_path}/fdcache.sock"
         with running_engine(model, connector_config(FDCACHE_SERVER=address)) as llm:
             engine = Observed(llm)
-            explained = run("inspect", "explain", "--tokens", tokens, "--server", address)
-            assert "the run ends before block 0" in explained.stdout
+
+            def explained(*options: str) -> str:
+                given = ("inspect", "explain", "--tokens", tokens, "--server", address, *options)
+                return str(run(*given).stdout)
+
+            is_hit = f"a hit: all {len(prompts[0]) // 16} full blocks are there"
+            assert "the run ends before block 0" in explained()
             engine.answers(prompts[:1])
             engine.settle()
-            explained = run("inspect", "explain", "--tokens", tokens, "--server", address)
-            assert f"a hit: all {len(prompts[0]) // 16} full blocks are there" in explained.stdout
+            until(lambda: is_hit in explained(), "the service has been told")
             engine.add(prompts[0], cache_salt="acme")
             engine.finish()
             engine.settle()
-            of_tenant = run("inspect", "explain", "--tokens", tokens, "--server", address, "--tenant", "acme")
-            assert f"a hit: all {len(prompts[0]) // 16} full blocks are there" in of_tenant.stdout
+            until(lambda: is_hit in explained("--tenant", "acme"), "the service has been told")
             engine.assert_nothing_is_held()
