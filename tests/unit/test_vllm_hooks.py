@@ -445,6 +445,24 @@ def test_events_carry_the_hashes_of_vllm_and_the_medium(engine: Engine) -> None:
     assert list(engine.side.take_events()) == []
 
 
+def test_events_carry_the_last_hash_of_each_block_where_vllm_has_several(engine: Engine) -> None:
+    source = Request(
+        "a",
+        list(range(12)),
+        SamplingParams(max_tokens=8),
+        None,
+        block_hasher=get_request_block_hasher(BLOCK // 2, sha256),
+    )
+    assert len(source.block_hashes) == 6
+    theirs = [maybe_convert_block_hash(each) for each in source.block_hashes]
+    engine.side.bind_pool(SimpleNamespace(hash_block_size=BLOCK // 2))
+    engine.compute(source, [3, 4, 5], fill=7)
+    stored = list(engine.side.take_events())
+    assert [each.block_hashes for each in stored] == [[each] for each in theirs[1::2]]
+    assert [each.parent_block_hash for each in stored] == [None, theirs[1], theirs[3]]
+    assert [each.token_ids for each in stored] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
 def test_statistics_are_differences_that_add_up(engine: Engine) -> None:
     seconds = iter(range(0, 100, 2))
     delta = StatsDelta(engine.manager, lambda: float(next(seconds)))

@@ -91,14 +91,16 @@ class SchedulerSide:
         self._unloaded: dict[str, list[int]] = {}
         self._reports: list[TransferReport] = []
         self._pool: Any = None
+        self._hashes_of_block = 1
         self._resets_device = False
         self._is_lost = False
         self._is_late = False
         self._sent_host_cache = False
 
     def bind_pool(self, pool: Any) -> None:
-        """Learn vLLM's block pool."""
+        """Learn vLLM's block pool, whose hashes may stand for less than a block (``prefix_match_unit``)."""
         self._pool = pool
+        self._hashes_of_block = self._block_size // pool.hash_block_size
 
     def restore(self, scans: Iterable[bytes | None]) -> None:
         """Make the blocks findable that the ranks' storage holds."""
@@ -341,9 +343,11 @@ class SchedulerSide:
     def _learn_hashes(self, known: _Running) -> None:
         if self._events is not None:
             self.manager.prepare([known.request])
-            hashes = known.request.block_hashes
-            self._events.learn(known.source, hashes, known.known_hashes, self._block_size)
-            known.known_hashes = min(len(hashes), len(known.source.block_hashes))
+            hashes, theirs = known.request.block_hashes, known.source.block_hashes
+            if self._hashes_of_block > 1:
+                theirs = theirs[self._hashes_of_block - 1 :: self._hashes_of_block]
+            self._events.learn(known.source, theirs, hashes, known.known_hashes, self._block_size)
+            known.known_hashes = min(len(hashes), len(theirs))
 
     def take_events(self) -> Iterable[Any]:
         """Return vLLM's events since the last call."""
