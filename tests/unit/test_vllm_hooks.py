@@ -484,6 +484,17 @@ def test_statistics_are_differences_that_add_up(engine: Engine) -> None:
     assert summed.reduce()["host_blocks_ready"] == second.data["host_blocks_ready"]
 
 
+def test_statistics_of_the_last_steps_before_an_engine_is_idle_are_told_at_once(engine: Engine) -> None:
+    delta = StatsDelta(engine.manager, lambda: 5.0)
+    assert delta.take(0) is None
+    engine.compute(request("a"), [3, 4, 5], fill=7)
+    assert not engine.side.has_requests
+    assert delta.take(0) is None
+    told = delta.take(0, is_idle=True)
+    assert told is not None and told.data["blocks_backed_up"] == 2
+    assert delta.take(0, is_idle=True) is None
+
+
 def test_the_metrics_of_the_guide_exist() -> None:
     guide = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
     named = set(re.findall(r"vllm:fdcache_(\w+)", guide))

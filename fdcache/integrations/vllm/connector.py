@@ -247,11 +247,13 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     # --- both ---------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> FdcacheStats | None:
-        """Return what has changed since the last call, at most once a second; in the scheduler."""
+        """Return what has changed since the last call, while there are requests at most once a second."""
         taken: FdcacheStats | None = None
         if self._scheduler is not None:
             with self._scheduler.guarded("get_kv_connector_stats", follows_blocks=False):
-                taken = self._stats.take(self._scheduler.inconsistencies)
+                taken = self._stats.take(
+                    self._scheduler.inconsistencies, is_idle=not self._scheduler.has_requests
+                )
         return taken
 
     @classmethod

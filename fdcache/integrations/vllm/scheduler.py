@@ -398,6 +398,11 @@ class SchedulerSide:
                 self._unloaded.setdefault(outcome.request_id, []).extend(outcome.unplanned)
 
     @property
+    def has_requests(self) -> bool:
+        """True between the arrival of a request that is cached and its end."""
+        return bool(self._running)
+
+    @property
     def has_pending_work(self) -> bool:
         """True while copies are in flight or blocks wait for one: vLLM has to go on stepping."""
         return self.manager.has_pending_work or bool(self._unloaded)
