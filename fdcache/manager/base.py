@@ -9,7 +9,7 @@ from threading import RLock
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
-from fdcache.errors import PlanError
+from fdcache.errors import ConfigurationError, PlanError
 from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
@@ -190,10 +190,17 @@ class TierManager(Generic[RequestT_contra]):
         """
         with self._lock:
             layout = self.layout.with_revision(revision)
-            forgotten = self._tiers.change_layout(layout)
-            self._requests.change_fingerprint(layout.fingerprint)
-            self.layout = layout
-            return forgotten
+            if self._tiers.storage:
+                raise ConfigurationError(
+                    "change_revision: a storage tier belongs to one revision; shut the manager down and make a new one"
+                )
+            return self._change_layout(layout)
+
+    def _change_layout(self, layout: KVLayout) -> int:
+        forgotten = self._tiers.change_layout(layout)
+        self._requests.change_fingerprint(layout.fingerprint)
+        self.layout = layout
+        return forgotten
 
     def take_events(self) -> list[CacheEvent]:
         """Return what entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from operator import index
 from typing import SupportsIndex
+from uuid import uuid4
 
 import msgspec
 
@@ -369,6 +370,17 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             self._requests.forget_found("the cache was reset")
             return self._tiers.reset()
+
+    def weights_changed(self) -> int:
+        """Forget every block after the engine has loaded other weights in place; return the number in this process.
+
+        What is stored from now on has a revision of its own: neither another engine nor a later process, which have
+        the weights that the layout names, finds it. Requests that have arrived find and leave nothing. The next plan
+        clears the workers' local storage; a service and a store keep their blocks for others.
+        """
+        with self._lock:
+            named = self.layout.revision.partition("+")[0]
+            return self._change_layout(self.layout.with_revision(f"{named}+{uuid4().hex[:16]}"))
 
     def take_device_reset(self) -> bool:
         """Return True if an operator of the service asked since the last call to reset the device cache."""

@@ -153,18 +153,13 @@ class LowerTiers:
             self.storage.rank_lost()
 
     def change_layout(self, layout: KVLayout) -> int:
-        """Forget the blocks of the former weights; return the number of those in this process.
-
-        Raises ``ConfigurationError`` with a storage tier.
-        """
-        if self.storage:
-            raise ConfigurationError(
-                "change_revision: a storage tier belongs to one revision; shut the manager down and make a new one"
-            )
+        """Forget the blocks of the former weights; return the number of those in this process."""
         forgotten = sum(pool.stats().ready for pool in self.pools.values() if isinstance(pool, BlockPool))
         self.reset_device()
         if self.host:
             self.host.change_layout(layout)
+        if self.storage:
+            self.storage.change_layout()
         return forgotten
 
     def take_events(self, block_size: int) -> Iterator[CacheEvent]:

@@ -159,6 +159,14 @@ class StorageTier:
         self.orders.clear = self._is_clearing = True
         return self.index.reset()
 
+    def change_layout(self) -> None:
+        """Forget every block: they belong to the former weights. A store keeps them, for engines that have these."""
+        if isinstance(self.index, LocalIndex):
+            self.reset()
+        else:
+            self._take_back_orders()
+            self.index.reset()
+
     def rank_lost(self) -> None:
         """Forget the files of local storage until ``restore``: a rank's process is gone."""
         self._take_back_orders()

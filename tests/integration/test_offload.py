@@ -305,6 +305,52 @@ def test_a_request_that_is_aborted_while_it_is_read_leaves_nothing_behind(tmp_pa
     engine.close()
 
 
+def test_blocks_that_wait_to_be_written_are_work(tmp_path: Path) -> None:
+    """An engine that has nothing else to do would leave them in host memory, where its end loses them."""
+    engine = OffloadEngine(layout=STORED, folder=tmp_path)
+    request = Request("first", prompt(1, 2))
+    engine.manager.match(request, 0)
+    engine.compute(request, [0, 1])
+    engine.manager.offer(request, request.num_tokens, ids(0, 1))
+    while engine.manager.has_pending_work:
+        engine.step()
+        engine.collect()
+    assert engine.manager.get_stats().counters.blocks_stored == 2
+    engine.manager.finish(request)
+    engine.close()
+
+
+def test_blocks_of_weights_loaded_in_place_are_of_this_process(tmp_path: Path) -> None:
+    engine = OffloadEngine(layout=STORED, folder=tmp_path)
+    before = engine.stored("before", prompt(1, 2), [0, 1])
+    engine.settle()
+    running = Request("running", prompt(3, 4))
+    assert found(engine, running).num_tokens == 0
+    assert engine.manager.weights_changed() == 4, "two on the host, two in storage"
+    engine.manager.offer(running, running.num_tokens, ids(2, 3))
+    engine.settle()
+    assert engine.manager.get_stats().host.ready == 0  # type: ignore[union-attr]
+    engine.manager.finish(running)
+    engine.manager.finish(before)
+    again = Request("again", prompt(1, 2))
+    assert found(engine, again).num_tokens == 0
+    engine.manager.finish(again)
+    engine.stored("after", prompt(1, 2), [0, 1])
+    engine.settle()
+    second = Request("second", prompt(1, 2))
+    assert found(engine, second).num_tokens == 2 * BLOCK
+    engine.manager.finish(second)
+    assert engine.manager.get_stats().counters.blocks_stored == 4
+    engine.manager.check_integrity()
+    engine.close()
+    engine = OffloadEngine(layout=STORED, folder=tmp_path)
+    assert engine.restored == 2
+    third = Request("third", prompt(1, 2))
+    assert found(engine, third).num_tokens == 0
+    engine.manager.finish(third)
+    engine.close()
+
+
 def test_evicted_blocks_reach_storage_with_write_back(tmp_path: Path) -> None:
     engine = OffloadEngine(layout=STORED, folder=tmp_path, policy=WritePolicy.WRITE_BACK)
     request = engine.stored("first", prompt(1, 2), [0, 1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,18 +47,20 @@ def vllm_config(extra: dict[str, object] | None = None, **changed: Any) -> Any:
             revision=None,
             hf_config=SimpleNamespace(),
             hf_text_config=SimpleNamespace(num_hidden_layers=4),
+            max_model_len=4096,
             hf_overrides={},
             quantization=None,
             dtype="bfloat16",
             seed=0,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False, kv_cache_layout=None),
         parallel_config=SimpleNamespace(
             world_size=1,
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            data_parallel_index=0,
         ),
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
@@ -121,9 +125,14 @@ def test_a_page_of_each_layer_is_one_plane_of_bytes() -> None:
     [
         {"model_config__revision": "b"},
         {"model_config__quantization": "fp8"},
+        {"model_config__quantization_config": {"ignore": ["lm_head"]}},
+        {"model_config__hf_config_path": "/other"},
+        {"model_config__multimodal_config": SimpleNamespace(mm_processor_kwargs={"max_pixels": 1})},
         {"model_config__dtype": "float16"},
         {"model_config__hf_overrides": {"rope_theta": 1}},
         {"cache_config__cache_dtype": "fp8"},
+        {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+        {"cache_config__kv_cache_layout": "LBHNC"},
         {"load_config__load_format": "dummy"},
         {"parallel_config__tensor_parallel_size": 2},
         {"attention_config__backend": "TRITON_ATTN"},
@@ -132,6 +141,31 @@ def test_a_page_of_each_layer_is_one_plane_of_bytes() -> None:
 )
 def test_what_decides_the_bytes_of_a_page_is_part_of_the_revision(changed: dict[str, Any]) -> None:
     assert config.revision_of(vllm_config(**changed)) != config.revision_of(vllm_config())
+
+
+def test_what_vllm_packs_pages_by_is_part_of_the_revision() -> None:
+    """vLLM 0.26 does not tell the scheduler: its workers choose by the GPU unless its variable says."""
+    found = {
+        config.revision_of(vllm_config(), by) for by in (((9, 0), None), ((10, 0), None), ((9, 0), "HND"))
+    }
+    assert len(found) == 3
+
+
+def test_the_longest_prompt_is_part_of_the_revision_where_it_decides_rotary_factors() -> None:
+    revisions = {
+        (kind, longest): config.revision_of(
+            vllm_config(
+                model_config__max_model_len=longest,
+                model_config__hf_text_config=SimpleNamespace(
+                    num_hidden_layers=4, rope_parameters={"rope_type": kind}
+                ),
+            )
+        )
+        for kind in ("yarn", "longrope")
+        for longest in (4096, 8192)
+    }
+    assert revisions["yarn", 4096] == revisions["yarn", 8192]
+    assert revisions["longrope", 4096] != revisions["longrope", 8192]
 
 
 def test_weights_replaced_in_place_are_another_revision(tmp_path: Path) -> None:
@@ -239,6 +273,37 @@ def test_blocks_are_written_through_unless_the_user_says_otherwise() -> None:
     assert loaded({"FDCACHE_HOST_MEMORY": "1GiB"}).cache.write_policy is WritePolicy.WRITE_THROUGH
 
 
+def test_data_parallel_engines_have_folders_of_their_own() -> None:
+    """The files of local storage have one owner; other stores are shared."""
+    for storage, folders in (("local", ["/s", "/s/engine-1", "/s/engine-2"]), ("mooncake", ["/s"] * 3)):
+        given: dict[str, object] = {
+            "FDCACHE_HOST_MEMORY": "1GiB",
+            "FDCACHE_STORAGE": storage,
+            "FDCACHE_STORAGE_DIR": "/s",
+            "MOONCAKE_MASTER_SERVER_ADDR": "master:50051",
+        }
+        found = []
+        for index in range(3):
+            engine = vllm_config(given, parallel_config__data_parallel_index=index)
+            settings = config.load_settings(engine, config.layout_from_config(engine, kv_config()))
+            found.append(str(settings.storage_tier.directory))
+        assert found == folders
+
+
+def test_the_settings_in_force_are_told_with_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FDCACHE_HOST_MEMORY", "1GiB")
+    monkeypatch.setenv("FDCACHE_EVICTION", "slru")
+    layout = config.layout_from_config(vllm_config(), kv_config())
+    settings = config.load_settings(vllm_config({"FDCACHE_HOST_MEMORY": "2GiB"}), layout)
+    told = config.settings_in_force(settings).split(", ")
+    assert {
+        "FDCACHE_HOST_MEMORY=2GiB (kv_connector_extra_config)",
+        "FDCACHE_EVICTION=slru (environment)",
+        "FDCACHE_BLOCK_SIZE=16 (default)",
+    } <= set(told)
+    assert not any(each.startswith("FDCACHE_VERIFY=") for each in told)
+
+
 def test_an_unknown_name_of_the_extra_configuration_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match=r"FDCACHE_HOST_MEMROY .*FDCACHE_HOST_MEMORY"):
         loaded({"FDCACHE_HOST_MEMROY": "1GiB"})
@@ -287,10 +352,28 @@ def test_requests_whose_tokens_do_not_name_their_kv_are_never_cached(changed: di
     assert keys.request_of(request(**changed)) is None
 
 
-def test_an_adapter_is_known_by_name_and_path_and_a_salt_is_the_tenant() -> None:
-    def adapter(name: str, path: str) -> SimpleNamespace:
-        return SimpleNamespace(lora_name=name, lora_path=path, load_inplace=False)
+def adapter(name: str, path: str, number: int = 1) -> SimpleNamespace:
+    """An adapter like vLLM's."""
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=number, load_inplace=False)
 
+
+def test_an_adapter_that_is_trained_anew_into_its_folder_is_another(tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"old")
+    before = hashes(request(lora_request=adapter("chat", str(tmp_path))))
+    weights.write_bytes(b"newer")
+    loaded, later = (
+        hashes(request(lora_request=adapter("chat", str(tmp_path), number))) for number in (1, 2)
+    )
+    assert before == loaded != later
+    printed = subprocess.run(
+        [sys.executable, "-m", keys.__name__, "chat", tmp_path], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == f"{keys.adapter_id('chat', str(tmp_path))}\n"
+    assert printed.stdout.startswith(f"4:chat{tmp_path}@")
+
+
+def test_an_adapter_is_known_by_name_and_path_and_a_salt_is_the_tenant() -> None:
     def image(offset: int, length: int, name: str) -> SimpleNamespace:
         return SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=length), identifier=name)
 

@@ -407,6 +407,27 @@ def test_copies_that_a_step_without_its_plan_may_have_overwritten_do_not_count(
     assert engine.load(request("c"), [8, 9]) == 0
 
 
+def test_what_storage_held_at_the_start_is_told_once(tmp_path: Path) -> None:
+    """vLLM asks for it again when it wakes up: by then other blocks are there."""
+    make = functools.partial(
+        Engine, FDCACHE_STORAGE="local", FDCACHE_STORAGE_DIR=str(tmp_path), FDCACHE_STORAGE_SIZE="64KiB"
+    )
+    first = make()
+    first.side.restore([first.worker.take_scan()])
+    first.compute(request("a"), [3, 4, 5], fill=7)
+    first.close()
+    engine = make()
+    engine.side.restore([engine.worker.take_scan()])
+    source = request("b")
+    until(lambda: engine.side.matched(source, 0) == 2 * BLOCK or engine.step(), "the end of the reads")
+    assert engine.side.stored_tokens("b") == 2 * BLOCK
+    engine.side.reset()
+    engine.compute(request("c", list(range(50, 60))), [3, 4, 5], fill=8)
+    engine.side.restore([engine.worker.take_scan()])
+    assert engine.manager.get_stats().storage.ready == 2  # type: ignore[union-attr]
+    engine.close()
+
+
 def test_events_carry_the_hashes_of_vllm_and_the_medium(engine: Engine) -> None:
     source = request("a", list(range(12)), lora_request=LoRARequest("chat", 1, "/x"))
     theirs = [maybe_convert_block_hash(each) for each in source.block_hashes]
@@ -422,6 +443,24 @@ def test_events_carry_the_hashes_of_vllm_and_the_medium(engine: Engine) -> None:
     assert all(isinstance(each, BlockRemoved) and each.medium == "CPU" for each in removed)
     assert {key for each in removed for key in each.block_hashes} == set(theirs)
     assert list(engine.side.take_events()) == []
+
+
+def test_events_carry_the_last_hash_of_each_block_where_vllm_has_several(engine: Engine) -> None:
+    source = Request(
+        "a",
+        list(range(12)),
+        SamplingParams(max_tokens=8),
+        None,
+        block_hasher=get_request_block_hasher(BLOCK // 2, sha256),
+    )
+    assert len(source.block_hashes) == 6
+    theirs = [maybe_convert_block_hash(each) for each in source.block_hashes]
+    engine.side.bind_pool(SimpleNamespace(hash_block_size=BLOCK // 2))
+    engine.compute(source, [3, 4, 5], fill=7)
+    stored = list(engine.side.take_events())
+    assert [each.block_hashes for each in stored] == [[each] for each in theirs[1::2]]
+    assert [each.parent_block_hash for each in stored] == [None, theirs[1], theirs[3]]
+    assert [each.token_ids for each in stored] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_statistics_are_differences_that_add_up(engine: Engine) -> None:
@@ -443,6 +482,17 @@ def test_statistics_are_differences_that_add_up(engine: Engine) -> None:
     summed = total.aggregate(second)
     assert summed.reduce()["blocks_backed_up"] == 2
     assert summed.reduce()["host_blocks_ready"] == second.data["host_blocks_ready"]
+
+
+def test_statistics_of_the_last_steps_before_an_engine_is_idle_are_told_at_once(engine: Engine) -> None:
+    delta = StatsDelta(engine.manager, lambda: 5.0)
+    assert delta.take(0) is None
+    engine.compute(request("a"), [3, 4, 5], fill=7)
+    assert not engine.side.has_requests
+    assert delta.take(0) is None
+    told = delta.take(0, is_idle=True)
+    assert told is not None and told.data["blocks_backed_up"] == 2
+    assert delta.take(0, is_idle=True) is None
 
 
 def test_the_metrics_of_the_guide_exist() -> None:

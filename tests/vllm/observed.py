@@ -34,6 +34,7 @@ class Observed:
         self.worker_connector = get_kv_transfer_group()
         self.worker: WorkerSide = self.worker_connector._worker
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self.model = runner.model
         layout = self.manager.layout
         blocks = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         self.tensors = [pages_of(tensor, layout.planes[0].nbytes, blocks) for tensor in runner.kv_caches]

@@ -188,6 +188,7 @@ def test_preempted_requests_answer_the_same(
         preempt(request, *rest, **named)
 
     monkeypatch.setattr(engine.scheduler, "_preempt_request", counting)
+    assert not getattr(engine.scheduler, "requires_kv_delivery", False), "tokens in flight are kept"
     assert engine.answers(given, 150) == alone
     assert preempted
     engine.assert_nothing_is_held()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fdcache.errors import ConfigurationError
 from tests.vllm.engine import connector_config, generate, make_adapter, make_model, running_engine
 from tests.vllm.observed import Observed
 
@@ -85,6 +86,30 @@ def _compare_drafts(model: Path, prompts: Answers) -> None:
         engine.assert_nothing_is_held()
 
 
+def test_layers_that_all_have_a_window_are_refused_where_failed_loads_cannot_be_told(
+    prompts: Answers, tmp_path: Path
+) -> None:
+    """vLLM 0.26 would go on with the blocks of a load that has failed; without the window it has a remedy."""
+    layers = {"num_layers": 3, "layer_types": ["sliding_attention"] * 3, "sliding_window": 128}
+    small = make_model(tmp_path, **layers)  # type: ignore[arg-type]
+    given = [prompt[:90] for prompt in prompts]
+    if version("vllm").startswith("0.26."):
+        with (
+            pytest.raises(ConfigurationError, match="set --disable-sliding-window"),
+            running_engine(small, _TRANSFER),
+        ):
+            pass
+    transfer = connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_VERIFY="all")
+    with running_engine(small, transfer, disable_sliding_window=True, max_model_len=128) as llm:
+        engine = Observed(llm)
+        first = engine.answers(given)
+        engine.forget_device()
+        engine.corrupt_host_records()
+        assert engine.answers(given) == first
+        assert engine.counters.loads_failed > 0
+        engine.assert_nothing_is_held()
+
+
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 def test_both_schedulers_answer_alike(
     model: Path, prompts: Answers, computed: Answers, is_async: bool
@@ -155,7 +180,7 @@ def test_events_name_the_medium_and_the_hashes_of_the_device_and_metrics_have_na
 def test_explain_tells_where_the_blocks_of_a_request_are(
     model: Path, prompts: Answers, tmp_path: Path
 ) -> None:
-    from tests.service_help import run, service_process
+    from tests.service_help import run, service_process, until
 
     tmp_path.chmod(0o700)
     tokens = tmp_path / "prompt.json"
@@ -164,15 +189,18 @@ def test_explain_tells_where_the_blocks_of_a_request_are(
         address = f"ipc://{tmp_path}/fdcache.sock"
         with running_engine(model, connector_config(FDCACHE_SERVER=address)) as llm:
             engine = Observed(llm)
-            explained = run("inspect", "explain", "--tokens", tokens, "--server", address)
-            assert "the run ends before block 0" in explained.stdout
+
+            def explained(*options: str) -> str:
+                given = ("inspect", "explain", "--tokens", tokens, "--server", address, *options)
+                return str(run(*given).stdout)
+
+            is_hit = f"a hit: all {len(prompts[0]) // 16} full blocks are there"
+            assert "the run ends before block 0" in explained()
             engine.answers(prompts[:1])
             engine.settle()
-            explained = run("inspect", "explain", "--tokens", tokens, "--server", address)
-            assert f"a hit: all {len(prompts[0]) // 16} full blocks are there" in explained.stdout
+            until(lambda: is_hit in explained(), "the service has been told")
             engine.add(prompts[0], cache_salt="acme")
             engine.finish()
             engine.settle()
-            of_tenant = run("inspect", "explain", "--tokens", tokens, "--server", address, "--tenant", "acme")
-            assert f"a hit: all {len(prompts[0]) // 16} full blocks are there" in of_tenant.stdout
+            until(lambda: is_hit in explained("--tenant", "acme"), "the service has been told")
             engine.assert_nothing_is_held()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,43 @@ def test_a_restarted_engine_finds_its_blocks_in_storage(
         assert engine.answers(prompts) == computed
         assert engine.counters.storage_hit_tokens > 0
         engine.assert_nothing_is_held()
+        if not version("vllm").startswith("0.26."):  # its metrics do not tell
+            by_source = {
+                metric.labels["source"]: metric.value
+                for metric in llm.get_metrics()
+                if metric.name == "vllm:prompt_tokens_cached_by_source"
+            }
+            assert by_source["disk"] == engine.counters.storage_hit_tokens
+            assert by_source["host"] == engine.counters.host_hit_tokens
+
+
+def test_blocks_of_weights_updated_in_place_are_not_found_after_a_restart(
+    model: Path, prompts: Answers, computed: Answers, tmp_path: Path
+) -> None:
+    """The engine that starts next has the weights of the files."""
+    transfer = connector_config(
+        FDCACHE_HOST_MEMORY="16MiB",
+        FDCACHE_STORAGE="local",
+        FDCACHE_STORAGE_DIR=str(tmp_path),
+        FDCACHE_STORAGE_SIZE="64MiB",
+    )
+    with running_engine(model, transfer) as llm:
+        engine = Observed(llm)
+        assert engine.answers(prompts) == computed
+        engine.settle()
+        for weights in engine.model.parameters():
+            weights.data.mul_(1.5)
+        before = engine.counters
+        assert llm.reset_prefix_cache(reset_connector=True)
+        updated = engine.answers(prompts)
+        assert updated != computed
+        engine.forget_device()
+        assert engine.answers(prompts) == updated
+        assert engine.counters.host_hit_tokens > before.host_hit_tokens
+        assert engine.counters.blocks_stored > before.blocks_stored
+        engine.assert_nothing_is_held()
+    with running_engine(model, transfer) as llm:
+        assert generate(llm, prompts) == computed
 
 
 def test_blocks_whose_step_went_without_its_plan_are_not_stored_with_the_next(

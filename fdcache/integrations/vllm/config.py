@@ -15,9 +15,9 @@ from fdcache.errors import ConfigurationError
 from fdcache.groups import CacheGroup, windows_of
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
-from fdcache.settings import Settings, Sourced
+from fdcache.settings import Candidate, Settings, Source, Sourced
 from fdcache.settings.checks import suggest
-from fdcache.settings.tree import KNOWN_NAMES
+from fdcache.settings.tree import KNOWN_NAMES, VARIABLES
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ _FILE = "kv_connector_extra_config"
 _FAILURE_POLICY = "kv_load_failure_policy"
 _FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 _SLIDING_WINDOW = "SlidingWindowSpec"
+_FOLDER = "FDCACHE_STORAGE_DIR"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
 
@@ -84,11 +85,12 @@ def _unsupported(vllm_config: Any) -> Iterator[tuple[str, str]]:
         )
 
 
-def layout_from_config(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
+def layout_from_config(vllm_config: Any, kv_cache_config: Any, packed_by: object = None) -> KVLayout:
     """Return the layout of vLLM's pages: one plane of bytes for each layer of a rank, or of its largest group.
 
     vLLM's groups take their blocks from one pool, and lie over each other in the same memory.
     Its revision names everything that decides the bytes of a page: the weights, the dtypes, the packing, the ranks.
+    ``packed_by``: what else decides how vLLM packs a page: the GPUs' capability, and its variable.
     Raises the errors of ``require_supported``.
     """
     windows = require_supported(vllm_config, kv_cache_config)
@@ -97,7 +99,7 @@ def layout_from_config(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
     return KVLayout.build(
         [PlaneSpec(PlaneKind.KEY, "uint8", (int(spec.page_size_bytes),))],
         model=str(vllm_config.model_config.model),
-        revision=revision_of(vllm_config),
+        revision=revision_of(vllm_config, packed_by),
         block_size=int(spec.block_size),
         num_layers=len(largest.layer_names),
         tp_size=int(vllm_config.parallel_config.world_size),
@@ -105,30 +107,41 @@ def layout_from_config(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
     )
 
 
-def revision_of(vllm_config: Any) -> str:
-    """Return a digest of the weights and of what decides how vLLM computes and packs a page."""
+def revision_of(vllm_config: Any, packed_by: object = None) -> str:
+    """Return a digest of the weights and of what decides how vLLM computes and packs a page.
+
+    Rotary embeddings of the kind "longrope" have other factors from a certain longest prompt on.
+    """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     load, speculative = vllm_config.load_config, vllm_config.speculative_config
     parts = {
         "vllm": version("vllm"),
         "revision": model.revision,
         "commit": getattr(model.hf_config, "_commit_hash", None),
-        "files": _files_of(Path(str(model.model))),
+        "files": files_of(Path(str(model.model))),
+        "config": getattr(model, "hf_config_path", None),
         "overrides": repr(getattr(model, "hf_overrides", None)),
-        "quantization": model.quantization,
+        "quantization": (model.quantization, repr(getattr(model, "quantization_config", None))),
         "dtype": str(model.dtype),
-        "cache_dtype": str(cache.cache_dtype),
+        "cache_dtype": (str(cache.cache_dtype), getattr(cache, "kv_cache_dtype_skip_layers", None)),
+        "inputs": repr(getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)),
         "load_format": str(load.load_format),
         "seed": model.seed if str(load.load_format) == "dummy" else None,
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "backend": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
+        "packing": (getattr(cache, "kv_cache_layout", None), str(packed_by)),
+        "max_model_len": model.max_model_len if "longrope" in _rope_of(model.hf_text_config) else None,
         "draft": None if speculative is None else (speculative.method, str(speculative.model)),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _files_of(folder: Path) -> list[tuple[str, int, int]]:
+def _rope_of(text_config: Any) -> str:
+    return "".join(str(getattr(text_config, name, "")) for name in ("rope_scaling", "rope_parameters"))
+
+
+def files_of(folder: Path) -> list[tuple[str, int, int]]:
     """Return name, size and time of each file of local weights, so that weights replaced in place are others."""
     if not folder.is_dir():
         return []
@@ -170,7 +183,25 @@ def load_settings(vllm_config: Any, layout: KVLayout) -> Settings:
                     f"{name} ({settings.place(name)}): calculate_kv_scales makes other scales in each run, so that "
                     "no other engine can read its blocks; give the model KV scales, or unset the variable"
                 )
-    return settings
+    return _with_own_folder(settings, getattr(vllm_config.parallel_config, "data_parallel_index", 0))
+
+
+def _with_own_folder(settings: Settings, engine: int) -> Settings:
+    """Return the settings of one of several data parallel engines: the files of local storage have one owner."""
+    if not engine or settings.storage_tier.connector != "local":
+        return settings
+    folder = settings.storage_tier.directory / f"engine-{engine}"
+    place = f"{settings.place(_FOLDER)}, with data_parallel_index {engine}"
+    return settings.with_derived({_FOLDER: (Candidate(Source.DERIVED, _FOLDER, place, folder), folder)})
+
+
+def settings_in_force(settings: Settings) -> str:
+    """Return the settings that differ from their defaults with their places, in one line, secrets masked.
+
+    ``fdcache env show`` does not see ``kv_connector_extra_config``.
+    """
+    changed = (name for name in VARIABLES if settings.changed(name))
+    return ", ".join(f"{name}={settings.render(name)} ({settings.place(name)})" for name in changed)
 
 
 def extra_settings(extra: Mapping[str, object]) -> dict[str, Sourced]:

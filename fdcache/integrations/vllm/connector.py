@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -16,15 +17,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 
+from fdcache.errors import ConfigurationError
 from fdcache.hints import HintOutcome
-from fdcache.integrations.vllm.config import choose_failure_policy, layout_from_config, load_settings
+from fdcache.integrations.vllm.config import (
+    choose_failure_policy,
+    layout_from_config,
+    load_settings,
+    settings_in_force,
+)
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports, WorkerStorage
 from fdcache.integrations.vllm.scheduler import SchedulerSide, table_of
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide
 from fdcache.manager import OffloadManager
+
+logger = logging.getLogger(__name__)
 
 _REPORTS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """vLLM can compute a request again whose load failed, as models of several groups of layers need. Earlier versions keep
@@ -43,12 +53,19 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_where_vllm_logs()
-        layout = layout_from_config(vllm_config, kv_cache_config)
+        packed_by = (current_platform.get_device_capability(), envs.VLLM_KV_CACHE_LAYOUT)
+        layout = layout_from_config(vllm_config, kv_cache_config, packed_by)
+        if layout.windows and not _REPORTS_REQUESTS:
+            raise ConfigurationError(
+                "FdcacheConnector: all layers have a sliding window, and this version of vLLM cannot compute a request "
+                "from its beginning when its load has failed; use vLLM 0.33, or set --disable-sliding-window"
+            )
         settings = load_settings(vllm_config, layout)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             choose_failure_policy(self._kv_transfer_config)
+            logger.info("settings: %s", settings_in_force(settings))
             events = vllm_config.kv_events_config
             self._events = EventTranslator() if events is not None and events.enable_kv_cache_events else None
             if self._events is not None:
@@ -68,8 +85,8 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             self._worker.register(kv_caches, groups, self._kv_cache_config.num_blocks)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler which blocks this rank's storage holds."""
-        return WorkerStorage(self._worker.scan) if self._worker is not None else None
+        """Tell the scheduler which blocks this rank's storage holds at the start. vLLM asks again when it wakes up."""
+        return WorkerStorage(self._worker.take_scan()) if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Enqueue the step's copies, loads and stores alike.
@@ -120,6 +137,11 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
 
     # --- scheduler ----------------------------------------------------------------------------------------
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: blocks that are not stored cost a later hit, so that preemption need not drop tokens in flight."""
+        return False
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Learn vLLM's block pool, for its coldest blocks and for resets of the device cache."""
         if self._scheduler is not None:
@@ -158,6 +180,17 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         if self._scheduler is not None:
             with self._scheduler.guarded("update_state_after_alloc"):
                 self._scheduler.allocated(request, table_of(blocks.get_block_ids()), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Return how many of the tokens that are being loaded were in host memory, and how many in storage."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since vLLM 0.33, which alone calls this
+
+        stored = 0
+        if self._scheduler is not None:
+            with self._scheduler.guarded("get_external_cache_hit_sources", follows_blocks=False):
+                stored = min(self._scheduler.stored_tokens(request.request_id), num_external_tokens)
+        found = {CacheHitSource.HOST: num_external_tokens - stored, CacheHitSource.DISK: stored}
+        return {source: tokens for source, tokens in found.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Plan the copies of the step."""
@@ -214,11 +247,13 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     # --- both ---------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> FdcacheStats | None:
-        """Return what has changed since the last call, at most once a second; in the scheduler."""
+        """Return what has changed since the last call, while there are requests at most once a second."""
         taken: FdcacheStats | None = None
         if self._scheduler is not None:
             with self._scheduler.guarded("get_kv_connector_stats", follows_blocks=False):
-                taken = self._stats.take(self._scheduler.inconsistencies)
+                taken = self._stats.take(
+                    self._scheduler.inconsistencies, is_idle=not self._scheduler.has_requests
+                )
         return taken
 
     @classmethod

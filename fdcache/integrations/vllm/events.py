@@ -45,9 +45,8 @@ class EventTranslator:
             return settings
         return settings.model_copy(update={"cache": cache.model_copy(update={"event_buffer": _BUFFER})})
 
-    def learn(self, source: Any, hashes: Any, start: int, block_size: int) -> None:
-        """Learn vLLM's hashes of a request's blocks from ``start`` on; ``hashes`` are fdcache's."""
-        theirs: Sequence[Any] = source.block_hashes
+    def learn(self, source: Any, theirs: Sequence[Any], hashes: Any, start: int, block_size: int) -> None:
+        """Learn ``theirs``, vLLM's hashes of a request's blocks, from ``start`` on; ``hashes`` are fdcache's."""
         adapter = source.lora_request.lora_name if source.lora_request is not None else None
         for i in range(start, min(len(hashes), len(theirs))):
             parent = maybe_convert_block_hash(theirs[i - 1]) if i else None

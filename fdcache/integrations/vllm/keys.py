@@ -1,17 +1,27 @@
-"""Block keys of vLLM's requests: which of their tokens are the same, and which requests are not cached."""
+"""Block keys of vLLM's requests: which of their tokens are the same, and which requests are not cached.
+
+    python -m fdcache.integrations.vllm.keys NAME PATH
+
+prints the id of an adapter, for ``fdcache inspect explain --adapter``.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import sys
+from pathlib import Path
 from typing import Any
 
 from fdcache.hashing import MultimodalItem
+from fdcache.integrations.vllm.config import files_of
 from fdcache.manager import Request
 
 
 def request_of(request: Any) -> Request | None:
     """Return fdcache's request for one of vLLM's; None for one that is never cached.
 
-    The salt is the tenant. An adapter is known by name and path, an image or the like by identifier, offset and length.
+    The salt is the tenant. Adapters are known by ``adapter_id``, images and the like by identifier, offset and length.
     Prompts of embeddings have no tokens to tell them apart, and sessions that are resumed shorten theirs.
     """
     if request.prompt_embeds is not None or request.resumable:
@@ -28,10 +38,26 @@ def request_of(request: Any) -> Request | None:
         ],
         adapter_id=None
         if adapter is None
-        else f"{len(adapter.lora_name)}:{adapter.lora_name}{adapter.lora_path}",
+        else _loaded(adapter.lora_int_id, adapter.lora_name, adapter.lora_path),
         tenant=request.cache_salt,
         device_only=bool(request.skip_reading_prefix_cache),
     )
+
+
+def adapter_id(name: str, path: str) -> str:
+    """Return the id of an adapter: name and path and, for a local folder, its files' names, sizes and times.
+
+    An adapter that is trained anew into its folder is another one.
+    """
+    files = files_of(Path(path).expanduser())
+    state = f"@{hashlib.sha256(repr(files).encode()).hexdigest()[:16]}" if files else ""
+    return f"{len(name)}:{name}{path}{state}"
+
+
+@functools.lru_cache(1024)
+def _loaded(number: int, name: str, path: str) -> str:
+    """Return the id of an adapter as it was when the engine first saw it: vLLM numbers each load anew."""
+    return adapter_id(name, path)
 
 
 def extra_of(request: Any) -> dict[str, Any]:
@@ -48,3 +74,7 @@ def known_tokens(request: Any, start: int) -> list[int]:
     """Return the tokens of a request from ``start`` on that vLLM knows by now."""
     tokens: list[int] = request.all_token_ids[start:]
     return tokens
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{adapter_id(*sys.argv[1:])}\n")

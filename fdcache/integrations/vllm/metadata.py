@@ -53,6 +53,6 @@ class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerStorage(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Blocks that one rank's local storage holds at the start: an encoded ``StorageScan``, or None."""
+    """Blocks that one rank's local storage held at the start: an encoded ``StorageScan``, or None."""
 
     scan: bytes | None = None

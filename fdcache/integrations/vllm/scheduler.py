@@ -45,6 +45,7 @@ class _Running:
         "refused_hints",
         "request",
         "source",
+        "stored_tokens",
     )
 
     def __init__(self, source: Any, request: Request, refused_hints: Sequence[HintOutcome]) -> None:
@@ -56,6 +57,7 @@ class _Running:
         self.known_hashes = 0
         self.is_lost = False
         self.offered = 0
+        self.stored_tokens = 0
 
     def has_table(self, blocks: Sequence[int]) -> None:
         """Give the request another block table, of which nothing is offered."""
@@ -89,14 +91,16 @@ class SchedulerSide:
         self._unloaded: dict[str, list[int]] = {}
         self._reports: list[TransferReport] = []
         self._pool: Any = None
+        self._hashes_of_block = 1
         self._resets_device = False
         self._is_lost = False
         self._is_late = False
         self._sent_host_cache = False
 
     def bind_pool(self, pool: Any) -> None:
-        """Learn vLLM's block pool."""
+        """Learn vLLM's block pool, whose hashes may stand for less than a block (``prefix_match_unit``)."""
         self._pool = pool
+        self._hashes_of_block = self._block_size // pool.hash_block_size
 
     def restore(self, scans: Iterable[bytes | None]) -> None:
         """Make the blocks findable that the ranks' storage holds."""
@@ -134,7 +138,13 @@ class SchedulerSide:
         # window would have to reach back one token more.
         is_worth_it = source.num_tokens - device_tokens > self._block_size and not self._windows
         found = self.manager.match(known.request, device_tokens, whole_prompt=is_worth_it)
+        known.stored_tokens = found.from_storage
         return None if found.status is MatchStatus.DEFERRED else found.num_tokens
+
+    def stored_tokens(self, request_id: str) -> int:
+        """Return how many of the tokens that were last found for a request came, or come, from storage."""
+        known = self._running.get(request_id)
+        return 0 if known is None else known.stored_tokens
 
     def allocated(self, source: Any, blocks: Sequence[int], num_tokens: int) -> None:
         """Learn a request's block table; load ``num_tokens`` tokens beyond those that were on the device."""
@@ -333,9 +343,11 @@ class SchedulerSide:
     def _learn_hashes(self, known: _Running) -> None:
         if self._events is not None:
             self.manager.prepare([known.request])
-            hashes = known.request.block_hashes
-            self._events.learn(known.source, hashes, known.known_hashes, self._block_size)
-            known.known_hashes = min(len(hashes), len(known.source.block_hashes))
+            hashes, theirs = known.request.block_hashes, known.source.block_hashes
+            if self._hashes_of_block > 1:
+                theirs = theirs[self._hashes_of_block - 1 :: self._hashes_of_block]
+            self._events.learn(known.source, theirs, hashes, known.known_hashes, self._block_size)
+            known.known_hashes = min(len(hashes), len(theirs))
 
     def take_events(self) -> Iterable[Any]:
         """Return vLLM's events since the last call."""
@@ -386,19 +398,18 @@ class SchedulerSide:
                 self._unloaded.setdefault(outcome.request_id, []).extend(outcome.unplanned)
 
     @property
+    def has_requests(self) -> bool:
+        """True between the arrival of a request that is cached and its end."""
+        return bool(self._running)
+
+    @property
     def has_pending_work(self) -> bool:
         """True while copies are in flight or blocks wait for one: vLLM has to go on stepping."""
         return self.manager.has_pending_work or bool(self._unloaded)
 
     def reset(self) -> None:
-        """Forget every block, as after new weights. Engines that share a service keep theirs."""
-        if self.manager.settings.server is None:
-            self.manager.reset_cache()
-        else:
-            from uuid import uuid4
-
-            base = self.manager.layout.revision.partition("+")[0]
-            self.manager.change_revision(f"{base}+{uuid4().hex[:16]}")
+        """Forget every block: vLLM does not tell a reset from new weights. Other engines keep theirs."""
+        self.manager.weights_changed()
 
     def guarded(self, hook: str, *, follows_blocks: bool = True) -> _Guard:
         """Return a context in which an exception of a hook is logged and counted.

@@ -76,10 +76,13 @@ class StatsDelta:
         self._next = 0.0
         self._before: dict[str, int] = {}
 
-    def take(self, inconsistencies: int) -> FdcacheStats | None:
-        """Return what has changed since the last answer; None for nothing, and within a second of it."""
+    def take(self, inconsistencies: int, *, is_idle: bool = False) -> FdcacheStats | None:
+        """Return what has changed since the last answer; None for nothing, and within a second of it.
+
+        ``is_idle``: no request is left. Steps may end then, so that what has changed is told at once.
+        """
         moment = self._clock()
-        if moment < self._next:
+        if moment < self._next and not is_idle:
             return None
         self._next = moment + _INTERVAL
         stats = self._manager.get_stats()

@@ -88,7 +88,7 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._on_gpu = False
         self._timer = StepTimer()
-        self.scan: bytes | None = None
+        self._scan: bytes | None = None
 
     def register(
         self, tensors: Mapping[str, torch.Tensor], groups: Sequence[Sequence[str]], num_blocks: int
@@ -113,7 +113,12 @@ class WorkerSide:
         if self._settings.cache.server is None:
             controller.initialize_host_cache()
             scan = controller.open_storage()
-            self.scan = None if scan is None else encode(scan)
+            self._scan = None if scan is None else encode(scan)
+
+    def take_scan(self) -> bytes | None:
+        """Return which blocks this rank's storage held at the start, encoded; None but for the first call."""
+        taken, self._scan = self._scan, None
+        return taken
 
     def attach(self, host_cache: HostCache | None) -> None:
         """Map the host memory of a service, which the scheduler names with its first step."""
