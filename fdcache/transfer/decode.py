@@ -69,6 +69,7 @@ class SendToPrefill(NamedTuple):
 class BeginRead(NamedTuple):
     """Effect: read ``take`` blocks of a part, from its block ``skip`` on, into ``slots``; then call ``read_ended``."""
 
+    plan_id: int
     read_id: int
     peer: Peer
     ready: Ready
@@ -305,9 +306,10 @@ class DecodeSide:
         read_id = next(self._read_ids)
         state.reads[read_id] = (ready.seq, blocks, planes)
         self._by_read[read_id] = state.fetch.plan_id
-        skip = state.fetch.first + first - ready.first
+        fetch, take = state.fetch, last - first
+        skip = fetch.first + first - ready.first
         self._effects.append(
-            BeginRead(read_id, state.fetch.peer, ready, skip, last - first, state.fetch.slots[blocks])
+            BeginRead(fetch.plan_id, read_id, fetch.peer, ready, skip, take, fetch.slots[blocks])
         )
 
     def _advance(self, state: _State) -> None:

@@ -28,7 +28,7 @@ from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fe
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
 from fdcache.transfer.fetches import Fetches
-from fdcache.transfer.links import Links, LinkState, machine_id, rank_address
+from fdcache.transfer.links import Links, LinkState, address_error, machine_id, rank_address
 from fdcache.transfer.messages import Envelope, Granted, Identity, encode
 from fdcache.transfer.prefill import (
     ComputeSums,
@@ -207,9 +207,7 @@ class TransferEndpoint:
             acknowledges=self._connector.stats().places_total > 0,
         )
         try:
-            directory = _live_directory(self.address)
-            deque(live_processes(directory), maxlen=0)  # removes the files of dead ones
-            self._live = LiveFile(directory)
+            self._live = _open_live_file(self.address)
             try:
                 self._links = Links(
                     Identity(
@@ -301,8 +299,8 @@ class TransferEndpoint:
             self._fetches.refused(link, link.error)
         for link in events.accepted:
             assert link.identity is not None
-            joint = self._sharing.joints.get(link.identity.rank)
-            if (problem := self._connector.connect(link.boot, link.identity.memory, joint)) is not None:
+            if (problem := self._prepare_reads(link.identity)) is not None:
+                self._links.refuse(link, problem, now)
                 self._fetches.refused(link, problem)
             self._fetches.accepted(link, now)
         for peer in events.greeted:
@@ -316,6 +314,12 @@ class TransferEndpoint:
                 self._sends.side.receive(each.peer, each.message, now)  # type: ignore[arg-type]
             else:
                 self._decode.receive(each.peer, each.message, now)  # type: ignore[arg-type]
+
+    def _prepare_reads(self, peer: Identity) -> str | None:
+        """Prepare reads from a peer, if this rank reads from it; return why that is not possible."""
+        if peer.rank not in self._sharing.joints:
+            return None
+        return self._connector.connect(peer.boot, peer.memory, self._sharing.joints[peer.rank])
 
     # --- fetches ----------------------------------------------------------------------------------------------
 
@@ -423,12 +427,16 @@ class TransferEndpoint:
         )
 
 
-def _live_directory(address: str) -> Path:
-    """Return the directory of the live file: that of the socket, or the user's own."""
-    if address.startswith("ipc://"):
-        directory = Path(address.removeprefix("ipc://")).parent
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return directory
-    directory = default_runtime_dir()
-    make_runtime_dir(directory)
-    return directory
+def _open_live_file(address: str) -> LiveFile:
+    """Open a live file beside the socket of an address, or in the user's own directory. Raises ``TransferError``."""
+    directory = Path(address.removeprefix("ipc://")).parent
+    try:
+        if address.startswith("ipc://"):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        else:
+            directory = default_runtime_dir()
+            make_runtime_dir(directory)
+        deque(live_processes(directory), maxlen=0)  # removes the files of dead ones
+        return LiveFile(directory)
+    except OSError as error:
+        raise address_error(address, error) from error
