@@ -172,6 +172,10 @@ class DecodeSide:
         """Slots of fetches that have ended and wait for reads in flight."""
         return sum(state.size for state in self._fetches.values() if state.end is not None)
 
+    def is_reading(self, plan_id: int) -> bool:
+        """Return True while a read into slots of a fetch is in flight."""
+        return plan_id in self._by_read.values()
+
     def take_effects(self) -> list[Effect]:
         """Remove and return what is to be done, in order."""
         effects, self._effects = self._effects, []

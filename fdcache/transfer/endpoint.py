@@ -160,6 +160,7 @@ class TransferEndpoint:
             self._closing = True
             self._wake()
             self._thread.join()
+        self._fetches.drop_all("the instance is shut down", read=True)
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1
@@ -260,8 +261,7 @@ class TransferEndpoint:
             self._links.take(data, now)
         self._take_links(now)
         self._sends.take_computed()
-        for end in self._connector.poll():
-            self._decode.read_ended(end.read_id, None if end.outcome is ReadOutcome.OK else end.error)
+        self._take_reads()
         self._sends.side.tick(now)
         self._decode.tick(now)
         self._fetches.expire(now)
@@ -272,6 +272,10 @@ class TransferEndpoint:
         if self._sums:
             self._sums.popleft()()
             self._settle()
+
+    def _take_reads(self) -> None:
+        for end in self._connector.poll():
+            self._decode.read_ended(end.read_id, None if end.outcome is ReadOutcome.OK else end.error)
 
     def _run_commands(self, now: float) -> None:
         commands = self._commands
@@ -384,7 +388,10 @@ class TransferEndpoint:
         return self._connector.notifications() if isinstance(self._connector, Notifier) else []
 
     def _end_all(self, reason: str) -> None:
-        """Tell the peers, wait for the reads in flight that end by themselves, and fail what is left."""
+        """Tell the peers, wait for the reads in flight that end by themselves, and fail what is left.
+
+        Slots into which a read may still write are held until ``close``.
+        """
         with self._lock:
             self._ended = reason
         try:
@@ -395,8 +402,13 @@ class TransferEndpoint:
         except Exception:
             logger.exception("peers may not know that hand-overs have ended")
         self._connector.close()
+        try:
+            self._take_reads()
+            self._settle()
+        except Exception:
+            logger.exception("slots of reads that have ended may be held")
         self._sends.drop_all(reason)
-        self._fetches.drop_all(reason)
+        self._fetches.drop_all(reason, read=False)
 
     # --- views ------------------------------------------------------------------------------------------------
 

@@ -62,10 +62,11 @@ class Fetches:
         for leg in list(self._legs.values()):
             self._cancel_leg(leg, reason)
 
-    def drop_all(self, reason: str) -> None:
-        """Report what has not ended."""
+    def drop_all(self, reason: str, *, read: bool) -> None:
+        """Report what has not ended, and with ``read`` also fetches into whose slots a read may still write."""
         for number in list(self._legs):
-            self._end_unasked(number, FetchEnd.CANCELLED, reason)
+            if read or not self._side.is_reading(number):
+                self._end_unasked(number, FetchEnd.CANCELLED, reason)
 
     def accepted(self, link: Outgoing, now: float) -> None:
         """Ask a peer for what waits for it, and tell it what has ended."""

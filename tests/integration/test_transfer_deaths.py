@@ -13,6 +13,7 @@ from fdcache.manager import Request
 from fdcache.manager.results import LoadStatus
 from fdcache.transfer import links
 from fdcache.transfer.connector import LocalPlanes
+from tests.service_help import until
 from tests.transfer_help import LAYOUT, prompt_of
 from tests.transfer_peer import GATE, GatedConnector
 from tests.transfer_wire import Parcel
@@ -70,6 +71,34 @@ def test_sums_that_wait_when_prefill_is_killed_under_a_read_disturb_nothing(
     assert world.mine.results == ["peer_gone"]
     world.start_peer()
     world.read_by_mine("next", 2)
+
+
+def test_slots_of_a_read_in_flight_are_held_when_hand_overs_have_failed(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise MemoryError("no more")
+
+    world = make_world("decode")
+    transfer = world.mine.controller._parts.transfer
+    assert transfer is not None
+    endpoint = transfer.endpoint
+    connector, close = endpoint._connector, endpoint._connector.close
+    GATE.close()
+    world.peer.ask("send", "r", 1, BLOCKS)
+    request = world.fetch("r", 1)
+    world.until(lambda: GATE.waiting)
+    monkeypatch.setattr(connector, "close", lambda: None)  # as with NIXL and a stopped peer
+    monkeypatch.setattr(connector, "poll", fail)
+    until(lambda: not endpoint._thread.is_alive(), "hand-overs have failed")
+    world.mine.manager.request_finish([request])
+    for _ in range(3):
+        world.mine.step()
+    assert world.mine.manager.get_stats().held_blocks == BLOCKS
+    GATE.open()
+    close()
+    world.mine.controller.shutdown()
+    world.until(lambda: world.mine.is_clean)
 
 
 @pytest.mark.parametrize("kind", quick("Ready", "a read", of=(*MESSAGES, "a read")))
