@@ -228,10 +228,10 @@ class Links:
             _close(link.watch)
         for each in self.incoming.values():
             _close(each.watch)
+        if self.mine.address.startswith("ipc://"):  # while it is this process's: the next may bind it at once
+            Path(self.mine.address.removeprefix("ipc://")).unlink(missing_ok=True)
         self._router.close()
         self._context.term()
-        if self.mine.address.startswith("ipc://"):
-            Path(self.mine.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
     # --- messages ---------------------------------------------------------------------------------------------
 
