@@ -246,7 +246,9 @@ class _Driver:
             config.transfer,
             peers,
             config.chunk_tokens,
-            5 * peers.timeout,
+            min(
+                5 * peers.timeout, _DRAIN_SECONDS / 2
+            ),  # a killed decode asks for nothing: it ends before the run
             shared,
             max(own, theirs),
         )
