@@ -3,8 +3,10 @@
     python -m benchmarks.pd [--transfer ipc,rdma] [--plane-kib 64] [--scattered] [--mebibytes 64] [--rounds 5]
 
 All of a run move the same bytes, in turns. ``copy`` is one copy of as many bytes within a process, ``nixl`` one READ of
-NIXL between the processes (with rdma). A hand-over of blocks that are computed already is as fast as it gets; one of
-blocks that are computed layer by layer shows what a decode instance adds to the time to first token of a mixed one.
+NIXL between the processes (with rdma). ``reads`` of a hand-over are from the begin of the first to the end of the last:
+beside the sums of both processes, or ``unverified``, without them. A hand-over of blocks that are computed already is
+as fast as it gets; one of blocks that are computed layer by layer shows what a decode instance adds to the time to
+first token of a mixed one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -318,7 +321,7 @@ def measure(case: Case, layer_seconds: float, rounds: int) -> None:
     """Measure one connector, and print it."""
     layout, nbytes = case.layout, case.blocks * case.layout.payload_bytes
     source, target = np.full(nbytes, 7, np.uint8), np.zeros(nbytes, np.uint8)
-    times: dict[str, list[float]] = {"copy": [], "nixl": [], "reads": [], "hand-over": [], "unverified": []}
+    times: dict[str, list[float]] = defaultdict(list)
     with pair(case) as verified, pair(replace(case, verify=False)) as other:
         for each in (verified, other):
             each.hand_over(0.0)  # connects
@@ -326,19 +329,19 @@ def measure(case: Case, layer_seconds: float, rounds: int) -> None:
             times["copy"].append(timed(lambda: np.copyto(target, source)))
             if verified.nixl is not None:
                 times["nixl"].append(timed(verified.nixl))
-            done = verified.hand_over(0.0)
-            times["reads"].append(done.first + done.rest)
-            times["hand-over"].append(done.total)
-            times["unverified"].append(other.hand_over(0.0).total)
+            for name, each in (("", verified), (", unverified", other)):
+                done = each.hand_over(0.0)
+                times["reads" + name].append(done.first + done.rest)
+                times["hand-over" + name].append(done.total)
         layered = [verified.hand_over(layer_seconds) for _ in range(rounds)]
-    best = {name: min(values) for name, values in times.items() if values}
+    best = {name: min(values) for name, values in times.items()}
     print(
         f"\n{case.connector}: {nbytes / MIB:.0f} MiB, {case.blocks} blocks, planes of "
         f"{layout.planes[0].nbytes >> 10} KiB, {'scattered' if case.scattered else 'adjoining'}"
     )
     for name, seconds in best.items():
         shares = [f"{best[base] / seconds:.2f} of {base}" for base in ("copy", "nixl") if base in best]
-        print(f"  {name:<11}{nbytes / seconds / 1e9:6.2f} GB/s  {', '.join(shares)}")
+        print(f"  {name:<22}{nbytes / seconds / 1e9:6.2f} GB/s  {', '.join(shares)}")
     print(f"  layer by layer, {layer_seconds * 1e3:g} ms a layer, medians of {rounds} in ms:")
     parts = {name: median(getattr(each, name) for each in layered) for name in HandOver.__dataclass_fields__}
     for name in ("wait", "first", "rest", "check"):

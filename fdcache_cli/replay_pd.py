@@ -74,6 +74,13 @@ def run_and_print(
         sys.stdout.write(json.dumps(report.to_dict()) + "\n")
     else:
         print_report(report)
+    if report.rejected and not report.requests:
+        blocks, tokens = config.cache.device_blocks, config.layout.block_size
+        sys.stderr.write(
+            f"error: each of the {report.rejected} prompts is larger than half of the device tier, {blocks} blocks of "
+            f"{tokens} tokens; raise --device-blocks (FDCACHE_DEVICE_BLOCKS)\n"
+        )
+        return errors.FAILED
     if not report.clean:
         return errors.FAILED
     return errors.INTERRUPTED if report.interrupted else 0
@@ -87,7 +94,8 @@ def print_report(report: PdReport) -> None:
     table.add_column(style="bold")
     table.add_column()
     rows = {
-        "requests": f"{report.requests}, {report.finished} finished, {report.aborted} aborted",
+        "requests": f"{report.requests}, {report.finished} finished, {report.aborted} aborted, "
+        f"{report.rejected} too large",
         "prompt tokens": f"{report.prompt_tokens:,}, {report.decode_computed_tokens:,} of them computed by decode",
         "blocks asked for": f"{report.fetched_blocks:,}",
         "compared by decode": f"{report.compared_blocks:,} blocks, {report.wrong_blocks:,} wrong",

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -31,6 +31,13 @@ BLOCK = LAYOUT.block_size
 
 def prompt_of(seed: int, blocks: int, extra: int = 5) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 50_000, blocks * BLOCK + extra).astype(np.int32)
+
+
+class Steps(Protocol):
+    """What goes on step by step."""
+
+    def step(self) -> None:
+        """Do what there is to do."""
 
 
 class Instance:
@@ -126,11 +133,12 @@ class Instance:
         host = self.manager.get_stats().host
         return 0 if host is None else host.ready
 
-    def until(self, condition: Callable[[], object], *others: Instance) -> None:
-        """Step, with other instances, until something is true."""
+    def until(self, condition: Callable[[], object], *others: Steps) -> None:
+        """Step, with others, until something is true."""
 
         def stepped() -> bool:
-            for each in (self, *others):
+            self.step()
+            for each in others:
                 each.step()
             return bool(condition())
 

@@ -50,6 +50,7 @@ class FdcacheBlocks:
         self.manager = CacheManager.from_settings(layout, settings, device_bytes=engine.device_bytes)
         self._requests: dict[str, Request] = {}
         self._handed_over: set[str] = set()  # sequences whose hand-over has begun; there is one for each
+        self._sent: dict[str, Request] = {}  # those that were sent, live as long as their blocks are held
 
     @property
     def host_cache(self) -> HostCache:
@@ -90,6 +91,7 @@ class FdcacheBlocks:
             return None
         if self._sends(prompt):
             self.manager.send([(request, prompt.name)])
+            self._sent[prompt.name] = request
         self._handed_over.add(prompt.name)
         return fetched > 0
 
@@ -121,7 +123,9 @@ class FdcacheBlocks:
 
     def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
         """Apply the ranks' reports, expire overdue plans, and return the outcomes of loads."""
-        return self.manager.apply(reports) + self.manager.expire()
+        outcomes = self.manager.apply(reports) + self.manager.expire()
+        self._sent = {name: request for name, request in self._sent.items() if request.is_live}
+        return outcomes
 
     def observe(self, chunks: Sequence[Chunk], seconds: float, *, waited: bool) -> None:
         """Report the time of a step; ``waited``: its layers waited for loads."""
@@ -143,6 +147,10 @@ class FdcacheBlocks:
         if not resumes:
             del self._requests[name]
             self._handed_over.discard(name)
+
+    def is_sending(self, name: str) -> bool:
+        """Return True while blocks of a prompt are handed over under this name."""
+        return name in self._sent
 
     @property
     def is_handing_over(self) -> bool:

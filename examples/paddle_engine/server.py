@@ -106,12 +106,14 @@ class _Server:
         self._cache.close()
 
     def _refusal(self, ask: Ask) -> str:
-        """Return why the role does not allow what is asked, empty if it does."""
+        """Return why that cannot be done, empty if it can."""
         role = self._settings.peers_in_force.role
         if role is TransferRole.PREFILL and not ask.hands_over:
             return "a prefill engine generates no answers; set FD_PD_CHANGEABLE=1"
         if role is TransferRole.DECODE and ask.hands_over:
             return "a decode engine hands nothing over; set FD_PD_CHANGEABLE=1"
+        if ask.hands_over and self._cache.is_sending(ask.name):
+            return "the blocks of another prompt of this name are being handed over"
         return ""
 
     def _send(self, route: bytes, message: Here | Answer) -> None:

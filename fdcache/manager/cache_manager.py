@@ -252,8 +252,8 @@ class CacheManager(TierManager[Request]):
 
         Call it after the allocation: with the next plan the workers hand over what the engine then reports with
         ``CacheController.layer_computed``. A request keeps its blocks until then, also after ``request_finish``; end
-        what will not be completed with ``end_transfers``. Raises ``RequestStateError`` for a request without blocks,
-        ``TransferError`` if FDCACHE_TRANSFER is none.
+        what will not be completed with ``end_transfers``. Raises ``RequestStateError`` for a request without blocks
+        or a name that another send has, ``TransferError`` if FDCACHE_TRANSFER is none.
         """
         with self._lock:
             handovers = self._required_handovers()

@@ -41,8 +41,8 @@ class PeerTerms:
 
 
 @dataclass(slots=True, eq=False)
-class _Unsent:
-    """A send that is not planned yet.
+class _Send:
+    """A send that has not ended.
 
     One that was ``delayed`` by a load, whose end decides what lies below the blocks, is planned once all are committed.
     """
@@ -73,10 +73,11 @@ class Handovers:
         self._counters = counters
         self._num_device_blocks = num_device_blocks
         self.tally = HandoverTally()
-        self._unsent: list[_Unsent] = []
+        self._unsent: list[_Send] = []
         self._declined: list[PeerSource] = []
         self._cancelled: list[int] = []
-        self._sends: dict[int, Request] = {}
+        self._sends: dict[int, _Send] = {}
+        self._named: dict[str, _Send] = {}  # those that were not given up
         self._fetches: dict[int, PlannedFetch] = {}
         self._below: dict[int, int] = {}  # fetch to the plan with the loads below it, while that is in flight
         self._stashed: dict[int, list[InFlightPlan]] = {}  # fetches that ended before that plan
@@ -108,7 +109,12 @@ class Handovers:
                 f"request {request.request_id!r} has {request.num_blocks} of the {count} blocks to hand over; allocate "
                 "them first"
             )
-        self._unsent.append(_Unsent(request, transfer, delayed=request.is_loading))
+        if transfer in self._named:
+            raise RequestStateError(
+                f"transfer {transfer!r} is being sent already; give each request a name of its own"
+            )
+        self._named[transfer] = send = _Send(request, transfer, delayed=request.is_loading)
+        self._unsent.append(send)
         self._requests.begin_send(request)
 
     def end(self, request: Request) -> None:
@@ -116,7 +122,8 @@ class Handovers:
         for each in [each for each in self._unsent if each.request is request]:
             self._unsent.remove(each)
             self._requests.end_send(request)
-        self._cancelled += [plan_id for plan_id, each in self._sends.items() if each is request]
+        self._cancelled += [plan_id for plan_id, each in self._sends.items() if each.request is request]
+        self._named = {name: each for name, each in self._named.items() if each.request is not request}
         self.unwanted(request)
 
     # --- decode -----------------------------------------------------------------------------------------------
@@ -174,7 +181,7 @@ class Handovers:
             return plan
         numbered = ledger.send_peers(tasks, now)
         for task, sent in zip(numbered, sends, strict=False):
-            self._sends[task.plan_id] = sent.request
+            self._sends[task.plan_id] = sent
         plan = plan or ledger.send(OpenPlan(), now)
         for task, fetch in zip(numbered[len(sends) :], fetches, strict=False):
             self._fetches[task.plan_id] = fetch
@@ -207,8 +214,10 @@ class Handovers:
         task = flight.plan
         if not isinstance(task, PeerTask):
             return None
-        if (request := self._sends.pop(task.plan_id, None)) is not None:
-            self._requests.end_send(request)
+        if (sent := self._sends.pop(task.plan_id, None)) is not None:
+            self._requests.end_send(sent.request)
+            if self._named.get(sent.transfer) is sent:
+                del self._named[sent.transfer]
         failed_below = self._failed_below.pop(task.plan_id, "")
         if self._fetches.pop(task.plan_id, None) is None:
             return None
@@ -229,7 +238,7 @@ class Handovers:
                 if (each := delayed.get(request.request_id)) is not None:
                     each.committed_tokens = num_tokens
 
-    def _due_sends(self) -> list[_Unsent]:
+    def _due_sends(self) -> list[_Send]:
         """Remove and return the sends that may be planned."""
         size = self._layout.block_size
         due = [
@@ -242,7 +251,7 @@ class Handovers:
             self._unsent = [each for each in self._unsent if each not in due]
         return due
 
-    def _send_task(self, unsent: _Unsent) -> PeerTask:
+    def _send_task(self, unsent: _Send) -> PeerTask:
         request = unsent.request
         hashes = request.block_hashes
         count = len(hashes)

@@ -101,10 +101,11 @@ class PdReport:
     """Counts of a replay of prefill and decode.
 
     ``wrong_blocks`` of ``compared_blocks`` reused by decode had other bytes. ``left``: blocks, plans and requests that
-    an instance still held at the end. ``transfers``: by direction and result.
+    an instance still held at the end. ``transfers``: by direction and result. ``rejected`` prompts are too large.
     """
 
     requests: int = 0
+    rejected: int = 0
     finished: int = 0
     aborted: int = 0
     compared_blocks: int = 0
@@ -154,17 +155,24 @@ def replay_pd(
     """Run a workload on a prefill and a decode process to its end, and report on it.
 
     Raises ``ReplayError`` if a process ends by itself or no request makes progress, ``ReplayOptionError`` for more
-    flips than requests.
+    flips than requests, or a connector that is none.
     """
+    if not config.peers.is_on:
+        raise ReplayOptionError(
+            "--transfer", f"{config.peers.connector!r} hands nothing over; use ipc or rdma"
+        )
     require_connector(config.peers)
     _require_shares(config)
-    served = [item for item in items if _fits(item, config)]
+    given = list(items)
+    served = [item for item in given if _fits(item, config)]
     with tempfile.TemporaryDirectory(prefix="fdcache-pd-") as folder:
         driver = _Driver(served, config, Path(folder))
         try:
-            return driver.run(should_stop)
+            report = driver.run(should_stop)
         finally:
             driver.close()
+    report.rejected = len(given) - len(served)
+    return report
 
 
 def _fits(item: WorkItem, config: PdConfig) -> bool:
@@ -238,7 +246,9 @@ class _Driver:
             config.transfer,
             peers,
             config.chunk_tokens,
-            5 * peers.timeout,
+            min(
+                5 * peers.timeout, _DRAIN_SECONDS / 2
+            ),  # a killed decode asks for nothing: it ends before the run
             shared,
             max(own, theirs),
         )

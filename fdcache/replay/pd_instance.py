@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache.errors import FdcacheError
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.handover import PeerTerms
@@ -87,6 +88,13 @@ class Started:
     """The instance works; peers reach its ranks at these addresses."""
 
     addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotStarted:
+    """The instance cannot work, and why."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +341,11 @@ class Instance:
 def run_instance(pipe: Connection, spec: InstanceSpec) -> None:
     """Run an instance in this process until it has stopped, or the driver is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    instance = Instance(spec, pipe.send)
+    try:
+        instance = Instance(spec, pipe.send)
+    except FdcacheError as error:
+        pipe.send(NotStarted(str(error)))
+        return
     try:
         while True:
             while pipe.poll():

@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fdcache.errors import ReplayError
-from fdcache.replay.pd_instance import Command, InstanceSpec, Started, run_instance
+from fdcache.replay.pd_instance import Command, InstanceSpec, NotStarted, Started, run_instance
 from fdcache.settings.peers import TransferRole
 
 _START_SECONDS = 60.0
@@ -39,6 +39,8 @@ class InstanceProcess:
         self.process.start()
         theirs.close()
         started = self.receive(_START_SECONDS)
+        if isinstance(started, NotStarted):
+            raise ReplayError(started.reason)
         if not isinstance(started, Started):
             raise ReplayError(f"the {self.role.value} process did not start; see its messages above")
         self.addresses = started.addresses

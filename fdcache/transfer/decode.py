@@ -69,6 +69,7 @@ class SendToPrefill(NamedTuple):
 class BeginRead(NamedTuple):
     """Effect: read ``take`` blocks of a part, from its block ``skip`` on, into ``slots``; then call ``read_ended``."""
 
+    plan_id: int
     read_id: int
     peer: Peer
     ready: Ready
@@ -170,6 +171,10 @@ class DecodeSide:
     def blocks_held(self) -> int:
         """Slots of fetches that have ended and wait for reads in flight."""
         return sum(state.size for state in self._fetches.values() if state.end is not None)
+
+    def is_reading(self, plan_id: int) -> bool:
+        """Return True while a read into slots of a fetch is in flight."""
+        return plan_id in self._by_read.values()
 
     def take_effects(self) -> list[Effect]:
         """Remove and return what is to be done, in order."""
@@ -305,9 +310,10 @@ class DecodeSide:
         read_id = next(self._read_ids)
         state.reads[read_id] = (ready.seq, blocks, planes)
         self._by_read[read_id] = state.fetch.plan_id
-        skip = state.fetch.first + first - ready.first
+        fetch, take = state.fetch, last - first
+        skip = fetch.first + first - ready.first
         self._effects.append(
-            BeginRead(read_id, state.fetch.peer, ready, skip, last - first, state.fetch.slots[blocks])
+            BeginRead(fetch.plan_id, read_id, fetch.peer, ready, skip, take, fetch.slots[blocks])
         )
 
     def _advance(self, state: _State) -> None:

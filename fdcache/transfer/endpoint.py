@@ -28,7 +28,7 @@ from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fe
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
 from fdcache.transfer.fetches import Fetches
-from fdcache.transfer.links import Links, LinkState, machine_id, rank_address
+from fdcache.transfer.links import Links, LinkState, address_error, machine_id, rank_address
 from fdcache.transfer.messages import Envelope, Granted, Identity, encode
 from fdcache.transfer.prefill import (
     ComputeSums,
@@ -160,6 +160,7 @@ class TransferEndpoint:
             self._closing = True
             self._wake()
             self._thread.join()
+        self._fetches.drop_all("the instance is shut down", read=True)
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1
@@ -207,9 +208,7 @@ class TransferEndpoint:
             acknowledges=self._connector.stats().places_total > 0,
         )
         try:
-            directory = _live_directory(self.address)
-            deque(live_processes(directory), maxlen=0)  # removes the files of dead ones
-            self._live = LiveFile(directory)
+            self._live = _open_live_file(self.address)
             try:
                 self._links = Links(
                     Identity(
@@ -262,8 +261,7 @@ class TransferEndpoint:
             self._links.take(data, now)
         self._take_links(now)
         self._sends.take_computed()
-        for end in self._connector.poll():
-            self._decode.read_ended(end.read_id, None if end.outcome is ReadOutcome.OK else end.error)
+        self._take_reads()
         self._sends.side.tick(now)
         self._decode.tick(now)
         self._fetches.expire(now)
@@ -274,6 +272,10 @@ class TransferEndpoint:
         if self._sums:
             self._sums.popleft()()
             self._settle()
+
+    def _take_reads(self) -> None:
+        for end in self._connector.poll():
+            self._decode.read_ended(end.read_id, None if end.outcome is ReadOutcome.OK else end.error)
 
     def _run_commands(self, now: float) -> None:
         commands = self._commands
@@ -301,8 +303,8 @@ class TransferEndpoint:
             self._fetches.refused(link, link.error)
         for link in events.accepted:
             assert link.identity is not None
-            joint = self._sharing.joints.get(link.identity.rank)
-            if (problem := self._connector.connect(link.boot, link.identity.memory, joint)) is not None:
+            if (problem := self._prepare_reads(link.identity)) is not None:
+                self._links.refuse(link, problem, now)
                 self._fetches.refused(link, problem)
             self._fetches.accepted(link, now)
         for peer in events.greeted:
@@ -316,6 +318,12 @@ class TransferEndpoint:
                 self._sends.side.receive(each.peer, each.message, now)  # type: ignore[arg-type]
             else:
                 self._decode.receive(each.peer, each.message, now)  # type: ignore[arg-type]
+
+    def _prepare_reads(self, peer: Identity) -> str | None:
+        """Prepare reads from a peer, if this rank reads from it; return why that is not possible."""
+        if peer.rank not in self._sharing.joints:
+            return None
+        return self._connector.connect(peer.boot, peer.memory, self._sharing.joints[peer.rank])
 
     # --- fetches ----------------------------------------------------------------------------------------------
 
@@ -380,7 +388,10 @@ class TransferEndpoint:
         return self._connector.notifications() if isinstance(self._connector, Notifier) else []
 
     def _end_all(self, reason: str) -> None:
-        """Tell the peers, wait for the reads in flight that end by themselves, and fail what is left."""
+        """Tell the peers, wait for the reads in flight that end by themselves, and fail what is left.
+
+        Slots into which a read may still write are held until ``close``.
+        """
         with self._lock:
             self._ended = reason
         try:
@@ -391,8 +402,13 @@ class TransferEndpoint:
         except Exception:
             logger.exception("peers may not know that hand-overs have ended")
         self._connector.close()
+        try:
+            self._take_reads()
+            self._settle()
+        except Exception:
+            logger.exception("slots of reads that have ended may be held")
         self._sends.drop_all(reason)
-        self._fetches.drop_all(reason)
+        self._fetches.drop_all(reason, read=False)
 
     # --- views ------------------------------------------------------------------------------------------------
 
@@ -423,12 +439,16 @@ class TransferEndpoint:
         )
 
 
-def _live_directory(address: str) -> Path:
-    """Return the directory of the live file: that of the socket, or the user's own."""
-    if address.startswith("ipc://"):
-        directory = Path(address.removeprefix("ipc://")).parent
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return directory
-    directory = default_runtime_dir()
-    make_runtime_dir(directory)
-    return directory
+def _open_live_file(address: str) -> LiveFile:
+    """Open a live file beside the socket of an address, or in the user's own directory. Raises ``TransferError``."""
+    directory = Path(address.removeprefix("ipc://")).parent
+    try:
+        if address.startswith("ipc://"):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        else:
+            directory = default_runtime_dir()
+            make_runtime_dir(directory)
+        deque(live_processes(directory), maxlen=0)  # removes the files of dead ones
+        return LiveFile(directory)
+    except OSError as error:
+        raise address_error(address, error) from error

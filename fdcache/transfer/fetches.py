@@ -14,7 +14,7 @@ from fdcache.errors import DeviceError, TransferError
 from fdcache.metadata import PeerTask
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.handovers import HandoverTally
-from fdcache.transfer.connector import LocalPlanes, Pieces, ReadOrder
+from fdcache.transfer.connector import LocalPlanes, ReadOrder
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fetch, FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.gathering import Gathering, Leg
@@ -44,9 +44,9 @@ class Fetches:
         self._gatherings: dict[int, Gathering] = {}
         self._legs: dict[int, Leg] = {}
         self._leg_numbers = count(1)
-        self._over: dict[str, OrderedDict[str, int]] = {}
-        """Last attempts of transfers that have ended here, by address: a peer that was not told, or has been replaced
-        since and computes them again, is told once it is connected."""
+        self._over: OrderedDict[tuple[str, str], int] = OrderedDict()
+        """Last attempts of transfers that have ended here, by address and name: a peer that was not told, or has been
+        replaced since and computes them again, is told once it is connected."""
 
     def __len__(self) -> int:
         return len(self._gatherings)
@@ -62,23 +62,25 @@ class Fetches:
         for leg in list(self._legs.values()):
             self._cancel_leg(leg, reason)
 
-    def drop_all(self, reason: str) -> None:
-        """Report what has not ended."""
+    def drop_all(self, reason: str, *, read: bool) -> None:
+        """Report what has not ended, and with ``read`` also fetches into whose slots a read may still write."""
         for number in list(self._legs):
-            self._end_unasked(number, FetchEnd.CANCELLED, reason)
+            if read or not self._side.is_reading(number):
+                self._end_unasked(number, FetchEnd.CANCELLED, reason)
 
     def accepted(self, link: Outgoing, now: float) -> None:
         """Ask a peer for what waits for it, and tell it what has ended."""
         for leg in self._waiting_for(link.address):
-            self._ask(leg, link.boot, now)
-        for transfer, attempt in self._over.get(link.address, {}).items():
-            self._side.decline(link.boot, transfer, attempt)
+            self._ask(leg, link, now)
+        for (address, transfer), attempt in self._over.items():
+            if address == link.address:
+                self._side.decline(link.boot, transfer, attempt)
 
     def lost(self, addresses: Iterable[str], now: float) -> None:
         """Look for the processes that replace lost ones, to tell them what has ended."""
-        for address in addresses:
-            if self._over.get(address):
-                self.connect_early(address, now)
+        told = {address for address, _ in self._over}
+        for address in told.intersection(addresses):
+            self.connect_early(address, now)
 
     def views(self) -> Iterator[TransferView]:
         """Yield the state of what has not ended."""
@@ -98,8 +100,7 @@ class Fetches:
         for rank, wanted in ranks:
             address = task.addresses[rank] if rank < len(task.addresses) else ""
             leg = Leg(next(self._leg_numbers), gathering, address, now + task.timeout, wanted)
-            if (over := self._over.get(address)) is not None:
-                over.pop(task.transfer, None)
+            self._over.pop((address, task.transfer), None)
             gathering.legs[leg.number] = self._legs[leg.number] = leg
         if TransferRole(self._settings.role) is TransferRole.PREFILL:
             refusal = "FDCACHE_TRANSFER_ROLE=prefill reads from nobody"
@@ -119,8 +120,10 @@ class Fetches:
             self._end_unasked(leg.number, FetchEnd.REFUSED, str(error))
             return
         if link.state is LinkState.ACCEPTED:
-            self._ask(leg, link.boot, now)
+            self._ask(leg, link, now)
         elif link.state is LinkState.REFUSED:
+            if link.identity is not None:  # refused by this side
+                self._side.decline(link.boot, leg.task.transfer, leg.task.attempt)
             self._end_unasked(leg.number, FetchEnd.REFUSED, link.error)
 
     def connect_early(self, address: str, now: float) -> None:
@@ -130,14 +133,20 @@ class Fetches:
         except TransferError as error:
             logger.warning("%s", error)  # and a fetch from it is refused for the same reason
 
-    def _ask(self, leg: Leg, boot: bytes, now: float) -> None:
-        task = leg.task
+    def _ask(self, leg: Leg, link: Outgoing, now: float) -> None:
+        assert link.identity is not None
+        task, boot, rank = leg.task, link.boot, link.identity.rank
         leg.boot = boot
-        if not leg.wanted:
+        if not leg.wanted or rank not in self._sharing.joints:
             self._side.decline(boot, task.transfer, task.attempt)
-            self._end_unasked(leg.number, FetchEnd.DECLINED, None)
+            if leg.wanted:
+                refusal = f"rank: {link.address} is that of rank {rank}, from which this rank does not read"
+                self._end_unasked(leg.number, FetchEnd.REFUSED, refusal)
+            else:
+                self._end_unasked(leg.number, FetchEnd.DECLINED, None)
             return
-        swap = task.swap
+        joint, swap = self._sharing.joints[rank], task.swap
+        leg.pieces = None if joint is None else joint.own
         first = int(swap.src_block_ids[0]) if len(swap) else 0
         timeout = max(leg.deadline - now, 0.0)
         hashes = swap.hash_values
@@ -182,11 +191,11 @@ class Fetches:
             self._gatherings.pop(plan_id, None)
 
     def _remember_over(self, leg: Leg) -> None:
-        over = self._over.setdefault(leg.address, OrderedDict())
-        over[leg.task.transfer] = leg.task.attempt
-        over.move_to_end(leg.task.transfer)
-        if len(over) > _MOST_OVER:
-            over.popitem(last=False)
+        key = leg.address, leg.task.transfer
+        self._over[key] = leg.task.attempt
+        self._over.move_to_end(key)
+        if len(self._over) > _MOST_OVER:
+            self._over.popitem(last=False)
 
     def _cancel_leg(self, leg: Leg, reason: str = "cancelled") -> None:
         if leg.boot:
@@ -196,11 +205,8 @@ class Fetches:
 
     def order(self, effect: BeginRead) -> ReadOrder:
         """Return the read that is to begin; it starts the execution of its plan."""
-        ready, after = effect.ready, None
-        for leg in self._legs.values():
-            if leg.task.transfer == ready.transfer and leg.boot == effect.peer:
-                leg.gathering.execution.begin()
-                after = leg.gathering.after
+        ready, gathering = effect.ready, self._legs[effect.plan_id].gathering
+        gathering.execution.begin()
         return ReadOrder(
             effect.read_id,
             effect.peer,
@@ -210,27 +216,16 @@ class Fetches:
             ready.first_plane,
             ready.last_plane,
             effect.slots,
-            after,
+            gathering.after,
         )
 
     def sum_targets(self, effect: ComputeTargetSums) -> None:
         """Compute the sums of a part that has arrived. Does nothing once the fetch has ended."""
-        if effect.plan_id not in self._legs:
+        if (leg := self._legs.get(effect.plan_id)) is None:
             return
         try:
-            sums = self._planes.sums(effect.slots, self._pieces_of(effect.plan_id), effect.planes)
+            sums = self._planes.sums(effect.slots, leg.pieces, effect.planes)
         except DeviceError as error:
             self._side.cancel(effect.plan_id, str(error))
         else:
             self._side.sums(effect.plan_id, effect.blocks, sums)
-
-    def _pieces_of(self, leg: int) -> Pieces | None:
-        """Return the pieces of the own planes that a leg reads, None for all."""
-        link = self._legs[leg].boot
-        rank = next(
-            each.identity.rank
-            for each in self._links.outgoing.values()
-            if each.identity and each.boot == link
-        )
-        joint = self._sharing.joints[rank]
-        return None if joint is None else joint.own

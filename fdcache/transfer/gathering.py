@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fdcache.devices.base import Event
 from fdcache.metadata import HandoverEnd, PeerTask
+from fdcache.transfer.connector import Pieces
 from fdcache.transfer.decode import FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
 
@@ -55,6 +56,8 @@ class Leg:
     deadline: float
     wanted: bool
     boot: bytes = b""
+    pieces: Pieces | None = None
+    """Pieces of the own planes that it reads, None for all."""
 
     @property
     def task(self) -> PeerTask:

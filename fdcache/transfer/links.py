@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from socket import AF_UNIX, socket
 
 import zmq
 
@@ -33,6 +35,7 @@ _MOST_QUEUED = 10_000
 _HELLO_EVERY = 0.02
 _REFUSED_FOR = 5.0
 _MOST_DEAD = 1024
+_ANY_HOST = ("*", "0.0.0.0", "[::]")
 
 
 def machine_id() -> str:
@@ -48,12 +51,23 @@ def rank_address(address: str | None, rank: int) -> str:
         return f"ipc://{directory}/transfer-{os.getpid()}-{time.monotonic_ns():x}.{rank}"
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
+    if scheme == "tcp" and host in _ANY_HOST:
+        raise ConfigurationError(
+            f"FDCACHE_TRANSFER_ADDRESS={address}: peers connect to this address; write the host by which they reach it"
+        )
     if scheme == "tcp" and host and port.isdecimal() and 0 < int(port) + rank < 65536:
         return f"tcp://{host}:{int(port) + rank}"
     if scheme == "ipc" and rest.startswith("/"):
         return f"ipc://{rest}.{rank}"
     raise ConfigurationError(
         f"FDCACHE_TRANSFER_ADDRESS={address}: write ipc:///directory/name or tcp://host:port"
+    )
+
+
+def address_error(address: str, error: Exception) -> TransferError:
+    """Return the error of an address at which this process cannot answer."""
+    return TransferError(
+        f"the address {address} cannot be used: {error}; set FDCACHE_TRANSFER_ADDRESS to another"
     )
 
 
@@ -132,16 +146,14 @@ class Links:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        path = mine.address.removeprefix("ipc://")
         try:
-            if path != mine.address:
-                Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if mine.address.startswith("ipc://"):
+                _prepare_socket(Path(mine.address.removeprefix("ipc://")))
             self._router.bind(mine.address)
         except (zmq.ZMQError, OSError) as error:
-            self.close()
-            raise TransferError(
-                f"the address {mine.address} cannot be used: {error}; set FDCACHE_TRANSFER_ADDRESS to another"
-            ) from error
+            self._router.close()
+            self._context.term()
+            raise address_error(mine.address, error) from error
         self.poller = zmq.Poller()
         self.poller.register(self._router, zmq.POLLIN)
 
@@ -149,28 +161,25 @@ class Links:
         """Return the link to a prefill peer; try a handshake until then, unless there was one."""
         link = self.outgoing.get(address)
         if link is None:
-            socket = self._socket(zmq.DEALER)
-            socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.ROUTING_ID, b"d" + self.mine.boot)
-            try:
-                socket.connect(address)
-            except zmq.ZMQError as error:
-                socket.close()
-                raise TransferError(f"address {address!r} of a prefill peer: {error}") from error
-            self.poller.register(socket, zmq.POLLIN)
-            link = self.outgoing[address] = Outgoing(address, socket)
+            link = self.outgoing[address] = Outgoing(address, self._dealer(address))
         self._look_for_end(link)
         link.wanted_until = max(link.wanted_until, until)
         if link.state is LinkState.REFUSED and now >= link.refused_until:
             link.state = LinkState.CONNECTING
         return link
 
+    def refuse(self, link: Outgoing, error: str, now: float) -> None:
+        """Read nothing from a prefill peer until it is asked again, some seconds later."""
+        link.state, link.error, link.refused_until = LinkState.REFUSED, error, now + _REFUSED_FOR
+
     def tick(self, now: float) -> None:
         """Repeat handshakes without an answer, and look for processes that are gone."""
-        for link in self.outgoing.values():
+        for link in list(self.outgoing.values()):
             if link.state is LinkState.CONNECTING and link.next_hello <= now <= link.wanted_until:
                 link.next_hello = now + _HELLO_EVERY
                 self._send(link.socket, NO_BOOT, Hello(self.mine))
+            elif link.state is not LinkState.ACCEPTED and now > max(link.wanted_until, link.refused_until):
+                self._drop(link)
             else:
                 self._look_for_end(link)
         for boot, each in list(self.incoming.items()):
@@ -219,10 +228,10 @@ class Links:
             _close(link.watch)
         for each in self.incoming.values():
             _close(each.watch)
+        if self.mine.address.startswith("ipc://"):  # while it is this process's: the next may bind it at once
+            Path(self.mine.address.removeprefix("ipc://")).unlink(missing_ok=True)
         self._router.close()
         self._context.term()
-        if self.mine.address.startswith("ipc://"):
-            Path(self.mine.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
     # --- messages ---------------------------------------------------------------------------------------------
 
@@ -258,8 +267,11 @@ class Links:
     def _from_prefill(self, link: Outgoing, data: bytes, now: float) -> None:
         try:
             envelope, message = decode(data)
-        except ProtocolError:
+        except ProtocolError as error:
             self.protocol_errors += 1
+            if link.state is LinkState.CONNECTING:  # as of another version, which cannot say so in this one
+                self.refuse(link, f"refused: {error}", now)
+                self.events.refused.append(link)
             return
         if envelope.sender in self._dead:
             return
@@ -267,8 +279,8 @@ class Links:
             self._died(link.boot)
             self._lost(link, "another process has its address")
         if isinstance(message, Refused):
-            link.state, link.refused_until = LinkState.REFUSED, now + _REFUSED_FOR
-            link.error = f"refused: {message.field} is {message.theirs} here and {message.mine} at prefill"
+            reason = f"refused: {message.field} is {message.theirs} here and {message.mine} at prefill"
+            self.refuse(link, reason, now)
             self.events.refused.append(link)
         elif isinstance(message, Welcome):
             self._welcomed(link, message.side)
@@ -281,6 +293,7 @@ class Links:
     def _welcomed(self, link: Outgoing, side: Identity) -> None:
         if link.state is not LinkState.CONNECTING:
             return
+        _close(link.watch)
         link.state, link.identity, link.watch = LinkState.ACCEPTED, side, self._watch(side)
         self.events.accepted.append(link)
 
@@ -290,6 +303,13 @@ class Links:
         self.events.lost.append(link.address)
         _close(link.watch)
         link.state, link.identity, link.watch, link.next_hello = LinkState.CONNECTING, None, None, 0.0
+
+    def _drop(self, link: Outgoing) -> None:
+        """Close the socket to an address that nothing is wanted from."""
+        self.poller.unregister(link.socket)
+        link.socket.close()
+        _close(link.watch)
+        del self.outgoing[link.address]
 
     def _look_for_end(self, link: Outgoing) -> None:
         if link.watch is not None and link.watch.is_gone():
@@ -331,6 +351,22 @@ class Links:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         return socket
 
+    def _dealer(self, address: str) -> zmq.Socket[bytes]:
+        """Return a socket to a prefill peer. Raises ``TransferError``."""
+        try:
+            socket = self._socket(zmq.DEALER)
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.ROUTING_ID, b"d" + self.mine.boot)
+        except zmq.ZMQError as error:
+            raise TransferError(f"no socket to a prefill peer: {error}") from error
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise TransferError(f"address {address!r} of a prefill peer: {error}") from error
+        self.poller.register(socket, zmq.POLLIN)
+        return socket
+
     def _send(self, socket: zmq.Socket[bytes], target: bytes, message: AnyMessage) -> None:
         with suppress(zmq.Again):  # lost, as a message may be: there is no connection, or its queue is full
             socket.send(encode(Envelope(self.mine.boot, target), message), zmq.NOBLOCK)
@@ -348,6 +384,20 @@ class Links:
                 yield socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+
+
+def _prepare_socket(path: Path) -> None:
+    """Make the folder of a socket. Raises ``OSError`` if a process listens there: binding would take its address."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with socket(AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except BlockingIOError:  # it does not take connections now
+            pass
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def _close(watch: Watch | None) -> None:

@@ -100,9 +100,9 @@ class Peer:
         """Return the read of an order, None if its places are not the peer's: they may be anything."""
         memory, wanted = self.memory, slice(order.skip, order.skip + len(order.slots))
         if order.places[:1] == (IN_PLACE,) and memory.planes:
-            slots = np.array(order.places[1:][wanted], np.int64)
-            fits = len(slots) == len(order.slots) and slots.min() >= 0 and slots.max() < memory.num_blocks
-            return Read(order, slots, 0) if fits else None
+            slots = order.places[1:][wanted]
+            fits = len(slots) == len(order.slots) and min(slots) >= 0 and max(slots) < memory.num_blocks
+            return Read(order, np.array(slots, np.int64), 0) if fits else None
         record = Packing(self.theirs.sizes, order.first_plane, order.last_plane).record_bytes
         if len(order.places) != 2 or order.places[1] < 0:
             return None

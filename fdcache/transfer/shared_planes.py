@@ -43,7 +43,8 @@ class SharedPlanes:
         planes = SharedPlanes(layout, 1024, Path("/dev/shm"))
         controller.register_kv_cache(planes.tensors())
 
-    Files of processes that were killed are removed. Raises ``HostMemoryError`` if the directory has no room.
+    Files of processes that were killed are removed. Raises ``HostMemoryError`` if the directory takes no such file, or
+    has no room for it.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, directory: Path) -> None:
@@ -163,7 +164,12 @@ def _create(directory: Path, nbytes: int) -> tuple[int, Path]:
     """Create a locked file. It gets its name once it is locked, so that nobody takes it for an abandoned one."""
     name = uuid.uuid4().hex[:16]
     hidden, path = directory / f".{PREFIX}{name}", directory / f"{PREFIX}{name}"
-    fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise HostMemoryError(
+            f"{directory} takes no file of planes: {error.strerror}; set FDCACHE_TRANSFER_DIR to a folder on a tmpfs"
+        ) from error
     try:
         _lock(fd)
         os.posix_fallocate(fd, 0, nbytes)

@@ -103,10 +103,19 @@ def test_without_verification_flipped_bytes_are_seen() -> None:
         (("replay", "--pd", "--pd-ranks", "3:1"), "cannot be divided evenly"),
         (("replay", "--pd-ranks", "2:1"), "only a --pd has it"),
         (("replay", "--pd", "--transfer", "pigeons"), "no such connector"),
+        (("replay", "--pd", "--transfer", "none"), "hands nothing over"),
+        (("replay", "--pd", "--device-blocks", "4", "--requests", "3"), "each of the 3 prompts is larger"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(arguments: tuple[str, ...], words: str) -> None:
     found = fdcache(*arguments)
     assert found.returncode != 0
     assert words in " ".join(found.stderr.split())
+    assert "Traceback" not in found.stderr
+
+
+def test_an_instance_that_cannot_start_says_why() -> None:
+    found = fdcache("replay", "--pd", "--requests", "3", FDCACHE_TRANSFER_DIR="/proc/none")
+    assert found.returncode == 1
+    assert found.stderr.startswith("error: /proc/none takes no file of planes")
     assert "Traceback" not in found.stderr

@@ -63,3 +63,17 @@ def test_requests_that_find_no_room_at_decode_are_tried_again(tmp_path: Path) ->
     pair = Pair(MODELS["gqa"], tmp_path, device_blocks=16)
     pair.serve(4)
     pair.close()
+
+
+def test_a_name_is_free_again_once_its_blocks_are_handed_over(tmp_path: Path) -> None:
+    pair = Pair(MODELS["gqa"], tmp_path)
+    source = PeerSource("p", tuple(pair.prefill.worker.addresses()))
+    asked = prompt("p", tokens(0, 70, pair.model.vocab), source=source)
+    pair.prefill.submit(replace(asked, max_tokens=1, source=None, hands_over=True))
+    while pair.prefill.engine.waiting or pair.prefill.engine.running:
+        pair.prefill.engine.step()
+    assert pair.prefill.fdcache.is_sending("p")
+    pair.decode.submit(asked)
+    while pair.prefill.fdcache.is_sending("p"):
+        pair.step()
+    pair.close()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fdcache.manager import Request
 from fdcache.manager.results import LoadStatus
 from fdcache.transfer import links
-from tests.transfer_help import prompt_of
-from tests.transfer_peer import GATE
+from fdcache.transfer.connector import LocalPlanes
+from tests.service_help import until
+from tests.transfer_help import LAYOUT, prompt_of
+from tests.transfer_peer import GATE, GatedConnector
 from tests.transfer_wire import Parcel
 from tests.transfer_world import BLOCKS, MESSAGES, World, quick
 
@@ -31,6 +35,70 @@ def test_decode_goes_on_when_prefill_is_killed_at_a_message(make_world: MakeWorl
     assert set(world.mine.results) <= allowed.get(kind, {"peer_gone"})
     world.start_peer()
     world.read_by_mine("next", 2)
+
+
+def test_sums_that_wait_when_prefill_is_killed_under_a_read_disturb_nothing(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world("decode")
+    transfer = world.mine.controller._parts.transfer
+    assert transfer is not None
+    connector = transfer.endpoint._connector
+    assert isinstance(connector, GatedConnector)
+    last_read, killed = threading.Event(), threading.Event()
+    last_plane = LAYOUT.num_planes
+    GATE.fails = lambda _, order: order.last_plane == last_plane and not last_read.wait()
+    poll, sums = connector.poll, LocalPlanes.sums
+
+    def kill(*arguments: Any) -> Any:
+        if not killed.is_set():
+            world.peer.kill()
+            killed.set()
+        return sums(*arguments)
+
+    # Two reads end at once: the peer is killed between their sums, and under the third read.
+    monkeypatch.setattr(
+        connector, "poll", lambda: poll() if killed.is_set() or len(connector._ended) > 1 else []
+    )
+    monkeypatch.setattr(LocalPlanes, "sums", kill)
+    world.peer.ask("send", "r", 1, BLOCKS)
+    request = world.fetch("r", 1)
+    try:
+        world.until(lambda: killed.is_set() and world.mine.transfers.held_blocks == BLOCKS)
+    finally:
+        last_read.set()
+    assert world.take_whole(request).status is LoadStatus.FAILED
+    assert world.mine.results == ["peer_gone"]
+    world.start_peer()
+    world.read_by_mine("next", 2)
+
+
+def test_slots_of_a_read_in_flight_are_held_when_hand_overs_have_failed(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise MemoryError("no more")
+
+    world = make_world("decode")
+    transfer = world.mine.controller._parts.transfer
+    assert transfer is not None
+    endpoint = transfer.endpoint
+    connector, close = endpoint._connector, endpoint._connector.close
+    GATE.close()
+    world.peer.ask("send", "r", 1, BLOCKS)
+    request = world.fetch("r", 1)
+    world.until(lambda: GATE.waiting)
+    monkeypatch.setattr(connector, "close", lambda: None)  # as with NIXL and a stopped peer
+    monkeypatch.setattr(connector, "poll", fail)
+    until(lambda: not endpoint._thread.is_alive(), "hand-overs have failed")
+    world.mine.manager.request_finish([request])
+    for _ in range(3):
+        world.mine.step()
+    assert world.mine.manager.get_stats().held_blocks == BLOCKS
+    GATE.open()
+    close()
+    world.mine.controller.shutdown()
+    world.until(lambda: world.mine.is_clean)
 
 
 @pytest.mark.parametrize("kind", quick("Ready", "a read", of=(*MESSAGES, "a read")))

@@ -313,6 +313,28 @@ def test_sending_before_the_allocation_is_refused(pair: tuple[Instance, Instance
         prefill.manager.send([(Request("r", prompt_of(1, 2)), "r")])
 
 
+def test_a_name_that_is_being_sent_is_refused_until_that_has_ended(pair: tuple[Instance, Instance]) -> None:
+    prefill, decode = pair
+    first, second, theirs = (Request(name, prompt_of(name == "second", 6)) for name in ("r", "second", "r"))
+    prefill.start(first)
+    prefill.manager.send([(first, "r")])
+    prefill.step()
+    prefill.compute(first, "r", 0, 3)
+    prefill.start(second)
+    with pytest.raises(RequestStateError, match="'r' is being sent already"):
+        prefill.manager.send([(second, "r")])
+    prefill.step()
+    prefill.compute(first, "r", 3)
+    decode.fetch(theirs, prefill.source("r"))
+    decode.until(lambda: decode.outcomes, prefill)
+    assert decode.outcomes[0].status is LoadStatus.CONFIRMED
+    assert decode.wrong_blocks(theirs, 0, 6) == []
+    prefill.until(lambda: prefill.results == ["done"])
+    prefill.manager.send([(second, "r")])
+    prefill.manager.end_transfers([second])
+    prefill.manager.send([(second, "r")])
+
+
 @pytest.mark.parametrize("point", ["matched", "no room", "allocated", "planned"])
 def test_an_abort_before_peers_are_asked_frees_the_blocks_of_prefill(
     pair: tuple[Instance, Instance], point: str

@@ -252,7 +252,7 @@ def test_long_runs_are_read_in_place_and_others_packed(case: str, tmp_path: Path
 def test_places_that_the_planes_have_not_are_an_error(tmp_path: Path) -> None:
     (theirs, source), (mine, target) = open_two(LARGE, tmp_path)
     slots = np.arange(2, dtype=np.int32)
-    for read_id, places in enumerate([(0, 1, 64), (0, -1, 1), (0, 1), (0,), (0, 1, 2**40), (-1, -(2**40))]):
+    for read_id, places in enumerate([(0, 1, 64), (0, -1, 1), (0, 1), (0,), (0, 1, 2**63), (-1, -(2**40))]):
         target.read(ReadOrder(read_id, theirs.boot, places, 2, 0, 0, LARGE.num_planes, slots))
         assert ends_of(target, 1, source)[0].outcome is ReadOutcome.ERROR
     assert not any(each.any() for each in mine.arrays)
