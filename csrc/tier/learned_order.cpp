@@ -52,7 +52,7 @@ void LearnedOrder::arrive(Slot slot, const Digest &digest, std::uint32_t depth) 
         block.hits = ghost->hits;
         block.is_tracked = true;
         kept_ += is_kept(block);
-        if (demotion_.is_below) survival_.used_again(ghost->was_below, is_below(slot));
+        if (demotion_.is_below) survival_.used_again(ghost->was_below, ghost->hits > 0, is_below(slot));
         count(slot, false);
         shadow_.leave(now_, block.last_ms);
     }

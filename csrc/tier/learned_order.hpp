@@ -77,7 +77,9 @@ class LearnedOrder final : public LeafOrder {
     // What every block is evicted to is the order of the tier below.
     bool is_by_last_use() const { return demotion_.is_always_copied || !trust_.is_given(); }
     bool is_below(Slot slot) const { return demotion_.is_below && demotion_.is_below(slot); }
-    double loss(Slot slot) const { return demotion_.is_below ? survival_.loss(is_below(slot)) : 1; }
+    double loss(Slot slot) const {
+        return demotion_.is_below ? survival_.loss(is_below(slot), blocks_[slot].hits > 0) : 1;
+    }
     double rank(Slot slot) const override;
     void before_add(Slot slot) override;
     Features features_of(std::span<const Slot> path, const RequestEnd *end) const;

@@ -6,8 +6,9 @@
 namespace fdcache {
 
 // A block that is found in the tier below when it is used again was not lost: it is loaded. How likely that
-// is depends on whether that tier held it when it was evicted, on the copies made of evicted blocks, and on
-// how soon that tier has to evict it in turn. So it is counted.
+// is depends on whether that tier held it when it was evicted, on whether evicted blocks are copied there, as
+// those are that were used more than once, and on how soon that tier has to evict it in turn. So it is
+// counted, apart for blocks in each of these states.
 class Survival {
   public:
     // The time of a load from the tier below, as a share of the time to compute: on a GPU the bytes of a
@@ -15,13 +16,13 @@ class Survival {
     static constexpr double kLoad = 0.1;
 
     // The share of a block's worth that its eviction loses.
-    double loss(bool is_below) const {
-        const Count &count = counts_[is_below];
+    double loss(bool is_below, bool is_reused) const {
+        const Count &count = counts_[is_below][is_reused];
         return 1 - (1 - kLoad) * count.found / count.used;
     }
-    // An evicted block is used again.
-    void used_again(bool was_below, bool is_found) {
-        Count &count = counts_[was_below];
+    // An evicted block is used again. `is_found`: in the tier below.
+    void used_again(bool was_below, bool was_reused, bool is_found) {
+        Count &count = counts_[was_below][was_reused];
         count.found += is_found;
         if (++count.used < kMemory) return;
         count.found /= 2;
@@ -37,7 +38,10 @@ class Survival {
         double used, found;
     };
 
-    std::array<Count, 2> counts_{Count{kPrior, 0}, Count{kPrior, kGuess * kPrior}};
+    static constexpr Count kGone{kPrior, 0};
+    static constexpr Count kKept{kPrior, kGuess * kPrior};
+
+    std::array<std::array<Count, 2>, 2> counts_{{{kGone, kGone}, {kKept, kKept}}};
 };
 
 }  // namespace fdcache

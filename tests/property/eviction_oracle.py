@@ -156,16 +156,18 @@ class Trust:
 
 @dataclass
 class Survival:
-    """How many of the evicted blocks that are used again are found in the tier below: [used, found]."""
+    """How many of the evicted blocks that are used again are found in the tier below: [used, found].
 
-    held: list[float] = field(default_factory=lambda: [64.0, 57.6])
-    not_held: list[float] = field(default_factory=lambda: [64.0, 0.0])
+    By whether they were there when they were evicted, and had been used more than once.
+    """
 
-    def of(self, is_below: bool) -> list[float]:
-        return self.held if is_below else self.not_held
+    counts: dict[tuple[bool, bool], list[float]] = field(default_factory=dict)
 
-    def loss(self, is_below: bool) -> float:
-        used, found = self.of(is_below)
+    def of(self, is_below: bool, is_reused: bool) -> list[float]:
+        return self.counts.setdefault((is_below, is_reused), [64.0, 57.6 if is_below else 0.0])
+
+    def loss(self, is_below: bool, is_reused: bool) -> float:
+        used, found = self.of(is_below, is_reused)
         return 1 - 0.9 * found / used
 
 
@@ -214,7 +216,7 @@ class LearnedOracle:
                 self.blocks[block] = ghost.known
                 ghost.known.is_used = ghost.known.is_idle = False
                 if self.is_below is not None:
-                    survived = self.survival.of(ghost.known.was_below)
+                    survived = self.survival.of(ghost.known.was_below, ghost.known.hits > 0)
                     survived[0] += 1
                     survived[1] += self.is_below(block)
                 self.count_use(block, is_found=False)
@@ -272,7 +274,9 @@ class LearnedOracle:
         return sum(known.is_idle for known in self.blocks.values())
 
     def loss(self, block: bytes) -> float:
-        return 1.0 if self.is_below is None else self.survival.loss(self.is_below(block))
+        if self.is_below is None:
+            return 1.0
+        return self.survival.loss(self.is_below(block), self.blocks[block].hits > 0)
 
     def count_use(self, block: bytes, *, is_found: bool) -> None:
         assert self.now is not None
