@@ -61,7 +61,9 @@ void LearnedOrder::arrive(Slot slot, const Digest &digest, std::uint32_t depth) 
 void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
     Block &block = blocks_[slot];
     if (block.is_tracked) {
-        const Ghosts::Memory memory{block.last_ms, block.kind, block.hits, evicted && is_below(slot)};
+        // Whatever is evicted by worth has been ranked at once before.
+        const bool was_below = evicted && (is_by_last_use() ? is_below(slot) : block.was_below);
+        const Ghosts::Memory memory{block.last_ms, block.kind, block.hits, was_below};
         const auto forgotten = evicted ? ghosts_.add(digest, memory) : memory;
         if (forgotten) tables_.forget(forgotten->kind, now_ - forgotten->last_ms);
         kept_ -= is_kept(block);

@@ -55,13 +55,14 @@ class LearnedOrder final : public LeafOrder {
     static constexpr std::uint8_t kMostHits = 127;      // counted
 
     struct Block {
-        std::uint32_t last_ms = 0;    // the end of the last use
-        std::uint8_t kind = 0;        // class: role, output and new tokens of its last request
-        std::uint8_t hits = 0;        // up to kMostHits
-        bool is_tracked : 1 = false;  // used, now or when it was an entry before
-        bool is_used : 1 = false;     // since it arrived
-        bool is_idle : 1 = false;     // no use of it has begun since the last one ended
-        bool is_counted : 1 = false;  // the use that has begun
+        std::uint32_t last_ms = 0;           // the end of the last use
+        std::uint8_t kind = 0;               // class: role, output and new tokens of its last request
+        std::uint8_t hits = 0;               // up to kMostHits
+        bool is_tracked : 1 = false;         // used, now or when it was an entry before
+        bool is_used : 1 = false;            // since it arrived
+        bool is_idle : 1 = false;            // no use of it has begun since the last one ended
+        bool is_counted : 1 = false;         // the use that has begun
+        mutable bool was_below : 1 = false;  // when it was ranked last
         std::uint32_t depth = 0;
     };
 
@@ -78,7 +79,10 @@ class LearnedOrder final : public LeafOrder {
     bool is_by_last_use() const { return demotion_.is_always_copied || !trust_.is_given(); }
     bool is_below(Slot slot) const { return demotion_.is_below && demotion_.is_below(slot); }
     double loss(Slot slot) const {
-        return demotion_.is_below ? survival_.loss(is_below(slot), blocks_[slot].hits > 0) : 1;
+        if (!demotion_.is_below) return 1;
+        const Block &block = blocks_[slot];
+        block.was_below = is_below(slot);
+        return survival_.loss(block.was_below, block.hits > 0);
     }
     double rank(Slot slot) const override;
     void before_add(Slot slot) override;
