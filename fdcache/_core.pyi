@@ -96,6 +96,9 @@ def copy_with_checksum(
 ) -> int:
     """Copy all bytes and return their checksum."""
 
+class LowerTier:
+    """A tier that blocks of another one are copied to."""
+
 class BlockList:
     """Parallel arrays that describe blocks; the arrays are read-only views."""
 
@@ -530,7 +533,7 @@ class MissLog:
         each look-up, and how many blocks were missing as int32.
         """
 
-class PinnedRuns:
+class PinnedRuns(LowerTier):
     """
     The runs that an engine has pinned at a service, by lease. A run is unpinned once it
     is released and no load reads it.
@@ -667,7 +670,7 @@ class ReuseTables:
     HINTS: Final[int] = ...
     """(arg: object, /) -> int"""
 
-class Tier:
+class Tier(LowerTier):
     """
     Slots, the entries in them and their users; any thread may call.
 
@@ -685,6 +688,15 @@ class Tier:
         reservations evict ahead of need, for longer runs, while less than this share of the slots
         (0 to 0.5) is free. ``depth_value``: how much more a block is worth to ``learned`` for each
         block above it.
+        """
+
+    def set_below(self, below: LowerTier, is_always_copied: bool) -> None:
+        """
+        Tell the eviction order of the tier below: that of this process, or the runs of a service.
+
+        ``learned`` then weighs a block by what its eviction loses: less if the tier below keeps it.
+        ``is_always_copied``: every evicted block is copied there; then what is learned decides there,
+        and this tier evicts by last use, but for hints.
         """
 
     def set_clock(self, milliseconds: int) -> None:

@@ -146,7 +146,7 @@ def replay(
         str | None,
         typer.Option(
             metavar="|".join(EvictionPolicy) + "[,...]",
-            help="Order in which blocks leave a full tier; for --sweep several, with commas. Default: lru.",
+            help="Order in which blocks leave a full tier; for --sweep several, with commas. Default: learned.",
         ),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,

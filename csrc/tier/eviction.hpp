@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -24,6 +25,20 @@ struct RequestEnd {
 
 class ReuseTables;
 struct Hint;
+
+// The tier below, from which a block that it holds is loaded instead of computed again.
+class LowerTier {
+  public:
+    virtual ~LowerTier() = default;
+    // True for a block that is there or on its way.
+    virtual bool holds(const Digest &digest) const = 0;
+};
+
+// What becomes of an entry that is evicted.
+struct Demotion {
+    std::function<bool(Slot)> is_below;  // the tier below holds it
+    bool is_always_copied = false;       // every evicted entry is copied there, as far as it has room
+};
 
 // What became of a hint.
 enum class HintAnswer : std::uint8_t { kTaken, kNotLearning, kOverBudget, kNoBlock };
@@ -68,6 +83,7 @@ class EvictionOrder {
     virtual bool learns() const { return false; }
     // The time of the calls that follow, in milliseconds; it may wrap around.
     virtual void set_time(std::uint32_t) {}
+    virtual void set_demotion(Demotion) {}
     // A block became an entry, or is no entry any more: evicted, or removed for another reason.
     virtual void arrive(Slot, const Digest &, std::uint32_t /* depth */) {}
     virtual void leave(Slot, const Digest &, bool /* evicted */) {}

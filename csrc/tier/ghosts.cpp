@@ -112,8 +112,12 @@ std::optional<Ghosts::Memory> Ghosts::add(const Digest &digest, const Memory &me
             ++pass_;
         }
     }
-    ring_[place] = {static_cast<std::uint32_t>(key), static_cast<std::uint16_t>(key >> 32), memory.kind,
-                    memory.hits, memory.last_ms};
+    ring_[place] = {static_cast<std::uint32_t>(key),
+                    static_cast<std::uint16_t>(key >> 32),
+                    memory.kind,
+                    memory.hits,
+                    memory.was_below,
+                    memory.last_ms};
     ++size_;
     const std::optional<Memory> displaced = insert(key, place);
     return forgotten ? forgotten : displaced;

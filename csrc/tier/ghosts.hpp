@@ -19,7 +19,8 @@ class Ghosts {
     struct Memory {
         std::uint32_t last_ms;
         std::uint8_t kind;
-        std::uint8_t hits;
+        std::uint8_t hits : 7;
+        bool was_below : 1;  // the tier below held it when it was evicted
     };
 
     // Remembers the last `capacity` evictions from now on. Keeps the newest of the present ones.
@@ -69,11 +70,12 @@ class Ghosts {
         std::uint32_t low = 0;  // of the key; a key of 0: taken
         std::uint16_t high = 0;
         std::uint8_t kind = 0;
-        std::uint8_t hits = 0;
+        std::uint8_t hits : 7 = 0;
+        bool was_below : 1 = false;
         std::uint32_t last_ms = 0;
 
         std::uint64_t key() const { return std::uint64_t{high} << 32 | low; }
-        Memory memory() const { return {last_ms, kind, hits}; }
+        Memory memory() const { return {last_ms, kind, hits, was_below}; }
     };
 
     static std::uint64_t key_of(const Digest &digest);

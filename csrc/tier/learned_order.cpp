@@ -52,7 +52,8 @@ void LearnedOrder::arrive(Slot slot, const Digest &digest, std::uint32_t depth) 
         block.hits = ghost->hits;
         block.is_tracked = true;
         kept_ += is_kept(block);
-        count(block, false);
+        if (demotion_.is_below) survival_.used_again(ghost->was_below, ghost->hits > 0, is_below(slot));
+        count(slot, false);
         shadow_.leave(now_, block.last_ms);
     }
 }
@@ -60,7 +61,9 @@ void LearnedOrder::arrive(Slot slot, const Digest &digest, std::uint32_t depth) 
 void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
     Block &block = blocks_[slot];
     if (block.is_tracked) {
-        const Ghosts::Memory memory{block.last_ms, block.kind, block.hits};
+        // Whatever is evicted by worth has been ranked at once before.
+        const bool was_below = evicted && (is_by_last_use() ? is_below(slot) : block.was_below);
+        const Ghosts::Memory memory{block.last_ms, block.kind, block.hits, was_below};
         const auto forgotten = evicted ? ghosts_.add(digest, memory) : memory;
         if (forgotten) tables_.forget(forgotten->kind, now_ - forgotten->last_ms);
         kept_ -= is_kept(block);
@@ -74,13 +77,14 @@ void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
 
 void LearnedOrder::begin(std::span<const Slot> path) {
     shadow_.trim(idle_);
-    for (const Slot slot : path) begin_use(blocks_[slot]);
+    for (const Slot slot : path) begin_use(slot);
 }
 
 // Found in the tier. While a block is used it stays in any tier, and its next use is no merit of the order.
-void LearnedOrder::begin_use(Block &block) {
+void LearnedOrder::begin_use(Slot slot) {
+    Block &block = blocks_[slot];
     if (!block.is_idle) return;
-    if (!block.is_counted) count(block, true);
+    if (!block.is_counted) count(slot, true);
     shadow_.leave(now_, block.last_ms);
     block.is_idle = false;
     --idle_;
@@ -90,7 +94,7 @@ void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
     if (path.empty()) return;
     const Features features = features_of(path, end);
     if (end) tail_ = std::max(kTailTokens / std::max(end->block_tokens, 1u), 1u);
-    for (std::size_t i = 0; i < path.size(); ++i) touch(blocks_[path[i]], features, i < tail_);
+    for (std::size_t i = 0; i < path.size(); ++i) touch(path[i], features, i < tail_);
     tables_.path(path.size());
     shadow_.trim(idle_);
     // In the middle of a path a block counts this much.
@@ -113,10 +117,11 @@ LearnedOrder::Features LearnedOrder::features_of(std::span<const Slot> path, con
     return {is_fresh, static_cast<std::uint8_t>(output * ReuseTables::kNews + fresh)};
 }
 
-void LearnedOrder::touch(Block &block, const Features &features, bool is_last) {
-    begin_use(block);
+void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
+    begin_use(slot);
+    Block &block = blocks_[slot];
     trust_.use(1 + depth_value_ * block.depth);
-    if (block.is_tracked && block.hits != UINT8_MAX) ++block.hits;
+    if (block.is_tracked && block.hits != kMostHits) ++block.hits;
     kept_ -= is_kept(block);
     const std::size_t role = role_of(block.hits, features.is_fresh, is_last);
     block.kind = static_cast<std::uint8_t>(role * ReuseTables::kFeatures + features.lengths);
@@ -126,13 +131,19 @@ void LearnedOrder::touch(Block &block, const Features &features, bool is_last) {
 }
 
 // A tracked block is used: was it found, and would it have been by last use? A request that has to wait, and
-// begins again, counts once.
-void LearnedOrder::count(Block &block, bool is_found) {
+// begins again, counts once. A block that is not found here, but below, costs a load.
+void LearnedOrder::count(Slot slot, bool is_found) {
+    Block &block = blocks_[slot];
     const std::uint32_t age = now_ - block.last_ms;
-    const double value = 1 + depth_value_ * block.depth;
     const double by_last_use = shadow_.holds(block.last_ms, now_);
-    trust_.compare(value * ((is_found ? 1 : 0) - by_last_use));
-    if (is_forecast_) trust_.expect(value * ((tables_.keeps(block.kind, age) ? 1 : 0) - by_last_use));
+    const double gain = (is_found ? 1 : 0) - by_last_use;
+    const double forecast = is_forecast_ ? (tables_.keeps(block.kind, age) ? 1 : 0) - by_last_use : 0;
+    if (gain != 0 || forecast != 0) {
+        const double lost = is_found ? loss(slot) : is_below(slot) ? Survival::kLoad : 1;
+        const double value = lost * (1 + depth_value_ * block.depth);
+        trust_.compare(value * gain);
+        trust_.expect(value * forecast);
+    }
     tables_.reuse(block.kind, age);
     block.is_counted = true;
 }
@@ -153,7 +164,7 @@ HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint, bool
     }
     for (const Slot slot : path.first(own)) {
         Block &block = blocks_[slot];
-        if (!block.is_tracked) touch(block, {true, 0}, false);
+        if (!block.is_tracked) touch(slot, {true, 0}, false);
         // Its age goes on from its last use.
         Hint since = hint;
         if (hint.kind == HintKind::kRetain || hint.kind == HintKind::kReturn)
@@ -183,7 +194,7 @@ HintFate LearnedOrder::fate(Slot slot, const Digest &digest) {
 // A block that was copied into the tier without a request.
 void LearnedOrder::before_add(Slot slot) {
     Block &block = blocks_[slot];
-    if (!block.is_used) touch(block, {true, 0}, false);
+    if (!block.is_used) touch(slot, {true, 0}, false);
     if (block.is_idle) return;
     block.is_idle = true;
     block.last_ms = now_;
@@ -193,13 +204,15 @@ void LearnedOrder::before_add(Slot slot) {
 
 double LearnedOrder::rank(Slot slot) const {
     const Block &block = blocks_[slot];
-    if (!trust_.is_given() && block.kind < ReuseTables::kFirstHint)
+    const bool by_last_use = is_by_last_use();
+    if (by_last_use && block.kind < ReuseTables::kFirstHint)
         return ReuseTables::unknown_rate((now_ - block.last_ms) / 1000.0);
     if (block.last_ms != placed_ms_) {
         placed_ms_ = block.last_ms;
         place_ = ReuseTables::place(now_ - block.last_ms);
     }
-    return tables_.worth(block.kind, place_) * (1 + depth_value_ * block.depth);
+    const double worth = tables_.worth(block.kind, place_) * (1 + depth_value_ * block.depth);
+    return by_last_use ? worth : worth * loss(slot);
 }
 
 // The ages of a sample of the blocks in the tier and of its ghosts.

@@ -4,12 +4,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 
 #include "tier/ghosts.hpp"
 #include "tier/hints.hpp"
 #include "tier/leaf_order.hpp"
 #include "tier/lru_shadow.hpp"
 #include "tier/reuse_tables.hpp"
+#include "tier/survival.hpp"
 #include "tier/trust.hpp"
 
 namespace fdcache {
@@ -21,6 +23,7 @@ class LearnedOrder final : public LeafOrder {
     explicit LearnedOrder(double depth_value) : depth_value_(depth_value) {}
 
     bool learns() const override { return true; }
+    void set_demotion(Demotion demotion) override { demotion_ = std::move(demotion); }
     void set_time(std::uint32_t now) override;
     void arrive(Slot slot, const Digest &digest, std::uint32_t depth) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
@@ -49,15 +52,17 @@ class LearnedOrder final : public LeafOrder {
     static constexpr std::size_t kAhead = 16;           // samples between a prefetch and its use
     static constexpr std::uint32_t kTailTokens = 2048;  // the end of a path, which few requests share
     static constexpr std::uint8_t kManyHits = 8;        // of a block that many requests begin with
+    static constexpr std::uint8_t kMostHits = 127;      // counted
 
     struct Block {
-        std::uint32_t last_ms = 0;  // the end of the last use
-        std::uint8_t kind = 0;      // class: role, output and new tokens of its last request
-        std::uint8_t hits = 0;
-        bool is_tracked : 1 = false;  // used, now or when it was an entry before
-        bool is_used : 1 = false;     // since it arrived
-        bool is_idle : 1 = false;     // no use of it has begun since the last one ended
-        bool is_counted : 1 = false;  // the use that has begun
+        std::uint32_t last_ms = 0;           // the end of the last use
+        std::uint8_t kind = 0;               // class: role, output and new tokens of its last request
+        std::uint8_t hits = 0;               // up to kMostHits
+        bool is_tracked : 1 = false;         // used, now or when it was an entry before
+        bool is_used : 1 = false;            // since it arrived
+        bool is_idle : 1 = false;            // no use of it has begun since the last one ended
+        bool is_counted : 1 = false;         // the use that has begun
+        mutable bool was_below : 1 = false;  // when it was ranked last
         std::uint32_t depth = 0;
     };
 
@@ -70,18 +75,29 @@ class LearnedOrder final : public LeafOrder {
     static bool is_kept(const Block &block) {
         return block.kind >= ReuseTables::kFirstHint + HintClasses::kFirstKeeping;
     }
+    // What every block is evicted to is the order of the tier below.
+    bool is_by_last_use() const { return demotion_.is_always_copied || !trust_.is_given(); }
+    bool is_below(Slot slot) const { return demotion_.is_below && demotion_.is_below(slot); }
+    double loss(Slot slot) const {
+        if (!demotion_.is_below) return 1;
+        const Block &block = blocks_[slot];
+        block.was_below = is_below(slot);
+        return survival_.loss(block.was_below, block.hits > 0);
+    }
     double rank(Slot slot) const override;
     void before_add(Slot slot) override;
     Features features_of(std::span<const Slot> path, const RequestEnd *end) const;
     double share_to_rank(std::uint32_t passed) const;
-    void touch(Block &block, const Features &features, bool is_last);
-    void begin_use(Block &block);
-    void count(Block &block, bool is_found);
+    void touch(Slot slot, const Features &features, bool is_last);
+    void begin_use(Slot slot);
+    void count(Slot slot, bool is_found);
     void learn();
 
     ReuseTables tables_;
     LruShadow shadow_;
     Trust trust_;  // false: blocks without a hint are ranked by their last use
+    Demotion demotion_;
+    Survival survival_;
     Ghosts ghosts_;
     LargeVector<Block> blocks_;
     const double depth_value_;

@@ -24,6 +24,11 @@ PinnedRuns::LookUp PinnedRuns::find(std::span<const Digest> path, std::size_t st
     return answer;
 }
 
+bool PinnedRuns::holds(const Digest &digest) const {
+    const std::shared_ptr<OutgoingCopies> copies = copies_;
+    return copies && copies->contains({&digest, 1})[0] != Presence::kAbsent;
+}
+
 void PinnedRuns::count_miss(std::span<const Digest> path, std::size_t start, std::size_t end) {
     misses_.count(path[end], path.size() - end, end == start);
     if (copies_->contains(path.subspan(end, 1))[0] == Presence::kPending) ++misses_.in_flight;

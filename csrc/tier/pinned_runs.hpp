@@ -45,7 +45,7 @@ enum class StorageUse : std::uint8_t {
 };
 
 // The caller has the interpreter lock.
-class PinnedRuns {
+class PinnedRuns : public LowerTier {
   public:
     explicit PinnedRuns(MissLog &misses) : misses_(misses) {}
 
@@ -54,6 +54,9 @@ class PinnedRuns {
         runs_ = std::move(runs);
         copies_ = std::move(copies);
     }
+
+    // In the session of `search`.
+    bool holds(const Digest &digest) const override;
 
     struct LookUp {
         std::uint64_t lease = 0;  // pins `found`, unless it is 0

@@ -38,7 +38,7 @@ void bind_misses(nb::module_ &module) {
 
 void bind_pinned_runs(nb::module_ &module) {
     bind_misses(module);
-    nb::class_<PinnedRuns>(
+    nb::class_<PinnedRuns, LowerTier>(
         module, "PinnedRuns",
         "The runs that an engine has pinned at a service, by lease. A run is unpinned once it\n"
         "is released and no load reads it.")

@@ -113,6 +113,7 @@ bool equal(const BlockList &left, const BlockList &right) {
 }
 
 void bind_lists(nb::module_ &module) {
+    nb::class_<LowerTier>(module, "LowerTier", "A tier that blocks of another one are copied to.");
     nb::class_<BlockList> list(module, "BlockList",
                                "Parallel arrays that describe blocks; the arrays are read-only views.");
     list.def("__len__", [](const BlockList &self) { return self.slots.size(); })

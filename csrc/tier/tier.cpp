@@ -121,6 +121,14 @@ std::uint32_t Tier::now_ms() const {
     return static_cast<std::uint32_t>(duration_cast<milliseconds>(steady_clock::now() - start_).count());
 }
 
+void Tier::set_below(const LowerTier &below, bool is_always_copied) {
+    std::lock_guard lock(mutex_);
+    Demotion demotion{.is_always_copied = is_always_copied};
+    if (!is_always_copied)
+        demotion.is_below = [this, &below](Slot slot) { return below.holds(digests_[slot]); };
+    order_->set_demotion(std::move(demotion));
+}
+
 void Tier::set_clock(std::uint64_t milliseconds) {
     std::lock_guard lock(mutex_);
     clock_ms_ = static_cast<std::uint32_t>(milliseconds);

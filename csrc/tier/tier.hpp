@@ -166,7 +166,7 @@ struct NodeView {
     double ready_seconds;  // since it was stored
 };
 
-class Tier {
+class Tier : public LowerTier {
   public:
     // Several operations under one lock: tier/session.hpp.
     class Session;
@@ -176,6 +176,11 @@ class Tier {
     // eviction order.
     explicit Tier(std::uint32_t slots, std::string_view eviction = "lru", std::uint32_t extent = 0,
                   double spare = 0, double depth_value = 0);
+
+    // Tells the eviction order of the tier below, which must outlive this one. `is_always_copied`: every
+    // evicted entry is copied there.
+    void set_below(const LowerTier &below, bool is_always_copied);
+    bool holds(const Digest &digest) const override;
 
     // From now on the time is what the caller says last, in milliseconds.
     void set_clock(std::uint64_t milliseconds);

@@ -81,6 +81,11 @@ std::vector<Presence> Tier::contains(std::span<const Digest> hashes) const {
     return presence;
 }
 
+bool Tier::holds(const Digest &digest) const {
+    std::lock_guard lock(mutex_);
+    return presence_of(digest) != Presence::kAbsent;
+}
+
 BlockList Tier::find(std::span<const Digest> hashes) const {
     std::lock_guard lock(mutex_);
     BlockList list;

@@ -23,7 +23,7 @@ from fdcache.metadata import (
     UInt64Array,
 )
 from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, OpenPlan, SwapInFlight, all_of
-from fdcache.settings.cache import CacheSettings, StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.early_copies import EarlyCopies
 from fdcache.tiers.events import CacheEvent, events_of
@@ -249,6 +249,8 @@ def make_tiers(
         depth_value=settings.evicts.depth_value(layout.block_size),
     )
     host, storage = make_lower_tiers(settings, layout, storage_settings, lookup, counters, clock)
+    if host is not None:
+        device.set_below(host.pins, settings.write_policy is WritePolicy.WRITE_BACK)
     tiers = Tiers(
         host=host,
         storage=storage,

@@ -63,7 +63,7 @@ _TOKENS_TO_DOUBLE = 30_000
 class Eviction:
     """How the tiers choose what to evict."""
 
-    policy: EvictionPolicy = EvictionPolicy.LRU
+    policy: EvictionPolicy = EvictionPolicy.LEARNED
     objective: EvictionObjective = EvictionObjective.HITS
 
     def depth_value(self, block_size: int) -> float:
@@ -153,7 +153,7 @@ class CacheSettings(Group):
     )
     eviction: EvictionPolicy = variable(
         "FDCACHE_EVICTION",
-        EvictionPolicy.LRU,
+        EvictionPolicy.LEARNED,
         "Order in which blocks are evicted from a full tier: by last use, by last use in two segments, or by what is "
         "learned of their reuse.",
         used_in=(Component.MANAGER, Component.SERVE),

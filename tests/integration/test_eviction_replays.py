@@ -13,6 +13,7 @@ from fdcache.replay.hints import with_hints
 from fdcache.replay.points import Point, run_point
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 from fdcache.settings import Settings
+from fdcache.settings.cache import WritePolicy
 from tests.replay_help import small_config
 
 REQUESTS = 1000
@@ -37,6 +38,24 @@ def chat() -> list[WorkItem]:
 def test_many_requests_in_flight_find_hardly_less_than_by_last_use(chat: list[WorkItem]) -> None:
     by_last_use, learned = (found(chat, policy, in_flight=16) for policy in ("lru", "learned"))
     assert learned > by_last_use - 0.003
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_device_and_host_tier_together_find_more_than_by_last_use(policy: WritePolicy) -> None:
+    mixed = list(generate(WorkloadName.MIXED, 600, 3))
+    by_last_use, learned = (
+        run_point(
+            mixed,
+            small_config(
+                device_blocks=300,
+                host_memory=1200 * 8192,
+                verify=Verify.OFF,
+                cache={"eviction": eviction, "write_policy": policy},
+            ),
+        ).hit_rate
+        for eviction in ("lru", "learned")
+    )
+    assert learned > by_last_use
 
 
 def test_hints_say_what_the_workload_does(chat: list[WorkItem]) -> None:

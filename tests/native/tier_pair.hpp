@@ -30,6 +30,15 @@ inline std::uint32_t parent_of(std::uint32_t number) {
 // By number; zero, the root, for those that are no block.
 const Digests &digests();
 
+// A tier below that holds every other block, and after some look-ups those that it did not hold.
+class ChangingTier : public LowerTier {
+  public:
+    bool holds(const Digest &digest) const override { return (digest.bytes[20] + ++asked_ / 64) % 2; }
+
+  private:
+    mutable std::uint32_t asked_ = 0;
+};
+
 class TierPair {
   protected:
     TierPair(std::uint32_t slots, std::uint32_t extent, double spare, std::string_view eviction);
@@ -92,6 +101,7 @@ class TierPair {
     void compare() const;
 
     const bool is_lru_;
+    ChangingTier below_;
     Tier tier_;
     TierModel model_;
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -73,6 +74,7 @@ class Known:
     is_used: bool = False  # since it arrived
     is_idle: bool = False
     is_counted: bool = False  # the use that has begun
+    was_below: bool = False  # when it was evicted
 
 
 @dataclass
@@ -153,6 +155,23 @@ class Trust:
 
 
 @dataclass
+class Survival:
+    """How many of the evicted blocks that are used again are found in the tier below: [used, found].
+
+    By whether they were there when they were evicted, and had been used more than once.
+    """
+
+    counts: dict[tuple[bool, bool], list[float]] = field(default_factory=dict)
+
+    def of(self, is_below: bool, is_reused: bool) -> list[float]:
+        return self.counts.setdefault((is_below, is_reused), [64.0, 57.6 if is_below else 0.0])
+
+    def loss(self, is_below: bool, is_reused: bool) -> float:
+        used, found = self.of(is_below, is_reused)
+        return 1 - 0.9 * found / used
+
+
+@dataclass
 class LearnedOracle:
     """By the Gittins index of a reuse rate that is learned by class and age."""
 
@@ -165,6 +184,11 @@ class LearnedOracle:
     mean_path: float = 16.0
     last_uses: LastUses = field(default_factory=LastUses)
     trust: Trust = field(default_factory=Trust)
+    is_below: Callable[[bytes], bool] | None = None
+    """True for a block that the tier below holds; None without such a tier."""
+
+    survival: Survival = field(default_factory=Survival)
+    is_always_copied: bool = False
     kept: dict[int, list[bool]] | None = None
     """By class and age: would a tier keep the block? Known once the tables are learned without trust."""
 
@@ -191,7 +215,11 @@ class LearnedOracle:
                 ghost.is_there = False
                 self.blocks[block] = ghost.known
                 ghost.known.is_used = ghost.known.is_idle = False
-                self.count_use(ghost.known, is_found=False)
+                if self.is_below is not None:
+                    survived = self.survival.of(ghost.known.was_below, ghost.known.hits > 0)
+                    survived[0] += 1
+                    survived[1] += self.is_below(block)
+                self.count_use(block, is_found=False)
                 self.last_uses.leave(round(1000 * ghost.known.last))
 
     def evicted(self, block: bytes) -> None:
@@ -201,6 +229,7 @@ class LearnedOracle:
             oldest = self.ghosts.popleft()
             if oldest.is_there:
                 self.leave(oldest.known)
+        known.was_below = self.is_below is not None and self.is_below(block)
         self.ghosts.append(Ghost(block, known))
 
     def dropped(self, block: bytes) -> None:
@@ -215,7 +244,7 @@ class LearnedOracle:
         for block in blocks:
             known = self.blocks[block]
             if not known.is_counted:
-                self.count_use(known, is_found=True)
+                self.count_use(block, is_found=True)
             self.last_uses.leave(round(1000 * known.last))
             known.is_idle = False
 
@@ -244,9 +273,19 @@ class LearnedOracle:
     def number_idle(self) -> int:
         return sum(known.is_idle for known in self.blocks.values())
 
-    def count_use(self, known: Known, *, is_found: bool) -> None:
+    def loss(self, block: bytes) -> float:
+        if self.is_below is None:
+            return 1.0
+        return self.survival.loss(self.is_below(block), self.blocks[block].hits > 0)
+
+    def count_use(self, block: bytes, *, is_found: bool) -> None:
         assert self.now is not None
+        known = self.blocks[block]
         value = 1 + self.depth_value * known.depth
+        if is_found:
+            value *= self.loss(block)
+        elif self.is_below is not None and self.is_below(block):
+            value *= 0.1
         by_last_use = self.last_uses.holds(round(1000 * known.last))
         self.trust.gain += value * (is_found - by_last_use)
         if self.kept is not None:
@@ -259,7 +298,7 @@ class LearnedOracle:
     def touch(self, known: Known, is_fresh: bool, lengths: int, is_last: bool) -> None:
         assert self.now is not None
         if known.is_tracked:
-            known.hits = min(known.hits + 1, 255)
+            known.hits = min(known.hits + 1, 127)
         if is_last and known.hits < 4:
             role = 1 if known.hits else 0
         elif not known.hits:
@@ -347,12 +386,13 @@ class LearnedOracle:
     def rank(self, block: bytes, depth: int) -> float:
         assert self.now is not None
         known = self.blocks[block]
-        if not self.trust.is_given:
+        if self.is_always_copied or not self.trust.is_given:
             return 0.3 / (self.now - known.last + 60)
         place = min(1.5 * math.log2(1 + self.now - known.last), AGES - 0.5)
         age = int(place)
         row = [*self.index_of(known.kind), self.index_of(known.kind)[-1]]
-        return (row[age] + (place - age) * (row[age + 1] - row[age])) * (1 + self.depth_value * depth)
+        worth = (row[age] + (place - age) * (row[age + 1] - row[age])) * (1 + self.depth_value * depth)
+        return worth * self.loss(block)
 
 
 def sums(table: dict[int, list[float]], kinds: range) -> list[float]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fdcache import _core
 from fdcache.hashing import hash_blocks
+from fdcache.metadata import HashArray
 from tests.property.eviction_oracle import End, LearnedOracle, Oracle, SlruOracle
 from tests.seeds import budget
 from tests.tier_help import hash_list
@@ -30,18 +31,24 @@ class Act(NamedTuple):
     in_flight: int = 0  # requests that may go on when it has begun
 
 
-ACTS = st.lists(
-    st.builds(
+KEEPS = ["nothing", "nothing", "nothing", "pin", "hold", "unpin", "unhold", "drop"]
+GAPS = [0.0, 0.2, 3.0, 17.0, 300.0, 9000.0]
+
+
+def acts(keeps: list[str], gaps: list[float]) -> st.SearchStrategy[list[Act]]:
+    act = st.builds(
         Act,
         st.lists(st.integers(0, 2), min_size=1, max_size=6),
         st.sampled_from([0, 20, 100, 700]),
-        st.sampled_from(["nothing", "nothing", "nothing", "pin", "hold", "unpin", "unhold", "drop"]),
-        st.sampled_from([0.0, 0.2, 3.0, 17.0, 300.0, 9000.0]),
+        st.sampled_from(keeps),
+        st.sampled_from(gaps),
         st.integers(0, 3),
-    ),
-    min_size=10,
-    max_size=40,
-)
+    )
+    return st.lists(act, min_size=10, max_size=40)
+
+
+def rows_of(blocks: list[bytes]) -> HashArray:
+    return np.frombuffer(b"".join(blocks), np.uint8).reshape(-1, 32)
 
 
 class World:
@@ -57,6 +64,29 @@ class World:
         self.running: list[tuple[int, list[bytes], End]] = []
         self.held: list[bytes] = []
         self.decisions = self.checks = 0
+        self.lower: _core.Tier | None = None
+
+    def set_below(self, slots: int, is_always_copied: bool) -> None:
+        """Put a tier below, into which paths are copied, and from which they are dropped."""
+        assert isinstance(self.oracle, LearnedOracle)
+        self.lower = lower = _core.Tier(slots)
+        self.tier.set_below(lower, is_always_copied)
+        self.oracle.is_always_copied = is_always_copied
+        if not is_always_copied:
+            self.oracle.is_below = lambda block: bool(lower.contains(rows_of([block]))[0])
+
+    def copy(self, path: list[bytes]) -> None:
+        assert self.lower is not None
+        taken = self.lower.reserve_copies(0, rows_of([ROOT, *path[:-1]]), rows_of(path))
+        self.lower.complete(
+            taken.slots, np.ones(len(taken.slots), np.uint8), np.zeros(len(taken.slots), np.uint64)
+        )
+
+    def pass_time(self, seconds: float) -> None:
+        """Let all blocks be ranked again."""
+        self.now += seconds
+        self.tier.set_clock(round(self.now * 1000))
+        self.oracle.set_time(self.now)
 
     def depth(self, block: bytes) -> int:
         return 0 if self.parents[block] == ROOT else 1 + self.depth(self.parents[block])
@@ -148,7 +178,7 @@ class World:
     def follow(self, act: Act, path: list[bytes]) -> None:
         if act.keeps == "pin" and len(self.pinned) < 2:
             lease = self.tier.open_lease()
-            self.tier.match(lease, np.frombuffer(b"".join(path), np.uint8).reshape(-1, 32))
+            self.tier.match(lease, rows_of(path))
             self.begin(path)
             self.pinned.append((lease, path))
         elif act.keeps == "unpin" and self.pinned:
@@ -160,9 +190,12 @@ class World:
             self.tier.hold(np.array([self.slots[path[-1]]], np.int32))
         elif act.keeps == "unhold" and self.held:
             self.tier.unhold(np.array([self.slots[self.held.pop(0)]], np.int32))
+        elif act.keeps in ("copy", "forget") and self.lower is not None:
+            self.copy(path) if act.keeps == "copy" else self.lower.drop(rows_of([path[-1]]))
+            self.pass_time(0.001)
         elif act.keeps == "drop" and not self.pinned and not self.held and not self.running:
             below = [block for block in self.parents if path[0] in self.line(block)]
-            self.tier.drop(np.frombuffer(path[0], np.uint8).reshape(1, 32))
+            self.tier.drop(rows_of([path[0]]))
             for block in below:
                 self.oracle.dropped(block)
             for block in below:
@@ -174,13 +207,30 @@ class World:
 
 
 @pytest.mark.parametrize("policy", ORACLES)
-@given(ACTS, st.integers(6, 20), st.sampled_from([0.0, 0.05]))
+@given(acts(KEEPS, GAPS), st.integers(6, 20), st.sampled_from([0.0, 0.05]))
 @settings(max_examples=budget(200), deadline=None)
 def test_every_eviction_is_the_one_of_the_oracle(
-    policy: str, acts: list[Act], slots: int, depth_value: float
+    policy: str, history: list[Act], slots: int, depth_value: float
 ) -> None:
     world = World(policy, slots, depth_value)
-    for act in acts:
+    for act in history:
+        world.request(act)
+    world.check()
+
+
+@given(
+    acts([*KEEPS, "copy", "copy", "copy", "forget"], GAPS),
+    st.integers(6, 20),
+    st.sampled_from([0.0, 0.05]),
+    st.sampled_from([False, False, True]),
+)
+@settings(max_examples=budget(150), deadline=None)
+def test_a_tier_above_another_one_evicts_as_the_oracle_says(
+    history: list[Act], slots: int, depth_value: float, is_always_copied: bool
+) -> None:
+    world = World("learned", slots, depth_value)
+    world.set_below(2 * slots, is_always_copied)
+    for act in history:
         world.request(act)
     world.check()
 

@@ -1,5 +1,6 @@
 """The tier: eviction order, listings, resets and events."""
 
+import numpy as np
 import pytest
 
 from fdcache import _core
@@ -10,13 +11,16 @@ from tests.tier_help import (
     assert_all_given_back,
     assert_sound,
     chain,
+    copy_in,
     eviction_order,
     hash_list,
     hashes,
     ready_run,
+    report,
     slots,
     store,
 )
+from tests.unit.test_shared_memory import memory
 
 
 @pytest.fixture
@@ -228,3 +232,52 @@ def test_listings_of_many_leaves_agree_after_a_while() -> None:
     tier.set_clock(600_000)
     store(tier, chain(1500))
     assert_sound(tier)
+
+
+class TestBelow:
+    """`learned`, above another tier."""
+
+    def test_the_path_that_the_tier_below_holds_goes_first_while_it_does(self) -> None:
+        tier, below = _core.Tier(8, "learned"), _core.Tier(8)
+        tier.set_below(below, False)
+        tier.set_clock(0)
+        first, second = store(tier, PATH), store(tier, OTHER)
+        report(below, copy_in(below, OTHER))
+        tier.set_clock(1)
+        assert eviction_order(tier) == [*second[::-1], *first[::-1]]
+        below.drop(hashes(OTHER[:1]))
+        tier.set_clock(2)
+        assert eviction_order(tier) == [*first[::-1], *second[::-1]]
+
+    def test_the_runs_of_a_service_tell_what_it_holds_and_without_a_session_nothing(self) -> None:
+        table = memory(16)
+        service, pins = _core.Tier(16), _core.PinnedRuns(_core.MissLog())
+        service.mirror(table)
+        store(service, OTHER)
+        tier = _core.Tier(8, "learned")
+        tier.set_below(pins, False)
+        tier.set_clock(0)
+        first, second = store(tier, PATH), store(tier, OTHER)
+        view = _core.PresenceTable(table)
+        ring = np.zeros(1 << 12, np.uint8)
+        pins.search(_core.SharedRuns(view, ring), _core.OutgoingCopies(view))
+        tier.set_clock(1)
+        assert eviction_order(tier) == [*second[::-1], *first[::-1]]
+        pins.search(None, None)
+        tier.set_clock(2)
+        assert eviction_order(tier) == [*first[::-1], *second[::-1]]
+
+    def test_last_use_decides_if_every_evicted_block_is_copied(self) -> None:
+        tier, below = _core.Tier(8, "learned"), _core.Tier(8)
+        tier.set_below(below, True)
+        first, second = store(tier, PATH), store(tier, OTHER)
+        report(below, copy_in(below, OTHER))
+        assert eviction_order(tier) == [*first[::-1], *second[::-1]]
+
+    @pytest.mark.parametrize("policy", ["lru", "slru"])
+    def test_other_orders_do_not_ask(self, policy: str) -> None:
+        tier, below = _core.Tier(8, policy), _core.Tier(8)
+        tier.set_below(below, False)
+        first, second = store(tier, PATH), store(tier, OTHER)
+        report(below, copy_in(below, OTHER))
+        assert eviction_order(tier) == [*first[::-1], *second[::-1]]
