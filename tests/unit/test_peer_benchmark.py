@@ -69,7 +69,7 @@ def test_a_trace_is_cut_to_the_requests_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [(None, "cannot be read"), ("", "has no requests"), ("x", "line 1")]
+    ("text", "words"), [(None, "cannot be read"), ("", "has no request"), ("x", "line 1")]
 )
 def test_a_trace_that_cannot_be_used_is_one_line(
     text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
