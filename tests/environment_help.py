@@ -247,7 +247,7 @@ CASES: dict[str, Case] = {
     ),
     "FDCACHE_CLEAN_RESERVE": Case("5", lambda engine: engine.manager._tiers.backups._clean_reserve),
     "FDCACHE_EVICTION": Case(
-        "learned",
+        "lru",
         lambda engine: engine.manager._tiers.device.reuse() is not None,
         serve=lambda server: namespace(server)._eviction.policy,
     ),

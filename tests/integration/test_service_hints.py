@@ -62,11 +62,11 @@ def later(manager: CacheManager | OffloadManager, count: int) -> list[HintOutcom
 def test_a_hint_is_taken_by_the_service_and_kept(service: LocalService, engine: Engine) -> None:
     hint = Hint(kind="retain", seconds=0.05, id="mine")  # type: ignore[arg-type]
     (own,) = engine.manager.hint(Request("over", PROMPT), [hint])
-    assert (own.status, own.by_service) == (HintStatus.IGNORED, False)
+    assert (own.status, own.by_service) == (HintStatus.TAKEN, False)
     taken, kept = later(engine.manager, 2)
     assert (taken.request_id, taken.id, taken.status, taken.blocks) == ("over", "mine", HintStatus.TAKEN, 8)
     assert (kept.id, kept.status, kept.lost) == ("mine", HintStatus.KEPT, 0)
-    assert engine.manager.get_stats().hints.outcomes == {"ignored": 1, "sent": 1, "taken": 1, "kept": 1}
+    assert engine.manager.get_stats().hints.outcomes == {"sent": 1, "taken": 2, "kept": 2}
     assert namespace_of(service).hints.figures.outcomes == {"taken": 1, "kept": 1}
 
 
