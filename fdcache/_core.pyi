@@ -1742,6 +1742,11 @@ class HostMemory:
     @property
     def nbytes(self) -> int: ...
 
+def map_pages(address: int, nbytes: int) -> None:
+    """
+    Enter the pages of a shared mapping into the page tables, so that their first use takes no faults.
+    """
+
 class Tensor:
     """A tensor of any framework, imported through DLPack."""
 

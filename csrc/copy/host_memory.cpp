@@ -66,4 +66,12 @@ void HostMemory::populate(unsigned threads) {
     if (failed) throw std::bad_alloc();
 }
 
+void map_pages(std::uint8_t *data, std::size_t nbytes) {
+    // In steps, since the kernel keeps others from mapping memory meanwhile.
+    constexpr std::size_t kStep = std::size_t{4} << 20;
+    for (std::size_t at = 0; at < nbytes; at += kStep) {
+        if (madvise(data + at, std::min(kStep, nbytes - at), MADV_POPULATE_WRITE) != 0) return;
+    }
+}
+
 }  // namespace fdcache

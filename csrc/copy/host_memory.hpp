@@ -29,4 +29,8 @@ class HostMemory {
     std::size_t size_;
 };
 
+// Enters the pages of a shared mapping into this process's page tables, so that their first use takes no
+// faults; their contents stay. Kernels before 5.14 ignore it.
+void map_pages(std::uint8_t *data, std::size_t nbytes);
+
 }  // namespace fdcache

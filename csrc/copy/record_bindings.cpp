@@ -131,6 +131,13 @@ void bind_memory(nb::module_ &module) {
         .def_prop_ro("address",
                      [](const HostMemory &self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
         .def_prop_ro("nbytes", &HostMemory::size);
+    module.def(
+        "map_pages",
+        [](std::uintptr_t address, std::size_t nbytes) {
+            map_pages(reinterpret_cast<std::uint8_t *>(address), nbytes);
+        },
+        "address"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "Enter the pages of a shared mapping into the page tables, so that their first use takes no faults.");
     nb::class_<BoundTensor>(module, "Tensor", "A tensor of any framework, imported through DLPack.")
         .def(
             "__init__",

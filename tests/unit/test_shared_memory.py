@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import random
+import resource
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fdcache._core import PresenceTable, Tier
-from fdcache.service.wire.shared_memory import BYTES_PER_SLOT, create_shared, open_table, table_bytes
+from fdcache._core import PresenceTable, Tier, map_pages
+from fdcache.service.wire.shared_memory import BYTES_PER_SLOT, Extent, create_shared, open_table, table_bytes
 
 ROOT = bytes(32)
+KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
 
 
 def digest(name: object) -> bytes:
@@ -194,3 +198,17 @@ class TestFile:
         with pytest.raises(OSError):
             create_shared(file, (room.f_blocks * room.f_frsize + (1 << 30)) // 4096 * 4096)
         assert not file.exists()
+
+
+@pytest.mark.skipif(KERNEL < (5, 14), reason="the kernel is older than the advice that maps pages")
+def test_pages_of_an_extent_are_mapped_ahead_with_their_contents() -> None:
+    contents = random.Random(1).randbytes(1 << 24)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(contents)
+        file.flush()
+        extent = Extent(file.name, len(contents))
+    map_pages(extent.address, extent.nbytes)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    total = int(extent.data.sum())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 100
+    assert total == sum(contents)
