@@ -71,7 +71,9 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             if self._events is not None:
                 settings = self._events.enable(settings)
             manager = OffloadManager.from_settings(layout, settings, streams=True)
-            self._scheduler = SchedulerSide(manager, self._events)
+            self._scheduler = SchedulerSide(
+                manager, self._events, vllm_config.parallel_config.pipeline_parallel_size + 1
+            )
             self._stats = StatsDelta(manager)
         else:
             self._worker = WorkerSide(settings, layout, vllm_config.parallel_config.rank)

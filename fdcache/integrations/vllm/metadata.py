@@ -19,7 +19,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     ``plans``: encoded ``TransferPlan`` records in order. ``loads``: ids of the requests that wait for a plan, by its
     number; True if it is the last one that they wait for. ``unloaded``: device blocks of requests whose load could not
-    be planned, which they compute; they wait for no other plan.
+    be planned, which they compute; they wait for no other plan. ``unordered``: numbers of plans that only load, into
+    blocks that no step in flight uses.
     ``is_late``: a step has gone without its plan, this or the one before. Its blocks may be overwritten: plans are
     refused, and what earlier plans copy out of the device does not count. ``host_cache``: with the first step.
     ``timed``: number under which workers report the step's seconds, 0 for none.
@@ -28,6 +29,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     plans: list[bytes] = field(default_factory=list)
     loads: dict[int, dict[str, bool]] = field(default_factory=dict)
     unloaded: dict[str, list[int]] = field(default_factory=dict)
+    unordered: set[int] = field(default_factory=set)
     is_late: bool = False
     host_cache: HostCache | None = None
     timed: int = 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,9 @@ _BLOCKS_OF_OFFER = 8
 
 _NULL_BLOCK = 0
 """vLLM's placeholder for a block outside of its window."""
+
+
+_Tables = list["array[int]"]
 
 
 class _Running:
@@ -73,7 +77,10 @@ class SchedulerSide:
     block tables are not trusted: the requests of that time are computed to their end and nothing of them is stored.
     """
 
-    def __init__(self, manager: OffloadManager, events: EventTranslator | None = None) -> None:
+    def __init__(
+        self, manager: OffloadManager, events: EventTranslator | None = None, steps_in_flight: int = 2
+    ) -> None:
+        """``steps_in_flight``: how many steps before the one being planned the device may not have finished."""
         self.manager = manager
         self._events = events
         self.inconsistencies = 0
@@ -86,7 +93,9 @@ class SchedulerSide:
         )
         self._blocks_of_offer = max(min(shortest // self._block_size, _BLOCKS_OF_OFFER), 1)
         self._running: dict[str, _Running] = {}
+        self._in_flight: deque[_Tables | None] = deque(maxlen=steps_in_flight)
         self._has_loads = False
+        self._unordered: str | None = None
         self._made = StepMetadata()
         self._unloaded: dict[str, list[int]] = {}
         self._reports: list[TransferReport] = []
@@ -159,9 +168,12 @@ class SchedulerSide:
         try:
             if known is not None:
                 known.has_table(blocks)
-                self._close_loads()
+                table = self._table(known.blocks[first : first + count])
+                is_unordered = not self._is_used(table)
+                self._close_plan(is_unordered)
                 self._evicted(known.blocks[first + count :])
-                loaded = self.manager.load(known.request, self._table(known.blocks[first : first + count]))
+                loaded = self.manager.load(known.request, table)
+                self._unordered = source.request_id if is_unordered else None
         finally:
             if loaded:
                 self._has_loads = True
@@ -194,14 +206,17 @@ class SchedulerSide:
         Loads whose plan could not be taken wait for the plan of the next step.
         """
         computed: list[tuple[_Running, int, int]] = []
+        used: _Tables | None = None
         with self.guarded("following the block tables"):
             computed = self._learn_blocks(output)
+            used = self._tables(output)
         was_late, self._is_late = self._is_late, True
         with self.guarded("planning"):
             if self._is_lost or was_late:
                 self._lose_requests(are_blocks_known=not was_late)
             self._plan(is_patient=bool(output.num_scheduled_tokens))
             self._is_late = False
+        self._in_flight.append(used)
         made, self._made = self._made, StepMetadata()
         made.is_late = was_late or self._is_late
         made.unloaded, self._unloaded = self._unloaded, {}
@@ -235,20 +250,43 @@ class SchedulerSide:
         self._learn_ends(self.manager.expire())
         self._take_plans(is_patient=is_patient)
 
-    def _close_loads(self) -> None:
+    def _close_plan(self, is_unordered: bool) -> None:
         """Give each request a plan of its own: it is admitted when its blocks are there, not with the step's last.
 
-        After a step that failed, the requests that are lost come before any plan.
+        One that waits for no step has no copies of earlier blocks to the host either, which do. After a step that
+        failed, the requests that are lost come before any plan.
         """
-        if self._has_loads and not (self._is_lost or self._is_late):
+        if (self._has_loads or is_unordered) and not (self._is_lost or self._is_late):
             self._take_plans()
 
     def _take_plans(self, *, is_patient: bool = True) -> None:
         for plan in self.manager.take_plans(is_patient=is_patient):
             self._made.plans.append(encode(plan))
             if plan.loads is not None:
-                self._made.loads[plan.plan_id] = self.manager.loads_of(plan.plan_id)
-        self._has_loads = False
+                loads = self._made.loads[plan.plan_id] = self.manager.loads_of(plan.plan_id)
+                if loads.keys() == {self._unordered} and plan.evictions is None and plan.backups is None:
+                    self._made.unordered.add(plan.plan_id)
+        self._has_loads, self._unordered = False, None
+
+    def _is_used(self, table: Int32Array) -> bool:
+        """Return True if a step in flight may use one of these blocks: a load into them has to wait for it.
+
+        vLLM gives away the blocks of a request that has ended while a step that it was part of is still computed.
+        """
+        if self._windows or self._is_lost or self._is_late or None in self._in_flight:
+            return True
+        wanted = np.zeros(table.max(initial=0) + 1, bool)
+        wanted[table] = True
+        for used in map(_ids, chain.from_iterable(tables or () for tables in self._in_flight)):
+            if wanted[used[used < len(wanted)]].any():
+                return True
+        return False
+
+    def _tables(self, output: Any) -> _Tables | None:
+        """Return the block tables that a step uses, None if they are not known."""
+        found = list(map(self._running.get, output.num_scheduled_tokens))
+        tables = [known.blocks for known in found if known is not None and not known.is_lost]
+        return tables if len(tables) == len(found) else None
 
     def _lose_requests(self, *, are_blocks_known: bool) -> None:
         """Store nothing more of the requests so far, whose block tables may be wrong; what is being loaded goes on.

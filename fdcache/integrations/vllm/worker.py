@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +22,9 @@ from fdcache.settings.cache import TransferSettings
 from fdcache.tiers.host import HostCache
 
 logger = logging.getLogger(__name__)
+
+_PAUSE_S = 2e-4
+"""Longest time between two looks if a step has ended."""
 
 
 class _Load:
@@ -70,8 +74,9 @@ class _Arrivals:
 class WorkerSide:
     """Executes plans on vLLM's pages with a ``CacheController``.
 
-    Loads run behind all work that the compute stream has, so that they cannot overwrite what a step still reads, and
-    stores read what earlier steps computed. No call waits for a copy, except on a CPU, which has no streams.
+    Loads run behind all work that the compute stream has, unless no step in flight uses their blocks, so that they
+    cannot overwrite what a step still reads. Stores read what earlier steps computed. No call holds up a step for a
+    copy, except on a CPU, which has no streams.
     """
 
     def __init__(self, settings: Settings, layout: KVLayout, rank: int) -> None:
@@ -87,6 +92,8 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
         self._on_gpu = False
+        self._idle_stream: Any = None
+        self._step_before: torch.cuda.Event | None = None
         self._timer = StepTimer()
         self._scan: bytes | None = None
 
@@ -110,6 +117,8 @@ class WorkerSide:
         )
         self._controller = controller
         controller.register_kv_cache(pages)
+        if self._on_gpu:
+            self._idle_stream = controller.device.as_stream(torch.cuda.Stream(device))
         if self._settings.cache.server is None:
             controller.initialize_host_cache()
             scan = controller.open_storage()
@@ -133,6 +142,7 @@ class WorkerSide:
             return
         self.attach(step.host_cache)
         self._learn_loads(step)
+        self._mark_step_before(step)
         if step.is_late:
             self._overwritten |= self._copies_out
         stream = torch.cuda.current_stream() if self._on_gpu and step.plans else None
@@ -146,13 +156,21 @@ class WorkerSide:
                     continue
                 if plan.evictions is not None or plan.backups is not None:
                     self._copies_out[plan.plan_id] = plan
-                counter = controller.submit_swap_tasks(plan, stream)
+                before = self._idle_stream if plan.plan_id in step.unordered else stream
+                counter = controller.submit_swap_tasks(plan, before)
                 if not self._on_gpu:  # no stream holds the step back
                     counter.wait_all()
             except FdcacheError as error:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
         self._timer.begin(step.timed, on_gpu=self._on_gpu)
+
+    def _mark_step_before(self, step: StepMetadata) -> None:
+        """While there are loads, mark the end of the work that the device had before this step."""
+        self._step_before = None
+        if self._on_gpu and (self._loads or step.loads):
+            self._step_before = torch.cuda.Event()
+            self._step_before.record()
 
     def _learn_loads(self, step: StepMetadata) -> None:
         """Learn for which plans requests wait, and which of them wait for no others."""
@@ -176,12 +194,21 @@ class WorkerSide:
         return self._timer.take()
 
     def poll(self) -> set[str]:
-        """Collect what has ended; return the requests whose loads have, well or not."""
+        """Collect what has ended; return the requests whose loads have, well or not.
+
+        Waits for loads while the device still computes the step before this one. vLLM waits for that step next in any
+        case, and a load that ends meanwhile is known one step earlier.
+        """
         if self._controller is None:
             return self._arrivals.take()
-        reports = [self._without_overwritten(report) for report in self._controller.poll()]
-        self._reports += reports
-        for report in reports:
+        self._collect(self._controller.poll())
+        while self._loads and self._step_before is not None and not self._step_before.query():
+            self._collect(self._controller.wait_reports(_PAUSE_S))
+        return self._arrivals.take()
+
+    def _collect(self, reports: Iterable[TransferReport]) -> None:
+        for report in map(self._without_overwritten, reports):
+            self._reports.append(report)
             load = self._loads.pop(report.plan_id, None)
             if load is None:
                 continue
@@ -192,7 +219,6 @@ class WorkerSide:
             bad = [*bad, *(load.blocks[i] for result in results for i in result.failed.tolist())]
             if bad:
                 self._fail(load.requests, bad)
-        return self._arrivals.take()
 
     def _fail(self, requests: Sequence[str], blocks: Sequence[int]) -> None:
         """Let vLLM compute blocks; with several groups or windows it computes their requests from the beginning."""
