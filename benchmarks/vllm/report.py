@@ -267,8 +267,15 @@ def compared(records: Iterable[Record]) -> str | None:
 
 
 def faults(results: Results) -> Iterator[str]:
-    """Yield what must not be: comparisons that failed, and hits of other tokens."""
+    """Yield what must not be: comparisons that failed, hits of other tokens, and hits that copied nothing."""
     for one in results.records:
+        size, loaded = one.get("loaded_bytes"), one.get("loaded_ms")
+        link = results.link_ms(one["shape"], size) if size else None
+        if link and loaded and median(loaded) < link:
+            yield (
+                f"{one['shape']}: {one['engine']} had the first token after {median(loaded):.1f} ms, and its bytes "
+                f"take {link:.1f} ms over the link: they were not loaded"
+            )
         if one.get("part") == "compared" and not one["is_right"]:
             yield f"{one['shape']}: {one['what']}"
         if one.get("part") == "single" and one.get("wrong"):

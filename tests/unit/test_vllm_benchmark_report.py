@@ -70,6 +70,12 @@ def test_wrong_tokens_fail_the_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "fdcache gave other tokens 2 times from the host" in capsys.readouterr().err
 
 
+def test_hits_that_come_sooner_than_their_bytes_fail_the_run() -> None:
+    fast = {"shape": "8b", "engine": "other", "part": "single", "loaded_ms": [9.0], "loaded_bytes": 10 << 20}
+    (fault,) = report.faults(Results([*records(), fast]))
+    assert fault.startswith("8b: other had the first token after 9.0 ms, and its bytes take 10.0 ms")
+
+
 class Kept:
     """Keeps the records of comparisons."""
 
