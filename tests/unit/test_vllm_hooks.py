@@ -65,7 +65,7 @@ def request(name: str, tokens: list[int] | None = None, **options: Any) -> Reque
 class Engine:
     """The scheduler's and the worker's side, and device pages whose bytes tell which block of which text they are."""
 
-    def __init__(self, layout: KVLayout = LAYOUT, **variables: str) -> None:
+    def __init__(self, layout: KVLayout = LAYOUT, device: str = "cpu", **variables: str) -> None:
         given = {
             "FDCACHE_BLOCK_SIZE": str(BLOCK),
             "FDCACHE_HOST_MEMORY": "1MiB",
@@ -77,7 +77,9 @@ class Engine:
         self.manager = OffloadManager.from_settings(layout, self.events.enable(settings), streams=True)
         self.side = SchedulerSide(self.manager, self.events)
         self.worker = WorkerSide(settings, layout, 0)
-        self.pages = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in ("0", "1")}
+        self.pages = {
+            name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8, device=device) for name in ("0", "1")
+        }
         self.worker.register(self.pages, [list(self.pages)], BLOCKS)
         self.steps: list[StepMetadata] = []
 
@@ -143,7 +145,9 @@ class Engine:
 
     def content(self, block: int) -> set[int]:
         """The bytes of a device block."""
-        return {byte for pages in self.pages.values() for byte in np.unique(pages[block].numpy()).tolist()}
+        return {
+            byte for pages in self.pages.values() for byte in np.unique(pages[block].cpu().numpy()).tolist()
+        }
 
 
 @pytest.fixture
@@ -613,3 +617,27 @@ def test_a_load_that_waits_for_no_step_shares_no_plan_with_copies_of_what_one_co
     engine.side.reported(WorkerReports(engine.worker.take_reports()).reports)
     engine.settle()
     assert engine.content(11) == {7}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("are_used", [False, True])
+def test_a_load_is_known_while_the_step_before_is_computed_unless_that_uses_its_blocks(
+    are_used: bool,
+) -> None:
+    engine = Engine(device="cuda")
+    engine.compute(request("a"), [3, 4, 5], fill=7)
+    other, source = request("b", list(range(50, 60))), request("c")
+    assert engine.side.matched(other, 0) == 0
+    engine.step(engine.admit(other, [8, 9, 10]))
+    begun, ended = torch.cuda.Event(), torch.cuda.Event()
+    begun.record()
+    torch.cuda._sleep(10**9)
+    ended.record()
+    assert engine.side.matched(source, 0) == 2 * BLOCK
+    engine.side.allocated(source, [9, 12] if are_used else [11, 12], 2 * BLOCK)
+    arrived = engine.step()
+    assert begun.query() and ended.query() == are_used
+    assert are_used or arrived == {"c"}
+    until(lambda: not engine.side.has_pending_work or engine.step(), "the end of all copies")
+    assert engine.content(12) == {7}
+    engine.close()
