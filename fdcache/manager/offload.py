@@ -28,7 +28,6 @@ from fdcache.metadata import (
     TransferPlan,
     TransferReport,
 )
-from fdcache.plans.blocks import ROOT
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
@@ -232,8 +231,8 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._count_lookup(tracked)
             self._copies.offered(path, start, tracked.counted_blocks)
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))
-            if not start and request.tenant is not None and path.parent == ROOT:
-                self._host.own(path.hashes[0].tobytes(), request.tenant)
+            if not start and request.tenant is not None and (root := path.root) is not None:
+                self._host.own(root, request.tenant)
 
     def evicted(self, device_ids: Int32Array) -> None:
         """Learn which device blocks get another content in the step whose plans are taken next.
@@ -269,7 +268,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 request.hint_outcomes, request.hints = self.hint(request, request.hints), ()
 
     def _give_away(self, ids: Int32Array) -> None:
-        self._copies.given_away(ids, self._plans.open, self._plans.__contains__)
+        self._copies.given_away(ids, self._plans.open, self._plans.ledger)
 
     def _count_lookup(self, tracked: Tracked) -> None:
         if not tracked.is_counted:
@@ -389,8 +388,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     def get_stats(self) -> CacheStats:
         """Return a snapshot of tiers and counters; ``device`` has the engine's blocks as far as they were offered."""
         with self._lock:
-            contents = self._copies.contents
-            device = TierUsage(blocks=contents.num_blocks, ready=len(contents))
+            device = TierUsage(blocks=self._copies.num_blocks, ready=self._copies.num_known)
             return self._snapshot(device, msgspec.structs.replace(self._counters), self._copies.queued)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 
 from fdcache import _core
-from fdcache._core import LoadForms
+from fdcache._core import DevicePath, LoadForms
 from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
-from fdcache.manager.device_contents import DevicePath, device_ids_of
+from fdcache.manager.device_contents import device_ids_of
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import ReuseLimit
@@ -441,7 +441,7 @@ class OffloadedRequests:
         ids = device_ids_of(device_ids[start:stop], with_none=self._has_windows)
         if path is None:
             parent = request.parent if isinstance(request, KeyedRequest) else ROOT
-            path = tracked.path = DevicePath(hashes, parent)
+            path = tracked.path = DevicePath(parent)
         path.extend(hashes, ids)
         return path, start
 

@@ -82,8 +82,10 @@ class Plans:
             counters.blocks_evicted_to_host += copied.evicted
             counters.blocks_backed_up += copied.backed_up
 
-    def __contains__(self, plan_id: int) -> bool:
-        return plan_id in self._ledger
+    @property
+    def ledger(self) -> PlanLedger:
+        """The plans in flight."""
+        return self._ledger
 
     @property
     def in_flight(self) -> int:
