@@ -1785,8 +1785,8 @@ class WholeReports:
     def __init__(
         self,
         plans: PlanTable,
-        blocks: BlockManager,
-        device: Tier,
+        blocks: BlockManager | None,
+        device: Tier | None,
         host: Tier | PinnedRuns | None | None,
         meter: CopyMeter,
         tells_arrivals: bool,
@@ -1794,9 +1794,10 @@ class WholeReports:
     ) -> None: ...
     def count(self, reports: list[Any]) -> tuple[list[Any], list[Any]] | None:
         """
-        Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is in
-        the tier or None for a service, checksums or None) of copies to the host. Return None, and change
-        nothing, if one of the reports is another: unexpected, refused, of a failure or a task.
+        Count reports. Return the outcomes of loads that ended, without a device the numbers of their plans,
+        and (transfer, 1 for each block that is in the tier or None for a service, checksums or None) of copies
+        to the host. Return None, and change nothing, if one of the reports is another: unexpected, refused, of a
+        failure or a task, and without a device of an eviction.
         """
 
     @property

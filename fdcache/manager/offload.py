@@ -29,7 +29,7 @@ from fdcache.metadata import (
     TransferReport,
 )
 from fdcache.settings import Settings
-from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, LoadOrRecompute, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.early_copies import EarlyCopies
 from fdcache.tiers.host import HostTier
@@ -134,6 +134,11 @@ class OffloadManager(TierManager[OffloadRequest]):
     def store_room(self) -> int:
         """Most blocks that plans may copy to the host tier now; a service grants slots in the background."""
         return self._host.copy_room
+
+    @property
+    def decides_loads(self) -> bool:
+        """True if ``observe_prefill`` has a use: loads are compared with computing."""
+        return self.settings.load_or_recompute is LoadOrRecompute.AUTO
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -292,7 +297,8 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._set_time()
             self._copies.is_patient = is_patient
             self._hints.settle()
-            self._loads.advance(self._plans.ahead, self._requests.look)
+            if self._loads.has_open:
+                self._loads.advance(self._plans.ahead, self._requests.look)
             self._plans.plan_background()
             self._host.report(lambda: msgspec.json.encode(self.get_stats()))
             self._host.flush()
@@ -389,7 +395,9 @@ class OffloadManager(TierManager[OffloadRequest]):
         """Return a snapshot of tiers and counters; ``device`` has the engine's blocks as far as they were offered."""
         with self._lock:
             device = TierUsage(blocks=self._copies.num_blocks, ready=self._copies.num_known)
-            return self._snapshot(device, msgspec.structs.replace(self._counters), self._copies.queued)
+            counters = msgspec.structs.replace(self._counters)
+            self._plans.count(counters)
+            return self._snapshot(device, counters, self._copies.queued)
 
 
 def _count(name: str, value: SupportsIndex) -> int:
