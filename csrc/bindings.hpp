@@ -112,6 +112,7 @@ void bind_tier(nb::module_ &module);
 void bind_scheduler(nb::module_ &module);
 void bind_plans(nb::module_ &module);
 void bind_ledger(nb::module_ &module);
+void bind_copy_out(nb::module_ &module);
 void bind_records(nb::module_ &module);
 void bind_transfers(nb::module_ &module);
 void bind_copies(nb::module_ &module);

@@ -1264,6 +1264,127 @@ class CopyMeter:
     def total(self, purpose: object) -> tuple[int, list[int], float]:
         """Return bytes, transfers by duration, and the sum of the durations."""
 
+class DevicePath:
+    """
+    The blocks of one request on the device, growing at the end.
+
+    ``parent`` is the hash before the first one, None if it is unknown: the first block can then
+    not be copied.
+    """
+
+    def __init__(self, parent: bytes | None) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def root(self) -> bytes | None:
+        """Hash of the first block; None if there is none, or it has a parent."""
+
+    def extend(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """
+        Append blocks by their device blocks, -1 for none; ``hashes`` are those of the whole path.
+        """
+
+def are_block_ids(values: object | None, least: int = 0, distinct: bool = False) -> bool:
+    """
+    Return True for a contiguous int32 array of numbers from ``least`` on; ``distinct``: each but -1 is
+    there once.
+    """
+
+class PlannedCopies(PlannedBackups):
+    """The outcome of a call of ``CopyOut`` that did something."""
+
+    @property
+    def after(self) -> list[int]:
+        """Plans that read device blocks which are given away."""
+
+class CopyOut:
+    """
+    Plans copies of the blocks of a device cache that the engine owns.
+
+    ``target``: as for ``BackupPlanner``. Blocks are wanted there as soon as they have ``least_hits``, or,
+    with ``writes_back``, once they are given away or among the next ``clean_reserve`` to be.
+    """
+
+    def __init__(self, writes_back: bool, least_hits: int, clean_reserve: int) -> None: ...
+    @property
+    def num_blocks(self) -> int:
+        """Number of device blocks that there is room for."""
+
+    @property
+    def num_known(self) -> int:
+        """Number of device blocks whose content is known."""
+
+    def offered(self, path: DevicePath, start: int, counted: int) -> None:
+        """
+        Take an offer of the blocks of a path from ``start`` on. Its request has counted as a hit of those before
+        ``counted``.
+        """
+
+    def given_away(
+        self,
+        ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        target: Tier | OutgoingCopies | None,
+        copies: BlockCopies,
+        plans: PlanTable,
+    ) -> PlannedCopies | None:
+        """
+        Plan copies of wanted blocks before these device blocks are overwritten, and forget them.
+        """
+
+    def forget_blocks(
+        self,
+        ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        target: Tier | OutgoingCopies | None,
+    ) -> None:
+        """Forget what is in these device blocks, without a copy."""
+
+    def forget(self) -> None:
+        """Forget every block and what is queued."""
+
+    def next_evicted(
+        self,
+        ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Learn which device blocks are given away next, for the clean reserve."""
+
+    def queued(self, target: Tier | OutgoingCopies | None) -> int:
+        """Return the number of blocks that wait for a plan."""
+
+    def has_work(self, target: Tier | OutgoingCopies | None) -> bool:
+        """Return True if the next plan may copy queued blocks."""
+
+    def plan(
+        self,
+        target: Tier | OutgoingCopies | None,
+        granted: int | None,
+        in_flight: int,
+        is_patient: bool,
+        now: float,
+        copies: BlockCopies,
+    ) -> PlannedCopies | None:
+        """
+        Plan backups of queued blocks, while ``in_flight`` blocks are being backed up. ``granted``: slots that a
+        service has given so far, None for a tier of this process. While ``is_patient``, a few blocks wait
+        for more.
+        """
+
+    def sent(
+        self,
+        plan: int,
+        read: Sequence[
+            Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+        ],
+    ) -> None:
+        """Note which device blocks a plan reads."""
+
+    def copies_ended(self) -> None:
+        """Let blocks go on whose parents were being copied."""
+
 class RequestState:
     """
     Tokens, block hashes and device blocks of one request: the state that
@@ -1664,8 +1785,8 @@ class WholeReports:
     def __init__(
         self,
         plans: PlanTable,
-        blocks: BlockManager,
-        device: Tier,
+        blocks: BlockManager | None,
+        device: Tier | None,
         host: Tier | PinnedRuns | None | None,
         meter: CopyMeter,
         tells_arrivals: bool,
@@ -1673,9 +1794,10 @@ class WholeReports:
     ) -> None: ...
     def count(self, reports: list[Any]) -> tuple[list[Any], list[Any]] | None:
         """
-        Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is in
-        the tier or None for a service, checksums or None) of copies to the host. Return None, and change
-        nothing, if one of the reports is another: unexpected, refused, of a failure or a task.
+        Count reports. Return the outcomes of loads that ended, without a device the numbers of their plans,
+        and (transfer, 1 for each block that is in the tier or None for a service, checksums or None) of copies
+        to the host. Return None, and change nothing, if one of the reports is another: unexpected, refused, of a
+        failure or a task, and without a device of an eviction.
         """
 
     @property

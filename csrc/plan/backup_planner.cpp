@@ -45,17 +45,6 @@ void truncate(BlockList &blocks, std::size_t count) {
     blocks.hits.resize(count);
 }
 
-void append(BlockList &blocks, const BlockList &more) {
-    const auto add = [](auto &column, const auto &values) {
-        column.insert(column.end(), values.begin(), values.end());
-    };
-    add(blocks.slots, more.slots);
-    add(blocks.generations, more.generations);
-    add(blocks.hashes, more.hashes);
-    add(blocks.parents, more.parents);
-    add(blocks.hits, more.hits);
-}
-
 BlockList absent(BlockList &&blocks, const BackupTarget &target) {
     const std::vector<Presence> presence = target.contains(blocks.hashes);
     return select_if(std::move(blocks), [&](std::size_t i) { return presence[i] == Presence::kAbsent; });
@@ -204,9 +193,10 @@ std::vector<Presence> BackupTarget::contains(std::span<const Digest> hashes) con
     return service_ ? service_->contains(hashes) : std::vector(hashes.size(), Presence::kAbsent);
 }
 
-CopyReservation BackupTarget::reserve(std::span<const Digest> parents, std::span<const Digest> hashes) {
-    if (tier_) return tier_->reserve_copies(0, parents, hashes);
-    if (service_) return service_->reserve(parents, hashes);
+CopyReservation BackupTarget::reserve(std::span<const Digest> parents, std::span<const Digest> hashes,
+                                      bool below_pending) {
+    if (tier_) return tier_->reserve_copies(0, parents, hashes, below_pending);
+    if (service_) return service_->reserve(parents, hashes, below_pending);
     CopyReservation none;
     none.missing = static_cast<std::uint32_t>(hashes.size());
     return none;
@@ -241,7 +231,7 @@ PlannedBackups BackupPlanner::evict(std::span<const BlockList *const> evicted, s
         std::vector<std::size_t> chosen;
         for (std::size_t i = 0; i < presence.size(); ++i)
             if (presence[i] == Presence::kAbsent && list->hits[i] >= least_hits) chosen.push_back(i);
-        if (!chosen.empty()) append(dirty, select(*list, chosen));
+        if (!chosen.empty()) dirty.append(select(*list, chosen));
     }
     if (dirty.slots.empty()) return out;
     BlockList blocks = with_uncovered_ancestors(paths_from_root(std::move(dirty)), target);
@@ -263,7 +253,7 @@ BlockList BackupPlanner::with_uncovered_ancestors(BlockList blocks, const Backup
     if (above.slots.empty()) return blocks;
     // Path by path: if ancestors of several paths came first, they could evict each other for ever in a small
     // host.
-    append(blocks, above);
+    blocks.append(above);
     return paths_from_root(std::move(blocks));
 }
 

@@ -51,10 +51,13 @@ class BackupTarget {
     explicit BackupTarget(Tier &tier) : tier_(&tier) {}
     explicit BackupTarget(OutgoingCopies &service) : service_(&service) {}
 
+    explicit operator bool() const { return tier_ || service_; }
+
     // The most blocks that may be copied now.
     std::size_t room() const;
     std::vector<Presence> contains(std::span<const Digest> hashes) const;
-    CopyReservation reserve(std::span<const Digest> parents, std::span<const Digest> hashes);
+    CopyReservation reserve(std::span<const Digest> parents, std::span<const Digest> hashes,
+                            bool below_pending = false);
 
   private:
     Tier *tier_ = nullptr;

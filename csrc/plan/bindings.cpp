@@ -2,7 +2,6 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
@@ -13,22 +12,15 @@
 #include <string>
 #include <tuple>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "plan/backup_planner.hpp"
+#include "plan/backup_target_argument.hpp"
 #include "plan/block_copies.hpp"
 #include "python_arrays.hpp"
 
 namespace fdcache {
 namespace {
-
-using Target = std::optional<std::variant<Tier *, OutgoingCopies *>>;
-
-BackupTarget target_of(const Target &target) {
-    if (!target) return {};
-    return std::visit([](auto *tier) { return BackupTarget(*tier); }, *target);
-}
 
 std::vector<Digest> copy_of(const HashesIn &hashes) {
     const auto given = digests_of(hashes);
@@ -157,7 +149,7 @@ void bind_planner(nb::module_ &module) {
         .def_prop_ro("device_slots", &BackupPlanner::device_slots, "Number of slots of the device.")
         .def(
             "flush",
-            [](BackupPlanner &self, BlockQueue &queue, const Target &target, std::size_t most,
+            [](BackupPlanner &self, BlockQueue &queue, const BackupTargetArgument &target, std::size_t most,
                std::uint32_t withheld, bool none_in_flight, BlockCopies &copies) {
                 return self.flush(queue, target_of(target), {most, withheld, none_in_flight}, copies);
             },
@@ -165,8 +157,8 @@ void bind_planner(nb::module_ &module) {
             "Plan copies of queued blocks that the host lacks. Those that have to wait stay queued.")
         .def(
             "clean",
-            [](BackupPlanner &self, std::uint32_t coldest, const Target &target, std::size_t most,
-               std::uint32_t withheld, bool none_in_flight, BlockCopies &copies) {
+            [](BackupPlanner &self, std::uint32_t coldest, const BackupTargetArgument &target,
+               std::size_t most, std::uint32_t withheld, bool none_in_flight, BlockCopies &copies) {
                 return self.clean(coldest, target_of(target), {most, withheld, none_in_flight}, copies);
             },
             "coldest"_a, "target"_a.none(), "most"_a, "withheld"_a, "none_in_flight"_a, "copies"_a,
@@ -174,7 +166,7 @@ void bind_planner(nb::module_ &module) {
         .def(
             "evict",
             [](BackupPlanner &self, const std::vector<const BlockList *> &evicted, std::uint32_t least_hits,
-               const Target &target,
+               const BackupTargetArgument &target,
                BlockCopies &copies) { return self.evict(evicted, least_hits, target_of(target), copies); },
             "evicted"_a, "least_hits"_a, "target"_a.none(), "copies"_a,
             "Plan copies of evicted blocks with ``least_hits`` that the host lacks, before their slots\n"
@@ -188,6 +180,7 @@ void bind_plans(nb::module_ &module) {
     bind_copies_of_blocks(module);
     bind_planner(module);
     bind_ledger(module);
+    bind_copy_out(module);
 }
 
 }  // namespace fdcache

@@ -68,13 +68,18 @@ struct BlockCopies {
     }
 
     void add(const BlockList &source, std::size_t i, Slot slot, std::uint32_t generation) {
+        add(source.slots[i], source.generations[i], source.hashes[i], source.parents[i], slot, generation);
+    }
+
+    void add(Slot source, std::uint32_t source_generation, const Digest &hash, const Digest &parent,
+             Slot slot, std::uint32_t generation) {
         reserve_for(size() + 1);
-        sources.push_back(source.slots[i]);
+        sources.push_back(source);
         targets.push_back(slot);
-        source_generations.push_back(source.generations[i]);
+        source_generations.push_back(source_generation);
         target_generations.push_back(generation);
-        hashes.push_back(source.hashes[i]);
-        parents.push_back(source.parents[i]);
+        hashes.push_back(hash);
+        parents.push_back(parent);
         if (!unverified.empty()) unverified.push_back(0);
     }
 };

@@ -31,7 +31,8 @@ struct CopiedBlocks {
 
 class WholeReports {
   public:
-    WholeReports(PlanTable &plans, BlockManager &blocks, Tier &device, HostSource host, CopyMeter &meter,
+    // Without blocks and a device, which are there together, the device cache is the engine's.
+    WholeReports(PlanTable &plans, BlockManager *blocks, Tier *device, HostSource host, CopyMeter &meter,
                  bool tells_arrivals, LoadForms forms)
         : plans_(plans),
           blocks_(blocks),
@@ -41,8 +42,9 @@ class WholeReports {
           tells_arrivals_(tells_arrivals),
           forms_(std::move(forms)) {}
 
-    // Counts the reports and returns the loads that ended, and the (transfer, flags, checksums) of blocks
-    // that came to the host. Returns nothing, and changes nothing, if Python has to count one of them.
+    // Counts the reports and returns the loads that ended, for a device of the engine the numbers of their
+    // plans, and the (transfer, flags, checksums) of blocks that came to the host. Returns nothing, and
+    // changes nothing, if Python has to count one of them.
     std::optional<std::pair<nb::list, nb::list>> count(const nb::list &reports);
     const CopiedBlocks &copied() const { return copied_; }
 
@@ -62,8 +64,8 @@ class WholeReports {
     void end_copies_to_host(const PlannedTransfer &copies, nb::list &arrived);
 
     PlanTable &plans_;
-    BlockManager &blocks_;
-    Tier &device_;
+    BlockManager *blocks_;
+    Tier *device_;
     HostSource host_;
     CopyMeter &meter_;
     bool tells_arrivals_;
@@ -91,7 +93,8 @@ class Slots {
 };
 
 bool WholeReports::read(nb::handle value, Report &report) const {
-    const nb::object rank = value.attr("rank"), plan_id = value.attr("plan_id");
+    const nb::object rank = nb::getattr(value, "rank", nb::none());
+    const nb::object plan_id = nb::getattr(value, "plan_id", nb::none());
     report.flight = plans_.find(plan_id);
     const long given = PyLong_AsLong(rank.ptr());
     if (PyErr_Occurred()) PyErr_Clear();  // Python says what is wrong with it
@@ -100,8 +103,7 @@ bool WholeReports::read(nb::handle value, Report &report) const {
     if (report.rank >= plans_.num_ranks || !report.flight->waits_for(report.rank)) return false;
     if (report.flight->is_task || report.flight->is_counted_in_python) return false;
     if (!value.attr("refused").is(nb::bool_(false))) return false;
-    const auto &loads = blocks_.loads_of(report.flight->plan_id);
-    if (std::any_of(loads.begin(), loads.end(), [](const LoadRange &each) { return each.has_fetch; }))
+    if (blocks_ && std::ranges::any_of(blocks_->loads_of(report.flight->plan_id), &LoadRange::has_fetch))
         return false;
     report.keep = nb::borrow(plans_.plans[plan_id]);
     report.results = value.attr("results");
@@ -117,6 +119,7 @@ bool WholeReports::is_whole(const PlannedTransfer &transfer, nb::handle result) 
     if (!result.attr("purpose").is(transfer.purpose) || nb::len(nb::object(result.attr("failed"))) ||
         !result.attr("error_message").is_none())
         return false;
+    if (transfer.kind == kEvict && !device_) return false;  // it may wait for a copy above it
     if (transfer.kind == kLoad && !host_.tier() && !transfer.swap.attr("unverified").is_none()) return false;
     const std::size_t sums = nb::len(nb::object(result.attr("checksums")));
     return !sums || sums == transfer.size;
@@ -166,15 +169,20 @@ void WholeReports::end_plan(PlanInFlight &flight, nb::list &outcomes, nb::list &
 void WholeReports::end_loads(const PlanInFlight &flight, const PlannedTransfer &loads, nb::list &outcomes) {
     const Slots targets(loads, "dst_block_ids"), sources(loads, "src_block_ids");
     copied_.loaded += loads.size;
+    if (!device_) {
+        host_.end_load(sources.all());
+        outcomes.append(flight.plan_id);
+        return;
+    }
     const auto ready =
-        device_.complete(targets.all(), std::span(ones_).first(loads.size), checksums_of(loads));
+        device_->complete(targets.all(), std::span(ones_).first(loads.size), checksums_of(loads));
     host_.end_load(sources.all());
-    for (const LoadRange &load : blocks_.take_loads(flight.plan_id)) {
-        auto *const request = static_cast<PythonRequest *>(blocks_.waiting_for(load));
+    for (const LoadRange &load : blocks_->take_loads(flight.plan_id)) {
+        auto *const request = static_cast<PythonRequest *>(blocks_->waiting_for(load));
         if (!request) continue;
         const std::uint32_t copied = leading_copied(load, ready);
         const bool is_whole = copied == load.count;
-        blocks_.end_load(*request, copied, load.count);
+        blocks_->end_load(*request, copied, load.count);
         const nb::object message = is_whole ? nb::none() : nb::object(nb::str("the cache was reset"));
         outcomes.append(forms_.outcome(request->request_id, is_whole ? forms_.confirmed : forms_.failed,
                                        (load.first_block + copied) * forms_.block_size, message));
@@ -190,7 +198,7 @@ void WholeReports::end_copies_to_host(const PlannedTransfer &copies, nb::list &a
             host_.tier()->complete(targets.all(), std::span(ones_).first(copies.size), checksums_of(copies));
         if (tells_arrivals_) flags = nb::cast(to_numpy<std::uint8_t>(std::move(ready)));
     }
-    device_.unhold(sources.all());
+    if (device_) device_->unhold(sources.all());
     if (!tells_arrivals_) return;
     arrived.append(
         nb::make_tuple(copies.swap, flags, copies.checksums.is_valid() ? copies.checksums : nb::none()));
@@ -217,21 +225,25 @@ void bind_whole_reports(nb::module_ &module) {
                nb::typed<nb::object, PythonBlockManager> blocks, nb::typed<nb::object, Tier> device,
                const nb::typed<nb::object, HostArgument> &host, nb::typed<nb::object, CopyMeter> meter,
                bool tells_arrivals, const LoadForms &forms) {
-                new (self) Reports(nb::cast<PlanTable &>(plans), nb::cast<PythonBlockManager &>(blocks),
-                                   nb::cast<Tier &>(device), host_source(host), nb::cast<CopyMeter &>(meter),
+                new (self) Reports(nb::cast<PlanTable &>(plans), nb::cast<PythonBlockManager *>(blocks),
+                                   nb::cast<Tier *>(device), host_source(host), nb::cast<CopyMeter &>(meter),
                                    tells_arrivals, forms);
                 self->parts = {plans, blocks, device, host, meter};
             },
-            "plans"_a, "blocks"_a, "device"_a, "host"_a.none(), "meter"_a, "tells_arrivals"_a, "forms"_a)
+            "plans"_a, "blocks"_a.none(), "device"_a.none(), "host"_a.none(), "meter"_a, "tells_arrivals"_a,
+            "forms"_a)
         .def(
             "count", [](Reports &self, const nb::list &reports) { return self.count(reports); }, "reports"_a,
             nb::sig("def count(self, reports: list[typing.Any]) -> "
                     "tuple[list[typing.Any], list[typing.Any]] | None"),
-            "Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is "
-            "in\n"
-            "the tier or None for a service, checksums or None) of copies to the host. Return None, and "
-            "change\n"
-            "nothing, if one of the reports is another: unexpected, refused, of a failure or a task.")
+            "Count reports. Return the outcomes of loads that ended, without a device the numbers of their "
+            "plans,\n"
+            "and (transfer, 1 for each block that is in the tier or None for a service, checksums or None) "
+            "of "
+            "copies\n"
+            "to the host. Return None, and change nothing, if one of the reports is another: unexpected, "
+            "refused, of a\n"
+            "failure or a task, and without a device of an eviction.")
         .def_prop_ro("copied", [](const Reports &self) -> const CopiedBlocks & { return self.copied(); });
 }
 

@@ -84,6 +84,17 @@ struct BlockList {
         fdcache::make_room(hits, count);
     }
 
+    void append(const BlockList &more) {
+        const auto add = [](auto &column, const auto &values) {
+            column.insert(column.end(), values.begin(), values.end());
+        };
+        add(slots, more.slots);
+        add(generations, more.generations);
+        add(hashes, more.hashes);
+        add(parents, more.parents);
+        add(hits, more.hits);
+    }
+
     // Keeps the memory.
     void clear() {
         slots.clear();

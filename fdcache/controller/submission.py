@@ -88,6 +88,8 @@ class PlanSubmission:
 
     def take_reports(self) -> list[TransferReport]:
         """Return the reports of the plans that ended since the last call, in the order of submission."""
+        if not self.in_flight.executions:
+            return []
         with self._lock:
             reports = self.in_flight.take_ended()
             if reports and self.launcher is not None:

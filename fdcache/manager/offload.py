@@ -28,9 +28,8 @@ from fdcache.metadata import (
     TransferPlan,
     TransferReport,
 )
-from fdcache.plans.blocks import ROOT
 from fdcache.settings import Settings
-from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, LoadOrRecompute, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.early_copies import EarlyCopies
 from fdcache.tiers.host import HostTier
@@ -136,6 +135,11 @@ class OffloadManager(TierManager[OffloadRequest]):
         """Most blocks that plans may copy to the host tier now; a service grants slots in the background."""
         return self._host.copy_room
 
+    @property
+    def decides_loads(self) -> bool:
+        """True if ``observe_prefill`` has a use: loads are compared with computing."""
+        return self.settings.load_or_recompute is LoadOrRecompute.AUTO
+
     # --- requests -----------------------------------------------------------------------------------------
 
     def begin(self, request: OffloadRequest, *, whole_prompt: bool = False) -> None:
@@ -232,8 +236,8 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._count_lookup(tracked)
             self._copies.offered(path, start, tracked.counted_blocks)
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))
-            if not start and request.tenant is not None and path.parent == ROOT:
-                self._host.own(path.hashes[0].tobytes(), request.tenant)
+            if not start and request.tenant is not None and (root := path.root) is not None:
+                self._host.own(root, request.tenant)
 
     def evicted(self, device_ids: Int32Array) -> None:
         """Learn which device blocks get another content in the step whose plans are taken next.
@@ -269,7 +273,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 request.hint_outcomes, request.hints = self.hint(request, request.hints), ()
 
     def _give_away(self, ids: Int32Array) -> None:
-        self._copies.given_away(ids, self._plans.open, self._plans.__contains__)
+        self._copies.given_away(ids, self._plans.open, self._plans.ledger)
 
     def _count_lookup(self, tracked: Tracked) -> None:
         if not tracked.is_counted:
@@ -293,7 +297,8 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._set_time()
             self._copies.is_patient = is_patient
             self._hints.settle()
-            self._loads.advance(self._plans.ahead, self._requests.look)
+            if self._loads.has_open:
+                self._loads.advance(self._plans.ahead, self._requests.look)
             self._plans.plan_background()
             self._host.report(lambda: msgspec.json.encode(self.get_stats()))
             self._host.flush()
@@ -389,9 +394,10 @@ class OffloadManager(TierManager[OffloadRequest]):
     def get_stats(self) -> CacheStats:
         """Return a snapshot of tiers and counters; ``device`` has the engine's blocks as far as they were offered."""
         with self._lock:
-            contents = self._copies.contents
-            device = TierUsage(blocks=contents.num_blocks, ready=len(contents))
-            return self._snapshot(device, msgspec.structs.replace(self._counters), self._copies.queued)
+            device = TierUsage(blocks=self._copies.num_blocks, ready=self._copies.num_known)
+            counters = msgspec.structs.replace(self._counters)
+            self._plans.count(counters)
+            return self._snapshot(device, counters, self._copies.queued)
 
 
 def _count(name: str, value: SupportsIndex) -> int:

@@ -7,16 +7,17 @@ from collections.abc import Callable
 import numpy as np
 
 from fdcache import _core
-from fdcache._core import LoadForms
+from fdcache._core import DevicePath, LoadForms, WholeReports
 from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
-from fdcache.manager.device_contents import DevicePath, device_ids_of
+from fdcache.manager.device_contents import device_ids_of
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import ReuseLimit
 from fdcache.manager.offloaded_loads import OffloadedLoad, OffloadedLoads
 from fdcache.manager.requests import Request
+from fdcache.manager.results import LoadOutcome
 from fdcache.manager.service_reads import Wait
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
 from fdcache.plans.blocks import ROOT
@@ -416,11 +417,15 @@ class OffloadedRequests:
         self.loads.give_up(plan)
         return []
 
-    def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> None:
-        """Return None: reports are counted in Python."""
+    def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> WholeReports:
+        """Return the native side of reports without failures."""
+        return WholeReports(plans, None, None, self._host.pins, self._host.traffic, tells_arrivals, forms)
 
-    def pass_on_published(self) -> None:
-        """Do nothing: the device cache is the engine's."""
+    def whole_loads_ended(self, ended: list[int]) -> list[LoadOutcome]:
+        """Count that all blocks of these plans have arrived. Return nothing: ``loads`` has the outcomes."""
+        for plan in ended:
+            self.loads.end_whole(plan)
+        return []
 
     def offer(
         self, tracked: Tracked, num_tokens: int, device_ids: Int32Array
@@ -441,7 +446,7 @@ class OffloadedRequests:
         ids = device_ids_of(device_ids[start:stop], with_none=self._has_windows)
         if path is None:
             parent = request.parent if isinstance(request, KeyedRequest) else ROOT
-            path = tracked.path = DevicePath(hashes, parent)
+            path = tracked.path = DevicePath(parent)
         path.extend(hashes, ids)
         return path, start
 

@@ -118,9 +118,16 @@ class OffloadedLoads:
         """True while loads wait for blocks that are being read, or ends have not been told."""
         return bool(self._open or self._outcomes)
 
+    @property
+    def has_open(self) -> bool:
+        """True while loads wait for blocks that are being read."""
+        return bool(self._open)
+
     def take_outcomes(self) -> list[LoadOutcome]:
         """Return the loads that have ended since the last call."""
-        taken, self._outcomes = self._outcomes, []
+        taken = self._outcomes
+        if taken:
+            self._outcomes = []
         return taken
 
     def requests_of(self, plan: int) -> dict[str, bool]:
@@ -187,6 +194,12 @@ class OffloadedLoads:
         copied = flight.swaps[SwapPurpose.LOAD].flags
         for part in self._parts.pop(flight.plan.plan_id, ()):
             part.ended(copied, flight.errors)
+            self._end_if_over(part.load)
+
+    def end_whole(self, plan: int) -> None:
+        """Count that all blocks of a plan have arrived."""
+        for part in self._parts.pop(plan, ()):
+            part.load.in_flight -= 1
             self._end_if_over(part.load)
 
     def give_up(self, plan: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from fdcache._core import LoadForms, WholeReports
 from fdcache.layout import KVLayout
@@ -34,8 +34,8 @@ class WaitingRequests(Protocol):
     def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> WholeReports | None:
         """Return the native side of reports without failures; None if all are counted here."""
 
-    def pass_on_published(self) -> None:
-        """Pass on what was published as loads ended."""
+    def whole_loads_ended(self, ended: list[Any]) -> list[LoadOutcome]:
+        """Pass on what has followed from the ends of loads that ``WholeReports`` has counted; return the outcomes."""
 
 
 class Plans:
@@ -82,8 +82,10 @@ class Plans:
             counters.blocks_evicted_to_host += copied.evicted
             counters.blocks_backed_up += copied.backed_up
 
-    def __contains__(self, plan_id: int) -> bool:
-        return plan_id in self._ledger
+    @property
+    def ledger(self) -> PlanLedger:
+        """The plans in flight."""
+        return self._ledger
 
     @property
     def in_flight(self) -> int:
@@ -145,11 +147,12 @@ class Plans:
         """Count reports; return the loads that ended. Raises ``PlanError`` before any report is counted."""
         outcomes: list[LoadOutcome] = []
         if self._whole is not None and (ended := self._whole.count(reports)) is not None:
-            outcomes, arrived = ended
-            if outcomes:
-                self._requests.pass_on_published()
+            loads, arrived = ended
+            if loads:
+                outcomes = self._requests.whole_loads_ended(loads)
             if arrived:
                 self._tiers.blocks_arrived(arrived)
+            self._tiers.complete_early(self._counters)
             return outcomes
         for report in reports:
             self._ledger.check(report)
@@ -182,6 +185,8 @@ class Plans:
     def expire(self) -> list[LoadOutcome]:
         """Return the loads of plans whose deadline has passed since the last call."""
         late = self._ledger.newly_overdue(self._clock())
+        if not late:
+            return []
         if self._tiers.storage:
             self._tiers.storage.overdue(late)
         given_up = [load for flight in late for load in self._requests.give_up_loads(flight.plan.plan_id)]

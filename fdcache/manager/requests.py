@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -385,12 +386,17 @@ class LiveRequests:
         return ended
 
     def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> WholeReports:
-        """Return the native side of reports without failures, which ends loads; see ``pass_on_published``."""
+        """Return the native side of reports without failures, which ends loads; see ``whole_loads_ended``."""
         host = self._tiers.host
         assert host is not None
         return WholeReports(
             plans, self._blocks, self._tiers.device, host.pins, host.traffic, tells_arrivals, forms
         )
+
+    def whole_loads_ended(self, ended: list[Any]) -> list[Any]:
+        """Pass on what was published; return the outcomes."""
+        self.pass_on_published()
+        return ended
 
     def pass_on_published(self) -> None:
         """Tell the write policies and the host tier which blocks were published as loads ended."""

@@ -37,6 +37,8 @@ class EarlyCopies:
 
     def take(self) -> list[SwapInFlight]:
         """Return parts that wait for nothing any more. Ask again once they have ended, until there are none."""
+        if not self._waiting:
+            return []
         waiting, self._waiting = self._waiting, []
         return [ended for result in waiting if len((ended := self.admit(result)).swap)]
 

@@ -43,7 +43,7 @@ from fdcache.integrations.vllm.worker import WorkerSide, _Arrivals
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.manager import OffloadManager
-from fdcache.metadata import decode_plan
+from fdcache.metadata import TransferReport
 from fdcache.settings import Settings
 from tests.service_help import until
 
@@ -532,7 +532,9 @@ def test_one_wrong_byte_in_host_memory_costs_its_block_alone(engine: Engine) -> 
 
 
 def test_reports_of_ranks_are_aggregated() -> None:
-    assert WorkerReports([b"a"]).aggregate(WorkerReports([b"b"])).reports == [b"a", b"b"]
+    first, second = (TransferReport(plan_id=7, rank=rank, results=()) for rank in (0, 1))
+    ranks = [pickle.loads(pickle.dumps(WorkerReports([each]))) for each in (first, second)]  # noqa: S301
+    assert ranks[0].aggregate(ranks[1]).reports == [first, second]
 
 
 def test_a_request_is_received_when_the_last_of_its_plans_has_ended_in_any_order() -> None:
@@ -610,7 +612,7 @@ def test_a_load_that_waits_for_no_step_shares_no_plan_with_copies_of_what_one_co
     assert engine.side.matched(source, 0) == 2 * BLOCK
     engine.side.allocated(source, [11, 12], 2 * BLOCK)
     made = engine.side.step(SchedulerOutput.make_empty())
-    plans = {plan.loads is not None: plan for plan in map(decode_plan, made.plans)}
+    plans = {plan.loads is not None: plan for plan in made.plans}
     assert plans[False].backups is not None
     assert plans[True].backups is None and made.unordered == {plans[True].plan_id}
     engine.worker.submit(made)

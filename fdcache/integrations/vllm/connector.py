@@ -63,6 +63,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         settings = load_settings(vllm_config, layout)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._events: EventTranslator | None = None
         if role is KVConnectorRole.SCHEDULER:
             choose_failure_policy(self._kv_transfer_config)
             logger.info("settings: %s", settings_in_force(settings))
@@ -197,16 +198,17 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Plan the copies of the step."""
         assert self._scheduler is not None
-        with self._scheduler.guarded("build_connector_meta"):
-            return self._scheduler.step(scheduler_output)
-        return StepMetadata()  # after an exception
+        return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Count the ranks' reports."""
         reports = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(reports, WorkerReports):
+        if self._scheduler is None or not isinstance(reports, WorkerReports):
+            return
+        if reports.reports:
             with self._scheduler.guarded("update_connector_output"):
                 self._scheduler.reported(reports.reports)
+        if reports.seconds:
             with self._scheduler.guarded("update_connector_output", follows_blocks=False):
                 self._scheduler.times.ended(reports.seconds)
 
@@ -241,7 +243,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def take_events(self) -> Iterable[Any]:
         """Return which blocks entered and left host memory and storage, under vLLM's hashes."""
         events: Iterable[Any] = ()
-        if self._scheduler is not None:
+        if self._scheduler is not None and self._events is not None:
             with self._scheduler.guarded("take_events", follows_blocks=False):
                 events = self._scheduler.take_events()
         return events
@@ -250,13 +252,13 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> FdcacheStats | None:
         """Return what has changed since the last call, while there are requests at most once a second."""
-        taken: FdcacheStats | None = None
-        if self._scheduler is not None:
-            with self._scheduler.guarded("get_kv_connector_stats", follows_blocks=False):
-                taken = self._stats.take(
-                    self._scheduler.inconsistencies, is_idle=not self._scheduler.has_requests
-                )
-        return taken
+        if self._scheduler is None:
+            return None
+        try:
+            return self._stats.take(self._scheduler.inconsistencies, is_idle=not self._scheduler.has_requests)
+        except Exception:  # noqa: BLE001 - it is logged, and vLLM would end at it
+            self._scheduler.hook_failed("get_kv_connector_stats", follows_blocks=False)
+            return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FdcacheStats | None:

@@ -1,8 +1,9 @@
-"""Records between vLLM's scheduler and its workers. vLLM pickles them."""
+"""Records between vLLM's scheduler and its workers. vLLM pickles them for workers in processes of their own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -10,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from fdcache.metadata import TransferPlan, TransferReport, decode_plan, decode_report, encode
 from fdcache.tiers.host import HostCache
 
 
@@ -17,7 +19,7 @@ from fdcache.tiers.host import HostCache
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Copies of one step, for every rank.
 
-    ``plans``: encoded ``TransferPlan`` records in order. ``loads``: ids of the requests that wait for a plan, by its
+    ``plans``: in order. ``loads``: ids of the requests that wait for a plan, by its
     number; True if it is the last one that they wait for. ``unloaded``: device blocks of requests whose load could not
     be planned, which they compute; they wait for no other plan. ``unordered``: numbers of plans that only load, into
     blocks that no step in flight uses.
@@ -26,7 +28,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     ``timed``: number under which workers report the step's seconds, 0 for none.
     """
 
-    plans: list[bytes] = field(default_factory=list)
+    plans: list[TransferPlan] = field(default_factory=list)
     loads: dict[int, dict[str, bool]] = field(default_factory=dict)
     unloaded: dict[str, list[int]] = field(default_factory=dict)
     unordered: set[int] = field(default_factory=set)
@@ -34,16 +36,37 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     host_cache: HostCache | None = None
     timed: int = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """True if workers have nothing to do."""
+        return not (self.plans or self.unloaded or self.is_late or self.host_cache or self.timed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "plans": list(map(encode, self.plans))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, plans=list(map(decode_plan, state["plans"])))
+
+
+NOTHING = StepMetadata()
+"""Of steps for which workers have nothing to do."""
+
 
 @dataclass
 class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Encoded ``TransferReport`` records of one rank, or of all once they are aggregated.
+    """Reports of one rank, or of all once they are aggregated.
 
     ``seconds``: of timed steps, by number.
     """
 
-    reports: list[bytes] = field(default_factory=list)
+    reports: list[TransferReport] = field(default_factory=list)
     seconds: dict[int, float] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"reports": list(map(encode, self.reports)), "seconds": self.seconds}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.reports, self.seconds = list(map(decode_report, state["reports"])), state["seconds"]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
         """Return the reports of both."""

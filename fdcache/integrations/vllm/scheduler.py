@@ -16,10 +16,10 @@ from fdcache.errors import FdcacheError
 from fdcache.hints import HintOutcome, read_hints
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
-from fdcache.integrations.vllm.metadata import StepMetadata
+from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata
 from fdcache.integrations.vllm.timing import StepTimes
 from fdcache.manager import NO_BLOCK, LoadOutcome, MatchStatus, OffloadManager, Request
-from fdcache.metadata import Int32Array, TransferReport, decode_report, decode_scan, encode
+from fdcache.metadata import Int32Array, TransferReport, decode_scan
 from fdcache.settings.cache import WritePolicy
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,10 @@ class _Running:
         self.offered = 0
 
 
+_Computed = tuple[_Running, int, int]
+"""A scheduled request, with its tokens before and after the step."""
+
+
 class SchedulerSide:
     """Follows vLLM's requests and blocks, and plans with an ``OffloadManager``.
 
@@ -87,6 +91,7 @@ class SchedulerSide:
         self.times = StepTimes(manager)
         self._block_size = manager.layout.block_size
         self._groups = manager.layout.num_groups
+        self._writes_back = manager.settings.write_policy is WritePolicy.WRITE_BACK
         self._windows = [(g, window) for g, window in enumerate(manager.layout.windows) if window]
         shortest = min(
             (window - 1 for _, window in self._windows), default=_BLOCKS_OF_OFFER * self._block_size
@@ -205,37 +210,49 @@ class SchedulerSide:
 
         Loads whose plan could not be taken wait for the plan of the next step.
         """
-        computed: list[tuple[_Running, int, int]] = []
+        computed: Sequence[_Computed] = ()
         used: _Tables | None = None
-        with self.guarded("following the block tables"):
+        try:
             computed = self._learn_blocks(output)
             used = self._tables(output)
+        except Exception:  # noqa: BLE001 - logged
+            self.hook_failed("following the block tables")
         was_late, self._is_late = self._is_late, True
-        with self.guarded("planning"):
+        try:
             if self._is_lost or was_late:
                 self._lose_requests(are_blocks_known=not was_late)
             self._plan(is_patient=bool(output.num_scheduled_tokens))
             self._is_late = False
+        except Exception:  # noqa: BLE001 - logged
+            self.hook_failed("planning")
         self._in_flight.append(used)
+        self._made.is_late = was_late or self._is_late
+        if self._unloaded:
+            self._made.unloaded, self._unloaded = self._unloaded, {}
+        if computed:
+            self._follow(output, computed)
+        if self._made.is_empty:
+            return NOTHING
         made, self._made = self._made, StepMetadata()
-        made.is_late = was_late or self._is_late
-        made.unloaded, self._unloaded = self._unloaded, {}
+        return made
+
+    def _follow(self, output: Any, computed: Sequence[_Computed]) -> None:
+        """Let the step be timed, and offer the blocks that it computes."""
         with self.guarded("timing", follows_blocks=False):
-            made.timed = self._timed(output, computed)
+            self._made.timed = self._timed(output, computed)
         for known, start, num_tokens in computed:
             if num_tokens - start > self._block_size or self._has_enough(known, num_tokens):
                 with self.guarded("offering"):
                     self._offer(known, num_tokens, start)
-        return made
 
     def _has_enough(self, known: _Running, num_tokens: int) -> bool:
         """Return True if so many blocks were generated that they are worth an offer before the request ends."""
         whole = num_tokens // self._block_size
         return whole >= known.offered + self._blocks_of_offer or self._events is not None
 
-    def _timed(self, output: Any, computed: Sequence[tuple[_Running, int, int]]) -> int:
+    def _timed(self, output: Any, computed: Sequence[_Computed]) -> int:
         """Return the number for the step's time; 0 if requests that are not followed have a part in it."""
-        if len(computed) < len(output.num_scheduled_tokens):
+        if len(computed) < len(output.num_scheduled_tokens) or not self.manager.decides_loads:
             return 0
         return self.times.begin((known.request, start, stop) for known, start, stop in computed)
 
@@ -245,7 +262,7 @@ class SchedulerSide:
         if self._reports:
             self.reported(())
         self._reset_device()
-        if self.manager.settings.write_policy is WritePolicy.WRITE_BACK:
+        if self._writes_back:
             self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
         self._learn_ends(self.manager.expire())
         self._take_plans(is_patient=is_patient)
@@ -261,7 +278,7 @@ class SchedulerSide:
 
     def _take_plans(self, *, is_patient: bool = True) -> None:
         for plan in self.manager.take_plans(is_patient=is_patient):
-            self._made.plans.append(encode(plan))
+            self._made.plans.append(plan)
             if plan.loads is not None:
                 loads = self._made.loads[plan.plan_id] = self.manager.loads_of(plan.plan_id)
                 if loads.keys() == {self._unordered} and plan.evictions is None and plan.backups is None:
@@ -302,14 +319,17 @@ class SchedulerSide:
             (self.manager.evicted if are_blocks_known else self.manager.forget)(everything)
         self._is_lost = False
 
-    def _learn_blocks(self, output: Any) -> list[tuple[_Running, int, int]]:
-        """Follow the block tables; return the scheduled requests with their tokens before and after the step.
+    def _learn_blocks(self, output: Any) -> Sequence[_Computed]:
+        """Follow the block tables; return the scheduled requests.
 
         Of a step that only generates, a token for each request, those are left out that got no block.
         """
-        computed: list[tuple[_Running, int, int]] = []
-        scheduled = output.num_scheduled_tokens
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         only_generates = output.total_num_scheduled_tokens == len(scheduled) and not self._windows
+        is_same = only_generates and not (output.scheduled_new_reqs or output.preempted_req_ids)
+        if is_same and not any(cached.new_block_ids):
+            return ()
+        computed: list[_Computed] = []
         given: list[int] = []
         for request_id in output.preempted_req_ids or ():
             if (known := self._running.get(request_id)) is not None:
@@ -320,7 +340,6 @@ class SchedulerSide:
             if (known := self._running.get(new.req_id)) is not None:
                 known.has_table(blocks)
                 computed.append((known, start, start + scheduled.get(new.req_id, 0)))
-        cached = output.scheduled_cached_reqs
         for i, added in enumerate(cached.new_block_ids):
             if added is None and only_generates:
                 continue
@@ -413,12 +432,12 @@ class SchedulerSide:
 
     # --- reports and the whole cache ----------------------------------------------------------------------
 
-    def reported(self, reports: Iterable[bytes]) -> None:
+    def reported(self, reports: Iterable[TransferReport]) -> None:
         """Count the ranks' reports. Loads that failed are computed by vLLM, which the ranks told as well.
 
         A report that an exception kept from being counted is counted in a later step: its plan holds host memory.
         """
-        self._reports += map(decode_report, reports)
+        self._reports += reports
         pending, self._reports = self._reports, []
         for report in pending:
             try:
@@ -457,7 +476,7 @@ class SchedulerSide:
         """
         return _Guard(self, hook, follows_blocks)
 
-    def hook_failed(self, hook: str, follows_blocks: bool) -> None:
+    def hook_failed(self, hook: str, *, follows_blocks: bool = True) -> None:
         """Count the exception that is being handled."""
         self._is_lost |= follows_blocks
         self._count("%s failed; the engine goes on without what it would have cached", hook, exc_info=True)
@@ -493,7 +512,7 @@ class _Guard:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        self._side.hook_failed(self._hook, self._follows_blocks)
+        self._side.hook_failed(self._hook, follows_blocks=self._follows_blocks)
         return True
 
 

@@ -68,7 +68,7 @@ class StepTimer:
 
     def take(self) -> dict[int, float]:
         """Return the seconds of the steps that have ended since the last call, by number."""
-        found = {}
+        found: dict[int, float] = {}
         while self._running:
             number, start, end = self._running[0]
             if isinstance(end, torch.cuda.Event):

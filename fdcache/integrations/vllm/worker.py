@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -16,7 +16,15 @@ from fdcache.errors import ConfigurationError, FdcacheError
 from fdcache.integrations.vllm.metadata import StepMetadata
 from fdcache.integrations.vllm.timing import StepTimer
 from fdcache.layout import KVLayout
-from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport, TransferResult, decode_plan, encode
+from fdcache.manager.results import NO_BLOCKS
+from fdcache.metadata import (
+    Int32Array,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+    TransferResult,
+    encode,
+)
 from fdcache.settings import Settings
 from fdcache.settings.cache import TransferSettings
 from fdcache.tiers.host import HostCache
@@ -27,14 +35,23 @@ _PAUSE_S = 2e-4
 """Longest time between two looks if a step has ended."""
 
 
-class _Load:
-    """Requests that wait for a plan, and the device blocks that it loads."""
+class _Load(NamedTuple):
+    """Requests that wait for a plan."""
 
-    __slots__ = ("blocks", "requests")
+    requests: Sequence[str]
+    plan: TransferPlan
 
-    def __init__(self, requests: Iterable[str], plan: TransferPlan) -> None:
-        self.requests = list(requests)
-        self.blocks = [] if plan.loads is None else plan.loads.dst_block_ids.tolist()
+    @property
+    def blocks(self) -> Int32Array:
+        """The device blocks that it loads."""
+        return NO_BLOCKS if self.plan.loads is None else self.plan.loads.dst_block_ids
+
+    def failed(self, report: TransferReport) -> list[int]:
+        """Return the device blocks that were not loaded."""
+        results = [result.failed for result in report.results if result.purpose is SwapPurpose.LOAD]
+        if report.refused or not results:
+            return list(map(int, self.blocks))
+        return [int(block) for failed in results if len(failed) for block in self.blocks[failed]]
 
 
 class _Arrivals:
@@ -61,6 +78,8 @@ class _Arrivals:
 
     def take(self) -> set[str]:
         """Return the requests received since the last call."""
+        if not self._received:
+            return set()
         taken, self._received = self._received, set()
         return taken
 
@@ -138,18 +157,22 @@ class WorkerSide:
     def submit(self, step: StepMetadata) -> None:
         """Enqueue the copies of a step and return at once."""
         controller = self._controller
-        if controller is None:
-            return
+        if controller is not None:
+            self._mark_step_before(step)
+            if not step.is_empty:
+                self._submit(controller, step)
+        self._timer.begin(step.timed, on_gpu=self._on_gpu)
+
+    def _submit(self, controller: CacheController, step: StepMetadata) -> None:
         self.attach(step.host_cache)
-        self._learn_loads(step)
-        self._mark_step_before(step)
+        if step.loads or step.unloaded:
+            self._learn_loads(step)
         if step.is_late:
             self._overwritten |= self._copies_out
         stream = torch.cuda.current_stream() if self._on_gpu and step.plans else None
-        for data in step.plans:
-            plan = decode_plan(data)
+        for plan in step.plans:
             if plan.plan_id in step.loads:
-                self._loads[plan.plan_id] = _Load(step.loads[plan.plan_id], plan)
+                self._loads[plan.plan_id] = _Load(list(step.loads[plan.plan_id]), plan)
             try:
                 if step.is_late:
                     controller.refuse(plan, "the step that it was made for went without it")
@@ -163,7 +186,6 @@ class WorkerSide:
             except FdcacheError as error:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
-        self._timer.begin(step.timed, on_gpu=self._on_gpu)
 
     def _mark_step_before(self, step: StepMetadata) -> None:
         """While there are loads, mark the end of the work that the device had before this step."""
@@ -214,11 +236,8 @@ class WorkerSide:
                 continue
             for request_id in load.requests:
                 self._arrivals.ended(request_id)
-            results = [result for result in report.results if result.purpose is SwapPurpose.LOAD]
-            bad = load.blocks if report.refused or not results else []
-            bad = [*bad, *(load.blocks[i] for result in results for i in result.failed.tolist())]
-            if bad:
-                self._fail(load.requests, bad)
+            if failed := load.failed(report):
+                self._fail(load.requests, failed)
 
     def _fail(self, requests: Sequence[str], blocks: Sequence[int]) -> None:
         """Let vLLM compute blocks; with several groups or windows it computes their requests from the beginning."""
@@ -230,7 +249,7 @@ class WorkerSide:
     def _without_overwritten(self, report: TransferReport) -> TransferReport:
         """Return a report in which copies of blocks fail that a step may have overwritten meanwhile."""
         self._copies_out.pop(report.plan_id, None)
-        plan = self._overwritten.pop(report.plan_id, None)
+        plan = self._overwritten.pop(report.plan_id, None) if self._overwritten else None
         if plan is None or report.refused:
             return report
         reason = "a step that does not wait for the copy may have overwritten the blocks"
@@ -250,10 +269,12 @@ class WorkerSide:
         taken, self._failed = self._failed, set()
         return taken
 
-    def take_reports(self) -> list[bytes]:
-        """Return the encoded reports since the last call."""
-        taken, self._reports = self._reports, []
-        return [encode(report) for report in taken]
+    def take_reports(self) -> list[TransferReport]:
+        """Return the reports since the last call."""
+        taken = self._reports
+        if taken:
+            self._reports = []
+        return taken
 
     def shutdown(self) -> None:
         """End the copies and free what this rank holds. Idempotent."""
