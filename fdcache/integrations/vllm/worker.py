@@ -102,11 +102,13 @@ class WorkerSide:
         self._loads: dict[int, _Load] = {}
         self._copies_out: dict[int, TransferPlan] = {}
         self._overwritten: dict[int, TransferPlan] = {}
+        self._in_flight = 0  # reports that the controller owes
         self._reports: list[TransferReport] = []
         self._arrivals = _Arrivals()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
         self._on_gpu = False
+        self._stream: torch.cuda.Stream | None = None
         self._timer = StepTimer()
         self._scan: bytes | None = None
 
@@ -151,7 +153,8 @@ class WorkerSide:
         controller = self._controller
         if controller is not None and not step.is_empty:
             self._submit(controller, step)
-        self._timer.begin(step.timed, on_gpu=self._on_gpu)
+        if step.timed or self._timer.is_running:
+            self._timer.begin(step.timed, on_gpu=self._on_gpu)
 
     def _submit(self, controller: CacheController, step: StepMetadata) -> None:
         self.attach(step.host_cache)
@@ -159,8 +162,9 @@ class WorkerSide:
             self._learn_loads(step)
         if step.is_late:
             self._overwritten |= self._copies_out
-        stream = torch.cuda.current_stream() if self._on_gpu and step.plans else None
+        stream = self._current_stream() if self._on_gpu and step.plans else None
         for plan in step.plans:
+            self._in_flight += len(plan.plan_ids)
             if plan.plan_id in step.loads:
                 self._loads[plan.plan_id] = _Load(list(step.loads[plan.plan_id]), plan)
             try:
@@ -175,6 +179,13 @@ class WorkerSide:
             except FdcacheError as error:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """Return the compute stream, by the same object as long as it is the same stream: torch makes one each time."""
+        stream = torch.cuda.current_stream()
+        if self._stream is None or self._stream.cuda_stream != stream.cuda_stream:
+            self._stream = stream
+        return self._stream
 
     def _learn_loads(self, step: StepMetadata) -> None:
         """Learn for which plans requests wait, and which of them wait for no others."""
@@ -191,15 +202,19 @@ class WorkerSide:
 
     def computed(self) -> None:
         """End the time of a step whose work is submitted."""
-        self._timer.end(on_gpu=self._on_gpu)
+        if self._timer.is_running:
+            self._timer.end(on_gpu=self._on_gpu)
 
     def take_seconds(self) -> dict[int, float]:
         """Return the seconds of timed steps that have ended since the last call, by number."""
-        return self._timer.take()
+        return self._timer.take() if self._timer.has_times else {}
 
     def poll(self) -> set[str]:
         """Collect what has ended; return the requests whose loads have, well or not."""
-        reports = [] if self._controller is None else self._controller.poll()
+        if self._controller is None or not self._in_flight:
+            return self._arrivals.take()
+        reports = self._controller.poll()
+        self._in_flight -= len(reports)
         for ended in reports:
             report = self._without_overwritten(ended)
             self._reports.append(report)
