@@ -1319,6 +1319,12 @@ class CopyOut:
     def num_known(self) -> int:
         """Number of device blocks whose content is known."""
 
+    @property
+    def has_queue(self) -> bool:
+        """
+        True if the next plan may copy blocks, or offers have not been looked at.
+        """
+
     def offered(self, path: DevicePath, start: int, counted: int) -> None:
         """
         Take an offer of the blocks of a path from ``start`` on. Its request has counted as a hit of those before

@@ -57,6 +57,10 @@ class CopyOut {
 
     // Number of blocks that wait for a plan.
     std::size_t queued(const BackupTarget &target);
+    // True if the next plan may copy blocks, or offers have not been looked at.
+    bool has_queue() const {
+        return !offers_.empty() || !queue_.empty() || !coldest_.empty() || (may_retry_ && !waiting_.empty());
+    }
     // True if the next plan may copy queued blocks.
     bool has_work(const BackupTarget &target);
     // Plans backups of queued blocks.

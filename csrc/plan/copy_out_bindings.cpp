@@ -111,6 +111,8 @@ void bind_copy_out(nb::module_ &module) {
         .def_prop_ro(
             "num_known", [](const CopyOut &self) { return self.contents().num_known(); },
             "Number of device blocks whose content is known.")
+        .def_prop_ro("has_queue", &CopyOut::has_queue,
+                     "True if the next plan may copy blocks, or offers have not been looked at.")
         .def(
             "offered",
             [](CopyOut &self, const PythonPath &path, std::size_t start, std::size_t counted) {

@@ -81,6 +81,11 @@ class CopyOut:
         return self._native.queued(self._target)
 
     @property
+    def has_queue(self) -> bool:
+        """True if the next plan may copy blocks, or offers have not been looked at."""
+        return self._native.has_queue
+
+    @property
     def has_work(self) -> bool:
         """True if the next plan may copy queued blocks."""
         return self._native.has_work(self._target)

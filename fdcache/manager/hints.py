@@ -50,6 +50,11 @@ class RequestHints:
                 self.figures.count(sent)
         return outcomes
 
+    @property
+    def has_open(self) -> bool:
+        """True while hints wait for their time to be over."""
+        return self._book is not None and self._book.has_open
+
     def settle(self) -> None:
         """Find out what became of the hints whose time is over."""
         if self._book is not None:

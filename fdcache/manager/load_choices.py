@@ -168,6 +168,11 @@ class LoadChoices:
     # --- decisions ------------------------------------------------------------------------------------------
 
     @property
+    def is_auto(self) -> bool:
+        """True unless the settings say to load always."""
+        return self._is_auto
+
+    @property
     def decides_loads(self) -> bool:
         """True if loads can be compared with computing now."""
         if not (self._is_auto and self.model.loads_are_known()):

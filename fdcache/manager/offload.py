@@ -29,10 +29,10 @@ from fdcache.metadata import (
     TransferReport,
 )
 from fdcache.settings import Settings
-from fdcache.settings.cache import CacheSettings, LoadOrRecompute, StorageTierSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.early_copies import EarlyCopies
-from fdcache.tiers.host import HostTier
+from fdcache.tiers.host import HostTier, LocalHostTier
 from fdcache.tiers.statistics import CacheStats, TierUsage
 
 
@@ -138,7 +138,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     @property
     def decides_loads(self) -> bool:
         """True if ``observe_prefill`` has a use: loads are compared with computing."""
-        return self.settings.load_or_recompute is LoadOrRecompute.AUTO
+        return self._choices.is_auto
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -294,11 +294,12 @@ class OffloadManager(TierManager[OffloadRequest]):
         ``is_patient``: more steps are sure to follow, so that a few blocks to copy may wait for others.
         """
         with self._lock:
+            if not self._has_something_to_plan:
+                return []
             self._set_time()
             self._copies.is_patient = is_patient
             self._hints.settle()
-            if self._loads.has_open:
-                self._loads.advance(self._plans.ahead, self._requests.look)
+            self._loads.advance(self._plans.ahead, self._requests.look)
             self._plans.plan_background()
             self._host.report(lambda: msgspec.json.encode(self.get_stats()))
             self._host.flush()
@@ -306,6 +307,21 @@ class OffloadManager(TierManager[OffloadRequest]):
             for plan in plans:
                 self._copies.sent(plan)
             return plans
+
+    @property
+    def _has_something_to_plan(self) -> bool:
+        """False if a step is sure to have no plan, as most that only generate.
+
+        A service and a storage are looked after in every step.
+        """
+        return (
+            self._copies.has_queue
+            or self._plans.has_open
+            or self._loads.has_open
+            or self._hints.has_open
+            or self._tiers.storage is not None
+            or not isinstance(self._host, LocalHostTier)
+        )
 
     def loads_of(self, plan_id: int) -> dict[str, bool]:
         """Return the requests whose blocks a plan in flight loads; True if these are their last.
@@ -336,8 +352,9 @@ class OffloadManager(TierManager[OffloadRequest]):
         The host blocks of an overdue load stay held until the reports.
         """
         with self._lock:
-            self._requests.expire()
-            self._plans.expire()
+            if self._requests.has_pins or self._plans.is_due:
+                self._requests.expire()
+                self._plans.expire()
             return self._loads.take_outcomes()
 
     @property

@@ -209,6 +209,11 @@ class OffloadedRequests:
             tracked.is_stale = True
         self._hasher.change_fingerprint(fingerprint)
 
+    @property
+    def has_pins(self) -> bool:
+        """True while something that was found is pinned."""
+        return bool(self._pinned)
+
     def expire(self) -> None:
         """Unpin what nothing has asked for lately."""
         if not self._pinned:

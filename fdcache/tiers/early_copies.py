@@ -27,6 +27,11 @@ class EarlyCopies:
         self._host = host
         self._waiting: list[SwapInFlight] = []
 
+    @property
+    def has_work(self) -> bool:
+        """True while blocks wait."""
+        return bool(self._waiting)
+
     def admit(self, result: SwapInFlight) -> SwapInFlight:
         """Return the part of a transfer to the host that may end now; the rest waits."""
         may_end = self._may_end(result)

@@ -107,6 +107,11 @@ class HintBook:
             (each for each in self._outcomes if not belongs(each.request_id)), maxlen=MOST_OUTCOMES
         )
 
+    @property
+    def has_open(self) -> bool:
+        """True while hints wait for their time to be over."""
+        return bool(self._open)
+
     def settle(self) -> None:
         """Find out what became of the hints whose time is over."""
         if not self._open:

@@ -182,7 +182,9 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         """Plan the load of what was found into the request's blocks."""
         if self._scheduler is not None:
             with self._scheduler.guarded("update_state_after_alloc"):
-                self._scheduler.allocated(request, table_of(blocks.get_block_ids()), num_external_tokens)
+                # The block table is a list that vLLM makes for each call.
+                table = table_of(blocks.get_block_ids()) if num_external_tokens > 0 else ()
+                self._scheduler.allocated(request, table, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Return how many of the tokens that are being loaded were in host memory, and how many in storage."""

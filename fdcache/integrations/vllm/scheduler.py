@@ -91,6 +91,7 @@ class SchedulerSide:
         self.times = StepTimes(manager)
         self._block_size = manager.layout.block_size
         self._groups = manager.layout.num_groups
+        self._is_shared = manager.settings.server is not None
         self._writes_back = manager.settings.write_policy is WritePolicy.WRITE_BACK
         self._windows = [(g, window) for g, window in enumerate(manager.layout.windows) if window]
         shortest = min(
@@ -261,7 +262,8 @@ class SchedulerSide:
             self._made.host_cache, self._sent_host_cache = self.manager.host_cache, True
         if self._reports:
             self.reported(())
-        self._reset_device()
+        if self._is_shared:
+            self._reset_device()
         if self._writes_back:
             self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
         self._learn_ends(self.manager.expire())

@@ -55,6 +55,16 @@ class StepTimer:
         self._start: Any = None
         self._running: deque[tuple[int, Any, Any]] = deque()
 
+    @property
+    def is_running(self) -> bool:
+        """True between the beginning of a timed step and its end."""
+        return self._number > 0
+
+    @property
+    def has_times(self) -> bool:
+        """True while the times of steps have not been taken."""
+        return bool(self._running)
+
     def begin(self, number: int, *, on_gpu: bool) -> None:
         """Begin a step; number 0 is not timed."""
         self._number = number
@@ -62,9 +72,8 @@ class StepTimer:
 
     def end(self, *, on_gpu: bool) -> None:
         """End the step that has begun, once its work is submitted."""
-        if self._number:
-            self._running.append((self._number, self._start, _moment(on_gpu)))
-            self._number = 0
+        self._running.append((self._number, self._start, _moment(on_gpu)))
+        self._number = 0
 
     def take(self) -> dict[int, float]:
         """Return the seconds of the steps that have ended since the last call, by number."""

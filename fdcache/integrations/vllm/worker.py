@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -106,6 +106,7 @@ class WorkerSide:
         self._loads: dict[int, _Load] = {}
         self._copies_out: dict[int, TransferPlan] = {}
         self._overwritten: dict[int, TransferPlan] = {}
+        self._in_flight = 0  # reports that the controller owes
         self._reports: list[TransferReport] = []
         self._arrivals = _Arrivals()
         self._bad_blocks: set[int] = set()
@@ -113,6 +114,7 @@ class WorkerSide:
         self._on_gpu = False
         self._idle_stream: Any = None
         self._step_before: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._timer = StepTimer()
         self._scan: bytes | None = None
 
@@ -161,7 +163,8 @@ class WorkerSide:
             self._mark_step_before(step)
             if not step.is_empty:
                 self._submit(controller, step)
-        self._timer.begin(step.timed, on_gpu=self._on_gpu)
+        if step.timed or self._timer.is_running:
+            self._timer.begin(step.timed, on_gpu=self._on_gpu)
 
     def _submit(self, controller: CacheController, step: StepMetadata) -> None:
         self.attach(step.host_cache)
@@ -169,8 +172,9 @@ class WorkerSide:
             self._learn_loads(step)
         if step.is_late:
             self._overwritten |= self._copies_out
-        stream = torch.cuda.current_stream() if self._on_gpu and step.plans else None
+        stream = self._current_stream() if self._on_gpu and step.plans else None
         for plan in step.plans:
+            self._in_flight += len(plan.plan_ids)
             if plan.plan_id in step.loads:
                 self._loads[plan.plan_id] = _Load(list(step.loads[plan.plan_id]), plan)
             try:
@@ -194,6 +198,13 @@ class WorkerSide:
             self._step_before = torch.cuda.Event()
             self._step_before.record()
 
+    def _current_stream(self) -> torch.cuda.Stream:
+        """Return the compute stream, by the same object as long as it is the same stream: torch makes one each time."""
+        stream = torch.cuda.current_stream()
+        if self._stream is None or self._stream.cuda_stream != stream.cuda_stream:
+            self._stream = stream
+        return self._stream
+
     def _learn_loads(self, step: StepMetadata) -> None:
         """Learn for which plans requests wait, and which of them wait for no others."""
         planned = [each for each in step.unloaded if not any(each in loads for loads in step.loads.values())]
@@ -209,11 +220,12 @@ class WorkerSide:
 
     def computed(self) -> None:
         """End the time of a step whose work is submitted."""
-        self._timer.end(on_gpu=self._on_gpu)
+        if self._timer.is_running:
+            self._timer.end(on_gpu=self._on_gpu)
 
     def take_seconds(self) -> dict[int, float]:
         """Return the seconds of timed steps that have ended since the last call, by number."""
-        return self._timer.take()
+        return self._timer.take() if self._timer.has_times else {}
 
     def poll(self) -> set[str]:
         """Collect what has ended; return the requests whose loads have, well or not.
@@ -221,14 +233,15 @@ class WorkerSide:
         Waits for loads while the device still computes the step before this one. vLLM waits for that step next in any
         case, and a load that ends meanwhile is known one step earlier.
         """
-        if self._controller is None:
+        if self._controller is None or not self._in_flight:
             return self._arrivals.take()
         self._collect(self._controller.poll())
         while self._loads and self._step_before is not None and not self._step_before.query():
             self._collect(self._controller.wait_reports(_PAUSE_S))
         return self._arrivals.take()
 
-    def _collect(self, reports: Iterable[TransferReport]) -> None:
+    def _collect(self, reports: Sequence[TransferReport]) -> None:
+        self._in_flight -= len(reports)
         for report in map(self._without_overwritten, reports):
             self._reports.append(report)
             load = self._loads.pop(report.plan_id, None)
