@@ -31,9 +31,6 @@ from fdcache.tiers.host import HostCache
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 2e-4
-"""Longest time between two looks if a step has ended."""
-
 
 class _Load(NamedTuple):
     """Requests that wait for a plan."""
@@ -195,7 +192,7 @@ class WorkerSide:
         """While there are loads, mark the end of the work that the device had before this step."""
         self._step_before = None
         if self._on_gpu and (self._loads or step.loads):
-            self._step_before = torch.cuda.Event()
+            self._step_before = torch.cuda.Event(blocking=True)
             self._step_before.record()
 
     def _current_stream(self) -> torch.cuda.Stream:
@@ -230,14 +227,15 @@ class WorkerSide:
     def poll(self) -> set[str]:
         """Collect what has ended; return the requests whose loads have, well or not.
 
-        Waits for loads while the device still computes the step before this one. vLLM waits for that step next in any
-        case, and a load that ends meanwhile is known one step earlier.
+        While there are loads, waits for the end of the step before this one. vLLM waits for it next in any case, and a
+        load that ends meanwhile is known one step earlier.
         """
         if self._controller is None or not self._in_flight:
             return self._arrivals.take()
         self._collect(self._controller.poll())
-        while self._loads and self._step_before is not None and not self._step_before.query():
-            self._collect(self._controller.wait_reports(_PAUSE_S))
+        if self._loads and self._step_before is not None:
+            self._step_before.synchronize()
+            self._collect(self._controller.poll())
         return self._arrivals.take()
 
     def _collect(self, reports: Sequence[TransferReport]) -> None:
