@@ -103,13 +103,13 @@ class WorkerSide:
         self._copies_out: dict[int, TransferPlan] = {}
         self._overwritten: dict[int, TransferPlan] = {}
         self._in_flight = 0  # reports that the controller owes
-        self._reports: list[TransferReport] = []
+        self.reports: list[TransferReport] = []
         self._arrivals = _Arrivals()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
         self._on_gpu = False
         self._stream: torch.cuda.Stream | None = None
-        self._timer = StepTimer()
+        self.timer = StepTimer()
         self._scan: bytes | None = None
 
     def register(
@@ -151,10 +151,10 @@ class WorkerSide:
     def submit(self, step: StepMetadata) -> None:
         """Enqueue the copies of a step and return at once."""
         controller = self._controller
-        if controller is not None and not step.is_empty:
+        if controller is not None and step:
             self._submit(controller, step)
-        if step.timed or self._timer.is_running:
-            self._timer.begin(step.timed, on_gpu=self._on_gpu)
+        if step.timed:
+            self.timer.begin(step.timed, on_gpu=self._on_gpu)
 
     def _submit(self, controller: CacheController, step: StepMetadata) -> None:
         self.attach(step.host_cache)
@@ -202,12 +202,7 @@ class WorkerSide:
 
     def computed(self) -> None:
         """End the time of a step whose work is submitted."""
-        if self._timer.is_running:
-            self._timer.end(on_gpu=self._on_gpu)
-
-    def take_seconds(self) -> dict[int, float]:
-        """Return the seconds of timed steps that have ended since the last call, by number."""
-        return self._timer.take() if self._timer.has_times else {}
+        self.timer.end(on_gpu=self._on_gpu)
 
     def poll(self) -> set[str]:
         """Collect what has ended; return the requests whose loads have, well or not."""
@@ -217,7 +212,7 @@ class WorkerSide:
         self._in_flight -= len(reports)
         for ended in reports:
             report = self._without_overwritten(ended)
-            self._reports.append(report)
+            self.reports.append(report)
             load = self._loads.pop(report.plan_id, None)
             if load is None:
                 continue
@@ -259,9 +254,7 @@ class WorkerSide:
 
     def take_reports(self) -> list[TransferReport]:
         """Return the reports since the last call."""
-        taken = self._reports
-        if taken:
-            self._reports = []
+        taken, self.reports = self.reports, []
         return taken
 
     def shutdown(self) -> None:
