@@ -56,14 +56,18 @@ class CopyOut:
         """Learn which blocks the engine gives away next, for the clean reserve of write_back."""
         self._native.next_evicted(ids)
 
-    def given_away(self, ids: Int32Array, plan: OpenPlan, plans: PlanLedger) -> None:
-        """Copy wanted blocks out in ``plan``, before their device blocks are overwritten, and forget them."""
+    def given_away(self, ids: Int32Array, plan: OpenPlan, plans: PlanLedger) -> bool:
+        """Copy wanted blocks out in ``plan``, before their device blocks are overwritten, and forget them.
+
+        Return True if that may have changed ``plan``.
+        """
         planned = self._native.given_away(ids, self._target, plan.evictions, plans)
         if planned is None:
-            return
+            return False
         if planned.after:
             plan.after = tuple(dict.fromkeys((*plan.after, *planned.after)))
         self._count(planned)
+        return True
 
     def forget_blocks(self, ids: Int32Array) -> None:
         """Forget what is in these device blocks, without a copy."""

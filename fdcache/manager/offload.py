@@ -11,6 +11,7 @@ from uuid import uuid4
 import msgspec
 
 from fdcache.errors import ConfigurationError, RequestStateError
+from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.copy_out import CopyOut
@@ -88,9 +89,8 @@ class OffloadManager(TierManager[OffloadRequest]):
         )
         self._host = _required(host)
         self._copies = CopyOut(settings, self._host, counters, clock)
-        tiers = self._tiers = LowerTiers(
-            self._host, storage_tier, self._copies, self._host.fetches, EarlyCopies(self._host)
-        )
+        early = EarlyCopies(self._host)
+        tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches, early)
         tiers.record_events(settings.event_buffer)
         self._choices = LoadChoices(
             settings.load_or_recompute, layout, clock, self._blocks_being_loaded, priors, streams=streams
@@ -101,6 +101,11 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._loads = self._requests.loads
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
         self._hints = RequestHints(tiers, layout.block_size, clock, layout.num_groups)
+        self._clock = clock
+        self._early = early
+        self._looks_always = storage_tier is not None or not isinstance(self._host, LocalHostTier)
+        self._must_look = True  # something may follow from what is not in the open plans
+        self._has_planned = False
         self._set_time()
 
     @classmethod
@@ -211,6 +216,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 self._give_away(wanted)
                 stored = tracked.from_storage
                 planned = self._requests.plan_load(tracked, ids, self._plans.open)
+                self._has_planned = True
                 stored = min(stored, planned)
                 self._counters.storage_hit_tokens += self._tokens(stored)
                 self._counters.host_hit_tokens += self._tokens(planned - stored)
@@ -273,7 +279,12 @@ class OffloadManager(TierManager[OffloadRequest]):
                 request.hint_outcomes, request.hints = self.hint(request, request.hints), ()
 
     def _give_away(self, ids: Int32Array) -> None:
-        self._copies.given_away(ids, self._plans.open, self._plans.ledger)
+        if self._copies.given_away(ids, self._plans.open, self._plans.ledger):
+            self._has_planned = True
+
+    def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> list[HintOutcome]:
+        self._must_look = True
+        return super()._take_hints(request, hints)
 
     def _count_lookup(self, tracked: Tracked) -> None:
         if not tracked.is_counted:
@@ -294,7 +305,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         ``is_patient``: more steps are sure to follow, so that a few blocks to copy may wait for others.
         """
         with self._lock:
-            if not self._has_something_to_plan:
+            if not (self._has_planned or self._copies.has_queue or self._must_look):
                 return []
             self._set_time()
             self._copies.is_patient = is_patient
@@ -306,22 +317,11 @@ class OffloadManager(TierManager[OffloadRequest]):
             plans = self._plans.close(self._host.arena)
             for plan in plans:
                 self._copies.sent(plan)
+            self._has_planned = False
+            self._must_look = (
+                self._looks_always or self._loads.has_open or self._hints.has_open or self._early.has_work
+            )
             return plans
-
-    @property
-    def _has_something_to_plan(self) -> bool:
-        """False if a step is sure to have no plan, as most that only generate.
-
-        A service and a storage are looked after in every step.
-        """
-        return (
-            self._copies.has_queue
-            or self._plans.has_open
-            or self._loads.has_open
-            or self._hints.has_open
-            or self._tiers.storage is not None
-            or not isinstance(self._host, LocalHostTier)
-        )
 
     def loads_of(self, plan_id: int) -> dict[str, bool]:
         """Return the requests whose blocks a plan in flight loads; True if these are their last.
@@ -340,6 +340,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         reports = list(reports)
         with self._lock:
             self._set_time()
+            self._must_look = True
             self._plans.apply(reports)
             self._choices.record(reports)
             if reports:
@@ -352,7 +353,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         The host blocks of an overdue load stay held until the reports.
         """
         with self._lock:
-            if self._requests.has_pins or self._plans.is_due:
+            if self._requests.pinned or self._clock() > self._plans.ledger.next_deadline:
                 self._requests.expire()
                 self._plans.expire()
             return self._loads.take_outcomes()
@@ -378,6 +379,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         """
         with self._lock:
             self._plans.require_rank(rank)
+            self._must_look = True
             self._requests.forget_found(f"rank {rank}: its process is gone")
             self._plans.lose_rank(rank)
             self._tiers.worker_lost()
@@ -391,6 +393,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         """
         with self._lock:
             self._requests.forget_found("the cache was reset")
+            self._must_look = True
             return self._tiers.reset()
 
     def weights_changed(self) -> int:
@@ -401,6 +404,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         clears the workers' local storage; a service and a store keep their blocks for others.
         """
         with self._lock:
+            self._must_look = True
             named = self.layout.revision.partition("+")[0]
             return self._change_layout(self.layout.with_revision(f"{named}+{uuid4().hex[:16]}"))
 

@@ -139,7 +139,8 @@ class OffloadedRequests:
         self._cell = ReuseLimit(settings, layout.block_size).cell * layout.num_groups
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
-        self._pinned: set[Tracked] = set()
+        self.pinned: set[Tracked] = set()
+        """Those of which something found is pinned."""
         self.loads = OffloadedLoads(layout, host, counters, self._load_ended)
         self._hasher = _core.BlockManager(
             _core.Tier(1), layout.block_size, layout.fingerprint, settings.lookahead_tokens
@@ -209,17 +210,12 @@ class OffloadedRequests:
             tracked.is_stale = True
         self._hasher.change_fingerprint(fingerprint)
 
-    @property
-    def has_pins(self) -> bool:
-        """True while something that was found is pinned."""
-        return bool(self._pinned)
-
     def expire(self) -> None:
         """Unpin what nothing has asked for lately."""
-        if not self._pinned:
+        if not self.pinned:
             return
         oldest = self._clock() - self._pin_timeout
-        for tracked in [each for each in self._pinned if each.asked_at < oldest]:
+        for tracked in [each for each in self.pinned if each.asked_at < oldest]:
             self.unpin(tracked)
 
     # --- match --------------------------------------------------------------------------------------------
@@ -250,7 +246,7 @@ class OffloadedRequests:
         (tracked.found, tracked.coming), tracked.start = found, tracked.device_blocks
         tracked.limit, tracked.arena, tracked.found_at = len(hashes), self._host.arena, tracked.asked_at
         if tracked.lease:
-            self._pinned.add(tracked)
+            self.pinned.add(tracked)
         tracked.deferred_since = None
         self._choices.matched(tracked.request.request_id, tracked.device_blocks, tracked.remaining)
         return True
@@ -259,7 +255,7 @@ class OffloadedRequests:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
         if tracked.lease:
             self._host.release(tracked.lease)
-            self._pinned.discard(tracked)
+            self.pinned.discard(tracked)
         tracked.found, tracked.coming = None, 0
 
     def _is_kept(self, tracked: Tracked, limit: int) -> bool:

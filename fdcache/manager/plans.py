@@ -88,17 +88,6 @@ class Plans:
         return self._ledger
 
     @property
-    def has_open(self) -> bool:
-        """True if there is something to send, or copies to the host wait for others."""
-        early = self._tiers.early
-        return not (self.open.is_empty and self.ahead.is_empty) or (early is not None and early.has_work)
-
-    @property
-    def is_due(self) -> bool:
-        """True if the deadline of a plan may have passed."""
-        return self._clock() > self._ledger.next_deadline
-
-    @property
     def in_flight(self) -> int:
         """Number of plans that some rank has not reported."""
         return len(self._ledger)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdcache.manager.cost import MARGIN, Cached, CostModel, LinkSpeed, LoadChoice, PrefillSpeed
+from fdcache.manager.cost import MARGIN, Cached, CostModel, LoadChoice
+from fdcache.manager.speeds import LinkSpeed, PrefillSpeed
 from tests.seeds import budget
 
 BLOCK = 16
@@ -54,7 +55,7 @@ def models(draw: st.DrawFn) -> CostModel:
 
 @st.composite
 def prefixes(draw: st.DrawFn) -> Cached:
-    device, host, storage = draw(counts), draw(counts), draw(counts)
+    device, host, storage = draw(counts), draw(counts), draw(st.just(0) | counts)
     blocks = device + host + storage
     tokens = blocks * BLOCK + draw(st.integers(1, 4096))
     return Cached(tokens, device, host, storage, draw(counts), draw(counts))

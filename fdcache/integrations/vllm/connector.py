@@ -28,7 +28,7 @@ from fdcache.integrations.vllm.config import (
     settings_in_force,
 )
 from fdcache.integrations.vllm.events import EventTranslator
-from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports, WorkerStorage
+from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata, WorkerReports, WorkerStorage
 from fdcache.integrations.vllm.scheduler import SchedulerSide, table_of
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide
@@ -98,8 +98,11 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         version: the second model runner calls ``start_load_kv`` after the forward pass since vLLM 0.33.
         """
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
-            self._worker.submit(connector_metadata)
+        worker = self._worker
+        if worker is None or (connector_metadata is NOTHING and not worker.is_loading):
+            return
+        if isinstance(connector_metadata, StepMetadata):
+            worker.submit(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Do nothing: the copies were enqueued when the metadata was bound."""
@@ -112,7 +115,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Note the end of the step. The order of streams keeps blocks until they are stored."""
-        if self._worker is not None:
+        if self._worker is not None and self._worker.timer.number:
             self._worker.computed()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -133,9 +136,10 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this rank's reports."""
-        if self._worker is None:
+        worker = self._worker
+        if worker is None or not (worker.reports or worker.timer.running):
             return None
-        reports, seconds = self._worker.take_reports(), self._worker.take_seconds()
+        reports, seconds = worker.take_reports(), worker.timer.take()
         return WorkerReports(reports, seconds) if reports or seconds else None
 
     # --- scheduler ----------------------------------------------------------------------------------------
@@ -245,7 +249,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def take_events(self) -> Iterable[Any]:
         """Return which blocks entered and left host memory and storage, under vLLM's hashes."""
         events: Iterable[Any] = ()
-        if self._scheduler is not None and self._events is not None:
+        if self._events is not None and self._scheduler is not None:
             with self._scheduler.guarded("take_events", follows_blocks=False):
                 events = self._scheduler.take_events()
         return events

@@ -36,13 +36,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     host_cache: HostCache | None = None
     timed: int = 0
 
-    @property
-    def is_empty(self) -> bool:
-        """True if workers have nothing to do."""
-        return not (self.plans or self.unloaded or self.is_late or self.host_cache or self.timed)
+    def __bool__(self) -> bool:
+        """Return True unless workers have nothing to do."""
+        return bool(self.plans or self.unloaded or self.is_late or self.host_cache or self.timed)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "plans": list(map(encode, self.plans))}
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self is NOTHING:
+            return "NOTHING"
+        return StepMetadata, (), {**self.__dict__, "plans": list(map(encode, self.plans))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, plans=list(map(decode_plan, state["plans"])))

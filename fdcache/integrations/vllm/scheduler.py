@@ -19,7 +19,7 @@ from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata
 from fdcache.integrations.vllm.timing import StepTimes
 from fdcache.manager import NO_BLOCK, LoadOutcome, MatchStatus, OffloadManager, Request
-from fdcache.metadata import Int32Array, TransferReport, decode_scan
+from fdcache.metadata import Int32Array, TransferPlan, TransferReport, decode_scan
 from fdcache.settings.cache import WritePolicy
 
 logger = logging.getLogger(__name__)
@@ -232,15 +232,19 @@ class SchedulerSide:
             self._made.unloaded, self._unloaded = self._unloaded, {}
         if computed:
             self._follow(output, computed)
-        if self._made.is_empty:
+        if not self._made:
             return NOTHING
         made, self._made = self._made, StepMetadata()
         return made
 
     def _follow(self, output: Any, computed: Sequence[_Computed]) -> None:
         """Let the step be timed, and offer the blocks that it computes."""
-        with self.guarded("timing", follows_blocks=False):
-            self._made.timed = self._timed(output, computed)
+        # Of steps in which requests have a part that are not followed the time says nothing.
+        if len(computed) == len(output.num_scheduled_tokens) and self.manager.decides_loads:
+            with self.guarded("timing", follows_blocks=False):
+                self._made.timed = self.times.begin(
+                    (known.request, start, stop) for known, start, stop in computed
+                )
         for known, start, num_tokens in computed:
             if num_tokens - start > self._block_size or self._has_enough(known, num_tokens):
                 with self.guarded("offering"):
@@ -251,12 +255,6 @@ class SchedulerSide:
         whole = num_tokens // self._block_size
         return whole >= known.offered + self._blocks_of_offer or self._events is not None
 
-    def _timed(self, output: Any, computed: Sequence[_Computed]) -> int:
-        """Return the number for the step's time; 0 if requests that are not followed have a part in it."""
-        if len(computed) < len(output.num_scheduled_tokens) or not self.manager.decides_loads:
-            return 0
-        return self.times.begin((known.request, start, stop) for known, start, stop in computed)
-
     def _plan(self, *, is_patient: bool) -> None:
         if not self._sent_host_cache:
             self._made.host_cache, self._sent_host_cache = self.manager.host_cache, True
@@ -266,8 +264,10 @@ class SchedulerSide:
             self._reset_device()
         if self._writes_back:
             self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
-        self._learn_ends(self.manager.expire())
-        self._take_plans(is_patient=is_patient)
+        if late := self.manager.expire():
+            self._learn_ends(late)
+        if plans := self.manager.take_plans(is_patient=is_patient):
+            self._send(plans)
 
     def _close_plan(self, is_unordered: bool) -> None:
         """Give each request a plan of its own: it is admitted when its blocks are there, not with the step's last.
@@ -276,10 +276,10 @@ class SchedulerSide:
         failed, the requests that are lost come before any plan.
         """
         if (self._has_loads or is_unordered) and not (self._is_lost or self._is_late):
-            self._take_plans()
+            self._send(self.manager.take_plans(is_patient=True))
 
-    def _take_plans(self, *, is_patient: bool = True) -> None:
-        for plan in self.manager.take_plans(is_patient=is_patient):
+    def _send(self, plans: Iterable[TransferPlan]) -> None:
+        for plan in plans:
             self._made.plans.append(plan)
             if plan.loads is not None:
                 loads = self._made.loads[plan.plan_id] = self.manager.loads_of(plan.plan_id)

@@ -51,42 +51,33 @@ class StepTimer:
     """In a worker: seconds from the start of a step's forward pass to its end. Waits for nothing."""
 
     def __init__(self) -> None:
-        self._number = 0
+        self.number = 0
+        """Of the step that has begun and not ended; 0 for one that is not timed."""
         self._start: Any = None
-        self._running: deque[tuple[int, Any, Any]] = deque()
-
-    @property
-    def is_running(self) -> bool:
-        """True between the beginning of a timed step and its end."""
-        return self._number > 0
-
-    @property
-    def has_times(self) -> bool:
-        """True while the times of steps have not been taken."""
-        return bool(self._running)
+        self.running: deque[tuple[int, Any, Any]] = deque()
+        """The steps whose times have not been taken: the number, the start and the end of each."""
 
     def begin(self, number: int, *, on_gpu: bool) -> None:
-        """Begin a step; number 0 is not timed."""
-        self._number = number
-        self._start = _moment(on_gpu) if number else None
+        """Begin a step."""
+        self.number, self._start = number, _moment(on_gpu)
 
     def end(self, *, on_gpu: bool) -> None:
         """End the step that has begun, once its work is submitted."""
-        self._running.append((self._number, self._start, _moment(on_gpu)))
-        self._number = 0
+        self.running.append((self.number, self._start, _moment(on_gpu)))
+        self.number = 0
 
     def take(self) -> dict[int, float]:
         """Return the seconds of the steps that have ended since the last call, by number."""
         found: dict[int, float] = {}
-        while self._running:
-            number, start, end = self._running[0]
+        while self.running:
+            number, start, end = self.running[0]
             if isinstance(end, torch.cuda.Event):
                 if not end.query():
                     break
                 found[number] = start.elapsed_time(end) / 1e3
             else:
                 found[number] = end - start
-            self._running.popleft()
+            self.running.popleft()
         return found
 
 

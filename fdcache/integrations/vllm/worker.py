@@ -104,7 +104,7 @@ class WorkerSide:
         self._copies_out: dict[int, TransferPlan] = {}
         self._overwritten: dict[int, TransferPlan] = {}
         self._in_flight = 0  # reports that the controller owes
-        self._reports: list[TransferReport] = []
+        self.reports: list[TransferReport] = []
         self._arrivals = _Arrivals()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
@@ -112,7 +112,7 @@ class WorkerSide:
         self._idle_stream: Any = None
         self._step_before: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._timer = StepTimer()
+        self.timer = StepTimer()
         self._scan: bytes | None = None
 
     def register(
@@ -147,6 +147,11 @@ class WorkerSide:
         taken, self._scan = self._scan, None
         return taken
 
+    @property
+    def is_loading(self) -> bool:
+        """True while requests wait for loads."""
+        return bool(self._loads)
+
     def attach(self, host_cache: HostCache | None) -> None:
         """Map the host memory of a service, which the scheduler names with its first step."""
         controller = self._controller
@@ -158,10 +163,10 @@ class WorkerSide:
         controller = self._controller
         if controller is not None:
             self._mark_step_before(step)
-            if not step.is_empty:
+            if step:
                 self._submit(controller, step)
-        if step.timed or self._timer.is_running:
-            self._timer.begin(step.timed, on_gpu=self._on_gpu)
+        if step.timed:
+            self.timer.begin(step.timed, on_gpu=self._on_gpu)
 
     def _submit(self, controller: CacheController, step: StepMetadata) -> None:
         self.attach(step.host_cache)
@@ -217,12 +222,7 @@ class WorkerSide:
 
     def computed(self) -> None:
         """End the time of a step whose work is submitted."""
-        if self._timer.is_running:
-            self._timer.end(on_gpu=self._on_gpu)
-
-    def take_seconds(self) -> dict[int, float]:
-        """Return the seconds of timed steps that have ended since the last call, by number."""
-        return self._timer.take() if self._timer.has_times else {}
+        self.timer.end(on_gpu=self._on_gpu)
 
     def poll(self) -> set[str]:
         """Collect what has ended; return the requests whose loads have, well or not.
@@ -241,7 +241,7 @@ class WorkerSide:
     def _collect(self, reports: Sequence[TransferReport]) -> None:
         self._in_flight -= len(reports)
         for report in map(self._without_overwritten, reports):
-            self._reports.append(report)
+            self.reports.append(report)
             load = self._loads.pop(report.plan_id, None)
             if load is None:
                 continue
@@ -282,9 +282,7 @@ class WorkerSide:
 
     def take_reports(self) -> list[TransferReport]:
         """Return the reports since the last call."""
-        taken = self._reports
-        if taken:
-            self._reports = []
+        taken, self.reports = self.reports, []
         return taken
 
     def shutdown(self) -> None:
