@@ -12,10 +12,11 @@ import msgspec
 from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import RequestStateError
 from fdcache.layout import KVLayout
-from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LinkSpeed, LoadChoice, Priors
+from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LoadChoice, Priors
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import LoadLimit
 from fdcache.manager.service_reads import ServiceReads
+from fdcache.manager.speeds import LinkSpeed
 from fdcache.metadata import SwapPurpose, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.cache import LoadOrRecompute
