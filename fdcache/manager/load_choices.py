@@ -268,9 +268,8 @@ class LoadChoices:
             return True
         model, elapsed = self.model, now_is - since
         loads_ahead = self._loads_ahead()
-        now = model.decide(
-            Cached(num_tokens, on_device, arrived - on_device, loads_ahead=loads_ahead)
-        ).seconds
+        on_host = max(arrived - on_device, 0)
+        now = model.decide(Cached(num_tokens, on_device, on_host, loads_ahead=loads_ahead)).seconds
         if now is None:
             now = model.seconds(Cached(num_tokens, on_device, 0), on_device)
         end, start, soonest = model.seconds_of_read(ahead), arrived, inf
@@ -278,9 +277,10 @@ class LoadChoices:
         late = max(elapsed - due, 0.0)
         for stop in ends:
             end += model.seconds_of_read(stop - start)
-            loaded = start if model.streams else on_device
-            whole = Cached(num_tokens, loaded, stop - loaded, loads_ahead=loads_ahead)
-            soonest = min(soonest, end - elapsed + 2 * late + model.seconds(whole, stop))
+            loaded = max(start, on_device) if model.streams else on_device
+            if stop > on_device:
+                whole = Cached(num_tokens, loaded, stop - loaded, loads_ahead=loads_ahead)
+                soonest = min(soonest, end - elapsed + 2 * late + model.seconds(whole, stop))
             start = stop
         is_worth = soonest <= now * (1 + MARGIN)
         if found is not None and is_worth:
@@ -337,19 +337,20 @@ class RequestReads:
 
     def worth_reading(self, on_device: int, first: int, stop: int, ahead: int) -> tuple[int, bool]:
         """Return up to which block to read, and True if the request is to wait for it."""
-        self.on_device = min(on_device, first)
+        self.on_device = on_device
         if not self.choices.decides_reads:
             return stop, True
+        needed = max(first, on_device)  # the host has to have those before them too
         cached = Cached(
             self.request.num_tokens,
-            self.on_device,
-            first - self.on_device,
-            stop - first,
-            reads_ahead=ahead,
+            on_device,
+            needed - on_device,
+            stop - needed,
+            reads_ahead=ahead + needed - first,
             loads_ahead=self.choices._loads_ahead(),
         )
         worth = self.choices.decide_read(self.request, cached)
-        if worth > first:
+        if worth > needed:
             return worth, True
         return (stop, False) if self.choices.takes_probe() else (first, False)
 
@@ -358,7 +359,7 @@ class RequestReads:
         return self.choices.is_worth_waiting(
             self.request.request_id,
             self.request.num_tokens,
-            min(self.on_device, arrived),
+            self.on_device,
             arrived,
             ends,
             ahead,

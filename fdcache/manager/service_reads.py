@@ -67,10 +67,10 @@ class ServiceReads:
 
     def judge(self, request: OffloadRequest, on_device: int, arrived: int, stop: int) -> Wait:
         """Decide on a request that has ``on_device`` blocks: ``arrived`` of its path have come, ``stop`` are to."""
-        if stop <= arrived:  # not known yet
+        read = self._reads.get(request.request_id)
+        if stop <= arrived or (read is None and stop <= on_device):  # not known yet
             return Wait.WAIT
         now, judge = self._clock(), self._choices.reads_for(request)
-        read = self._reads.get(request.request_id)
         if read is None:
             self._reads[request.request_id] = _Read(arrived, stop, arrived, now, now)
             wait = Wait.WAIT if judge is None else _begun(judge, on_device, arrived, stop)
@@ -79,7 +79,7 @@ class ServiceReads:
                 read.arrived, read.since = arrived, now
             read.stop, wait = max(read.stop, stop), Wait.WAIT
             if judge is not None:
-                judge.on_device = min(on_device, arrived)
+                judge.on_device = on_device
                 if not judge.is_worth_waiting(arrived, [stop], 0, read.since):
                     self._choices.observe_read(stop - arrived, now - read.since)
                     wait = Wait.LEAVE

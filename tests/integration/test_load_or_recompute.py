@@ -12,7 +12,7 @@ import pytest
 from fdcache.errors import RequestStateError
 from fdcache.manager import MatchStatus, Request
 from fdcache.manager.cost import CostModel, Priors
-from fdcache.settings.cache import PrefetchPolicy
+from fdcache.settings.cache import PrefetchPolicy, WritePolicy
 from fdcache.tiers.statistics import LoadFigures
 from tests.offload_engine import LAYOUT as OFFLOADED
 from tests.offload_engine import OffloadEngine, ids, prompt
@@ -84,6 +84,38 @@ def test_blocks_that_are_sooner_computed_are_not_read(stored: Path) -> None:
         assert (decision.choice, decision.storage_blocks, decision.reused_blocks) == ("nothing", BLOCKS, 0)
         assert decision.expected_seconds == pytest.approx(0.1 * (BLOCKS + 1 / BLOCK), rel=0.01)
         assert decision.expected_seconds_whole == pytest.approx(SLOW * BLOCKS, rel=0.02)
+        engine.manager.request_finish([request])
+
+
+@pytest.mark.parametrize(("read", "choice"), [(0.05, "nothing"), (0.02, "whole")])
+def test_blocks_that_the_device_has_already_are_no_gain_of_a_read(
+    stored: Path, read: float, choice: str
+) -> None:
+    """The host has none of the device's six blocks: eight have to be read for two that need not be computed."""
+    with engine_of(stored, write_policy=WritePolicy.WRITE_BACK) as engine:
+        computed = Request("computed", tokens_of(1, 6), use_cache=True, max_cached_tokens=0)
+        engine.match(computed)
+        assert engine.allocate(computed).ok
+        engine.compute(computed, computed.num_tokens)
+        engine.manager.request_finish([computed])
+        learn(engine, compute=0.1, read=read)
+        engine.store.gate.clear()
+        request = Request("a", tokens_of(1, BLOCKS))
+        status = MatchStatus.MATCHED if choice == "nothing" else MatchStatus.DEFERRED
+        assert engine.match(request).status is status
+        (decision,) = loads(engine).recent
+        assert (decision.device_blocks, decision.host_blocks, decision.storage_blocks) == (6, 0, 2)
+        assert decision.choice == choice
+        assert decision.expected_seconds_nothing == pytest.approx(0.2, rel=0.1)
+        assert decision.expected_seconds_whole == pytest.approx(8 * read, rel=0.1)
+        if choice == "whole":
+            engine.send()
+            engine.now += 8 * read + 0.1  # it would still save 0.1 s if it came now
+            assert engine.match(request).status is MatchStatus.DEFERRED
+            engine.now += 0.15
+            assert engine.match(request).status is MatchStatus.MATCHED
+        assert request.num_cached_tokens == 6 * BLOCK
+        settle_reads(engine)
         engine.manager.request_finish([request])
 
 
