@@ -111,9 +111,13 @@ class LoadChoices:
                 if (link := links.get(result.purpose)) is not None:
                     link.observe(result.copied_bytes, result.seconds, self._clock())
 
-    def observe_read(self, num_blocks: int, seconds: float) -> None:
-        """Learn how long a service took to read blocks, unless the engine does not tell how fast it computes."""
-        if self._is_auto and self.model.prefill.is_known:
+    def observe_read(self, num_blocks: int, seconds: float, *, has_ended: bool) -> None:
+        """Learn how long a service took to read blocks, unless the engine does not tell how fast it computes.
+
+        A read that has not ended tells something once it takes longer than was expected.
+        """
+        is_news = has_ended or seconds > self.model.seconds_of_read(num_blocks)
+        if is_news and self._is_auto and self.model.prefill.is_known:
             self.model.observe_read(num_blocks, seconds, self._clock())
 
     def observe_prefill(

@@ -23,8 +23,8 @@ class Choices(Protocol):
     def reads_for(self, request: OffloadRequest) -> RequestJudge | None:
         """Return the judge of a request's reads; None if it waits for all of them."""
 
-    def observe_read(self, num_blocks: int, seconds: float) -> None:
-        """Learn how long a read took."""
+    def observe_read(self, num_blocks: int, seconds: float, *, has_ended: bool) -> None:
+        """Learn how long a read took, or how long it has taken so far."""
 
 
 class Wait(Enum):
@@ -81,17 +81,21 @@ class ServiceReads:
             if judge is not None:
                 judge.on_device = on_device
                 if not judge.is_worth_waiting(arrived, [stop], 0, read.since):
-                    self._choices.observe_read(stop - arrived, now - read.since)
+                    self._choices.observe_read(stop - arrived, now - read.since, has_ended=False)
                     wait = Wait.LEAVE
         if wait is not Wait.WAIT:
             del self._reads[request.request_id]
         return wait
 
-    def found(self, request: OffloadRequest) -> None:
-        """Learn that the service has looked the request up: it waits no longer."""
+    def found(self, request: OffloadRequest, arrived: int) -> None:
+        """Learn that the service has looked the request up: it waits no longer. ``arrived`` of its path have come.
+
+        Others may not, as they were waited for too long or could not be read.
+        """
         read = self._reads.pop(request.request_id, None)
         if read is not None:
-            self._choices.observe_read(read.stop - read.first, self._clock() - read.began)
+            blocks, seconds = read.stop - read.first, self._clock() - read.began
+            self._choices.observe_read(blocks, seconds, has_ended=arrived >= read.stop)
 
     def forget(self, request: OffloadRequest) -> None:
         """Forget a request that has ended."""

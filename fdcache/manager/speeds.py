@@ -168,27 +168,26 @@ class SpeedFit:
         # Relative to the speed, so that every fit has errors of the same kind.
         x, y = tuple(each / size for each in features), seconds / size
         key = int(size).bit_length() // 2 if self._by_size else 0
-        self.observations += 1
-        if self.observations > _MIN_OBSERVATIONS and (expected := self.seconds(features) / size) > 0:
+        believed = y
+        if self.observations >= _MIN_OBSERVATIONS and (expected := self.seconds(x)) > 0:
             believed = min(max(y, expected / _MOST_SURPRISE), expected * _MOST_SURPRISE)
-            if self._is_new_speed(key, x, y, weight, is_surprise=believed != y):
-                return
-            y = believed
+        self.observations += 1
+        if self._is_new_speed(key, x, y, weight, surprise=y - believed):
+            return
         for other, sums in self._sums.items():
             sums.decay((_DECAY if other == key else _DECAY_OF_OTHER_SIZES) ** weight)
-        self._sums.setdefault(key, _Sums(self._num_features)).add(x, y, weight)
+        self._sums.setdefault(key, _Sums(self._num_features)).add(x, believed, weight)
 
     def _is_new_speed(
-        self, key: int, x: tuple[float, ...], y: float, weight: float, *, is_surprise: bool
+        self, key: int, x: tuple[float, ...], y: float, weight: float, *, surprise: float
     ) -> bool:
         """Return True, and believe the last observations of a size alone, if they are surprises of one kind."""
         surprises = self._surprises.setdefault(key, [])
-        is_slower = is_surprise and y > self.seconds(x)
-        if not is_surprise or (surprises and surprises[0][0] != is_slower):
+        if not surprise or (surprises and surprises[0][0] != (surprise > 0)):
             surprises.clear()
-        if not is_surprise:
+        if not surprise:
             return False
-        surprises.append((is_slower, x, y, weight))
+        surprises.append((surprise > 0, x, y, weight))
         if len(surprises) < _MIN_OBSERVATIONS or sum(each[-1] for each in surprises) < _NEW_SPEED:
             return False
         sums = self._sums[key] = _Sums(self._num_features)
