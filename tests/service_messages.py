@@ -30,7 +30,7 @@ from fdcache.service.wire.protocol import (
 )
 from fdcache.service.wire.shared_memory import Geometry
 from fdcache.tiers.fetches import FetchTerms
-from fdcache.tiers.statistics import BOUNDS, Copied, Histogram, Traffic
+from fdcache.tiers.statistics import BOUNDS, Copied, Histogram, ReadTotals, Traffic
 
 SESSION, NUMBER = 7, 9
 
@@ -108,7 +108,7 @@ REPLIES: list[protocol.Answer] = [
     protocol.Granted(_ONE32, _ONE32, 64),
     protocol.Published(_HASH, b"\0"),
     protocol.Hinted([HintResult(1, HintStatus.KEPT, blocks=1)]),
-    protocol.Alive([0] * 13),
+    protocol.Alive([0] * 13, reads=ReadTotals(1, 4096, 0.5)),
     protocol.Events(b"\0", _HASH, bytes(32)),
     protocol.Recall(32),
     protocol.Done(),

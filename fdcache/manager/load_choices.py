@@ -21,7 +21,7 @@ from fdcache.metadata import SwapPurpose, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.cache import LoadOrRecompute
 from fdcache.storage.calibration import load_storage_speed
-from fdcache.tiers.statistics import LoadDecision, LoadFigures, SpeedFigures
+from fdcache.tiers.statistics import LoadDecision, LoadFigures, ReadTotals, SpeedFigures
 from fdcache.tiers.storage_reads import GROUP_SECONDS
 
 _FORGET_AFTER = 30.0
@@ -32,6 +32,9 @@ _PROBE_AFTER = 10.0
 
 _COMPARISONS = 64
 """A read that is late is compared with computing again after one part of so many of the time that it has taken."""
+
+_MOST_OTHERS = 8
+"""Reads of others count as so many observations at most: they have the mean speed."""
 
 _MOST_RECENT = 16
 
@@ -64,7 +67,7 @@ class LoadChoices:
 
     Blocks are records, of which a page of tokens has one for each group of layers. ``loads_ahead`` returns the number
     of blocks on their way to the device. ``priors``: speeds as calibrated.
-    ``streams``: blocks are loaded to the device while later ones are read.
+    ``streams``: blocks are loaded to the device while later ones are read. ``totals``: of a service's reads.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class LoadChoices:
         priors: Priors,
         *,
         streams: bool = False,
+        totals: Callable[[], ReadTotals | None] = lambda: None,
     ) -> None:
         groups = self._groups = layout.num_groups
         self.model = CostModel(
@@ -97,7 +101,7 @@ class LoadChoices:
         self._figures = LoadFigures()
         self._began = clock()
         self._probed_at: float | None = None
-        self.service_reads = ServiceReads(self, clock)
+        self.service_reads = ServiceReads(self, clock, totals)
 
     # --- observations ---------------------------------------------------------------------------------------
 
@@ -119,6 +123,13 @@ class LoadChoices:
         is_news = has_ended or seconds > self.model.seconds_of_read(num_blocks)
         if is_news and self._is_auto and self.model.prefill.is_known:
             self.model.observe_read(num_blocks, seconds, self._clock())
+
+    def observe_others(self, reads: ReadTotals) -> None:
+        """Learn from reads that no request waited for, if there was none lately that one waited for."""
+        if self._is_auto and self.model.prefill.is_known and self._has_old_reads:
+            now = self._clock()
+            for _ in range(min(reads.reads, _MOST_OTHERS)):
+                self.model.storage.observe(reads.bytes // reads.reads, reads.seconds / reads.reads, now)
 
     def observe_prefill(
         self,
@@ -235,16 +246,22 @@ class LoadChoices:
 
     def decide_read(self, request: OffloadRequest, cached: Cached) -> int:
         """Return how many leading blocks of a path are worth reading, some of which are in storage."""
+        self.service_reads.learn()
         decision = self._decide(cached)
         last = request.block_hashes[(cached.num_blocks - 1) // self._groups].tobytes()
         self._note(request.request_id, last, cached, decision)
         return decision.num_blocks
 
+    @property
+    def _has_old_reads(self) -> bool:
+        """True if no read was observed lately."""
+        seen = self.model.storage.observed_at
+        return seen is None or self._clock() - seen > _PROBE_AFTER
+
     def takes_probe(self) -> bool:
         """Return True if the speed of storage is so old that a read is worth its news alone."""
-        now, seen = self._clock(), self.model.storage.observed_at
-        last = max((each for each in (seen, self._probed_at) if each is not None), default=-inf)
-        if now - last <= _PROBE_AFTER:
+        now = self._clock()
+        if not self._has_old_reads or (self._probed_at is not None and now - self._probed_at <= _PROBE_AFTER):
             return False
         self._probed_at = now
         self._figures.probes += 1

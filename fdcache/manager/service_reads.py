@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from fdcache.manager.keyed import OffloadRequest
+from fdcache.tiers.statistics import ReadTotals
 from fdcache.tiers.waiting_fetches import ReadJudge
 
 
@@ -25,6 +26,9 @@ class Choices(Protocol):
 
     def observe_read(self, num_blocks: int, seconds: float, *, has_ended: bool) -> None:
         """Learn how long a read took, or how long it has taken so far."""
+
+    def observe_others(self, reads: ReadTotals) -> None:
+        """Learn how long reads took that none of this engine's requests waited for, unless that is known better."""
 
 
 class Wait(Enum):
@@ -52,13 +56,25 @@ class ServiceReads:
     """Decides on the reads of a service as ``RequestReads`` does on those of this process.
 
     The service tells with each look-up how far a read has come. How fast its storage is for this engine is learnt from
-    the reads that were waited for, their queue included, and from those that were late.
+    the reads that were waited for, their queue included, and from those that were late. Without any, as when nothing is
+    worth reading, it is learnt from all reads of the service, of which ``totals`` tells.
     """
 
-    def __init__(self, choices: Choices, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, choices: Choices, clock: Callable[[], float], totals: Callable[[], ReadTotals | None]
+    ) -> None:
         self._choices = choices
         self._clock = clock
+        self._totals = totals
+        self._before: ReadTotals | None = None
         self._reads: dict[str, _Read] = {}
+
+    def learn(self) -> None:
+        """Learn from the reads of the service since the last call."""
+        now, before = self._totals(), self._before
+        self._before = now
+        if now is not None and before is not None and now.reads > before.reads:
+            self._choices.observe_others(now.since(before))
 
     def first(self, request: OffloadRequest) -> int:
         """Return the first block of a request's path that has been read for it, 0 if that is not known."""
