@@ -232,7 +232,7 @@ def page() -> str:
         note = "\n\nA notice." if is_notice else "\n\nAlso a notice." if tag in _NOTICES else ""
         parts.append(_message(answer, encode_answer(0 if is_notice else NUMBER, answer), note))
     parts.append("## Records in fields\n\n")
-    for kind in (Live, FetchTerms, Geometry, HintGiven, HintResult, Traffic, Copied, Histogram):
+    for kind in (Live, FetchTerms, Geometry, HintGiven, HintResult, Traffic, Copied, Histogram, ReadTotals):
         parts.append(f"### {kind.__name__}\n\n{_prose(kind)}\n\n{_fields(kind)}\n")
     bounds = ", ".join(f"{each:g}" for each in BOUNDS)
     parts.append(f"Buckets of a histogram end at {bounds} seconds; the last has what took longer.\n\n")

@@ -358,9 +358,21 @@ class RequestReads:
 
     def worth_reading(self, on_device: int, first: int, stop: int, ahead: int) -> tuple[int, bool]:
         """Return up to which block to read, and True if the request is to wait for it."""
+        worth = self._worth(on_device, first, stop, ahead)
+        if worth > max(first, on_device):
+            return worth, True
+        return (stop, False) if self.choices.takes_probe() else (first, False)
+
+    def worth_joining(self, on_device: int, first: int, stop: int) -> int:
+        """Return up to which of the blocks that others read the request waits for them."""
+        worth = self._worth(on_device, first, stop, 0)
+        return worth if worth > max(first, on_device) else first
+
+    def _worth(self, on_device: int, first: int, stop: int, ahead: int) -> int:
+        """Return up to which block a read is worth it."""
         self.on_device = on_device
         if not self.choices.decides_reads:
-            return stop, True
+            return stop
         needed = max(first, on_device)  # the host has to have those before them too
         cached = Cached(
             self.request.num_tokens,
@@ -370,10 +382,7 @@ class RequestReads:
             reads_ahead=ahead + needed - first,
             loads_ahead=self.choices._loads_ahead(),
         )
-        worth = self.choices.decide_read(self.request, cached)
-        if worth > needed:
-            return worth, True
-        return (stop, False) if self.choices.takes_probe() else (first, False)
+        return self.choices.decide_read(self.request, cached)
 
     def is_worth_waiting(self, arrived: int, ends: Sequence[int], ahead: int, since: float) -> bool:
         """Return False once the request should go on with the blocks that have arrived."""

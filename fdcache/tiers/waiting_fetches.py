@@ -22,6 +22,9 @@ class ReadJudge(Protocol):
         ``on_device`` leading blocks are on the device, and ``ahead`` blocks are read before these.
         """
 
+    def worth_joining(self, on_device: int, first: int, stop: int) -> int:
+        """Return up to which of the blocks ``first`` to ``stop``, which others read, the request waits for them."""
+
     def is_worth_waiting(self, arrived: int, ends: Sequence[int], ahead: int, since: float) -> bool:
         """Return False if the request should go on with the ``arrived`` blocks.
 

@@ -332,6 +332,51 @@ def test_requests_share_the_reads_of_a_path(stored: Path) -> None:
         assert counters(engine).blocks_requested_from_storage == BLOCKS
 
 
+def test_requests_that_share_reads_have_decisions_of_their_own(stored: Path) -> None:
+    with engine_of(stored, policy=PrefetchPolicy.WAIT_COMPLETE) as engine:
+        learn(engine, compute=0.1, read=0.05)
+        engine.store.gate.clear()
+        first, second = (Request(name, tokens_of(1, BLOCKS)) for name in ("a", "b"))
+        assert engine.match(first).status is MatchStatus.DEFERRED
+        engine.send()
+        assert engine.match(second).status is MatchStatus.DEFERRED
+        kept, shared = loads(engine).recent
+        assert (kept.request_id, shared.request_id) == ("a", "b")
+        assert (shared.choice, shared.storage_blocks, shared.host_blocks) == ("whole", BLOCKS, 0)
+        assert shared.expected_seconds == pytest.approx(kept.expected_seconds)
+        engine.now += 2.0
+        for request in (first, second):
+            assert engine.match(request).status is MatchStatus.MATCHED
+        for request in (first, second):
+            assert engine.allocate(request).ok
+            engine.compute(request, request.num_tokens)
+            engine.manager.request_finish([request])
+        figures = loads(engine)
+        assert (figures.whole, figures.hedged, figures.judged) == (2, 2, 2)
+        assert [each.hedged for each in figures.recent] == [True, True]
+        assert all(each.waited_seconds == pytest.approx(2.0) for each in figures.recent)
+        settle_reads(engine)
+        assert counters(engine).blocks_prefetched == BLOCKS
+
+
+def test_a_request_does_not_wait_for_reads_of_others_that_are_not_worth_it(stored: Path) -> None:
+    with engine_of(stored) as engine:
+        learn(engine, compute=0.1, read=0.05)
+        engine.store.gate.clear()
+        first, second = (Request(name, tokens_of(1, BLOCKS)) for name in ("a", "b"))
+        assert engine.match(first).status is MatchStatus.DEFERRED
+        engine.send()
+        engine.now += 11.0
+        learn(engine, compute=0.01, read=0.05)
+        assert engine.match(second).status is MatchStatus.MATCHED
+        figures = loads(engine)
+        assert [each.choice for each in figures.recent] == ["whole", "nothing"]
+        assert (figures.hedged, figures.probes) == (0, 0)
+        settle_reads(engine)
+        engine.manager.request_finish([first, second])
+        assert counters(engine).blocks_prefetched == BLOCKS
+
+
 @pytest.mark.usefixtures("groups_of_two")
 def test_a_failed_read_ends_those_behind_it(stored: Path) -> None:
     with engine_of(stored) as engine:
