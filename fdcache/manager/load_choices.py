@@ -17,7 +17,7 @@ from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import LoadLimit
 from fdcache.manager.service_reads import ServiceReads
 from fdcache.manager.speeds import LinkSpeed
-from fdcache.metadata import SwapPurpose, TransferReport
+from fdcache.metadata import SwapPurpose, TransferReport, TransferResult
 from fdcache.settings import Settings
 from fdcache.settings.cache import LoadOrRecompute
 from fdcache.storage.calibration import load_storage_speed
@@ -35,6 +35,9 @@ _COMPARISONS = 64
 
 _MOST_OTHERS = 8
 """Reads of others count as so many observations at most: they have the mean speed."""
+
+_MOST_UNREPORTED = 1024
+"""Plans that some ranks have reported. Of more, the oldest are taken for such that a rank will never report."""
 
 _MOST_RECENT = 16
 
@@ -97,6 +100,8 @@ class LoadChoices:
         self._loads_ahead = loads_ahead
         self._last: dict[bool, LoadChoice] = {}  # by: some of the prefix is in storage
         self._open: dict[str, _Open] = {}
+        self._num_ranks = layout.tp_size
+        self._unreported: dict[int, dict[int, tuple[TransferResult, ...]]] = {}
         self._recent: deque[LoadDecision] = deque(maxlen=_MOST_RECENT)
         self._figures = LoadFigures()
         self._began = clock()
@@ -106,14 +111,30 @@ class LoadChoices:
     # --- observations ---------------------------------------------------------------------------------------
 
     def record(self, reports: Iterable[TransferReport]) -> None:
-        """Learn the speed of link and storage, unless the engine does not tell how fast it computes."""
+        """Learn the speed of link and storage, unless the engine does not tell how fast it computes.
+
+        A copy has taken as long as that of the slowest rank.
+        """
         if not self._is_auto or not self.model.prefill.is_known:
             return
         links = {SwapPurpose.LOAD: self.model.link, SwapPurpose.PREFETCH: self.model.storage}
         for report in reports:
-            for result in report.results:
-                if (link := links.get(result.purpose)) is not None:
-                    link.observe(result.copied_bytes, result.seconds, self._clock())
+            for of_ranks in zip(*self._reported(report), strict=False):
+                if (link := links.get(of_ranks[0].purpose)) is not None:
+                    slowest = max(of_ranks, key=lambda result: result.seconds)
+                    link.observe(slowest.copied_bytes, slowest.seconds, self._clock())
+
+    def _reported(self, report: TransferReport) -> Sequence[tuple[TransferResult, ...]]:
+        """Return the results of each rank with the last report of a plan, nothing before."""
+        if self._num_ranks == 1:
+            return [report.results]
+        reported = self._unreported.setdefault(report.plan_id, {})
+        reported[report.rank] = report.results
+        if len(reported) == self._num_ranks:
+            return list(self._unreported.pop(report.plan_id).values())
+        if len(self._unreported) > _MOST_UNREPORTED:
+            del self._unreported[next(iter(self._unreported))]
+        return ()
 
     def observe_read(self, num_blocks: int, seconds: float, *, has_ended: bool) -> None:
         """Learn how long a service took to read blocks, unless the engine does not tell how fast it computes.
