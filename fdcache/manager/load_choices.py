@@ -46,11 +46,12 @@ _MOST_RECENT = 16
 class _Open:
     """A decision whose request has not computed its prompt yet, and how many blocks it loads after its match.
 
+    ``since``: when the request was first to be matched, None before; its reads may have begun long before its turn.
     ``settled``: a read that began at the first of these times needs no comparison until the second.
     """
 
     decision: LoadDecision
-    since: float
+    since: float | None = None
     loaded: int = 0
     settled: tuple[float, float] = (-inf, -inf)
 
@@ -236,7 +237,19 @@ class LoadChoices:
         found = self._open.get(request_id)
         if found is not None:
             found.decision.reused_blocks, found.loaded = on_device + to_load, to_load
-            found.decision.waited_seconds = self._clock() - found.since
+            found.decision.waited_seconds = self._seconds_of(found)
+
+    def asked(self, request_id: str) -> None:
+        """Learn that a request is to be matched."""
+        found = self._open.get(request_id)
+        if found is not None and found.since is None:
+            found.since = self._clock()
+
+    def _seconds_of(self, found: _Open) -> float:
+        """Return the seconds since the request was first to be matched, which is now if it was not before."""
+        now = self._clock()
+        found.since = now if found.since is None else found.since
+        return now - found.since
 
     def reads_for(self, request: OffloadRequest) -> RequestReads | None:
         """Return the judge of a request's reads from storage; None while speeds are unknown: all is read."""
@@ -303,6 +316,7 @@ class LoadChoices:
         A read that is late is expected to take as long again as it is late, so that the wait for one that never ends is
         no longer than what its blocks would have saved.
         """
+        self.asked(request_id)
         if not self.decides_reads:
             return True
         now_is, found = self._clock(), self._open.get(request_id)
@@ -357,13 +371,13 @@ class LoadChoices:
             expected_seconds_whole=decision.seconds_whole or 0.0,
             expected_seconds_nothing=decision.seconds_nothing or 0.0,
         )
-        self._open[request_id] = _Open(noted, self._clock())
+        self._open[request_id] = _Open(noted)
         self._recent.append(noted)
         name = decision.choice.value
         setattr(self._figures, name, getattr(self._figures, name) + 1)
 
     def _close(self, found: _Open) -> None:
-        found.decision.true_seconds = self._clock() - found.since
+        found.decision.true_seconds = self._seconds_of(found)
         self._figures.judged += 1
         self._figures.expected_seconds += found.decision.expected_seconds
         self._figures.true_seconds += found.decision.true_seconds

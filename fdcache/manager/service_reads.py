@@ -24,6 +24,9 @@ class Choices(Protocol):
     def reads_for(self, request: OffloadRequest) -> RequestJudge | None:
         """Return the judge of a request's reads; None if it waits for all of them."""
 
+    def asked(self, request_id: str) -> None:
+        """Learn that a request is to be matched."""
+
     def observe_read(self, num_blocks: int, seconds: float, *, has_ended: bool) -> None:
         """Learn how long a read took, or how long it has taken so far."""
 
@@ -90,6 +93,7 @@ class ServiceReads:
         if read is None:
             self._reads[request.request_id] = _Read(arrived, stop, arrived, now, now)
             wait = Wait.WAIT if judge is None else _begun(judge, on_device, arrived, stop)
+            self._choices.asked(request.request_id)
         else:
             if arrived > read.arrived:
                 read.arrived, read.since = arrived, now

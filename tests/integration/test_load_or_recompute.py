@@ -332,6 +332,34 @@ def test_requests_share_the_reads_of_a_path(stored: Path) -> None:
         assert counters(engine).blocks_requested_from_storage == BLOCKS
 
 
+@pytest.mark.parametrize("queued", [0.0, 60.0])
+def test_the_true_time_begins_with_the_match(stored: Path, queued: float) -> None:
+    """A request whose reads have begun when it arrived may wait long for its turn."""
+    with engine_of(stored) as engine:
+        learn(engine, compute=0.1, read=0.05)
+        engine.store.gate.clear()
+        request = Request("a", tokens_of(1, BLOCKS))
+        engine.manager.prefetch([request])
+        engine.send()
+        (decision,) = loads(engine).recent
+        assert (decision.choice, decision.waited_seconds) == ("whole", 0.0)
+        if not queued:
+            assert engine.match(request).status is MatchStatus.DEFERRED
+            engine.now += 0.3
+        settle_reads(engine)
+        engine.now += queued
+        assert engine.match(request).num_cached_tokens == BLOCKS * BLOCK
+        assert engine.allocate(request).ok
+        engine.now += 2.0
+        engine.compute(request, request.num_tokens)
+        (decision,) = loads(engine).recent
+        waited = 0.0 if queued else 0.3
+        assert decision.waited_seconds == pytest.approx(waited)
+        assert decision.true_seconds == pytest.approx(waited + 2.0)
+        engine.settle()
+        engine.manager.request_finish([request])
+
+
 def test_requests_that_share_reads_have_decisions_of_their_own(stored: Path) -> None:
     with engine_of(stored, policy=PrefetchPolicy.WAIT_COMPLETE) as engine:
         learn(engine, compute=0.1, read=0.05)
