@@ -188,6 +188,7 @@ class StorageReads:
         self._waiting.forget(fetch)
         for read in fetch.reads:
             read.waiters.pop(fetch, None)
+            read.is_kept = True
         fetch.reads.clear()
 
     def advance(self) -> None:
@@ -219,7 +220,7 @@ class StorageReads:
     def _leave(self, fetch: Fetch) -> None:
         for read in fetch.reads:
             read.waiters.pop(fetch, None)
-            if not read.waiters and self._is_in_flight(read):
+            if not (read.waiters or read.is_kept) and self._is_in_flight(read):
                 self._unneeded[read] = None
         fetch.reads.clear()
 

@@ -34,12 +34,16 @@ class ReadJudge(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """A transfer of blocks into the host, the first of them into ``slot``, and the fetches that wait for it."""
+    """A transfer of blocks into the host, the first of them into ``slot``, and the fetches that wait for it.
+
+    ``is_kept``: it goes on to its end, whoever waits for it.
+    """
 
     hashes: list[bytes]
     order: StorageOrder
     slot: int
     waiters: dict[Fetch, None] = field(default_factory=dict)
+    is_kept: bool = False
 
 
 @dataclass(slots=True, eq=False)
