@@ -12,7 +12,7 @@ import pytest
 from fdcache.errors import RequestStateError
 from fdcache.manager import MatchStatus, Request
 from fdcache.manager.cost import CostModel, Priors
-from fdcache.settings.cache import PrefetchPolicy, WritePolicy
+from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.statistics import LoadFigures
 from tests.offload_engine import LAYOUT as OFFLOADED
 from tests.offload_engine import OffloadEngine, ids, prompt
@@ -84,38 +84,6 @@ def test_blocks_that_are_sooner_computed_are_not_read(stored: Path) -> None:
         assert (decision.choice, decision.storage_blocks, decision.reused_blocks) == ("nothing", BLOCKS, 0)
         assert decision.expected_seconds == pytest.approx(0.1 * (BLOCKS + 1 / BLOCK), rel=0.01)
         assert decision.expected_seconds_whole == pytest.approx(SLOW * BLOCKS, rel=0.02)
-        engine.manager.request_finish([request])
-
-
-@pytest.mark.parametrize(("read", "choice"), [(0.05, "nothing"), (0.02, "whole")])
-def test_blocks_that_the_device_has_already_are_no_gain_of_a_read(
-    stored: Path, read: float, choice: str
-) -> None:
-    """The host has none of the device's six blocks: eight have to be read for two that need not be computed."""
-    with engine_of(stored, write_policy=WritePolicy.WRITE_BACK) as engine:
-        computed = Request("computed", tokens_of(1, 6), use_cache=True, max_cached_tokens=0)
-        engine.match(computed)
-        assert engine.allocate(computed).ok
-        engine.compute(computed, computed.num_tokens)
-        engine.manager.request_finish([computed])
-        learn(engine, compute=0.1, read=read)
-        engine.store.gate.clear()
-        request = Request("a", tokens_of(1, BLOCKS))
-        status = MatchStatus.MATCHED if choice == "nothing" else MatchStatus.DEFERRED
-        assert engine.match(request).status is status
-        (decision,) = loads(engine).recent
-        assert (decision.device_blocks, decision.host_blocks, decision.storage_blocks) == (6, 0, 2)
-        assert decision.choice == choice
-        assert decision.expected_seconds_nothing == pytest.approx(0.2, rel=0.1)
-        assert decision.expected_seconds_whole == pytest.approx(8 * read, rel=0.1)
-        if choice == "whole":
-            engine.send()
-            engine.now += 8 * read + 0.1  # it would still save 0.1 s if it came now
-            assert engine.match(request).status is MatchStatus.DEFERRED
-            engine.now += 0.15
-            assert engine.match(request).status is MatchStatus.MATCHED
-        assert request.num_cached_tokens == 6 * BLOCK
-        settle_reads(engine)
         engine.manager.request_finish([request])
 
 
@@ -330,79 +298,6 @@ def test_requests_share_the_reads_of_a_path(stored: Path) -> None:
             assert match.total_matched_blocks == BLOCKS
             engine.manager.request_finish([request])
         assert counters(engine).blocks_requested_from_storage == BLOCKS
-
-
-@pytest.mark.parametrize("queued", [0.0, 60.0])
-def test_the_true_time_begins_with_the_match(stored: Path, queued: float) -> None:
-    """A request whose reads have begun when it arrived may wait long for its turn."""
-    with engine_of(stored) as engine:
-        learn(engine, compute=0.1, read=0.05)
-        engine.store.gate.clear()
-        request = Request("a", tokens_of(1, BLOCKS))
-        engine.manager.prefetch([request])
-        engine.send()
-        (decision,) = loads(engine).recent
-        assert (decision.choice, decision.waited_seconds) == ("whole", 0.0)
-        if not queued:
-            assert engine.match(request).status is MatchStatus.DEFERRED
-            engine.now += 0.3
-        settle_reads(engine)
-        engine.now += queued
-        assert engine.match(request).num_cached_tokens == BLOCKS * BLOCK
-        assert engine.allocate(request).ok
-        engine.now += 2.0
-        engine.compute(request, request.num_tokens)
-        (decision,) = loads(engine).recent
-        waited = 0.0 if queued else 0.3
-        assert decision.waited_seconds == pytest.approx(waited)
-        assert decision.true_seconds == pytest.approx(waited + 2.0)
-        engine.settle()
-        engine.manager.request_finish([request])
-
-
-def test_requests_that_share_reads_have_decisions_of_their_own(stored: Path) -> None:
-    with engine_of(stored, policy=PrefetchPolicy.WAIT_COMPLETE) as engine:
-        learn(engine, compute=0.1, read=0.05)
-        engine.store.gate.clear()
-        first, second = (Request(name, tokens_of(1, BLOCKS)) for name in ("a", "b"))
-        assert engine.match(first).status is MatchStatus.DEFERRED
-        engine.send()
-        assert engine.match(second).status is MatchStatus.DEFERRED
-        kept, shared = loads(engine).recent
-        assert (kept.request_id, shared.request_id) == ("a", "b")
-        assert (shared.choice, shared.storage_blocks, shared.host_blocks) == ("whole", BLOCKS, 0)
-        assert shared.expected_seconds == pytest.approx(kept.expected_seconds)
-        engine.now += 2.0
-        for request in (first, second):
-            assert engine.match(request).status is MatchStatus.MATCHED
-        for request in (first, second):
-            assert engine.allocate(request).ok
-            engine.compute(request, request.num_tokens)
-            engine.manager.request_finish([request])
-        figures = loads(engine)
-        assert (figures.whole, figures.hedged, figures.judged) == (2, 2, 2)
-        assert [each.hedged for each in figures.recent] == [True, True]
-        assert all(each.waited_seconds == pytest.approx(2.0) for each in figures.recent)
-        settle_reads(engine)
-        assert counters(engine).blocks_prefetched == BLOCKS
-
-
-def test_a_request_does_not_wait_for_reads_of_others_that_are_not_worth_it(stored: Path) -> None:
-    with engine_of(stored) as engine:
-        learn(engine, compute=0.1, read=0.05)
-        engine.store.gate.clear()
-        first, second = (Request(name, tokens_of(1, BLOCKS)) for name in ("a", "b"))
-        assert engine.match(first).status is MatchStatus.DEFERRED
-        engine.send()
-        engine.now += 11.0
-        learn(engine, compute=0.01, read=0.05)
-        assert engine.match(second).status is MatchStatus.MATCHED
-        figures = loads(engine)
-        assert [each.choice for each in figures.recent] == ["whole", "nothing"]
-        assert (figures.hedged, figures.probes) == (0, 0)
-        settle_reads(engine)
-        engine.manager.request_finish([first, second])
-        assert counters(engine).blocks_prefetched == BLOCKS
 
 
 @pytest.mark.usefixtures("groups_of_two")
