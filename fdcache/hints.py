@@ -160,11 +160,14 @@ class HintOutcome(msgspec.Struct, frozen=True, kw_only=True):
     by_service: bool = False
 
 
-def read_hints(request_id: str, extra: Mapping[str, Any] | None) -> tuple[list[Hint], list[HintOutcome]]:
-    """Return the hints in a request's extra fields, and the outcomes of those that are refused. Raises nothing."""
+def read_hints(request_id: str, extra: object) -> tuple[list[Hint], list[HintOutcome]]:
+    """Return the hints in a request's extra fields, and the outcomes of those that are refused. Raises nothing.
+
+    ``extra``: a mapping with any fields; anything else holds no hints.
+    """
     hints: list[Hint] = []
     refused: list[HintOutcome] = []
-    for name, hint in _given(extra or {}):
+    for name, hint in _given(extra if isinstance(extra, Mapping) else {}):
         reason = hint if isinstance(hint, str) else ""
         if len(hints) == MOST_HINTS:
             reason = f"a request may have {MOST_HINTS} hints"

@@ -8,6 +8,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from fdcache.service.client.connection import Client
@@ -144,8 +145,10 @@ def explain(
     with connect(server) as client:
         explained, answer = explain_tokens(client, namespace, _read_tokens(tokens), tenant, ahead, adapter)
         clients, _ = ask(client, list[ClientView], "clients")
+    decisions = decisions_on(clients, {each.hash for each in explained.blocks})
     if json:
-        output.print_json(answer)
+        told = [{"client": name} | msgspec.to_builtins(found) for name, found in decisions]
+        output.print_json(answer | {"decisions": told})
         return
     rows = [
         [
@@ -168,14 +171,14 @@ def explain(
             _left(explained.blocks[explained.broken_at]) or "never stored, or forgotten by the eviction log"
         )
         output.print_line(f"the run ends before block {explained.broken_at}: {left}")
-    for line in load_lines(clients, {each.hash for each in explained.blocks}):
-        output.print_line(line)
+    for name, decision in decisions:
+        output.print_line(f"{name}, {decision.request_id}: {_decided(decision)}")
 
 
-def load_lines(clients: Sequence[ClientView], hashes: Set[str]) -> list[str]:
-    """Return a line for each recent decision of load or recompute whose prefix ends in one of these blocks."""
+def decisions_on(clients: Sequence[ClientView], hashes: Set[str]) -> list[tuple[str, LoadDecision]]:
+    """Return the recent decisions of load or recompute whose prefix ends in one of these blocks, with their client."""
     return [
-        f"{client.name}, {found.request_id}: {_decided(found)}"
+        (client.name, found)
         for client in clients
         for found in ClientFigures.of(client.figures).load_decisions()
         if found.last_block in hashes
@@ -203,7 +206,6 @@ def explain_tokens(
     adapter: str | None = None,
 ) -> tuple[ExplainView, Any]:
     """Ask about the path of a prompt, hashed with the layout of the namespace."""
-    import msgspec
 
     from fdcache.hashing import TokenBlocks, root_hash
     from fdcache.layout import KVLayout

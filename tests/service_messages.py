@@ -30,7 +30,7 @@ from fdcache.service.wire.protocol import (
 )
 from fdcache.service.wire.shared_memory import Geometry
 from fdcache.tiers.fetches import FetchTerms
-from fdcache.tiers.statistics import BOUNDS, Copied, Histogram, Traffic
+from fdcache.tiers.statistics import BOUNDS, Copied, Histogram, ReadTotals, Traffic
 
 SESSION, NUMBER = 7, 9
 
@@ -108,7 +108,7 @@ REPLIES: list[protocol.Answer] = [
     protocol.Granted(_ONE32, _ONE32, 64),
     protocol.Published(_HASH, b"\0"),
     protocol.Hinted([HintResult(1, HintStatus.KEPT, blocks=1)]),
-    protocol.Alive([0] * 13),
+    protocol.Alive([0] * 13, reads=ReadTotals(1, 4096, 0.5)),
     protocol.Events(b"\0", _HASH, bytes(32)),
     protocol.Recall(32),
     protocol.Done(),
@@ -232,7 +232,7 @@ def page() -> str:
         note = "\n\nA notice." if is_notice else "\n\nAlso a notice." if tag in _NOTICES else ""
         parts.append(_message(answer, encode_answer(0 if is_notice else NUMBER, answer), note))
     parts.append("## Records in fields\n\n")
-    for kind in (Live, FetchTerms, Geometry, HintGiven, HintResult, Traffic, Copied, Histogram):
+    for kind in (Live, FetchTerms, Geometry, HintGiven, HintResult, Traffic, Copied, Histogram, ReadTotals):
         parts.append(f"### {kind.__name__}\n\n{_prose(kind)}\n\n{_fields(kind)}\n")
     bounds = ", ".join(f"{each:g}" for each in BOUNDS)
     parts.append(f"Buckets of a histogram end at {bounds} seconds; the last has what took longer.\n\n")

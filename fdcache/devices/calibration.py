@@ -46,6 +46,7 @@ _CHOICES = {
 }
 
 Limit = Annotated[int, msgspec.Meta(ge=0, le=NEVER)]
+Speed = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 ThreadBlocks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
@@ -94,8 +95,8 @@ class Calibration:
     to_host: Thresholds = Thresholds(direct_plane=256 * KIB, staged_column=128 * KIB)
     kernel_ctas: ThreadBlocks = 2
     transpose_ctas: ThreadBlocks = 33
-    link_to_device: float = 0.0
-    link_to_host: float = 0.0
+    link_to_device: Speed = 0.0
+    link_to_host: Speed = 0.0
     measurements: tuple[Measurement, ...] = field(default=())
 
     def suits(self, gpu: Gpu) -> bool:
@@ -155,8 +156,9 @@ def calibrated_link(folder: Path) -> float:
             found = msgspec.json.decode(path.read_bytes(), type=Calibration)
         except (OSError, msgspec.DecodeError):
             continue  # load_calibration warns of it in the process that uses this GPU
-        if found.format == FORMAT and found.link_to_device > 0:
-            links.append(found.link_to_device * 1e9)
+        link = found.link_to_device * 1e9
+        if found.format == FORMAT and link >= 1:
+            links.append(link)
     return min(links, default=0.0)
 
 

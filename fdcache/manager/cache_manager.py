@@ -104,6 +104,7 @@ class CacheManager(TierManager[Request]):
             self._blocks_being_loaded,
             priors,
             streams=ahead is not None,
+            totals=lambda: tiers.host.service_reads if tiers.host is not None else None,
         )
         self._matcher = PrefixMatcher(
             settings, layout, tiers, self._requests, counters, clock, self._choices, ahead

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from fdcache.manager.speeds import LinkSpeed, Numbers, PrefillSpeed, extremes
+from fdcache.manager.speeds import SHORTEST, LinkSpeed, Numbers, PrefillSpeed, extremes
 
 MARGIN = 0.03
 """Advantage in expected time that another choice needs over that of the last decision, and a part over both others."""
@@ -21,7 +21,6 @@ MARGIN = 0.03
 _WHOLE_READ = 0.1
 """Seconds of a read that counts as one observation. Reads are made in parts, of which each weighs less."""
 
-_SHORTEST = 1e-12
 _CLEARLY_LONGER = 1.3
 """A step that took this much longer than its loads was computing."""
 
@@ -156,7 +155,7 @@ class CostModel:
         if not self.streams:
             return wait, load
         # Loads keep up with the reads as far as the link can; what is read last is loaded after it.
-        share = least(self._read_seconds / largest(read, _SHORTEST), 1.0)
+        share = least(self._read_seconds / largest(read, SHORTEST), 1.0)
         last = self.link.seconds(from_storage * share * self._block_bytes)
         return wait, least(load, largest(load - is_read * wait, last + (1 - is_read) * load))
 

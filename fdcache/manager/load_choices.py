@@ -17,11 +17,11 @@ from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import LoadLimit
 from fdcache.manager.service_reads import ServiceReads
 from fdcache.manager.speeds import LinkSpeed
-from fdcache.metadata import SwapPurpose, TransferReport
+from fdcache.metadata import SwapPurpose, TransferReport, TransferResult
 from fdcache.settings import Settings
 from fdcache.settings.cache import LoadOrRecompute
 from fdcache.storage.calibration import load_storage_speed
-from fdcache.tiers.statistics import LoadDecision, LoadFigures, SpeedFigures
+from fdcache.tiers.statistics import LoadDecision, LoadFigures, ReadTotals, SpeedFigures
 from fdcache.tiers.storage_reads import GROUP_SECONDS
 
 _FORGET_AFTER = 30.0
@@ -33,6 +33,12 @@ _PROBE_AFTER = 10.0
 _COMPARISONS = 64
 """A read that is late is compared with computing again after one part of so many of the time that it has taken."""
 
+_MOST_OTHERS = 8
+"""Reads of others count as so many observations at most: they have the mean speed."""
+
+_MOST_UNREPORTED = 1024
+"""Plans that some ranks have reported. Of more, the oldest are taken for such that a rank will never report."""
+
 _MOST_RECENT = 16
 
 
@@ -40,11 +46,12 @@ _MOST_RECENT = 16
 class _Open:
     """A decision whose request has not computed its prompt yet, and how many blocks it loads after its match.
 
+    ``since``: when the request was first to be matched, None before; its reads may have begun long before its turn.
     ``settled``: a read that began at the first of these times needs no comparison until the second.
     """
 
     decision: LoadDecision
-    since: float
+    since: float | None = None
     loaded: int = 0
     settled: tuple[float, float] = (-inf, -inf)
 
@@ -64,7 +71,7 @@ class LoadChoices:
 
     Blocks are records, of which a page of tokens has one for each group of layers. ``loads_ahead`` returns the number
     of blocks on their way to the device. ``priors``: speeds as calibrated.
-    ``streams``: blocks are loaded to the device while later ones are read.
+    ``streams``: blocks are loaded to the device while later ones are read. ``totals``: of a service's reads.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class LoadChoices:
         priors: Priors,
         *,
         streams: bool = False,
+        totals: Callable[[], ReadTotals | None] = lambda: None,
     ) -> None:
         groups = self._groups = layout.num_groups
         self.model = CostModel(
@@ -93,28 +101,57 @@ class LoadChoices:
         self._loads_ahead = loads_ahead
         self._last: dict[bool, LoadChoice] = {}  # by: some of the prefix is in storage
         self._open: dict[str, _Open] = {}
+        self._num_ranks = layout.tp_size
+        self._unreported: dict[int, dict[int, tuple[TransferResult, ...]]] = {}
         self._recent: deque[LoadDecision] = deque(maxlen=_MOST_RECENT)
         self._figures = LoadFigures()
         self._began = clock()
         self._probed_at: float | None = None
-        self.service_reads = ServiceReads(self, clock)
+        self.service_reads = ServiceReads(self, clock, totals)
 
     # --- observations ---------------------------------------------------------------------------------------
 
     def record(self, reports: Iterable[TransferReport]) -> None:
-        """Learn the speed of link and storage, unless the engine does not tell how fast it computes."""
+        """Learn the speed of link and storage, unless the engine does not tell how fast it computes.
+
+        A copy has taken as long as that of the slowest rank.
+        """
         if not self._is_auto or not self.model.prefill.is_known:
             return
         links = {SwapPurpose.LOAD: self.model.link, SwapPurpose.PREFETCH: self.model.storage}
         for report in reports:
-            for result in report.results:
-                if (link := links.get(result.purpose)) is not None:
-                    link.observe(result.copied_bytes, result.seconds, self._clock())
+            for of_ranks in zip(*self._reported(report), strict=False):
+                if (link := links.get(of_ranks[0].purpose)) is not None:
+                    slowest = max(of_ranks, key=lambda result: result.seconds)
+                    link.observe(slowest.copied_bytes, slowest.seconds, self._clock())
 
-    def observe_read(self, num_blocks: int, seconds: float) -> None:
-        """Learn how long a service took to read blocks, unless the engine does not tell how fast it computes."""
-        if self._is_auto and self.model.prefill.is_known:
+    def _reported(self, report: TransferReport) -> Sequence[tuple[TransferResult, ...]]:
+        """Return the results of each rank with the last report of a plan, nothing before."""
+        if self._num_ranks == 1:
+            return [report.results]
+        reported = self._unreported.setdefault(report.plan_id, {})
+        reported[report.rank] = report.results
+        if len(reported) == self._num_ranks:
+            return list(self._unreported.pop(report.plan_id).values())
+        if len(self._unreported) > _MOST_UNREPORTED:
+            del self._unreported[next(iter(self._unreported))]
+        return ()
+
+    def observe_read(self, num_blocks: int, seconds: float, *, has_ended: bool) -> None:
+        """Learn how long a service took to read blocks, unless the engine does not tell how fast it computes.
+
+        A read that has not ended tells something once it takes longer than was expected.
+        """
+        is_news = has_ended or seconds > self.model.seconds_of_read(num_blocks)
+        if is_news and self._is_auto and self.model.prefill.is_known:
             self.model.observe_read(num_blocks, seconds, self._clock())
+
+    def observe_others(self, reads: ReadTotals) -> None:
+        """Learn from reads that no request waited for, if there was none lately that one waited for."""
+        if self._is_auto and self.model.prefill.is_known and self._has_old_reads:
+            now = self._clock()
+            for _ in range(min(reads.reads, _MOST_OTHERS)):
+                self.model.storage.observe(reads.bytes // reads.reads, reads.seconds / reads.reads, now)
 
     def observe_prefill(
         self,
@@ -205,7 +242,19 @@ class LoadChoices:
         found = self._open.get(request_id)
         if found is not None:
             found.decision.reused_blocks, found.loaded = on_device + to_load, to_load
-            found.decision.waited_seconds = self._clock() - found.since
+            found.decision.waited_seconds = self._seconds_of(found)
+
+    def asked(self, request_id: str) -> None:
+        """Learn that a request is to be matched."""
+        found = self._open.get(request_id)
+        if found is not None and found.since is None:
+            found.since = self._clock()
+
+    def _seconds_of(self, found: _Open) -> float:
+        """Return the seconds since the request was first to be matched, which is now if it was not before."""
+        now = self._clock()
+        found.since = now if found.since is None else found.since
+        return now - found.since
 
     def reads_for(self, request: OffloadRequest) -> RequestReads | None:
         """Return the judge of a request's reads from storage; None while speeds are unknown: all is read."""
@@ -236,16 +285,22 @@ class LoadChoices:
 
     def decide_read(self, request: OffloadRequest, cached: Cached) -> int:
         """Return how many leading blocks of a path are worth reading, some of which are in storage."""
+        self.service_reads.learn()
         decision = self._decide(cached)
         last = request.block_hashes[(cached.num_blocks - 1) // self._groups].tobytes()
         self._note(request.request_id, last, cached, decision)
         return decision.num_blocks
 
+    @property
+    def _has_old_reads(self) -> bool:
+        """True if no read was observed lately."""
+        seen = self.model.storage.observed_at
+        return seen is None or self._clock() - seen > _PROBE_AFTER
+
     def takes_probe(self) -> bool:
         """Return True if the speed of storage is so old that a read is worth its news alone."""
-        now, seen = self._clock(), self.model.storage.observed_at
-        last = max((each for each in (seen, self._probed_at) if each is not None), default=-inf)
-        if now - last <= _PROBE_AFTER:
+        now = self._clock()
+        if not self._has_old_reads or (self._probed_at is not None and now - self._probed_at <= _PROBE_AFTER):
             return False
         self._probed_at = now
         self._figures.probes += 1
@@ -266,6 +321,7 @@ class LoadChoices:
         A read that is late is expected to take as long again as it is late, so that the wait for one that never ends is
         no longer than what its blocks would have saved.
         """
+        self.asked(request_id)
         if not self.decides_reads:
             return True
         now_is, found = self._clock(), self._open.get(request_id)
@@ -273,9 +329,8 @@ class LoadChoices:
             return True
         model, elapsed = self.model, now_is - since
         loads_ahead = self._loads_ahead()
-        now = model.decide(
-            Cached(num_tokens, on_device, arrived - on_device, loads_ahead=loads_ahead)
-        ).seconds
+        on_host = max(arrived - on_device, 0)
+        now = model.decide(Cached(num_tokens, on_device, on_host, loads_ahead=loads_ahead)).seconds
         if now is None:
             now = model.seconds(Cached(num_tokens, on_device, 0), on_device)
         end, start, soonest = model.seconds_of_read(ahead), arrived, inf
@@ -283,9 +338,10 @@ class LoadChoices:
         late = max(elapsed - due, 0.0)
         for stop in ends:
             end += model.seconds_of_read(stop - start)
-            loaded = start if model.streams else on_device
-            whole = Cached(num_tokens, loaded, stop - loaded, loads_ahead=loads_ahead)
-            soonest = min(soonest, end - elapsed + 2 * late + model.seconds(whole, stop))
+            loaded = max(start, on_device) if model.streams else on_device
+            if stop > on_device:
+                whole = Cached(num_tokens, loaded, stop - loaded, loads_ahead=loads_ahead)
+                soonest = min(soonest, end - elapsed + 2 * late + model.seconds(whole, stop))
             start = stop
         is_worth = soonest <= now * (1 + MARGIN)
         if found is not None and is_worth:
@@ -320,13 +376,13 @@ class LoadChoices:
             expected_seconds_whole=decision.seconds_whole or 0.0,
             expected_seconds_nothing=decision.seconds_nothing or 0.0,
         )
-        self._open[request_id] = _Open(noted, self._clock())
+        self._open[request_id] = _Open(noted)
         self._recent.append(noted)
         name = decision.choice.value
         setattr(self._figures, name, getattr(self._figures, name) + 1)
 
     def _close(self, found: _Open) -> None:
-        found.decision.true_seconds = self._clock() - found.since
+        found.decision.true_seconds = self._seconds_of(found)
         self._figures.judged += 1
         self._figures.expected_seconds += found.decision.expected_seconds
         self._figures.true_seconds += found.decision.true_seconds
@@ -342,28 +398,38 @@ class RequestReads:
 
     def worth_reading(self, on_device: int, first: int, stop: int, ahead: int) -> tuple[int, bool]:
         """Return up to which block to read, and True if the request is to wait for it."""
-        self.on_device = min(on_device, first)
-        if not self.choices.decides_reads:
-            return stop, True
-        cached = Cached(
-            self.request.num_tokens,
-            self.on_device,
-            first - self.on_device,
-            stop - first,
-            reads_ahead=ahead,
-            loads_ahead=self.choices._loads_ahead(),
-        )
-        worth = self.choices.decide_read(self.request, cached)
-        if worth > first:
+        worth = self._worth(on_device, first, stop, ahead)
+        if worth > max(first, on_device):
             return worth, True
         return (stop, False) if self.choices.takes_probe() else (first, False)
+
+    def worth_joining(self, on_device: int, first: int, stop: int) -> int:
+        """Return up to which of the blocks that others read the request waits for them."""
+        worth = self._worth(on_device, first, stop, 0)
+        return worth if worth > max(first, on_device) else first
+
+    def _worth(self, on_device: int, first: int, stop: int, ahead: int) -> int:
+        """Return up to which block a read is worth it."""
+        self.on_device = on_device
+        if not self.choices.decides_reads:
+            return stop
+        needed = max(first, on_device)  # the host has to have those before them too
+        cached = Cached(
+            self.request.num_tokens,
+            on_device,
+            needed - on_device,
+            stop - needed,
+            reads_ahead=ahead + needed - first,
+            loads_ahead=self.choices._loads_ahead(),
+        )
+        return self.choices.decide_read(self.request, cached)
 
     def is_worth_waiting(self, arrived: int, ends: Sequence[int], ahead: int, since: float) -> bool:
         """Return False once the request should go on with the blocks that have arrived."""
         return self.choices.is_worth_waiting(
             self.request.request_id,
             self.request.num_tokens,
-            min(self.on_device, arrived),
+            self.on_device,
             arrived,
             ends,
             ahead,

@@ -169,7 +169,8 @@ class PrefixMatcher:
             answers = self._shared.ask(paths, [numbers[i] if numbers else 0 for i in asked])
             for i, path, match in zip(asked, paths, answers, strict=True):
                 waits = not match.fetching or self._waits(requests[i], path, match, numbers[i])
-                results[i] = self._end(requests[i], match if waits else self._shared.ask([path], [0])[0])
+                answer = match if waits else self._shared.ask([path], [0])[0]
+                results[i] = self._end(requests[i], path[1], answer)
         return [results[i] for i in range(len(found))]
 
     def _waits(self, request: Request, path: tuple[HashArray, int], match: HostMatch, number: int) -> bool:
@@ -180,9 +181,9 @@ class PrefixMatcher:
             self._fetches.leave(number, keep=wait is Wait.LEAVE)
         return wait is Wait.WAIT
 
-    def _end(self, request: Request, match: HostMatch) -> MatchResult:
+    def _end(self, request: Request, start: int, match: HostMatch) -> MatchResult:
         if match.fetching:
             self._requests.wait_for_reads(request)
             return MatchResult(request.request_id, MatchStatus.DEFERRED)
-        self._choices.service_reads.found(request)
+        self._choices.service_reads.found(request, start + match.fetched.stop)
         return self._requests.answer(request, match, self._forms, self._clock, self._choices.limit)

@@ -93,7 +93,13 @@ class OffloadManager(TierManager[OffloadRequest]):
         tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches, early)
         tiers.record_events(settings.event_buffer)
         self._choices = LoadChoices(
-            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, priors, streams=streams
+            settings.load_or_recompute,
+            layout,
+            clock,
+            self._blocks_being_loaded,
+            priors,
+            streams=streams,
+            totals=lambda: self._host.service_reads,
         )
         self._requests = OffloadedRequests(
             settings, layout, self._host, counters, clock, self._choices, streams=streams

@@ -311,7 +311,7 @@ class OffloadedRequests:
                 return HostMatch(pinned.lease, pinned.blocks, fetched=read), stop
             fetches.leave(number, keep=wait is Wait.LEAVE)
             (found,) = self._host.match_paths([(hashes, start)], [0])
-        reads.found(tracked.request)
+        reads.found(tracked.request, start + found.fetched.stop)
         return found, None
 
     def _arrived(self, hashes: HashArray, start: int, number: int, arrived: int) -> HostMatch:

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from fdcache.manager.keyed import OffloadRequest
+from fdcache.tiers.statistics import ReadTotals
 from fdcache.tiers.waiting_fetches import ReadJudge
 
 
@@ -23,8 +24,14 @@ class Choices(Protocol):
     def reads_for(self, request: OffloadRequest) -> RequestJudge | None:
         """Return the judge of a request's reads; None if it waits for all of them."""
 
-    def observe_read(self, num_blocks: int, seconds: float) -> None:
-        """Learn how long a read took."""
+    def asked(self, request_id: str) -> None:
+        """Learn that a request is to be matched."""
+
+    def observe_read(self, num_blocks: int, seconds: float, *, has_ended: bool) -> None:
+        """Learn how long a read took, or how long it has taken so far."""
+
+    def observe_others(self, reads: ReadTotals) -> None:
+        """Learn how long reads took that none of this engine's requests waited for, unless that is known better."""
 
 
 class Wait(Enum):
@@ -52,13 +59,25 @@ class ServiceReads:
     """Decides on the reads of a service as ``RequestReads`` does on those of this process.
 
     The service tells with each look-up how far a read has come. How fast its storage is for this engine is learnt from
-    the reads that were waited for, their queue included, and from those that were late.
+    the reads that were waited for, their queue included, and from those that were late. Without any, as when nothing is
+    worth reading, it is learnt from all reads of the service, of which ``totals`` tells.
     """
 
-    def __init__(self, choices: Choices, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, choices: Choices, clock: Callable[[], float], totals: Callable[[], ReadTotals | None]
+    ) -> None:
         self._choices = choices
         self._clock = clock
+        self._totals = totals
+        self._before: ReadTotals | None = None
         self._reads: dict[str, _Read] = {}
+
+    def learn(self) -> None:
+        """Learn from the reads of the service since the last call."""
+        now, before = self._totals(), self._before
+        self._before = now
+        if now is not None and before is not None and now.reads > before.reads:
+            self._choices.observe_others(now.since(before))
 
     def first(self, request: OffloadRequest) -> int:
         """Return the first block of a request's path that has been read for it, 0 if that is not known."""
@@ -67,31 +86,36 @@ class ServiceReads:
 
     def judge(self, request: OffloadRequest, on_device: int, arrived: int, stop: int) -> Wait:
         """Decide on a request that has ``on_device`` blocks: ``arrived`` of its path have come, ``stop`` are to."""
-        if stop <= arrived:  # not known yet
+        read = self._reads.get(request.request_id)
+        if stop <= arrived or (read is None and stop <= on_device):  # not known yet
             return Wait.WAIT
         now, judge = self._clock(), self._choices.reads_for(request)
-        read = self._reads.get(request.request_id)
         if read is None:
             self._reads[request.request_id] = _Read(arrived, stop, arrived, now, now)
             wait = Wait.WAIT if judge is None else _begun(judge, on_device, arrived, stop)
+            self._choices.asked(request.request_id)
         else:
             if arrived > read.arrived:
                 read.arrived, read.since = arrived, now
             read.stop, wait = max(read.stop, stop), Wait.WAIT
             if judge is not None:
-                judge.on_device = min(on_device, arrived)
+                judge.on_device = on_device
                 if not judge.is_worth_waiting(arrived, [stop], 0, read.since):
-                    self._choices.observe_read(stop - arrived, now - read.since)
+                    self._choices.observe_read(stop - arrived, now - read.since, has_ended=False)
                     wait = Wait.LEAVE
         if wait is not Wait.WAIT:
             del self._reads[request.request_id]
         return wait
 
-    def found(self, request: OffloadRequest) -> None:
-        """Learn that the service has looked the request up: it waits no longer."""
+    def found(self, request: OffloadRequest, arrived: int) -> None:
+        """Learn that the service has looked the request up: it waits no longer. ``arrived`` of its path have come.
+
+        Others may not, as they were waited for too long or could not be read.
+        """
         read = self._reads.pop(request.request_id, None)
         if read is not None:
-            self._choices.observe_read(read.stop - read.first, self._clock() - read.began)
+            blocks, seconds = read.stop - read.first, self._clock() - read.began
+            self._choices.observe_read(blocks, seconds, has_ended=arrived >= read.stop)
 
     def forget(self, request: OffloadRequest) -> None:
         """Forget a request that has ended."""

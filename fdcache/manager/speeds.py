@@ -1,6 +1,7 @@
-"""Speeds as observed: of copies, and of an engine's prefill.
+"""Speeds of copies and of computing, fitted to what was observed.
 
-Nothing here is a constant of some machine: speeds are fitted to reports, and recent ones weigh most.
+Nothing here is a constant of some machine: recent observations weigh most, and a speed that has become quite another is
+believed after a few.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ _DECAY_OF_OTHER_SIZES = 0.99
 _MOST_SURPRISE = 4.0
 """An observation further than this factor from what was expected counts as this factor: one stall is no new speed."""
 
+_NEW_SPEED = 3.0
+"""Weight of such observations in a row, all slower or all faster, that are a new speed: older ones are forgotten."""
+
+_LEAST_WEIGHT = 0.01
 _LONGEST = 1e6
+SHORTEST = 1e-12
 _MIN_OBSERVATIONS = 3
 _MOST_UNFITTED = 8
 _MOST_CONDITION = 1e8
@@ -144,6 +150,7 @@ class SpeedFit:
         self._scale = scale
         self._by_size = by_size
         self._sums: dict[int, _Sums] = {}
+        self._surprises: dict[int, list[tuple[bool, tuple[float, ...], float, float]]] = {}
         self._num_features = num_features
         self._coefficients = (0.0,) * num_features
         self._fitted = 0
@@ -158,15 +165,38 @@ class SpeedFit:
         size = features[self._scale]
         if not (size > 0 and 0 < seconds < _LONGEST and weight > 0):
             return
-        if self.observations >= _MIN_OBSERVATIONS and (expected := self.seconds(features)) > 0:
-            seconds = min(max(seconds, expected / _MOST_SURPRISE), expected * _MOST_SURPRISE)
-        x, y = [each / size for each in features], seconds / size
         # Relative to the speed, so that every fit has errors of the same kind.
+        x, y = tuple(each / size for each in features), seconds / size
         key = int(size).bit_length() // 2 if self._by_size else 0
+        believed = y
+        if self.observations >= _MIN_OBSERVATIONS and (expected := self.seconds(x)) > 0:
+            believed = min(max(y, expected / _MOST_SURPRISE), expected * _MOST_SURPRISE)
+        self.observations += 1
+        if self._is_new_speed(key, x, y, weight, surprise=y - believed):
+            return
         for other, sums in self._sums.items():
             sums.decay((_DECAY if other == key else _DECAY_OF_OTHER_SIZES) ** weight)
-        self._sums.setdefault(key, _Sums(self._num_features)).add(x, y, weight)
-        self.observations += 1
+        self._sums.setdefault(key, _Sums(self._num_features)).add(x, believed, weight)
+
+    def _is_new_speed(
+        self, key: int, x: tuple[float, ...], y: float, weight: float, *, surprise: float
+    ) -> bool:
+        """Return True, and believe the last observations of a size alone, if they are surprises of one kind."""
+        surprises = self._surprises.setdefault(key, [])
+        if not surprise or (surprises and surprises[0][0] != (surprise > 0)):
+            surprises.clear()
+        if not surprise:
+            return False
+        surprises.append((surprise > 0, x, y, weight))
+        if len(surprises) < _MIN_OBSERVATIONS or sum(each[-1] for each in surprises) < _NEW_SPEED:
+            return False
+        sums = self._sums[key] = _Sums(self._num_features)
+        for _, features, each, its_weight in surprises:
+            sums.decay(_DECAY**its_weight)
+            sums.add(features, each, its_weight)
+        surprises.clear()
+        self._fitted = 0
+        return True
 
     @property
     def is_known(self) -> bool:
@@ -206,7 +236,8 @@ class LinkSpeed:
     """Speed of copies of one direction: a latency, and seconds for each byte.
 
     ``prior``: bytes a second that a calibration has measured, believed until copies are observed; 0.0 for none. The
-    same for ``prior_latency``. ``whole``: seconds from which on a copy is a whole observation; shorter ones weigh less.
+    same for ``prior_latency``. ``whole``: seconds from which on a copy is a whole observation; one that takes less, and
+    was expected to, weighs less.
     """
 
     def __init__(self, prior: float = 0.0, prior_latency: float = 0.0, *, whole: float = 0.0) -> None:
@@ -218,8 +249,10 @@ class LinkSpeed:
 
     def observe(self, nbytes: int, seconds: float, now: float) -> None:
         """Count a copy."""
-        if nbytes > 0 and seconds > 0:
-            weight = min(seconds / self._whole, 1.0) if self._whole else 1.0
+        if nbytes > 0 and 0 < seconds < math.inf:
+            expected = self.seconds(float(nbytes)) if self._fit.is_known else 0.0
+            weight = min(max(seconds, expected) / self._whole, 1.0) if self._whole else 1.0
+            weight = max(weight, _LEAST_WEIGHT)
             self._fit.observe((1.0, float(nbytes)), seconds, weight)
             self.observed_at = now
 
@@ -265,6 +298,8 @@ class PrefillSpeed:
     def observe(self, chunks: Sequence[tuple[int, int]], seconds: float, steps: int = 1) -> None:
         """Count steps that computed the tokens ``start`` to ``stop`` of each chunk."""
         tokens = float(sum(stop - start for start, stop in chunks))
+        if not 0 < seconds < _LONGEST:
+            return
         self.most_tokens = max(self.most_tokens, int(tokens / steps))
         self._fit.observe((float(steps), tokens, sum(_pairs(start, stop) for start, stop in chunks)), seconds)
 

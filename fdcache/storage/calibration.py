@@ -35,6 +35,10 @@ _SHARE_OF_FREE = 10
 _WRITE_SECONDS = 2.0
 _READ_SECONDS = 2.0
 _PIECE = 4096
+_FASTEST = 1e15
+"""Bytes a second, and seconds of a small read, beyond which a measurement is no measurement."""
+
+_SLOWEST = 3600.0
 _PIECES = 17
 
 
@@ -183,7 +187,7 @@ def load_storage_speed(folder: Path, calibration_dir: Path) -> StorageSpeed | No
             "the storage's speed in %s is of another file system or version; run `fdcache init`", path
         )
         return None
-    if not (found.bytes_per_second > 0 and found.latency_seconds >= 0):
+    if not (1 <= found.bytes_per_second <= _FASTEST and 0 <= found.latency_seconds <= _SLOWEST):
         logger.warning("the storage's speed in %s is impossible; run `fdcache init`", path)
         return None
     return found

@@ -28,7 +28,7 @@ from fdcache.plans.ledger import SwapInFlight
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches
 from fdcache.tiers.pool import BlockPool
-from fdcache.tiers.statistics import Counters, TierUsage, TrafficMeter
+from fdcache.tiers.statistics import Counters, ReadTotals, TierUsage, TrafficMeter
 
 
 class HostCache(msgspec.Struct, frozen=True):
@@ -104,6 +104,10 @@ class HostTier(Protocol):
     @property
     def hints(self) -> SharedHints | None:
         """Hints for the tiers of a service; None without one."""
+
+    @property
+    def service_reads(self) -> ReadTotals | None:
+        """Reads of a service from storage; None without one."""
 
     @property
     def arena(self) -> str | None:
@@ -223,6 +227,7 @@ class LocalHostTier(BlockPool):
     arena: str | None = None
     fetches: Fetches | None = None
     hints: SharedHints | None = None
+    service_reads: ReadTotals | None = None
     on_evict: Callable[[HashArray], None] | None = None
 
     def __init__(

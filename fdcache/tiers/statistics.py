@@ -229,6 +229,22 @@ class TrafficMeter(CopyMeter):
         return traffic
 
 
+class ReadTotals(msgspec.Struct, frozen=True):
+    """Reads of a service from storage, over all ranks: how many, their bytes and their seconds."""
+
+    reads: Count = 0
+    bytes: Count = 0
+    seconds: float = 0.0
+
+    def plus(self, nbytes: int, seconds: float) -> ReadTotals:
+        """Return the totals with one read more."""
+        return ReadTotals(self.reads + 1, self.bytes + nbytes, self.seconds + seconds)
+
+    def since(self, before: ReadTotals) -> ReadTotals:
+        """Return the reads after these totals."""
+        return ReadTotals(self.reads - before.reads, self.bytes - before.bytes, self.seconds - before.seconds)
+
+
 class LoadDecision(msgspec.Struct):
     """How much of one request's cached prefix was to be loaded, and how that turned out.
 

@@ -188,6 +188,7 @@ class StorageReads:
         self._waiting.forget(fetch)
         for read in fetch.reads:
             read.waiters.pop(fetch, None)
+            read.is_kept = True
         fetch.reads.clear()
 
     def advance(self) -> None:
@@ -219,7 +220,7 @@ class StorageReads:
     def _leave(self, fetch: Fetch) -> None:
         for read in fetch.reads:
             read.waiters.pop(fetch, None)
-            if not read.waiters and self._is_in_flight(read):
+            if not (read.waiters or read.is_kept) and self._is_in_flight(read):
                 self._unneeded[read] = None
         fetch.reads.clear()
 
@@ -338,12 +339,24 @@ class StorageReads:
         if read.order.failed:
             fetch.done = True  # it is overdue, and may never end
             return
+        reads, end = [], start
         while read is not None and not read.order.failed:
-            read.waiters[fetch] = None
-            self._unneeded.pop(read, None)
-            fetch.reads.append(read)
-            start = min(stop, start + len(read.hashes) - read.hashes.index(hashes[start].tobytes()))
-            read = self._by_block.get(hashes[start].tobytes()) if start < stop else None
+            reads.append((end, read))
+            end = min(stop, end + len(read.hashes) - read.hashes.index(hashes[end].tobytes()))
+            read = self._by_block.get(hashes[end].tobytes()) if end < stop else None
+        on_device = fetch.on_device(hashes)
+        worth = end
+        if fetch.judge is not None and end > max(start, on_device):
+            worth = fetch.judge.worth_joining(on_device, start, end)
+        if worth <= start:
+            fetch.done = True
+            return
+        for first, read in reads:
+            if first < worth:
+                read.waiters[fetch] = None
+                self._unneeded.pop(read, None)
+                fetch.reads.append(read)
+        start = min(end, worth)
         fetch.stop = max(fetch.stop, start)
         fetch.is_final = start == len(hashes) or self._index.run(hashes, start) == 0
         fetch.since, fetch.ahead = self._clock(), 0

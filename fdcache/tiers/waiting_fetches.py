@@ -22,6 +22,9 @@ class ReadJudge(Protocol):
         ``on_device`` leading blocks are on the device, and ``ahead`` blocks are read before these.
         """
 
+    def worth_joining(self, on_device: int, first: int, stop: int) -> int:
+        """Return up to which of the blocks ``first`` to ``stop``, which others read, the request waits for them."""
+
     def is_worth_waiting(self, arrived: int, ends: Sequence[int], ahead: int, since: float) -> bool:
         """Return False if the request should go on with the ``arrived`` blocks.
 
@@ -31,12 +34,16 @@ class ReadJudge(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """A transfer of blocks into the host, the first of them into ``slot``, and the fetches that wait for it."""
+    """A transfer of blocks into the host, the first of them into ``slot``, and the fetches that wait for it.
+
+    ``is_kept``: it goes on to its end, whoever waits for it.
+    """
 
     hashes: list[bytes]
     order: StorageOrder
     slot: int
     waiters: dict[Fetch, None] = field(default_factory=dict)
+    is_kept: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -181,6 +181,10 @@ class TestBlocksAndPrompts:
         shown = run(*asked).stdout.splitlines()[-1]
         assert "reused 0 of 10 cached blocks (nothing); expected 410 ms (all 5" in shown
         assert "no load 410 ms), took " in shown
+        (decision,) = json.loads(run(*asked, "--json").stdout)["decisions"]
+        assert (decision["choice"], decision["last_block"], decision["host_blocks"]) == ("nothing", last, 10)
+        assert decision["expected_seconds"] == pytest.approx(0.41)
+        assert decision["client"] and decision["true_seconds"] > 0
         engine.close()
 
     def test_explain_looks_for_the_blocks_of_an_adapter(self, service: LocalService, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,26 @@ def test_a_late_read_is_left_and_fills_the_host_tier(stage: Stage) -> None:
     assert later.num_cached_tokens == BLOCKS * BLOCK
     assert stage.store.reads == [BLOCKS], "nothing was read again"
     engine.manager.request_finish([later])
+
+
+def test_a_disk_that_is_fast_again_is_used_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its speed is learnt from reads that no request waits for: one each ten seconds, here one for each request."""
+    monkeypatch.setattr("fdcache.manager.load_choices._PROBE_AFTER", -1.0)
+    engine = knowing(stage, compute=1.0, read=1000.0)
+    stage.store.gate.set()
+    names = map(str, itertools.count())
+
+    def is_waited_for() -> bool:
+        stage.service.ask("reset", tier="host")
+        request = Request(next(names), PROMPT)
+        while match(engine, request).status is not MatchStatus.MATCHED:
+            time.sleep(0.01)
+        engine.manager.request_finish([request])
+        stage.read_ends()
+        return engine.manager.get_stats().loads.recent[-1].choice == "whole"
+
+    until(is_waited_for, "a read is worth it")
+    assert engine.manager.get_stats().loads.probes >= 3
 
 
 def test_a_read_that_was_waited_for_teaches_the_speed_of_storage(stage: Stage) -> None:

@@ -259,6 +259,56 @@ def test_one_stall_is_no_new_speed() -> None:
     assert known.seconds(64 * BLOCK_BYTES) < 2 * 64 * BLOCK_BYTES * 1e-9
 
 
+@pytest.mark.parametrize("size", [BLOCK_BYTES, 64 * BLOCK_BYTES])
+@pytest.mark.parametrize("factor", [1e-4, 0.02, 30.0, 1e4])
+def test_a_speed_that_has_become_quite_another_is_believed_after_a_few_reads(
+    factor: float, size: int
+) -> None:
+    """A slow disk that is fast again is read once in ten seconds only."""
+    for whole in (0.0, 0.1):
+        known = LinkSpeed(whole=whole)
+        for _ in range(30):
+            known.observe(size, 0.2, 0.0)
+        for _ in range(4):
+            known.observe(size, 0.2 * factor, 0.0)
+        assert known.seconds(size) == pytest.approx(0.2 * factor, rel=0.2)
+
+
+def test_surprises_of_both_kinds_are_no_new_speed() -> None:
+    known = link(0.0, 1e-9)
+    for factor in (100, 0.01, 100, 0.01, 100):
+        known.observe(64 * BLOCK_BYTES, 64 * BLOCK_BYTES * 1e-9 * factor, 0.0)
+    assert known.seconds(64 * BLOCK_BYTES) < 10 * 64 * BLOCK_BYTES * 1e-9
+
+
+def test_a_first_step_that_compiles_is_forgotten() -> None:
+    known = PrefillSpeed()
+    for seconds in (30.0, 0.1, 0.1, 0.1, 0.1, 0.1):
+        known.observe([(0, 4096)], seconds)
+    assert known.seconds(0, 4096) == pytest.approx(0.1)
+
+
+def test_surprising_steps_of_one_size_change_no_other() -> None:
+    known = PrefillSpeed()
+    for _ in range(20):
+        known.observe([(0, 64)], 0.02)
+        known.observe([(0, 8192)], 0.5)
+    for _ in range(4):
+        known.observe([(0, 8192)], 10.0)
+    assert known.seconds(0, 8192) == pytest.approx(10.0, rel=0.2)
+    assert known.seconds(0, 64) < 0.1
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_seconds_teach_nothing(seconds: float) -> None:
+    known, copies = prefill(0.01, 1e-4, 0.0), link(0.01, 1e-9)
+    expected = known.seconds(0, 8192)
+    known.observe([(0, 100_000)], seconds)
+    copies.observe(BLOCK_BYTES, seconds, 7.0)
+    assert known.seconds(0, 8192) == expected
+    assert copies.observed_at == 0.0
+
+
 def test_calibration_is_believed_until_copies_are_observed() -> None:
     known = LinkSpeed(prior=50e9)
     assert known.is_known

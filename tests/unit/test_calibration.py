@@ -94,6 +94,8 @@ def test_a_file_of_another_format_or_a_broken_one_is_ignored(
         ('"direct_plane": 32768', '"direct_plane": -1'),
         ('"staged_column": 65536', f'"staged_column": {1 << 63}'),
         ('"link_to_host": 55.0', '"link_to_host": "fast"'),
+        ('"link_to_host": 55.0', '"link_to_host": -1.0'),
+        ('"link_to_host": 55.0', '"link_to_host": 1e308'),
     ],
 )
 def test_a_calibration_with_impossible_values_is_ignored(
@@ -105,6 +107,14 @@ def test_a_calibration_with_impossible_values_is_ignored(
     path.write_text(text.replace(sound, broken))
     assert load_calibration(GPU, tmp_path) is None
     assert broken.split('"')[1] in caplog.text and "fdcache init" in caplog.text
+
+
+@pytest.mark.parametrize("link", [-1.0, 0.0, 1e-320, 1e308])
+def test_an_impossible_link_is_no_speed(tmp_path: Path, link: float) -> None:
+    other = replace(GPU, uuid="GPU-other")
+    save_calibration(replace(calibration(), link_to_device=50.0), GPU, tmp_path)
+    save_calibration(replace(calibration(), link_to_device=link), other, tmp_path)
+    assert calibrated_link(tmp_path) == 50e9
 
 
 def test_settings_limit_the_thread_blocks() -> None:

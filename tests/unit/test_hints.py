@@ -110,6 +110,11 @@ def test_a_request_without_hints_has_none() -> None:
     assert read_hints("r", {"temperature": 1, "hints": None}) == ([], [])
 
 
+@pytest.mark.parametrize("extra", ["hints", 5, [{"kind": "once"}]])
+def test_fields_of_another_kind_hold_no_hints(extra: object) -> None:
+    assert read_hints("r", extra) == ([], [])
+
+
 def test_a_hint_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(HintError, match="priority"):
         Hint(kind=HintKind.PRIORITY)

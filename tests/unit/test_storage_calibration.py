@@ -87,7 +87,17 @@ def test_a_measurement_is_the_prior_of_its_folder_only(folder: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "change", [{"format": 0}, {"device": -1}, {"folder": "/elsewhere"}, {"bytes_per_second": 0.0}]
+    "change",
+    [
+        {"format": 0},
+        {"device": -1},
+        {"folder": "/elsewhere"},
+        {"bytes_per_second": 0.0},
+        {"bytes_per_second": 1e-320},
+        {"bytes_per_second": 1e308},
+        {"latency_seconds": -1.0},
+        {"latency_seconds": 1e308},
+    ],
 )
 def test_a_stale_or_impossible_measurement_is_ignored_and_said(
     folder: Path, tmp_path: Path, change: dict[str, Any], caplog: pytest.LogCaptureFixture

@@ -18,7 +18,7 @@ from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage import StorageTier
 from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
-from fdcache.tiers.storage_reads import MOST_GROUP_BYTES, GroupSize
+from fdcache.tiers.storage_reads import MOST_GROUP_BYTES, GroupSize, leading_ready
 from fdcache.tiers.waiting_fetches import Fetch
 from tests.service_help import until
 from tests.storage_help import storage_layout
@@ -205,6 +205,19 @@ def test_a_fetch_that_was_cancelled_while_it_waited_is_not_continued() -> None:
     for fetch in (first, third):
         stage.reads.cancel(fetch)
     assert stage.reads.num_waiting == 0
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_a_read_that_was_left_to_its_end_outlives_those_that_share_it(is_left: bool) -> None:
+    stage = Stage([path(0)], host=64)
+    first, second = stage.begin(path(0)), stage.begin(path(0))
+    (task,) = stage.send()
+    (stage.reads.leave if is_left else stage.reads.cancel)(first)
+    stage.reads.cancel(second)
+    assert stage.reads.take_unneeded() == (() if is_left else (task.plan_id,))
+    stage.end([task])
+    assert stage.reads.is_idle
+    assert leading_ready(stage.host, path(0)) == BLOCKS
 
 
 class Clock:

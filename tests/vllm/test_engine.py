@@ -73,6 +73,25 @@ def test_prefills_are_timed_and_blocks_that_are_sooner_computed_are_not_loaded(
     engine.assert_nothing_is_held()
 
 
+def test_a_decision_on_a_prompt_of_which_all_but_a_token_is_loaded_comes_true(
+    engine: Observed, prompts: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prompts[0][: len(prompts[0]) // 16 * 16 + 1]
+    engine.answers([whole])
+    engine.forget_device()
+    choices = engine.manager._choices
+    monkeypatch.setattr(choices, "_is_auto", True)
+    for _ in range(40):
+        choices.model.link.observe(1 << 20, 1e-9, time.monotonic())
+    before = engine.counters
+    engine.answers([whole])
+    assert loaded(before, engine.counters) == len(whole) - 1
+    decision = engine.manager.get_stats().loads.recent[-1]
+    assert (decision.choice, decision.num_tokens) == ("whole", len(whole))
+    assert decision.true_seconds > 0
+    engine.assert_nothing_is_held()
+
+
 def test_requests_admitted_in_one_step_wait_for_plans_of_their_own(
     engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

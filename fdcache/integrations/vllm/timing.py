@@ -32,7 +32,7 @@ class StepTimes:
         """Return the number under which workers are to time a step; 0 for one without prefills."""
         found = [(request, start, min(stop, request.num_tokens)) for request, start, stop in chunks]
         found = [chunk for chunk in found if chunk[1] < chunk[2]]
-        if not any(stop - start > 1 for _, start, stop in found):
+        if not any(stop - start > 1 or start < request.num_prompt_tokens for request, start, stop in found):
             return 0
         self._numbers += 1
         self._steps[self._numbers] = found

@@ -42,7 +42,7 @@ from fdcache.tiers.host import (
     HostMatch,
 )
 from fdcache.tiers.pool import PENDING
-from fdcache.tiers.statistics import TierUsage, TrafficMeter
+from fdcache.tiers.statistics import ReadTotals, TierUsage, TrafficMeter
 
 _MAX_OWNERS = 1 << 20
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
@@ -351,6 +351,12 @@ class RemoteHostTier:
         session = self.sessions.session
         figures = session.figures if session is not None else ()
         return TierUsage(*figures[: len(TierUsage.__struct_fields__)])
+
+    @property
+    def service_reads(self) -> ReadTotals | None:
+        """Reads of the service from storage, as of the last heartbeat."""
+        session = self.sessions.session
+        return session.reads if session is not None else None
 
     def record_events(self, capacity: int) -> None:
         """Keep the newest ``capacity`` batches of the service's events."""

@@ -49,7 +49,7 @@ from fdcache.service.wire.shared_memory import open_runs, open_table
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.pool import EVENT_CLEARED
-from fdcache.tiers.statistics import Traffic, TrafficMeter
+from fdcache.tiers.statistics import ReadTotals, Traffic, TrafficMeter
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class Session:
     asked: int = 0
     is_resetting: bool = False
     figures: list[int] = field(default_factory=list)
+    reads: ReadTotals = field(default_factory=ReadTotals)
     unanswered: int = 0
 
     @property
@@ -455,7 +456,7 @@ class SessionKeeper:
         elif isinstance(answer, Recall):
             self.return_stock(session, answer.first)
         elif isinstance(answer, Alive):
-            session.figures = answer.figures
+            session.figures, session.reads = answer.figures, answer.reads
             self._device_resets = answer.device_resets
         elif isinstance(answer, Refused):
             if answer.code == "draining":

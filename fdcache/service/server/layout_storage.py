@@ -19,7 +19,7 @@ from fdcache.service.wire.shared_memory import Extent
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageState
 from fdcache.storage.queue import StorageQueue, StorageTransfer
-from fdcache.tiers.statistics import Counters
+from fdcache.tiers.statistics import Counters, ReadTotals
 from fdcache.tiers.storage import StorageTier
 from fdcache.tiers.storage_index import LocalIndex
 from fdcache.tiers.storage_reads import StorageReads
@@ -71,6 +71,7 @@ class LayoutStorage:
         self.restored = opened.restored
         self.counters = Counters()
         self.moved = {purpose: Moved() for purpose in (SwapPurpose.PREFETCH, SwapPurpose.STORE)}
+        self.read_totals = ReadTotals()
         self.hit_blocks = 0
         self.resets = 0
         self._cache = cache
@@ -186,6 +187,8 @@ class LayoutStorage:
             moved = self.moved[result.purpose]
             moved.bytes += result.copied_bytes
             moved.seconds += result.seconds
+            if result.purpose is SwapPurpose.PREFETCH and result.copied_bytes:
+                self.read_totals = self.read_totals.plus(result.copied_bytes, result.seconds)
 
     def _complete(self, flight: InFlightPlan) -> None:
         tier, namespace = self._tier, self._namespace

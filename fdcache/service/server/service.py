@@ -53,6 +53,7 @@ from fdcache.service.wire.views import ServiceTotals
 from fdcache.settings.cache import Eviction
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import EVENT_CLEARED
+from fdcache.tiers.statistics import ReadTotals
 from fdcache.tiers.storage_reads import StorageReads
 
 log = logging.getLogger("fdcache.service.server")
@@ -218,7 +219,9 @@ class Service:
         client.update(request)
         tier = client.namespace.tier
         figures = list(msgspec.structs.astuple(tier.usage())) if tier is not None else []
-        return Alive(figures, device_resets=client.device_resets)
+        storage = self.storage_of(client.namespace)
+        reads = storage.read_totals if storage is not None else ReadTotals()
+        return Alive(figures, device_resets=client.device_resets, reads=reads)
 
     def _bye(self, client: Client, request: Bye) -> Answer:
         self.clients.remove(client)

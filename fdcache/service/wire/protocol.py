@@ -18,7 +18,7 @@ from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.service.wire.liveness import Live
 from fdcache.service.wire.shared_memory import Geometry
 from fdcache.tiers.fetches import FetchTerms
-from fdcache.tiers.statistics import Count, Traffic
+from fdcache.tiers.statistics import Count, ReadTotals, Traffic
 
 VERSION = 3
 MAX_FRAME = 8 << 20
@@ -253,10 +253,14 @@ class Hinted(msgspec.Struct, frozen=True, tag="hinted"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Answer to a heartbeat: the figures of the client's namespace, in the order of ``TierUsage``."""
+    """Answer to a heartbeat: the figures of the client's namespace, in the order of ``TierUsage``.
+
+    ``reads``: those of its storage since that was opened, for whichever client.
+    """
 
     figures: list[int]
     device_resets: int = 0
+    reads: ReadTotals = ReadTotals()
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
