@@ -43,6 +43,7 @@ class LeafOrder : public EvictionOrder {
 
     // Entries in the order right below this one.
     std::uint32_t children(Slot slot) const { return nodes_[slot].children; }
+    Slot parent(Slot slot) const { return nodes_[slot].parent; }
     std::uint32_t slots() const { return static_cast<std::uint32_t>(nodes_.size()); }
     void owe(double share);
     std::size_t leaves() const { return heap_.size(); }

@@ -67,9 +67,7 @@ void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> di
 void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
     Block &block = blocks_[slot];
     if (block.is_tracked) {
-        // Whatever is evicted by worth has been ranked at once before.
-        const bool was_below = evicted && (is_by_last_use() ? is_below(slot) : block.was_below);
-        const Ghosts::Memory memory{block.last_ms, block.kind, block.hits, was_below};
+        const Ghosts::Memory memory{block.last_ms, block.kind, block.hits, evicted && block.was_below};
         const auto forgotten = evicted ? ghosts_.add(digest, memory) : memory;
         if (forgotten) tables_.forget(forgotten->kind, now_ - forgotten->last_ms);
         kept_ -= is_kept(block);
@@ -79,6 +77,19 @@ void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
         if (!evicted) shadow_.leave(now_, block.last_ms);
     }
     block = Block{};
+}
+
+void LearnedOrder::take(std::uint32_t count, std::vector<Slot> &taken) {
+    std::size_t first = taken.size();
+    LeafOrder::take(count, taken);
+    if (!demotion_.below || !is_by_last_use()) return;
+    // What is taken by worth was looked up in the tier below when it was ranked.
+    for (std::size_t last = first; first < taken.size(); first = last) {
+        for (++last; last < taken.size() && parent(taken[last - 1]) == taken[last];) ++last;
+        const std::span<const Slot> path = std::span(taken).subspan(first, last - first);
+        const std::size_t gone = path.size() - held_below(std::views::reverse(path));
+        for (std::size_t i = 0; i < path.size(); ++i) blocks_[path[i]].was_below = i >= gone;
+    }
 }
 
 void LearnedOrder::begin(std::span<const Slot> path) {

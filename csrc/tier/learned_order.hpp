@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "tier/ghosts.hpp"
 #include "tier/hints.hpp"
@@ -28,6 +29,7 @@ class LearnedOrder final : public LeafOrder {
     void set_time(std::uint32_t now) override;
     void arrive(std::span<const Slot> path, std::span<const Digest> digests, std::uint32_t depth) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
+    void take(std::uint32_t count, std::vector<Slot> &taken) override;
     void begin(std::span<const Slot> path) override;
     void use(std::span<const Slot> path, const RequestEnd *end) override;
     void prefetch(Slot slot, const Digest &digest) const override {
@@ -63,7 +65,7 @@ class LearnedOrder final : public LeafOrder {
         bool is_used : 1 = false;            // since it arrived
         bool is_idle : 1 = false;            // no use of it has begun since the last one ended
         bool is_counted : 1 = false;         // the use that has begun
-        mutable bool was_below : 1 = false;  // when it was ranked last
+        mutable bool was_below : 1 = false;  // when it was ranked or taken last
         std::uint32_t depth = 0;
     };
 
