@@ -22,11 +22,11 @@ REQUESTS = 100  # of a round
 FLAGS = ("-std=c++20", "-O3", "-DNDEBUG", f"-I{ROOT / 'csrc'}")
 
 
-def built(folder: Path) -> Path:
-    """Return the program, compiled in the folder."""
+def built(folder: Path, name: str = "tier_blocks") -> Path:
+    """Return the program of this name, compiled in the folder with the sources of the tier."""
     sources = [each for each in (ROOT / "csrc/tier").glob("*.cpp") if "bindings" not in each.name]
-    program = folder / "tier_blocks"
-    source = ROOT / "benchmarks/native/tier_blocks.cpp"
+    program = folder / name
+    source = ROOT / f"benchmarks/native/{name}.cpp"
     subprocess.run(["g++", *FLAGS, source, *sources, "-o", program], check=True)
     return program
 

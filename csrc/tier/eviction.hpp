@@ -29,15 +29,18 @@ struct Hint;
 // The tier below, from which a block that it holds is loaded instead of computed again.
 class LowerTier {
   public:
+    static constexpr std::size_t kMostAsked = 64;
+
     virtual ~LowerTier() = default;
-    // True for a block that is there or on its way.
-    virtual bool holds(const Digest &digest) const = 0;
+    // A bit for each of up to `kMostAsked` blocks that is there or on its way. With a block all those above
+    // it are there, but for the time in which a copy fails or a path is removed.
+    virtual std::uint64_t holds(std::span<const Digest *const> digests) const = 0;
 };
 
 // What becomes of an entry that is evicted.
 struct Demotion {
-    std::function<bool(Slot)> is_below;  // the tier below holds it
-    bool is_always_copied = false;       // every evicted entry is copied there, as far as it has room
+    std::function<std::uint64_t(std::span<const Slot>)> below;  // `LowerTier::holds` of entries
+    bool is_always_copied = false;  // every evicted entry is copied there, as far as it has room
 };
 
 // What became of a hint.
@@ -84,8 +87,9 @@ class EvictionOrder {
     // The time of the calls that follow, in milliseconds; it may wrap around.
     virtual void set_time(std::uint32_t) {}
     virtual void set_demotion(Demotion) {}
-    // A block became an entry, or is no entry any more: evicted, or removed for another reason.
-    virtual void arrive(Slot, const Digest &, std::uint32_t /* depth */) {}
+    // Blocks of one path, each the parent of the next one, became entries, the first one at this depth.
+    virtual void arrive(std::span<const Slot>, std::span<const Digest>, std::uint32_t /* depth */) {}
+    // A block is no entry any more: evicted, or removed for another reason.
     virtual void leave(Slot, const Digest &, bool /* evicted */) {}
     // A use of these entries, which were not used, begins.
     virtual void begin(std::span<const Slot>) {}
@@ -101,7 +105,7 @@ class EvictionOrder {
     virtual HintFate fate(Slot, const Digest &) { return HintFate::kGone; }
     // What was learned of reuse; null for policies that keep no such tables.
     virtual ReuseTables *tables() { return nullptr; }
-    // Prefetches what `arrive` or `leave` reads for a block.
+    // Prefetches what `leave` reads for a block.
     virtual void prefetch(Slot, const Digest &) const {}
 };
 

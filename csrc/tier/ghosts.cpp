@@ -59,8 +59,7 @@ std::uint32_t Ghosts::Bucket::current(std::uint32_t place_mask, std::uint32_t pa
 }
 
 std::uint64_t Ghosts::key_of(const Digest &digest) {
-    std::uint64_t key = 0;
-    std::memcpy(&key, digest.bytes.data() + 8, 6);
+    const std::uint64_t key = digest.word(1) & ((std::uint64_t{1} << 48) - 1);
     return key ? key : 1;
 }
 

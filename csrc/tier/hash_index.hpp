@@ -5,6 +5,7 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <span>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -34,6 +35,18 @@ class HashIndex {
             }
             if (!bucket.passed) return kNoSlot;
         }
+    }
+
+    // A bit for each of up to 64 digests that is in the index. In stages, each of which prefetches what the
+    // next one reads.
+    std::uint64_t holds(std::span<const Digest *const> digests) const {
+        for (const Digest *const digest : digests) prefetch(*digest);
+        for (const Digest *const digest : digests)
+            if (const Slot slot = guess(*digest); slot != kNoSlot) __builtin_prefetch(&digests_[slot]);
+        std::uint64_t found = 0;
+        for (std::size_t i = 0; i < digests.size(); ++i)
+            found |= std::uint64_t{find(*digests[i]) != kNoSlot} << i;
+        return found;
     }
 
     // The digest of the slot is not in the index.

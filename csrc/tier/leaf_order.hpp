@@ -32,13 +32,18 @@ class LeafOrder : public EvictionOrder {
     std::size_t bytes() const override;
 
   protected:
-    // The lowest is evicted first.
-    virtual double rank(Slot slot) const = 0;
+    static constexpr std::size_t kMostAtOnce = 64;  // entries
+
+    // The ranks of up to `kMostAtOnce` entries. The lowest is evicted first.
+    virtual void rank(std::span<const Slot> slots, std::span<double> ranks) const = 0;
+    // The same for entries of one path, each the child of the next one.
+    virtual void rank_path(std::span<const Slot> path, std::span<double> ranks) const { rank(path, ranks); }
     // Called before an entry is added.
     virtual void before_add(Slot) {}
 
     // Entries in the order right below this one.
     std::uint32_t children(Slot slot) const { return nodes_[slot].children; }
+    Slot parent(Slot slot) const { return nodes_[slot].parent; }
     std::uint32_t slots() const { return static_cast<std::uint32_t>(nodes_.size()); }
     void owe(double share);
     std::size_t leaves() const { return heap_.size(); }
@@ -48,6 +53,8 @@ class LeafOrder : public EvictionOrder {
   private:
     static constexpr std::size_t kPasses = 8;  // over the heap while as many blocks are evicted as there are
     static constexpr std::size_t kMostRanked = 1024;  // in one call
+    static constexpr std::size_t kFirstAbove = 16;    // ancestors of a leaf that are ranked at once; doubles
+    static constexpr std::size_t kAhead = 16;         // slots between a prefetch and its use
 
     struct Node {
         Slot parent = kNoSlot;
@@ -73,14 +80,22 @@ class LeafOrder : public EvictionOrder {
         return node.is_listed && !node.is_busy && !node.children;
     }
     void lose_child(Slot parent);
-    Leaf leaf_of(Slot slot) const { return {rank(slot), slot, nodes_[slot].stamp}; }
-    Slot take_leaf(Slot slot, std::uint32_t &count, std::vector<Slot> &taken);
+    double rank_of(Slot slot) const {
+        double rank_now;
+        rank({&slot, 1}, {&rank_now, 1});
+        return rank_now;
+    }
+    Leaf leaf_of(Slot slot) const { return {rank_of(slot), slot, nodes_[slot].stamp}; }
+    void take_path(Slot slot, std::uint32_t &count, std::vector<Slot> &taken);
+    std::size_t path_above(Slot leaf, std::span<Slot> path) const;
     void push(const Leaf &leaf);
     void pop();
     void sift_up(std::size_t place, Leaf leaf) const;
     void sift_down(std::size_t place, Leaf leaf) const;
     void erase_at(std::size_t place) const;
     void rank_some(std::size_t count) const;
+    void rank_before_cursor(std::size_t count) const;
+    void rank_leaves(std::span<Leaf> leaves) const;
     void rank_all() const;
     std::size_t pay() const;
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <memory>
+#include <optional>
+#include <ranges>
 
 namespace fdcache {
 namespace {
@@ -42,18 +44,22 @@ double LearnedOrder::share_to_rank(std::uint32_t passed) const {
     return leaves() <= kFewLeaves ? 1 : passed / std::max(kRankEvery, count / kMostRanks);
 }
 
-void LearnedOrder::arrive(Slot slot, const Digest &digest, std::uint32_t depth) {
-    Block &block = blocks_[slot];
-    block = Block{};
-    block.depth = depth;
-    if (const auto ghost = ghosts_.take(digest)) {
+void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> digests, std::uint32_t depth) {
+    std::optional<std::size_t> held;
+    for (std::size_t i = 0; i < path.size(); ++i) {
+        Block &block = blocks_[path[i]];
+        block = Block{};
+        block.depth = depth + static_cast<std::uint32_t>(i);
+        const auto ghost = ghosts_.take(digests[i]);
+        if (!ghost) continue;
+        if (!held) held = held_below(path);
         block.last_ms = ghost->last_ms;
         block.kind = ghost->kind;
         block.hits = ghost->hits;
         block.is_tracked = true;
         kept_ += is_kept(block);
-        if (demotion_.is_below) survival_.used_again(ghost->was_below, ghost->hits > 0, is_below(slot));
-        count(slot, false);
+        if (demotion_.below) survival_.used_again(ghost->was_below, ghost->hits > 0, i < *held);
+        count(block, false, i < *held);
         shadow_.leave(now_, block.last_ms);
     }
 }
@@ -61,9 +67,7 @@ void LearnedOrder::arrive(Slot slot, const Digest &digest, std::uint32_t depth) 
 void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
     Block &block = blocks_[slot];
     if (block.is_tracked) {
-        // Whatever is evicted by worth has been ranked at once before.
-        const bool was_below = evicted && (is_by_last_use() ? is_below(slot) : block.was_below);
-        const Ghosts::Memory memory{block.last_ms, block.kind, block.hits, was_below};
+        const Ghosts::Memory memory{block.last_ms, block.kind, block.hits, evicted && block.was_below};
         const auto forgotten = evicted ? ghosts_.add(digest, memory) : memory;
         if (forgotten) tables_.forget(forgotten->kind, now_ - forgotten->last_ms);
         kept_ -= is_kept(block);
@@ -75,16 +79,33 @@ void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
     block = Block{};
 }
 
+void LearnedOrder::take(std::uint32_t count, std::vector<Slot> &taken) {
+    std::size_t first = taken.size();
+    LeafOrder::take(count, taken);
+    if (!demotion_.below || !is_by_last_use()) return;
+    // What is taken by worth was looked up in the tier below when it was ranked.
+    for (std::size_t last = first; first < taken.size(); first = last) {
+        for (++last; last < taken.size() && parent(taken[last - 1]) == taken[last];) ++last;
+        const std::span<const Slot> path = std::span(taken).subspan(first, last - first);
+        const std::size_t gone = path.size() - held_below(std::views::reverse(path));
+        for (std::size_t i = 0; i < path.size(); ++i) blocks_[path[i]].was_below = i >= gone;
+    }
+}
+
 void LearnedOrder::begin(std::span<const Slot> path) {
     shadow_.trim(idle_);
-    for (const Slot slot : path) begin_use(slot);
+    const bool is_asked = demotion_.below && std::ranges::any_of(path, [this](Slot slot) {
+                              const Block &block = blocks_[slot];
+                              return block.is_idle && !block.is_counted && compare(block, true).weighs();
+                          });
+    const std::size_t held = is_asked ? held_below(path) : 0;
+    for (std::size_t i = 0; i < path.size(); ++i) begin_use(blocks_[path[i]], i < held);
 }
 
 // Found in the tier. While a block is used it stays in any tier, and its next use is no merit of the order.
-void LearnedOrder::begin_use(Slot slot) {
-    Block &block = blocks_[slot];
+void LearnedOrder::begin_use(Block &block, bool is_below) {
     if (!block.is_idle) return;
-    if (!block.is_counted) count(slot, true);
+    if (!block.is_counted) count(block, true, is_below);
     shadow_.leave(now_, block.last_ms);
     block.is_idle = false;
     --idle_;
@@ -118,8 +139,8 @@ LearnedOrder::Features LearnedOrder::features_of(std::span<const Slot> path, con
 }
 
 void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
-    begin_use(slot);
     Block &block = blocks_[slot];
+    if (block.is_idle) begin_use(block, is_below(slot));
     trust_.use(1 + depth_value_ * block.depth);
     if (block.is_tracked && block.hits != kMostHits) ++block.hits;
     kept_ -= is_kept(block);
@@ -132,20 +153,23 @@ void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
 
 // A tracked block is used: was it found, and would it have been by last use? A request that has to wait, and
 // begins again, counts once. A block that is not found here, but below, costs a load.
-void LearnedOrder::count(Slot slot, bool is_found) {
-    Block &block = blocks_[slot];
-    const std::uint32_t age = now_ - block.last_ms;
+void LearnedOrder::count(Block &block, bool is_found, bool is_below) {
+    const Comparison compared = compare(block, is_found);
+    if (compared.weighs()) {
+        const double lost = is_found ? loss(block, is_below) : is_below ? Survival::kLoad : 1;
+        const double value = lost * (1 + depth_value_ * block.depth);
+        trust_.compare(value * compared.gain);
+        trust_.expect(value * compared.forecast);
+    }
+    tables_.reuse(block.kind, now_ - block.last_ms);
+    block.is_counted = true;
+}
+
+LearnedOrder::Comparison LearnedOrder::compare(const Block &block, bool is_found) const {
     const double by_last_use = shadow_.holds(block.last_ms, now_);
     const double gain = (is_found ? 1 : 0) - by_last_use;
-    const double forecast = is_forecast_ ? (tables_.keeps(block.kind, age) ? 1 : 0) - by_last_use : 0;
-    if (gain != 0 || forecast != 0) {
-        const double lost = is_found ? loss(slot) : is_below(slot) ? Survival::kLoad : 1;
-        const double value = lost * (1 + depth_value_ * block.depth);
-        trust_.compare(value * gain);
-        trust_.expect(value * forecast);
-    }
-    tables_.reuse(block.kind, age);
-    block.is_counted = true;
+    if (!is_forecast_) return {gain, 0};
+    return {gain, (tables_.keeps(block.kind, now_ - block.last_ms) ? 1 : 0) - by_last_use};
 }
 
 // Data corrects what a hint says, through the class of its blocks; the budget bounds what it costs until
@@ -202,17 +226,32 @@ void LearnedOrder::before_add(Slot slot) {
     ++idle_;
 }
 
-double LearnedOrder::rank(Slot slot) const {
-    const Block &block = blocks_[slot];
-    const bool by_last_use = is_by_last_use();
-    if (by_last_use && block.kind < ReuseTables::kFirstHint)
-        return ReuseTables::unknown_rate((now_ - block.last_ms) / 1000.0);
+void LearnedOrder::rank(std::span<const Slot> slots, std::span<double> ranks) const {
+    for (const Slot slot : slots) __builtin_prefetch(&blocks_[slot]);
+    const std::uint64_t held = is_by_last_use() ? 0 : below(slots);
+    for (std::size_t i = 0; i < slots.size(); ++i) ranks[i] = rank_of(blocks_[slots[i]], held >> i & 1);
+}
+
+void LearnedOrder::rank_path(std::span<const Slot> path, std::span<double> ranks) const {
+    for (const Slot slot : path) __builtin_prefetch(&blocks_[slot]);
+    const std::size_t held = is_by_last_use() ? 0 : held_below(std::views::reverse(path));
+    const std::size_t first = path.size() - held;
+    for (std::size_t i = 0; i < path.size(); ++i) ranks[i] = rank_of(blocks_[path[i]], i >= first);
+}
+
+double LearnedOrder::rank_of(const Block &block, bool is_below) const {
+    if (!is_by_last_use()) return worth(block) * loss(block, is_below);
+    if (block.kind >= ReuseTables::kFirstHint) return worth(block);
+    return ReuseTables::unknown_rate((now_ - block.last_ms) / 1000.0);
+}
+
+// Without regard to the tier below.
+double LearnedOrder::worth(const Block &block) const {
     if (block.last_ms != placed_ms_) {
         placed_ms_ = block.last_ms;
         place_ = ReuseTables::place(now_ - block.last_ms);
     }
-    const double worth = tables_.worth(block.kind, place_) * (1 + depth_value_ * block.depth);
-    return by_last_use ? worth : worth * loss(slot);
+    return tables_.worth(block.kind, place_) * (1 + depth_value_ * block.depth);
 }
 
 // The ages of a sample of the blocks in the tier and of its ghosts.

@@ -1,10 +1,12 @@
 // The order by what is learned of reuse: the leaf of the lowest worth first.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "tier/ghosts.hpp"
 #include "tier/hints.hpp"
@@ -25,8 +27,9 @@ class LearnedOrder final : public LeafOrder {
     bool learns() const override { return true; }
     void set_demotion(Demotion demotion) override { demotion_ = std::move(demotion); }
     void set_time(std::uint32_t now) override;
-    void arrive(Slot slot, const Digest &digest, std::uint32_t depth) override;
+    void arrive(std::span<const Slot> path, std::span<const Digest> digests, std::uint32_t depth) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
+    void take(std::uint32_t count, std::vector<Slot> &taken) override;
     void begin(std::span<const Slot> path) override;
     void use(std::span<const Slot> path, const RequestEnd *end) override;
     void prefetch(Slot slot, const Digest &digest) const override {
@@ -62,7 +65,7 @@ class LearnedOrder final : public LeafOrder {
         bool is_used : 1 = false;            // since it arrived
         bool is_idle : 1 = false;            // no use of it has begun since the last one ended
         bool is_counted : 1 = false;         // the use that has begun
-        mutable bool was_below : 1 = false;  // when it was ranked last
+        mutable bool was_below : 1 = false;  // when it was ranked or taken last
         std::uint32_t depth = 0;
     };
 
@@ -72,25 +75,54 @@ class LearnedOrder final : public LeafOrder {
         std::uint8_t lengths;
     };
 
+    // The use of a block, against last use: what the tier found more, and what it would by the tables.
+    struct Comparison {
+        double gain, forecast;
+        bool weighs() const { return gain != 0 || forecast != 0; }
+    };
+
     static bool is_kept(const Block &block) {
         return block.kind >= ReuseTables::kFirstHint + HintClasses::kFirstKeeping;
     }
     // What every block is evicted to is the order of the tier below.
     bool is_by_last_use() const { return demotion_.is_always_copied || !trust_.is_given(); }
-    bool is_below(Slot slot) const { return demotion_.is_below && demotion_.is_below(slot); }
-    double loss(Slot slot) const {
-        if (!demotion_.is_below) return 1;
-        const Block &block = blocks_[slot];
-        block.was_below = is_below(slot);
-        return survival_.loss(block.was_below, block.hits > 0);
+    // A bit for each of these entries that the tier below holds.
+    std::uint64_t below(std::span<const Slot> slots) const {
+        return demotion_.below && !slots.empty() ? demotion_.below(slots) : 0;
     }
-    double rank(Slot slot) const override;
+    bool is_below(Slot slot) const { return below({&slot, 1}) != 0; }
+    // How many entries of a path the tier below holds, from its beginning on: mostly none or all.
+    std::size_t held_below(const auto &path) const {
+        if (!demotion_.below || path.empty()) return 0;
+        const std::uint64_t ends = below(std::array{path.front(), path.back()});
+        if (ends & 2) return path.size();
+        std::size_t low = ends & 1, high = ends & 1 ? path.size() - 1 : 0;
+        while (low < high) {
+            const std::size_t middle = low + (high - low) / 2;
+            if (is_below(path[middle]))
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        return low;
+    }
+    // The share of an entry's worth that its eviction loses.
+    double loss(const Block &block, bool is_below) const {
+        if (!demotion_.below) return 1;
+        block.was_below = is_below;
+        return survival_.loss(is_below, block.hits > 0);
+    }
+    void rank(std::span<const Slot> slots, std::span<double> ranks) const override;
+    void rank_path(std::span<const Slot> path, std::span<double> ranks) const override;
+    double rank_of(const Block &block, bool is_below) const;
+    double worth(const Block &block) const;
     void before_add(Slot slot) override;
     Features features_of(std::span<const Slot> path, const RequestEnd *end) const;
     double share_to_rank(std::uint32_t passed) const;
     void touch(Slot slot, const Features &features, bool is_last);
-    void begin_use(Slot slot);
-    void count(Slot slot, bool is_found);
+    void begin_use(Block &block, bool is_below);
+    void count(Block &block, bool is_found, bool is_below);
+    Comparison compare(const Block &block, bool is_found) const;
     void learn();
 
     ReuseTables tables_;

@@ -24,9 +24,9 @@ PinnedRuns::LookUp PinnedRuns::find(std::span<const Digest> path, std::size_t st
     return answer;
 }
 
-bool PinnedRuns::holds(const Digest &digest) const {
+std::uint64_t PinnedRuns::holds(std::span<const Digest *const> digests) const {
     const std::shared_ptr<OutgoingCopies> copies = copies_;
-    return copies && copies->contains({&digest, 1})[0] != Presence::kAbsent;
+    return copies ? copies->holds(digests) : 0;
 }
 
 void PinnedRuns::count_miss(std::span<const Digest> path, std::size_t start, std::size_t end) {

@@ -56,7 +56,7 @@ class PinnedRuns : public LowerTier {
     }
 
     // In the session of `search`.
-    bool holds(const Digest &digest) const override;
+    std::uint64_t holds(std::span<const Digest *const> digests) const override;
 
     struct LookUp {
         std::uint64_t lease = 0;  // pins `found`, unless it is 0

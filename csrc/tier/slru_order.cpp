@@ -4,9 +4,11 @@
 
 namespace fdcache {
 
-void SlruOrder::arrive(Slot slot, const Digest &digest, std::uint32_t) {
-    blocks_[slot] = Block{};
-    blocks_[slot].is_known = ghosts_.take(digest).has_value();
+void SlruOrder::arrive(std::span<const Slot> path, std::span<const Digest> digests, std::uint32_t) {
+    for (std::size_t i = 0; i < path.size(); ++i) {
+        blocks_[path[i]] = Block{};
+        blocks_[path[i]].is_known = ghosts_.take(digests[i]).has_value();
+    }
 }
 
 void SlruOrder::leave(Slot slot, const Digest &digest, bool evicted) {
@@ -62,9 +64,11 @@ void SlruOrder::demote() {
     }
 }
 
-double SlruOrder::rank(Slot slot) const {
-    const Block &block = blocks_[slot];
-    return static_cast<double>(block.ticket) + (block.is_protected ? kFirst : 0);
+void SlruOrder::rank(std::span<const Slot> slots, std::span<double> ranks) const {
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        const Block &block = blocks_[slots[i]];
+        ranks[i] = static_cast<double>(block.ticket) + (block.is_protected ? kFirst : 0);
+    }
 }
 
 void SlruOrder::resize(std::uint32_t slots) {

@@ -15,7 +15,7 @@ namespace fdcache {
 class SlruOrder final : public LeafOrder {
   public:
     bool learns() const override { return true; }
-    void arrive(Slot slot, const Digest &digest, std::uint32_t depth) override;
+    void arrive(std::span<const Slot> path, std::span<const Digest> digests, std::uint32_t depth) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
     void use(std::span<const Slot> path, const RequestEnd *end) override;
     void prefetch(Slot, const Digest &digest) const override { ghosts_.prefetch(digest); }
@@ -35,7 +35,7 @@ class SlruOrder final : public LeafOrder {
         bool is_protected = false;
     };
 
-    double rank(Slot slot) const override;
+    void rank(std::span<const Slot> slots, std::span<double> ranks) const override;
     void before_add(Slot slot) override;
     void touch(Slot slot);
     void protect(Slot slot);

@@ -16,17 +16,12 @@ class Survival {
     static constexpr double kLoad = 0.1;
 
     // The share of a block's worth that its eviction loses.
-    double loss(bool is_below, bool is_reused) const {
-        const Count &count = counts_[is_below][is_reused];
-        return 1 - (1 - kLoad) * count.found / count.used;
-    }
+    double loss(bool is_below, bool is_reused) const { return counts_[is_below][is_reused].loss; }
     // An evicted block is used again. `is_found`: in the tier below.
     void used_again(bool was_below, bool was_reused, bool is_found) {
         Count &count = counts_[was_below][was_reused];
-        count.found += is_found;
-        if (++count.used < kMemory) return;
-        count.found /= 2;
-        count.used /= 2;
+        const Count more(count.used + 1, count.found + is_found);
+        count = more.used < kMemory ? more : Count(more.used / 2, more.found / 2);
     }
 
   private:
@@ -35,13 +30,17 @@ class Survival {
     static constexpr double kMemory = 4096;  // blocks; then they count half
 
     struct Count {
-        double used, found;
+        double used, found, loss;
+
+        constexpr Count(double used, double found)
+            : used(used), found(found), loss(1 - (1 - kLoad) * found / used) {}
     };
 
-    static constexpr Count kGone{kPrior, 0};
-    static constexpr Count kKept{kPrior, kGuess * kPrior};
+    static std::array<Count, 2> guess(double found) {
+        return {Count(kPrior, found * kPrior), Count(kPrior, found * kPrior)};
+    }
 
-    std::array<std::array<Count, 2>, 2> counts_{{{kGone, kGone}, {kKept, kKept}}};
+    std::array<std::array<Count, 2>, 2> counts_{guess(0), guess(kGuess)};
 };
 
 }  // namespace fdcache

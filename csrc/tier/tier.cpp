@@ -1,6 +1,7 @@
 #include "tier/tier.hpp"
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <utility>
 
@@ -125,7 +126,14 @@ void Tier::set_below(const LowerTier &below, bool is_always_copied) {
     std::lock_guard lock(mutex_);
     Demotion demotion{.is_always_copied = is_always_copied};
     if (!is_always_copied)
-        demotion.is_below = [this, &below](Slot slot) { return below.holds(digests_[slot]); };
+        demotion.below = [this, &below](std::span<const Slot> slots) {
+            std::array<const Digest *, LowerTier::kMostAsked> digests;
+            for (std::size_t i = 0; i < slots.size(); ++i) {
+                digests[i] = &digests_[slots[i]];
+                __builtin_prefetch(digests[i]);
+            }
+            return below.holds(std::span(digests).first(slots.size()));
+        };
     order_->set_demotion(std::move(demotion));
 }
 
@@ -310,11 +318,19 @@ void Tier::make_ready(Slot slot, std::uint32_t now) {
     --writing_;
     ++ready_;
     publish_event(TierEvent::Kind::kStored, slot);
-    if (learns_) {
-        order_->set_time(now);
-        order_->arrive(slot, digests_[slot], entry.depth);
-    }
-    if (!entry.pins) refresh(slot);
+}
+
+// Tells the eviction order of blocks of one path, each the parent of the next one, that became READY.
+void Tier::arrive(std::span<const Slot> path, std::span<const Digest> hashes, std::uint32_t now) {
+    if (!learns_ || path.empty()) return;
+    order_->set_time(now);
+    order_->arrive(path, hashes, entries_[path.front()].depth);
+}
+
+void Tier::add_entry(Slot slot, std::uint32_t now) {
+    make_ready(slot, now);
+    arrive({&slot, 1}, {&digests_[slot], 1}, now);
+    if (!entries_[slot].pins) refresh(slot);
 }
 
 void Tier::order_add(Slot slot, bool busy) {
@@ -512,7 +528,11 @@ std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std:
         __builtin_prefetch(&digests_[slots[at]], 1);
     };
     for (std::size_t at = 0; at < std::min(kAhead, hashes.size()); ++at) prefetch(at);
-    std::size_t i = 0;
+    std::size_t i = 0, arrived = 0;  // those before it are known to the eviction order
+    const auto arrive_before = [&](std::size_t end) {
+        arrive(slots.subspan(arrived, end - arrived), hashes.subspan(arrived, end - arrived), now);
+        arrived = end;
+    };
     Slot parent = resolve_parent(parent_hash);
     for (; i < hashes.size() && parent != kNoSlot; ++i) {
         if (i + kAhead < hashes.size()) prefetch(i + kAhead);
@@ -521,10 +541,12 @@ std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std:
         const Slot present = index_.find(hashes[i]);
         if (present == kNoSlot) {
             link(slots[i], hashes[i], parent);
-            make_ready(slots[i], now);
+            make_ready(slots[i], now);  // pinned by the lease
             parent = slots[i];
             if (status) status->push_back(CommitStatus::kStored);
         } else if (entries_[present].state == SlotState::kReady && entries_[present].parent == parent) {
+            arrive_before(i);
+            arrived = i + 1;
             pin(lease, present);
             parent = present;
             if (status) status->push_back(CommitStatus::kDuplicate);
@@ -532,6 +554,7 @@ std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std:
             break;
         }
     }
+    arrive_before(i);
     return i;
 }
 

@@ -191,7 +191,7 @@ class Tier : public LowerTier {
     // Tells the eviction order of the tier below, which must outlive this one. `is_always_copied`: every
     // evicted entry is copied there.
     void set_below(const LowerTier &below, bool is_always_copied);
-    bool holds(const Digest &digest) const override;
+    std::uint64_t holds(std::span<const Digest *const> digests) const override;
 
     // From now on the time is what the caller says last, in milliseconds.
     void set_clock(std::uint64_t milliseconds);
@@ -408,6 +408,8 @@ class Tier : public LowerTier {
     void free_if_unused(Slot slot);
     void link(Slot slot, const Digest &digest, Slot parent, Tenant tenant = 0);
     void make_ready(Slot slot, std::uint32_t now);
+    void arrive(std::span<const Slot> path, std::span<const Digest> hashes, std::uint32_t now);
+    void add_entry(Slot slot, std::uint32_t now);
     void remove_entry(Slot slot);
     void order_add(Slot slot, bool busy);
     void order_remove(Slot slot);

@@ -119,7 +119,7 @@ bool Tier::complete_copy(Slot slot, bool copied, std::uint64_t checksum, std::ui
                                                         entries_[entry.parent].state == SlotState::kReady);
     if (copied && parent_ready) {
         entry.checksum = checksum;
-        make_ready(slot, now);
+        add_entry(slot, now);
         return true;
     }
     drop_pending(slot);

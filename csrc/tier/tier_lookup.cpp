@@ -81,9 +81,9 @@ std::vector<Presence> Tier::contains(std::span<const Digest> hashes) const {
     return presence;
 }
 
-bool Tier::holds(const Digest &digest) const {
+std::uint64_t Tier::holds(std::span<const Digest *const> digests) const {
     std::lock_guard lock(mutex_);
-    return presence_of(digest) != Presence::kAbsent;
+    return index_.holds(digests);
 }
 
 BlockList Tier::find(std::span<const Digest> hashes) const {

@@ -33,7 +33,7 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
         } else {
             link(slots[i], hashes[i], parent, tenant);
             entries_[slots[i]].checksum = checksums[i];
-            make_ready(slots[i], now);
+            add_entry(slots[i], now);
             status[i] = PublishStatus::kStored;
         }
     }

@@ -124,7 +124,7 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         ++pins_;
         ++writing_;
         link(slot, found.hashes[i], parent, found.tenants.empty() ? 0 : found.tenants[i]);
-        make_ready(slot, now);
+        add_entry(slot, now);
         restored[i] = 1;
     }
     free_.clear();

@@ -145,13 +145,13 @@ class Point:
         with self._manager:
             self._ranks.close()
 
-    def serve(self, item: WorkItem) -> None:
-        """Match one request, compute what was not found, and leave it in flight."""
+    def serve(self, item: WorkItem) -> int:
+        """Match one request, compute what was not found, and leave it in flight. Return the tokens found."""
         self._seconds = max(self._seconds, item.timestamp_ms / 1000)
         self._tally.requests += 1
         if self._config.blocks_for(item.computed_length) > self._config.cache.device_blocks:
             self._tally.rejected += 1
-            return
+            return 0
         if item.after is not None and item.after in self._running:
             self._finish(item.after)  # a turn follows its answer
         if len(self._running) == self._config.concurrency:
@@ -161,6 +161,7 @@ class Point:
         self._tally.count_first_match(job, match)
         self._compute(job, match)
         self._running[job.index] = job
+        return match.num_cached_tokens
 
     def end(self) -> PointResult:
         """End the requests in flight, check that nothing is left over, and return the counts."""

@@ -33,7 +33,12 @@ const Digests &digests();
 // A tier below that holds every other block, and after some look-ups those that it did not hold.
 class ChangingTier : public LowerTier {
   public:
-    bool holds(const Digest &digest) const override { return (digest.bytes[20] + ++asked_ / 64) % 2; }
+    std::uint64_t holds(std::span<const Digest *const> digests) const override {
+        std::uint64_t held = 0;
+        for (std::size_t i = 0; i < digests.size(); ++i)
+            held |= std::uint64_t{(digests[i]->bytes[20] + ++asked_ / 64) % 2} << i;
+        return held;
+    }
 
   private:
     mutable std::uint32_t asked_ = 0;

@@ -51,6 +51,10 @@ def rows_of(blocks: list[bytes]) -> HashArray:
     return np.frombuffer(b"".join(blocks), np.uint8).reshape(-1, 32)
 
 
+def rows_of_path(path: list[int]) -> HashArray:
+    return hash_blocks(np.repeat(np.array(path, np.int32), BLOCK), BLOCK, parent=ROOT)
+
+
 class World:
     """A tier and the oracle of its policy."""
 
@@ -132,8 +136,7 @@ class World:
     def request(self, act: Act) -> None:
         self.now += act.gap
         self.tier.set_clock(round(self.now * 1000))
-        tokens = np.repeat(np.array(act.path, np.int32), BLOCK)
-        rows = hash_blocks(tokens, BLOCK, parent=ROOT)
+        rows = rows_of_path(act.path)
         path = hash_list(rows)
         lease = self.tier.open_lease()
         run = self.tier.match(lease, rows)
@@ -233,6 +236,22 @@ def test_a_tier_above_another_one_evicts_as_the_oracle_says(
     for act in history:
         world.request(act)
     world.check()
+
+
+def test_long_paths_of_which_the_tier_below_holds_a_part_go_as_the_oracle_says() -> None:
+    """More blocks of a path go at once than are ranked together; some were copied, with those above them."""
+    random = np.random.default_rng(0)
+    world = World("learned", 220, 0.0)
+    world.set_below(500, is_always_copied=False)
+    for _ in range(25):
+        path = [int(random.integers(4))] * int(random.integers(60, 200))
+        world.request(Act(path, 20, "nothing", float(random.integers(1, 40))))
+        if random.random() < 0.6:
+            world.copy(hash_list(rows_of_path(path))[: int(random.integers(1, len(path)))])
+            world.pass_time(0.001)
+    assert isinstance(world.oracle, LearnedOracle)
+    assert {below for ghost in world.oracle.ghosts for below in [ghost.known.was_below]} == {True, False}
+    assert world.decisions > 1000
 
 
 def test_what_was_learned_is_left_for_last_use_and_taken_up_again() -> None:
