@@ -38,6 +38,7 @@ class Engine:
         rpc_timeout: float = TIMEOUT,
         fetches: StorageTierSettings | None = None,
         settings: CacheSettings | None = None,
+        loads_ahead: bool = True,
     ) -> None:
         self.layout = shape or layout()
         settings = settings or CacheSettings(
@@ -46,7 +47,7 @@ class Engine:
             write_policy=WritePolicy.WRITE_THROUGH,
             rpc_timeout=rpc_timeout,
         )
-        self.manager = CacheManager(settings, self.layout, storage=fetches)
+        self.manager = CacheManager(settings, self.layout, storage=fetches, loads_ahead=loads_ahead)
         self.ranks = [
             CacheController(TransferSettings(), self.layout, rank=rank) for rank in range(self.layout.tp_size)
         ]

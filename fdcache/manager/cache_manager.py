@@ -96,7 +96,11 @@ class CacheManager(TierManager[Request]):
         self._device, self._host = tiers.device, tiers.host
         self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._requests = LiveRequests(settings, layout, tiers, counters)
-        ahead = make_loads_ahead(layout, tiers, counters, lambda: self._plans.ahead) if loads_ahead else None
+        ahead = None
+        if loads_ahead:
+            ahead = make_loads_ahead(
+                layout, tiers, counters, lambda: self._plans.ahead, clock, settings.plan_timeout
+            )
         self._choices = LoadChoices(
             settings.load_or_recompute,
             layout,
