@@ -162,7 +162,7 @@ def test_a_lost_rank_takes_back_what_was_loaded_ahead(stage: Stage, engine: Engi
     stage.read(1)
     assert match(engine, request).status is MatchStatus.DEFERRED
     engine.manager.take_plans()
-    assert engine.manager.worker_lost(0) == []
+    assert engine.replace_worker(0) == []
     assert on_device(engine) == 0
     assert finish(stage, engine, request).num_cached_tokens == BLOCKS * BLOCK
 

@@ -119,7 +119,7 @@ class Run:
             case "reset host":
                 self.stage.service.ask("reset", tier="host")
             case "lose rank":
-                manager.worker_lost(0)
+                self.engine.replace_worker(0)
             case _:
                 getattr(self, name.replace(" ", "_"))()
         manager.check_integrity()
