@@ -48,7 +48,8 @@ class LoadsAhead:
 
     A block that was loaded ahead is one like any other in the device tier: found once every rank has reported its copy,
     and evictable. The host tier, of this process or a service, keeps it for the request, so that nothing is lost if it
-    is evicted. A request waits for its load up to ``timeout`` seconds.
+    is evicted. A request waits for its load up to ``timeout`` seconds. Nothing is loaded while ``may_load`` returns
+    False.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class LoadsAhead:
         plan: Callable[[], OpenPlan],
         clock: Callable[[], float],
         timeout: float,
+        may_load: Callable[[], bool],
     ) -> None:
         self._block_size = layout.block_size
         self._most = max(MOST_BYTES // (layout.payload_bytes * layout.tp_size), 1)
@@ -71,6 +73,7 @@ class LoadsAhead:
         self._plan = plan
         self._clock = clock
         self._timeout = timeout
+        self._may_load = may_load
         self._ahead: dict[str, _Ahead] = {}
 
     def load(self, request: Request, path: HashArray, read: range) -> None:
@@ -121,6 +124,8 @@ class LoadsAhead:
                 self._ahead.pop(request.request_id, None)
 
     def _has_room(self, request: Request, have: int) -> bool:
+        if not self._may_load():
+            return False
         needed = -(-request.num_tokens // self._block_size) - have
         return self._device.available >= needed + self._device.stats().slots // _SPARE
 
@@ -156,9 +161,11 @@ def make_loads_ahead(
     plan: Callable[[], OpenPlan],
     clock: Callable[[], float],
     timeout: float,
+    allowed: Callable[[], bool] | bool,
 ) -> LoadsAhead | None:
-    """Return the loads ahead into ``plan``; None if nothing is read from storage."""
+    """Return the loads ahead into ``plan``; None if they are not ``allowed``, or nothing is read from storage."""
     host, backups = tiers.host, tiers.backups
-    if host is None or tiers.fetches is None or backups is None:
+    if not allowed or host is None or tiers.fetches is None or backups is None:
         return None
-    return LoadsAhead(layout, tiers.device, host, backups, counters, plan, clock, timeout)
+    may_load = allowed if callable(allowed) else lambda: True
+    return LoadsAhead(layout, tiers.device, host, backups, counters, plan, clock, timeout, may_load)
