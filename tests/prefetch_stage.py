@@ -22,13 +22,17 @@ OTHER = [token + 1000 for token in PROMPT]
 
 
 class SlowStore(SlabStore):
-    """A disk that reads once ``gate`` is set, answers once ``answer`` is set, and fails the blocks of ``loses``."""
+    """A disk that reads once ``gate`` is set, or as many times as are allowed, and answers once ``answer`` is set.
+
+    It fails the blocks of ``loses``, by their positions in a read.
+    """
 
     opened: list[SlowStore]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.gate, self.answer = threading.Event(), threading.Event()
         self.answer.set()
+        self._allowed = threading.Semaphore(0)
         self.reads: list[int] = []
         self.ended = 0
         self.cancels: list[_core.CancelFlag | None] = []
@@ -39,13 +43,23 @@ class SlowStore(SlabStore):
     def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
         self.cancels.append(cancel)
         self.reads.append(len(batch))
-        assert self.gate.wait(60)
+        self._wait()
         result = super().get(batch, timeout, cancel)
         self.ended += 1
         assert self.answer.wait(60)
         for position in self.loses:
             result.outcomes[position] = Outcome.ERROR
         return result
+
+    def allow(self, reads: int) -> None:
+        """Read as many times although the gate is closed."""
+        self._allowed.release(reads)
+
+    def _wait(self) -> None:
+        for _ in range(60_000):
+            if self.gate.is_set() or self._allowed.acquire(timeout=0.001):
+                return
+        raise AssertionError("the gate stays closed")
 
 
 class Stage:
@@ -54,9 +68,18 @@ class Stage:
     def __init__(self, service: LocalService, store: SlowStore) -> None:
         self.service = service
         self.store = store
+        self.per_read = BLOCKS
         self.engines: list[Engine] = []
 
-    def engine(self, policy: PrefetchPolicy, timeout: float = 60.0, reuse_grid: int = 0) -> Engine:
+    def engine(
+        self,
+        policy: PrefetchPolicy,
+        timeout: float = 60.0,
+        reuse_grid: int = 0,
+        *,
+        loads_ahead: bool = True,
+        defer_timeout: float = 1.0,
+    ) -> Engine:
         terms = StorageTierSettings(prefetch_policy=policy, prefetch_timeout=timeout)
         cache = CacheSettings(
             server=self.service.address,
@@ -64,8 +87,11 @@ class Stage:
             write_policy=WritePolicy.WRITE_THROUGH,
             rpc_timeout=TIMEOUT,
             reuse_grid=reuse_grid,
+            defer_timeout=defer_timeout,
         )
-        self.engines.append(Engine(self.service.address, fetches=terms, settings=cache))
+        self.engines.append(
+            Engine(self.service.address, fetches=terms, settings=cache, loads_ahead=loads_ahead)
+        )
         return self.engines[-1]
 
     def figures(self) -> dict[str, Any]:
@@ -81,6 +107,14 @@ class Stage:
         self.store.answer.clear()
         self.store.gate.set()
         until(lambda: self.store.ended == 1, "the disk has read")
+
+    def read(self, reads: int) -> None:
+        """Let the disk serve as many reads, and wait until their blocks are on the host."""
+        stop = self.store.ended + reads
+        left = self.figures()["reading_blocks"] - self.per_read * reads
+        self.store.allow(reads)
+        until(lambda: self.store.ended >= stop, "the disk has read")
+        until(lambda: self.figures()["reading_blocks"] <= left, "the reads have ended")
 
     def read_ends(self) -> None:
         self.store.gate.set()

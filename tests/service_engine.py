@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, Request
@@ -38,6 +40,7 @@ class Engine:
         rpc_timeout: float = TIMEOUT,
         fetches: StorageTierSettings | None = None,
         settings: CacheSettings | None = None,
+        loads_ahead: bool = True,
     ) -> None:
         self.layout = shape or layout()
         settings = settings or CacheSettings(
@@ -46,17 +49,29 @@ class Engine:
             write_policy=WritePolicy.WRITE_THROUGH,
             rpc_timeout=rpc_timeout,
         )
-        self.manager = CacheManager(settings, self.layout, storage=fetches)
-        self.ranks = [
-            CacheController(TransferSettings(), self.layout, rank=rank) for rank in range(self.layout.tp_size)
-        ]
-        self.tensors = []
-        for rank in self.ranks:
-            self.tensors.append(rank.initialize_kv_cache(device_blocks))
-            rank.initialize_host_cache(self.manager.host_cache)
+        self.manager = CacheManager(settings, self.layout, storage=fetches, loads_ahead=loads_ahead)
+        self._device_blocks = device_blocks
+        self.ranks, self.tensors = [], []
+        for rank in range(self.layout.tp_size):
+            controller, tensors = self._worker(rank)
+            self.ranks.append(controller)
+            self.tensors.append(tensors)
         self._names = 0
         if stocked:
             self.await_stock()
+
+    def _worker(self, rank: int) -> tuple[CacheController, list[Any]]:
+        controller = CacheController(TransferSettings(), self.layout, rank=rank)
+        tensors = list(controller.initialize_kv_cache(self._device_blocks))
+        controller.initialize_host_cache(self.manager.host_cache)
+        return controller, tensors
+
+    def replace_worker(self, rank: int) -> list[LoadOutcome]:
+        """End a rank's worker without its reports, and start another with empty device memory."""
+        self.ranks[rank].shutdown()
+        outcomes = self.manager.worker_lost(rank)
+        self.ranks[rank], self.tensors[rank] = self._worker(rank)
+        return outcomes
 
     def await_stock(self) -> None:
         """Slots to copy into are granted in the background; a test that counts copies waits for them."""

@@ -64,7 +64,8 @@ class CacheManager(TierManager[Request]):
     turns hand-overs between instances on. ``clock`` returns seconds; ``reuse_clock``, by default ``clock``, those by
     which tiers learn of reuse and choose what to evict, as the time of a replayed workload. ``priors``: speeds as
     calibrated; see ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a request that still
-    waits for storage, as for an engine that submits plans only when a step follows.
+    waits for storage, as for an engine that submits plans only when a step follows; or a function that tells if free
+    device blocks may be written now, outside of a step.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
@@ -83,7 +84,7 @@ class CacheManager(TierManager[Request]):
         clock: Callable[[], float] = time.monotonic,
         reuse_clock: Callable[[], float] | None = None,
         priors: Priors = NO_PRIORS,
-        loads_ahead: bool = True,
+        loads_ahead: Callable[[], bool] | bool = True,
     ) -> None:
         layout.require_one_group("CacheManager")
         reuse_clock = clock if reuse_clock is None else reuse_clock
@@ -96,7 +97,9 @@ class CacheManager(TierManager[Request]):
         self._device, self._host = tiers.device, tiers.host
         self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._requests = LiveRequests(settings, layout, tiers, counters)
-        ahead = make_loads_ahead(layout, tiers, counters, lambda: self._plans.ahead) if loads_ahead else None
+        ahead = make_loads_ahead(
+            layout, tiers, counters, lambda: self._plans.ahead, clock, settings.plan_timeout, loads_ahead
+        )
         self._choices = LoadChoices(
             settings.load_or_recompute,
             layout,
@@ -135,7 +138,7 @@ class CacheManager(TierManager[Request]):
         device_bytes: int | Callable[[], int] | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
-        loads_ahead: bool = True,
+        loads_ahead: Callable[[], bool] | bool = True,
     ) -> CacheManager:
         """Make a manager from settings, by default those of the environment.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -13,10 +14,9 @@ from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.requests import Request
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray, SwapPurpose
-from fdcache.plans.blocks import Blocks, parents_of
+from fdcache.plans.blocks import parents_of
 from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan
-from fdcache.tiers.fetches import FetchTable
-from fdcache.tiers.host import LocalHostTier
+from fdcache.tiers.host import HostTier
 from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
 
@@ -25,11 +25,14 @@ from fdcache.tiers.statistics import Counters
 class _Ahead:
     """Blocks ``first`` to ``stop`` of a request's path that were loaded while it waited for the blocks after them.
 
-    ``has_ended``: one of them did not come or has gone again, and no other is loaded.
+    Those from ``read_from`` on were read for it. The last load is waited for until ``deadline``. ``has_ended``: one of
+    the blocks did not come or has gone again, and no other is loaded.
     """
 
     first: int
     stop: int
+    read_from: int
+    deadline: float = -inf
     has_ended: bool = False
 
 
@@ -44,36 +47,41 @@ class LoadsAhead:
     """Loads of requests that wait for storage: at most one of each request is in flight.
 
     A block that was loaded ahead is one like any other in the device tier: found once every rank has reported its copy,
-    and evictable. The host tier keeps it for the request, so that nothing is lost if it is evicted.
+    and evictable. The host tier, of this process or a service, keeps it for the request, so that nothing is lost if it
+    is evicted. A request waits for its load up to ``timeout`` seconds. Nothing is loaded while ``may_load`` returns
+    False.
     """
 
     def __init__(
         self,
         layout: KVLayout,
         device: BlockPool,
-        host: LocalHostTier,
-        fetches: FetchTable,
+        host: HostTier,
         backups: BackupPlanner,
         counters: Counters,
         plan: Callable[[], OpenPlan],
+        clock: Callable[[], float],
+        timeout: float,
+        may_load: Callable[[], bool],
     ) -> None:
         self._block_size = layout.block_size
         self._most = max(MOST_BYTES // (layout.payload_bytes * layout.tp_size), 1)
         self._device = device
         self._host = host
-        self._fetches = fetches
         self._backups = backups
         self._counters = counters
         self._plan = plan
+        self._clock = clock
+        self._timeout = timeout
+        self._may_load = may_load
         self._ahead: dict[str, _Ahead] = {}
 
-    def load(self, request: Request, fetch: int, path: HashArray) -> None:
-        """Plan to load blocks of a request's ``path`` that have been read; it waits for others of this fetch.
+    def load(self, request: Request, path: HashArray, read: range) -> None:
+        """Plan to load blocks of a request's ``path``: those up to ``read`` are there, and it waits for others.
 
         Does nothing while its last load is in flight, or the device has no room for the whole request.
         """
-        arrived, _ = self._fetches.progress(fetch)
-        ahead = self._ahead.get(request.request_id)
+        arrived, ahead = read.stop, self._ahead.get(request.request_id)
         if not arrived or (ahead is not None and (ahead.has_ended or arrived <= ahead.stop)):
             return
         presence = self._device.contains(path[:arrived])
@@ -81,21 +89,33 @@ class LoadsAhead:
         if ahead is not None and start < ahead.stop and presence[start] != PENDING:
             ahead.has_ended = True  # its load has failed, or the device is too busy to keep it
         elif start == arrived:
-            self._ahead.setdefault(request.request_id, _Ahead(start, start)).stop = start
+            self._of(request, start, read).stop = start
         elif presence[start] != PENDING and self._has_room(request, start):
             loaded = self._load(path, start, min(arrived, start + self._most))
             if loaded:
-                self._ahead.setdefault(request.request_id, _Ahead(start, start)).stop = start + loaded
+                ahead = self._of(request, start, read)
+                ahead.stop, ahead.deadline = start + loaded, self._clock() + self._timeout
                 self._counters.blocks_loaded_ahead += loaded
 
-    def found(self, request: Request, fetch: int, on_device: int) -> tuple[int, int]:
+    def is_loading(self, request: Request, path: HashArray) -> bool:
+        """Return True while a load of a request is in flight, unless it is overdue."""
+        ahead = self._ahead.get(request.request_id)
+        if ahead is None or ahead.has_ended or self._clock() > ahead.deadline:
+            return False
+        last = self._device.contains(path[ahead.stop - 1 : ahead.stop])
+        return PENDING in last
+
+    def found(self, request: Request, on_device: int) -> tuple[int, int]:
         """Return how many of the blocks that a match found on the device came from the host and from storage."""
         ahead = self._ahead.get(request.request_id)
         if ahead is None:
             return 0, 0
         first, stop = min(ahead.first, on_device), min(ahead.stop, on_device)
-        from_storage = len(self._fetches.fetched(fetch, first, stop - first))
+        from_storage = max(stop - max(first, ahead.read_from), 0)
         return stop - first - from_storage, from_storage
+
+    def _of(self, request: Request, start: int, read: range) -> _Ahead:
+        return self._ahead.setdefault(request.request_id, _Ahead(start, start, read.start))
 
     def forget(self, requests: Iterable[Request]) -> None:
         """Forget requests that have ended."""
@@ -104,22 +124,21 @@ class LoadsAhead:
                 self._ahead.pop(request.request_id, None)
 
     def _has_room(self, request: Request, have: int) -> bool:
+        if not self._may_load():
+            return False
         needed = -(-request.num_tokens // self._block_size) - have
         return self._device.available >= needed + self._device.stats().slots // _SPARE
 
     def _load(self, path: HashArray, start: int, stop: int) -> int:
         """Plan to load blocks ``start`` to ``stop``, as far as the host has them; return how many."""
         host, plan = self._host, self._plan()
-        lease = host.open_lease()
-        run = host.match(lease, path[:stop], start)
-        stop = start + len(run)
-        taken = self._reserve(path, start, stop, plan)
+        (run,) = host.match_paths([(path[:stop], start)])
+        taken = self._reserve(path, start, start + len(run), plan)
         if taken is not None:
-            host.begin_load(lease, run.slots)
-            blocks = Blocks.of_path(path, start, run.slots, run.generations)
-            plan.add(SwapPurpose.LOAD, blocks, taken.slots, taken.generations)
-        host.release(lease)
-        return stop - start if taken is not None else 0
+            host.begin_load(run.lease, run.blocks.slots)
+            plan.add(SwapPurpose.LOAD, run.blocks, taken.slots, taken.generations)
+        host.release(run.lease)
+        return len(run) if taken is not None else 0
 
     def _reserve(self, path: HashArray, start: int, stop: int, plan: OpenPlan) -> CopyReservation | None:
         """Reserve device blocks; what has to leave them is copied to the host first. None unless all are reserved."""
@@ -136,10 +155,17 @@ class LoadsAhead:
 
 
 def make_loads_ahead(
-    layout: KVLayout, tiers: Tiers, counters: Counters, plan: Callable[[], OpenPlan]
+    layout: KVLayout,
+    tiers: Tiers,
+    counters: Counters,
+    plan: Callable[[], OpenPlan],
+    clock: Callable[[], float],
+    timeout: float,
+    allowed: Callable[[], bool] | bool,
 ) -> LoadsAhead | None:
-    """Return the loads ahead into ``plan``; None unless the host tier and its storage are of this process."""
-    host, fetches, backups = tiers.host, tiers.fetches, tiers.backups
-    if not isinstance(host, LocalHostTier) or not isinstance(fetches, FetchTable) or backups is None:
+    """Return the loads ahead into ``plan``; None if they are not ``allowed``, or nothing is read from storage."""
+    host, backups = tiers.host, tiers.backups
+    if not allowed or host is None or tiers.fetches is None or backups is None:
         return None
-    return LoadsAhead(layout, tiers.device, host, fetches, backups, counters, plan)
+    may_load = allowed if callable(allowed) else lambda: True
+    return LoadsAhead(layout, tiers.device, host, backups, counters, plan, clock, timeout, may_load)

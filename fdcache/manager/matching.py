@@ -115,9 +115,9 @@ class PrefixMatcher:
         for request in requests:
             if id(request) in waiting:
                 self._requests.wait_for_reads(request)
-                if self._ahead is not None:
-                    number = self._requests.fetch_number(request)
-                    self._ahead.load(request, number, self._requests.matchable(request))
+                number = self._requests.fetch_number(request)
+                arrived, _ = fetches.progress(number)
+                self._load_ahead(request, range(fetches.fetched(number, 0, arrived).start, arrived))
         going = [request for request in requests if id(request) not in waiting]
         numbers = [self._requests.fetch_number(request) for request in going]
         uses = [fetches.storage_use(number) for number in numbers]
@@ -133,10 +133,18 @@ class PrefixMatcher:
         ]
 
     def _must_wait(self, request: Request, fetches: Fetches) -> bool:
+        """Return True for a request that waits for reads of this process, or for its load ahead."""
         if not self._requests.may_prefetch(request):
             return False
         number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
-        return fetches.must_wait(number, hashes, self._on_device, self._choices.reads_for(request))
+        if fetches.must_wait(number, hashes, self._on_device, self._choices.reads_for(request)):
+            return True
+        return self._ahead is not None and self._ahead.is_loading(request, hashes)
+
+    def _load_ahead(self, request: Request, read: range) -> None:
+        """Load what is there of a request's path, of which ``read`` was read for it, while others are read."""
+        if self._ahead is not None:
+            self._ahead.load(request, self._requests.matchable(request), read)
 
     def _with_storage(self, request: Request, result: MatchResult, fetches: Fetches) -> MatchResult:
         """Count the blocks of a match that were read from storage for the request; they need no other pin now."""
@@ -144,9 +152,7 @@ class PrefixMatcher:
             return result
         number = self._requests.fetch_number(request)
         fetched = len(fetches.fetched(number, result.num_device_blocks, result.num_host_blocks))
-        if self._ahead is not None and any(
-            ahead := self._ahead.found(request, number, result.num_device_blocks)
-        ):
+        if self._ahead is not None and any(ahead := self._ahead.found(request, result.num_device_blocks)):
             self._requests.set_loaded_ahead(request, *ahead)
             result = msgspec.structs.replace(result, num_ahead_blocks=sum(ahead))
         fetches.unpin(number)
@@ -184,6 +190,9 @@ class PrefixMatcher:
     def _end(self, request: Request, start: int, match: HostMatch) -> MatchResult:
         if match.fetching:
             self._requests.wait_for_reads(request)
+            if match.fetched:
+                first = self._choices.service_reads.first(request)
+                self._load_ahead(request, range(first, match.fetched.start))
             return MatchResult(request.request_id, MatchStatus.DEFERRED)
         self._choices.service_reads.found(request, start + match.fetched.stop)
         return self._requests.answer(request, match, self._forms, self._clock, self._choices.limit)

@@ -75,6 +75,12 @@ class Fetches(Protocol):
     def unpin(self, number: int) -> None:
         """Unpin blocks that were read: the request has pinned those it uses."""
 
+    def progress(self, number: int) -> tuple[int, int]:
+        """Return how many leading blocks of the path have come, and how many will have with the reads in flight.
+
+        A service answers this with the look-up: ``HostMatch.fetched``.
+        """
+
     def promised(self, number: int) -> tuple[int, int]:
         """Return how many leading blocks of the path have come, and how many will have once the fetch is done.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import Any
 import paddle
 import pytest
 
+from fdcache.controller import cache_controller
 from fdcache.errors import CacheNotReadyError, ConfigurationError
 from fdcache.integrations.fastdeploy.engine import CacheController, CacheManager, socket_of
 from fdcache.settings import Settings
+from fdcache.storage.connector import ConnectorContext
+from fdcache.tiers import storage_reads
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request
 from tests.faults import FailingLoadsDevice
 from tests.service_help import until
+from tests.storage_engine import SlowStore
 
 
 class Wired:
@@ -210,3 +215,143 @@ def test_a_missing_engine_port_is_reported_with_the_attribute() -> None:
     config = SimpleNamespace(parallel_config=SimpleNamespace())
     with pytest.raises(ConfigurationError, match="local_engine_worker_queue_port"):
         socket_of(config, Settings())
+
+
+class TestLoadsAhead:
+    """A request for four blocks in storage, of which each read brings two when the disk may, and one that is stopped.
+
+    The latter and another request have all device blocks but those that the stop sets free.
+    """
+
+    @pytest.fixture
+    def disks(self, monkeypatch: pytest.MonkeyPatch) -> list[SlowStore]:
+        disks: list[SlowStore] = []
+
+        def opened(context: ConnectorContext) -> SlowStore:
+            monkeypatch.setattr(storage_reads, "MOST_GROUP_BYTES", 2 * context.layout.record_bytes)
+            settings = context.settings
+            disks.append(SlowStore(settings.directory, context.layout, rank=0, size=settings.size, threads=2))
+            return disks[-1]
+
+        monkeypatch.setattr(cache_controller, "open_storage", opened)
+        return disks
+
+    @pytest.fixture
+    def wired(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disks: list[SlowStore]
+    ) -> Iterator[Wired]:
+        monkeypatch.setenv("FDCACHE_RUNTIME_DIR", str(tmp_path / "run"))
+        monkeypatch.setenv("FDCACHE_STORAGE", "local")
+        monkeypatch.setenv("FDCACHE_STORAGE_DIR", str(tmp_path / "storage"))
+        monkeypatch.setenv("FDCACHE_STORAGE_SIZE", "4MiB")
+        monkeypatch.setenv("FDCACHE_PREFETCH_POLICY", "wait_complete")
+        first = Wired(total_block_num=9, num_cpu_blocks=32)
+        self.restored(first)
+        request = fd_request("stored", prompt=[1] * (4 * BLOCK) + [3])
+        first.begin(request)
+        first.end(request)
+
+        def stored() -> bool:
+            first.settle()
+            return first.manager.core.get_stats().counters.blocks_stored == 4
+
+        until(stored, "the blocks are stored")
+        self.close(first)
+        engine = Wired(total_block_num=9, num_cpu_blocks=32)
+        self.restored(engine)
+        disks[-1].gate.clear()
+        yield engine
+        disks[-1].gate.set()
+        self.close(engine)
+
+    def restored(self, engine: Wired) -> None:
+        until(lambda: engine.manager.link.pending_events, "the scan has arrived")
+        engine.manager.check_and_add_pending_backup()
+
+    def close(self, engine: Wired) -> None:
+        engine.settle()
+        engine.manager.core.check_integrity()
+        engine.controller.shutdown()
+        engine.manager.close()
+
+    def arrived(self, engine: Wired, disk: SlowStore) -> Any:
+        """Return a request whose first two blocks have been read, and that is held back for the others."""
+        request = fd_request("waits", prompt=[1] * (4 * BLOCK) + [4])
+        request.async_process_futures, request.multimodal_inputs = [], None
+        engine.manager.request_arrived(request)
+        disk.allow(1)
+
+        def come() -> bool:
+            engine.manager.check_and_add_pending_backup()
+            return engine.manager.core.get_stats().counters.blocks_prefetched == 2
+
+        until(come, "two blocks are on the host")
+        return request
+
+    def loads(self, engine: Wired) -> int:
+        """Run empty steps; return how many blocks have been loaded, all of them ahead."""
+        for _ in range(50):
+            engine.manager.check_and_add_pending_backup()
+            time.sleep(0.001)
+        counters = engine.manager.core.get_stats().counters
+        assert counters.blocks_loaded in (0, counters.blocks_loaded_ahead)
+        return int(counters.blocks_loaded)
+
+    def ended(self, engine: Wired, disk: SlowStore, request: Any) -> None:
+        """Let the disk answer, run the request, and compare the bytes of what it reuses."""
+        disk.gate.set()
+        (ready,) = request.async_process_futures
+
+        def is_ready() -> bool:
+            engine.settle()
+            return bool(ready.done())
+
+        until(is_ready, "its blocks are there")
+        table = engine.begin(request)
+        assert request._match_result.total_matched_blocks == 4
+        assert all(float(plane[block].min()) == 1.0 for plane in engine.planes for block in table[:4])
+        engine.end(request)
+
+    def test_a_batch_is_not_needed(self, wired: Wired, disks: list[SlowStore]) -> None:
+        wired.manager.follow_stops(set)
+        request = self.arrived(wired, disks[-1])
+        until(lambda: self.loads(wired) == 2, "two blocks are on the device")
+        self.ended(wired, disks[-1], request)
+        assert wired.manager.core.get_stats().counters.storage_hit_tokens == 4 * BLOCK
+
+    def test_nothing_is_loaded_to_where_a_worker_may_still_write(
+        self, wired: Wired, disks: list[SlowStore]
+    ) -> None:
+        stopping: set[str] = set()
+        wired.manager.follow_stops(lambda: stopping)
+        stopped, other = (fd_request(name, prompt=[7] * (4 * BLOCK)) for name in ("stopped", "other"))
+        other.prompt_token_ids = [8] * (3 * BLOCK)
+        wired.begin(other)
+        table = wired.begin(stopped)
+        request = self.arrived(wired, disks[-1])
+        assert self.loads(wired) == 0, "there is no room"
+        stopping.add("stopped")
+        wired.manager.request_finish(stopped)
+        assert self.loads(wired) == 0
+        for plane in wired.planes:  # the workers have not heard of it
+            for block in table:
+                plane[block] = paddle.full(plane.shape[1:], 9.0)
+        stopping.clear()
+        until(lambda: self.loads(wired) == 2, "two blocks are on the device")
+        wired.manager.request_finish(other)
+        self.ended(wired, disks[-1], request)
+
+    def test_an_instance_that_decodes_alone_loads_nothing_ahead(
+        self, wired: Wired, disks: list[SlowStore]
+    ) -> None:
+        self.close(wired)
+        wired.config.scheduler_config = SimpleNamespace(splitwise_role="decode")
+        wired.manager = CacheManager(wired.config)
+        wired.controller = CacheController(wired.config, 0, 0)
+        wired.planes = wired.controller.initialize_kv_cache(None, wired.manager.num_gpu_blocks)
+        self.restored(wired)
+        disks[-1].gate.clear()
+        wired.manager.follow_stops(set)
+        request = self.arrived(wired, disks[-1])
+        assert self.loads(wired) == 0
+        self.ended(wired, disks[-1], request)

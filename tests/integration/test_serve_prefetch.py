@@ -188,11 +188,14 @@ def test_a_reuse_grid_cuts_a_run_whose_tail_came_from_storage(stage: Stage) -> N
     engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE, reuse_grid=4 * BLOCK)
     request = Request("r", PROMPT)
     assert match(engine, request).status is MatchStatus.DEFERRED
+    engine.carry_out(engine.manager.take_plans())
     stage.read_ends()
     found = match(engine, request)
-    assert (found.num_host_blocks, found.num_storage_blocks) == (3, 5), "of ten blocks eight are reused"
+    assert (found.num_device_blocks, found.num_storage_blocks) == (3, 5), "of ten blocks eight are reused"
+    assert found.num_ahead_blocks == 3
     finish(engine, request, found)
-    assert engine.manager.get_stats().counters.storage_hit_tokens == 5 * BLOCK
+    counters = engine.manager.get_stats().counters
+    assert (counters.host_hit_tokens, counters.storage_hit_tokens) == (3 * BLOCK, 5 * BLOCK)
 
 
 def test_a_cut_run_counts_storage_hits_anywhere_in_it(stage: Stage) -> None:

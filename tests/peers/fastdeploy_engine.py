@@ -24,7 +24,11 @@ _STALL_STEPS = 600
 
 @dataclass
 class Options:
-    """Options of an engine. ``manager`` is fdcache or fastdeploy; ``delay`` is loop turns per step of the workers."""
+    """Options of an engine.
+
+    ``manager`` is fdcache or fastdeploy; ``delay`` is loop turns per step of the workers. ``behind``: they compute a
+    step before they take the batch that was made for it.
+    """
 
     manager: str = "fdcache"
     policy: str = "write_back"
@@ -34,6 +38,7 @@ class Options:
     seqs: int = 8
     ranks: int = 1
     delay: int = 1
+    behind: bool = False
     mtp: bool = False
     failing: float = 0.0
     profiled_blocks: int | None = None
@@ -72,6 +77,7 @@ class Result:
     device_hits: int = 0
     host_hits: int = 0
     storage_hits: int = 0
+    ahead: int = 0
     token_seconds: float = 0.0
     steps: int = 0
     errors: list[str] = field(default_factory=list)
@@ -240,11 +246,15 @@ class Engine:
             return bool(self._batches)
         self.failures.garbage.clear()
         moved = bool(self._batches)
+        if self.options.behind:
+            time.sleep(0.002)  # for copies that wait for no batch
+            outputs = [worker.step() for worker in self.workers]
         while self._batches:
             data = self._batches.popleft()
             for worker in self.workers:
                 worker.insert(data)
-        outputs = [worker.step() for worker in self.workers]
+        if not self.options.behind:
+            outputs = [worker.step() for worker in self.workers]
         self._gather()
         self._process(outputs[0])
         return moved or bool(outputs[0])
@@ -336,6 +346,7 @@ class Engine:
         for worker in self.workers:
             worker.copier.close()
         if self.options.manager == "fdcache":
+            self.result.ahead += self.manager.core.get_stats().counters.blocks_loaded_ahead
             self.manager.close()
         self.scheduler.need_block_num_signal.clear()
         self.scheduler.finish_execution_pool.shutdown()

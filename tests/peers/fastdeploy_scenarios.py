@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from fdcache.storage.connector import BatchResult, RecordBatch
+from fdcache.storage.slab import SlabStore
+from fdcache.tiers import storage_reads
 from tests.peers.fastdeploy_engine import BLOCK, Engine, Job, Options, Result
 
 Play = Callable[[Engine], None]
@@ -115,6 +120,54 @@ def _restarted(engine: Engine) -> None:
             engine.restart()
 
 
+def _streamed_alone(engine: Engine) -> None:
+    """Read prompts from a slow storage one by one, with nothing else to compute."""
+    prompts = [_tokens(i, 150) for i in range(3)]
+    _store(engine, prompts)
+    with slow_storage():
+        for i, prompt in enumerate(prompts):
+            _serve(engine, [Job(f"{i}", prompt, 4)])
+
+
+def _streamed(engine: Engine) -> None:
+    """Read prompts from a slow storage while others are computed, preempted and aborted."""
+    prompts = [_tokens(i, 150) for i in range(6)]
+    for wave in range(3):
+        _store(engine, prompts, f"stored.{wave}")
+        with slow_storage():
+            jobs = [Job(f"{wave}.{i}", prompt, 40) for i, prompt in enumerate(prompts)]
+            others = [
+                Job(f"{wave}.other.{i}", _tokens(90 + 10 * wave + i, 40), 60, abort_at=9 if i % 2 else None)
+                for i in range(6)
+            ]
+            _serve(engine, [each for pair in zip(others, jobs, strict=True) for each in pair])
+
+
+def _store(engine: Engine, prompts: list[list[int]], name: str = "stored") -> None:
+    """Serve prompts, and start the engine again with them in its storage alone."""
+    _serve(engine, [Job(f"{name}.{i}", prompt, 4) for i, prompt in enumerate(prompts)])
+    _wait_for_storage(engine)
+    engine.restart()
+
+
+@contextmanager
+def slow_storage() -> Iterator[None]:
+    """Let each read of a slab file bring two blocks, and take a few milliseconds."""
+    get, most = SlabStore.get, storage_reads.MOST_GROUP_BYTES
+
+    def slow_get(self: SlabStore, batch: RecordBatch, *arguments: Any) -> BatchResult:
+        time.sleep(0.004)
+        return get(self, batch, *arguments)
+
+    SlabStore.get = slow_get  # type: ignore[method-assign, assignment]
+    storage_reads.MOST_GROUP_BYTES = 2 * 4096
+    try:
+        yield
+    finally:
+        SlabStore.get = get  # type: ignore[method-assign]
+        storage_reads.MOST_GROUP_BYTES = most
+
+
 def _wait_for_storage(engine: Engine) -> None:
     def stored() -> bool:
         stats = engine.manager.core.get_stats()
@@ -161,6 +214,8 @@ FDCACHE_ONLY: dict[str, tuple[Options, Play]] = {
     "killed worker": (replace(_BASE, blocks=24, ranks=2, processes=True), _killed_worker),
     "killed service": (replace(_BASE, blocks=24), _killed_service),
     "restart with storage": (replace(_BASE, blocks=40, policy="write_through"), _restarted),
+    "streams alone": (replace(_BASE, blocks=40, policy="write_through"), _streamed_alone),
+    "streams beside others": (replace(_BASE, blocks=60, policy="write_through", delay=3), _streamed),
 }
 """Scenarios that FastDeploy's own manager does not support."""
 

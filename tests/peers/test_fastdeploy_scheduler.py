@@ -49,6 +49,16 @@ def run(
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"scenario"')]
 
 
+def storage_in(folder: Path, policy: str) -> dict[str, str]:
+    """Return the environment of an engine with storage of its own."""
+    return {
+        "FDCACHE_STORAGE": "local",
+        "FDCACHE_STORAGE_DIR": str(folder / "storage"),
+        "FDCACHE_STORAGE_SIZE": "64MiB",
+        "FDCACHE_PREFETCH_POLICY": policy,
+    }
+
+
 def check(results: dict[str, dict[str, Any]], names: list[str]) -> None:
     """Assert that all of them ran to their end and no prefill found wrong KV."""
     assert list(results) == names
@@ -93,6 +103,26 @@ def test_the_plug_in_names_the_missing_variable(tmp_path: Path) -> None:
         drive("exact", folder=tmp_path, ENABLE_V1_KVCACHE_MANAGER="0")
 
 
+def test_blocks_go_on_to_the_device_while_later_ones_are_read(tmp_path: Path) -> None:
+    results = drive(
+        "streams alone",
+        {"scenario": "streams beside others", "behind": True},
+        folder=tmp_path,
+        **storage_in(tmp_path, "wait_complete"),
+    )
+    check(results, ["streams alone", "streams beside others"])
+    assert all(result["ahead"] for result in results.values())
+    assert results["streams beside others"]["preempted"]
+
+
+@pytest.mark.slow
+def test_two_ranks_load_ahead(tmp_path: Path) -> None:
+    run = {"scenario": "streams beside others", "ranks": 2}
+    results = drive(run, folder=tmp_path, **storage_in(tmp_path, "wait_complete"))
+    check(results, ["streams beside others"])
+    assert results["streams beside others"]["ahead"]
+
+
 @pytest.mark.slow
 def test_the_driver_detects_wrong_kv(tmp_path: Path) -> None:
     (result,) = drive("swapped, write_back", manager="fastdeploy", folder=tmp_path).values()
@@ -128,13 +158,7 @@ def test_the_death_of_a_worker_leaves_no_wrong_kv(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
 def test_a_restarted_engine_reads_its_storage(tmp_path: Path, policy: str) -> None:
-    environment = {
-        "FDCACHE_STORAGE": "local",
-        "FDCACHE_STORAGE_DIR": str(tmp_path / "storage"),
-        "FDCACHE_STORAGE_SIZE": "64MiB",
-        "FDCACHE_PREFETCH_POLICY": policy,
-    }
-    results = drive("restart with storage", folder=tmp_path, **environment)
+    results = drive("restart with storage", folder=tmp_path, **storage_in(tmp_path, policy))
     check(results, ["restart with storage"])
     if policy != "best_effort":  # best_effort waits for no read
         assert results["restart with storage"]["storage_hits"]

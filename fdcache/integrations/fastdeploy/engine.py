@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,9 @@ from fdcache.settings import Settings
 logger = logging.getLogger(__name__)
 
 _MARK = "fdcache:"
+_MIXED = "mixed"
+"""FastDeploy's role of an instance that both prefills and decodes."""
+
 _CONNECT_SECONDS = 60.0
 _REPORT_SECONDS = 0.01
 _LATE_REPORT_SECONDS, _POLL_SECONDS = 5.0, 0.0005
@@ -80,11 +83,14 @@ class CacheManager(Manager):
 
     A request whose load failed is preempted: it publishes nothing more, ``take_failed`` returns it once, and
     ``unsound`` returns it until its next match, so that tokens in flight are dropped. A request that waits for storage
-    is held back by FastDeploy's own means: a future of its preprocessing.
+    is held back by FastDeploy's own means: a future of its preprocessing. Meanwhile its blocks are loaded, outside of
+    batches, into device blocks that no worker writes any more; see ``follow_stops``.
     """
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
+        role = getattr(getattr(config, "scheduler_config", None), "splitwise_role", _MIXED)
+        super().__init__(config, loads_ahead=self._has_quiet_workers if role == _MIXED else False)
+        self._stopping: Callable[[], Sized] | None = None
         self.link = SchedulerLink(socket_of(config, self._settings), self.core.layout, quantisation(config))
         self._scans: dict[int, StorageScan] = {}
         self._failed: dict[str, Any] = {}
@@ -104,6 +110,18 @@ class CacheManager(Manager):
         return super().reset_cache()
 
     # --- requests -----------------------------------------------------------------------------------------
+
+    def follow_stops(self, stopping: Callable[[], Sized]) -> None:
+        """Learn how to ask for the requests whose blocks are free, and which the workers have not stopped yet.
+
+        FastDeploy frees the blocks of a request when it decides to preempt or abort it. Workers go on writing them
+        until the batch of that step has come, and answer it with a token of its own. A request that ends by itself is
+        freed after its last token.
+        """
+        self._stopping = stopping
+
+    def _has_quiet_workers(self) -> bool:
+        return self._stopping is not None and not self._stopping()
 
     def request_arrived(self, request: Any) -> None:
         """Start reading a new request's blocks from storage, and hold it back meanwhile.
@@ -274,7 +292,7 @@ class CacheManager(Manager):
 
     def _send_plans(self) -> None:
         for plan in self.core.take_plans():
-            if plan.loads is None and plan.evictions is None:
+            if plan.is_ahead or (plan.loads is None and plan.evictions is None):
                 self.link.send(plan)
             else:
                 self.link.announce(plan)

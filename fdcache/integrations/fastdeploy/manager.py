@@ -95,7 +95,8 @@ class CacheManager:
 
     FastDeploy's scheduler does not call ``apply``; without it nothing is reused from the host. The caller must also
     act on the loads that failed. docs/migration.md compares every member. Parameters that are not given come from the
-    environment, and what that does not set from FastDeploy's configuration.
+    environment, and what that does not set from FastDeploy's configuration. ``loads_ahead``: as for fdcache's own
+    manager; off, because workers submit a plan with the next batch, and there may be none.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class CacheManager:
         storage: StorageTierSettings | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
+        loads_ahead: Callable[[], bool] | bool = False,
     ) -> None:
         layout = layout or layout_from_config(config)
         self.config = config
@@ -118,7 +120,7 @@ class CacheManager:
             device_bytes=partial(device_bytes, layout.tp_size),
             lookup=lookup,
             clock=clock,
-            loads_ahead=False,  # workers submit a plan with the next batch, and there may be none
+            loads_ahead=loads_ahead,
         )
         self.cache_config = config.cache_config
         self.block_size = layout.block_size

@@ -185,6 +185,10 @@ def _replace(theirs: type, ours: type) -> list[str]:
 def _with_preemption(schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(schedule)
     def schedule_after_failures(self: Any) -> Any:
+        if isinstance(self.cache_manager, engine.CacheManager):
+            self.cache_manager.follow_stops(
+                lambda: self.to_be_rescheduled_request_id_set | self.to_be_aborted_req_id_set
+            )
         tasks = _preempt_failed(self)
         batch, errors = schedule(self)
         for task in tasks:

@@ -62,6 +62,10 @@ class RemoteFetches:
     def unpin(self, number: int) -> None:
         """Do nothing: the service unpins with the look-up."""
 
+    def progress(self, number: int) -> tuple[int, int]:
+        """Return nothing: the service answers this with the look-up."""
+        return 0, 0
+
     def promised(self, number: int) -> tuple[int, int]:
         """Return nothing: the service answers this with the look-up."""
         return 0, 0
