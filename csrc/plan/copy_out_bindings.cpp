@@ -29,7 +29,26 @@ std::optional<PlannedCopies> unless_empty(PlannedCopies &&planned) {
     return std::nullopt;
 }
 
-// Raises nothing: of another type, or out of range.
+// `kNoBlock` may be there any number of times.
+bool are_distinct(std::span<const DeviceBlock> ids) {
+    constexpr DeviceBlock kMostMarked = 1 << 20;
+    const DeviceBlock most = ids.empty() ? kNoBlock : std::ranges::max(ids);
+    if (most < kMostMarked) {
+        std::vector<bool> seen(static_cast<std::size_t>(most) + 1);
+        return std::ranges::none_of(ids, [&seen](DeviceBlock id) {
+            if (id == kNoBlock) return false;
+            const bool again = seen[static_cast<std::size_t>(id)];
+            seen[static_cast<std::size_t>(id)] = true;
+            return again;
+        });
+    }
+    std::vector<DeviceBlock> sorted(ids.begin(), ids.end());
+    std::erase(sorted, kNoBlock);
+    std::ranges::sort(sorted);
+    return std::ranges::adjacent_find(sorted) == sorted.end();
+}
+
+// False for another type too: no error is set.
 bool are_block_ids(nb::handle values, DeviceBlock least, bool distinct) {
     Py_buffer view;
     if (PyObject_GetBuffer(values.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) {
@@ -42,12 +61,7 @@ bool are_block_ids(nb::handle values, DeviceBlock least, bool distinct) {
         const std::span<const DeviceBlock> ids(static_cast<const DeviceBlock *>(view.buf),
                                                static_cast<std::size_t>(view.len) / sizeof(DeviceBlock));
         are = std::ranges::none_of(ids, [least](DeviceBlock id) { return id < least; });
-        if (are && distinct) {
-            std::vector<DeviceBlock> sorted(ids.begin(), ids.end());
-            std::erase(sorted, kNoBlock);
-            std::ranges::sort(sorted);
-            are = std::ranges::adjacent_find(sorted) == sorted.end();
-        }
+        if (are && distinct) are = are_distinct(ids);
     }
     PyBuffer_Release(&view);
     return are;

@@ -76,7 +76,10 @@ std::vector<Presence> Tier::contains(std::span<const Digest> hashes) const {
     std::lock_guard lock(mutex_);
     std::vector<Presence> presence;
     presence.reserve(hashes.size());
-    for (const Digest &hash : hashes) presence.push_back(presence_of(hash));
+    for (std::size_t i = 0; i < hashes.size(); ++i) {
+        if (i + kAhead < hashes.size()) index_.prefetch(hashes[i + kAhead]);
+        presence.push_back(presence_of(hashes[i]));
+    }
     lookups_ += hashes.size();
     return presence;
 }

@@ -216,9 +216,9 @@ class CostModel:
         """
         whole, device = cached.num_blocks, cached.on_device
         parts = range(device + 1, whole)
-        longer = (
-            device + 1 + bisect_left(parts, True, key=lambda blocks: self._load_is_longer(cached, blocks))
-        )
+        longer = whole
+        if parts and self._load_is_longer(cached, parts[-1]):
+            longer = parts[bisect_left(parts, True, key=lambda blocks: self._load_is_longer(cached, blocks))]
         one_step = int((cached.num_tokens - self.prefill.most_tokens) / self._block_size)
         near = {device + 1, longer - 1, longer, one_step, one_step + 1, whole - 1}
         return [whole, *sorted((each for each in near if each in parts), reverse=True), device]
