@@ -252,10 +252,11 @@ class LoadChoices:
         return now - found.since
 
     def reads_for(self, request: OffloadRequest) -> RequestReads | None:
-        """Return the judge of a request's reads from storage; None while speeds are unknown: all is read."""
-        if not self.decides_reads:
-            return None
-        return RequestReads(self, request)
+        """Return the judge of a request's reads from storage; None if all is read.
+
+        While speeds are unknown it reads all, too; the wait for a read may outlast that.
+        """
+        return RequestReads(self, request) if self._is_auto else None
 
     def forget(self, requests: Iterable[OffloadRequest]) -> None:
         """Forget requests that have ended before they computed their prompt."""
@@ -339,12 +340,18 @@ class LoadChoices:
                 soonest = min(soonest, end - elapsed + 2 * late + model.seconds(whole, stop))
             start = stop
         is_worth = soonest <= now * (1 + MARGIN)
-        if found is not None and is_worth:
+        if not is_worth:
+            self._count_hedge(found)
+        elif found is not None:
             found.settled = since, max(since + due, now_is + elapsed / _COMPARISONS)
-        elif found is not None and not found.decision.hedged:
-            found.decision.hedged = True
-            self._figures.hedged += 1
         return is_worth
+
+    def _count_hedge(self, found: _Open | None) -> None:
+        """Count a request that goes on without its reads; it has no decision if a speed was unknown then."""
+        if found is None or not found.decision.hedged:
+            self._figures.hedged += 1
+        if found is not None:
+            found.decision.hedged = True
 
     # --- log ------------------------------------------------------------------------------------------------
 

@@ -126,6 +126,22 @@ def test_a_request_does_not_wait_for_reads_of_others_that_are_not_worth_it(store
         assert counters(engine).blocks_prefetched == BLOCKS
 
 
+def test_a_late_read_is_counted_also_without_a_decision(stored: Path) -> None:
+    """The speeds were not known yet when it began."""
+    with engine_of(stored) as engine:
+        engine.store.gate.clear()
+        request = Request("a", tokens_of(1, BLOCKS))
+        assert engine.match(request).status is MatchStatus.DEFERRED
+        engine.send()
+        learn(engine, compute=0.1, read=0.05)
+        engine.now += 3.0
+        assert engine.match(request).status is MatchStatus.MATCHED
+        figures = loads(engine)
+        assert (figures.hedged, figures.recent) == (1, [])
+        settle_reads(engine)
+        engine.manager.request_finish([request])
+
+
 class Traffic:
     """Requests at random with a disk that is held up, and speeds that change, at random."""
 
