@@ -138,9 +138,9 @@ class LoadChoices:
         return ()
 
     def observe_read(self, num_blocks: int, seconds: float, *, has_ended: bool) -> None:
-        """Learn how long a service took to read blocks, unless the engine does not tell how fast it computes.
+        """Learn how long a read took that a request waited for, unless the engine does not tell how fast it computes.
 
-        A read that has not ended tells something once it takes longer than was expected.
+        One that has not ended, and perhaps never will, tells something once it takes longer than was expected.
         """
         is_news = has_ended or seconds > self.model.seconds_of_read(num_blocks)
         if is_news and self._is_auto and self.model.prefill.is_known:
@@ -342,6 +342,8 @@ class LoadChoices:
         is_worth = soonest <= now * (1 + MARGIN)
         if not is_worth:
             self._count_hedge(found)
+            first = elapsed - model.seconds_of_read(ahead)
+            self.observe_read(ends[0] - arrived, first, has_ended=False)
         elif found is not None:
             found.settled = since, max(since + due, now_is + elapsed / _COMPARISONS)
         return is_worth
