@@ -138,9 +138,9 @@ class LoadChoices:
         return ()
 
     def observe_read(self, num_blocks: int, seconds: float, *, has_ended: bool) -> None:
-        """Learn how long a service took to read blocks, unless the engine does not tell how fast it computes.
+        """Learn how long a read took that a request waited for, unless the engine does not tell how fast it computes.
 
-        A read that has not ended tells something once it takes longer than was expected.
+        One that has not ended, and perhaps never will, tells something once it takes longer than was expected.
         """
         is_news = has_ended or seconds > self.model.seconds_of_read(num_blocks)
         if is_news and self._is_auto and self.model.prefill.is_known:
@@ -257,10 +257,11 @@ class LoadChoices:
         return now - found.since
 
     def reads_for(self, request: OffloadRequest) -> RequestReads | None:
-        """Return the judge of a request's reads from storage; None while speeds are unknown: all is read."""
-        if not self.decides_reads:
-            return None
-        return RequestReads(self, request)
+        """Return the judge of a request's reads from storage; None if all is read.
+
+        While speeds are unknown it reads all, too; the wait for a read may outlast that.
+        """
+        return RequestReads(self, request) if self._is_auto else None
 
     def forget(self, requests: Iterable[OffloadRequest]) -> None:
         """Forget requests that have ended before they computed their prompt."""
@@ -344,12 +345,20 @@ class LoadChoices:
                 soonest = min(soonest, end - elapsed + 2 * late + model.seconds(whole, stop))
             start = stop
         is_worth = soonest <= now * (1 + MARGIN)
-        if found is not None and is_worth:
+        if not is_worth:
+            self._count_hedge(found)
+            first = elapsed - model.seconds_of_read(ahead)
+            self.observe_read(ends[0] - arrived, first, has_ended=False)
+        elif found is not None:
             found.settled = since, max(since + due, now_is + elapsed / _COMPARISONS)
-        elif found is not None and not found.decision.hedged:
-            found.decision.hedged = True
-            self._figures.hedged += 1
         return is_worth
+
+    def _count_hedge(self, found: _Open | None) -> None:
+        """Count a request that goes on without its reads; it has no decision if a speed was unknown then."""
+        if found is None or not found.decision.hedged:
+            self._figures.hedged += 1
+        if found is not None:
+            found.decision.hedged = True
 
     # --- log ------------------------------------------------------------------------------------------------
 

@@ -12,16 +12,10 @@ from fdcache.tiers.statistics import ReadTotals
 from fdcache.tiers.waiting_fetches import ReadJudge
 
 
-class RequestJudge(ReadJudge, Protocol):
-    """Judge of one request's reads, which has ``on_device`` blocks."""
-
-    on_device: int
-
-
 class Choices(Protocol):
     """Decisions and observations of an engine."""
 
-    def reads_for(self, request: OffloadRequest) -> RequestJudge | None:
+    def reads_for(self, request: OffloadRequest) -> ReadJudge | None:
         """Return the judge of a request's reads; None if it waits for all of them."""
 
     def asked(self, request_id: str) -> None:
@@ -101,7 +95,6 @@ class ServiceReads:
             if judge is not None:
                 judge.on_device = on_device
                 if not judge.is_worth_waiting(arrived, [stop], 0, read.since):
-                    self._choices.observe_read(stop - arrived, now - read.since, has_ended=False)
                     wait = Wait.LEAVE
         if wait is not Wait.WAIT:
             del self._reads[request.request_id]

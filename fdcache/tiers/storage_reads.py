@@ -169,10 +169,14 @@ class StorageReads:
 
     def _is_worth_waiting(self, fetch: Fetch) -> bool:
         """Return False if the request is sooner done without its reads in flight."""
-        in_flight = [read for read in fetch.reads if self._is_in_flight(read)]
-        if fetch.judge is None or not in_flight:
+        if fetch.judge is None:
             return True
         arrived = fetch.first + fetch.pinned
+        if self._waiting.waits_for_room(fetch):  # at best all of its path is read then
+            return fetch.judge.is_worth_waiting(arrived, [len(fetch.hashes)], fetch.ahead, fetch.since)
+        in_flight = [read for read in fetch.reads if self._is_in_flight(read)]
+        if not in_flight:
+            return True
         ends = [
             min(end, fetch.stop)
             for end in accumulate((len(read.hashes) for read in in_flight), initial=arrived)
@@ -305,6 +309,9 @@ class StorageReads:
             # Blocks pinned for a request may stay until this one is matched: wait for reads in flight only.
             fetch.done = not self._blocks_in_flight
             if not fetch.done:
+                fetch.since, fetch.ahead = self._clock(), self._blocks_in_flight
+                if fetch.judge is not None:
+                    fetch.judge.on_device = fetch.on_device(hashes)
                 self._waiting.wait_for_room(fetch)
         elif (stored := self._index.run(hashes, on_host)) is None:
             self._waiting.wait_for_answer(fetch, question(hashes, on_host))

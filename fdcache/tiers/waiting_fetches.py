@@ -14,7 +14,9 @@ from fdcache.tiers.storage_index import Question
 
 
 class ReadJudge(Protocol):
-    """Judges the reads of one request. Blocks count from the start of its path."""
+    """Judges the reads of one request, which has ``on_device`` blocks. Blocks count from the start of its path."""
+
+    on_device: int
 
     def worth_reading(self, on_device: int, first: int, stop: int, ahead: int) -> tuple[int, bool]:
         """Return up to which of the stored blocks ``first`` to ``stop`` to read, and if the request waits for them.

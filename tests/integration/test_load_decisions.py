@@ -12,7 +12,7 @@ from fdcache.manager import AllocationFailure, MatchStatus, Request
 from fdcache.settings.cache import PrefetchPolicy, WritePolicy
 from tests.integration.test_load_or_recompute import BLOCKS, engine_of, learn, loads, settle_reads
 from tests.seeds import budget
-from tests.storage_engine import BLOCK, Engine, counters, store_a_path, tokens_of
+from tests.storage_engine import BLOCK, HOST_BLOCKS, Engine, counters, store_a_path, tokens_of
 
 
 @pytest.fixture
@@ -124,6 +124,67 @@ def test_a_request_does_not_wait_for_reads_of_others_that_are_not_worth_it(store
         settle_reads(engine)
         engine.manager.request_finish([first, second])
         assert counters(engine).blocks_prefetched == BLOCKS
+
+
+def test_a_late_read_is_counted_also_without_a_decision(stored: Path) -> None:
+    """The speeds were not known yet when it began."""
+    with engine_of(stored) as engine:
+        engine.store.gate.clear()
+        request = Request("a", tokens_of(1, BLOCKS))
+        assert engine.match(request).status is MatchStatus.DEFERRED
+        engine.send()
+        learn(engine, compute=0.1, read=0.05)
+        engine.now += 3.0
+        assert engine.match(request).status is MatchStatus.MATCHED
+        figures = loads(engine)
+        assert (figures.hedged, figures.recent) == (1, [])
+        settle_reads(engine)
+        engine.manager.request_finish([request])
+
+
+def test_a_disk_that_answers_nothing_is_soon_not_waited_for(tmp_path: Path) -> None:
+    with engine_of(tmp_path) as engine:
+        for path in range(1, 7):
+            engine.run(f"stored {path}", tokens_of(path, 4))
+    with engine_of(tmp_path) as engine:
+        learn(engine, compute=0.1, read=0.01)
+        engine.store.gate.clear()
+        waited = []
+        for path in range(1, 7):
+            request = Request(f"{path}", tokens_of(path, 4))
+            begin = engine.now
+            while engine.match(request).status is MatchStatus.DEFERRED:
+                engine.send()
+                engine.now += 0.01
+            waited.append(engine.now - begin)
+            assert request.num_cached_tokens == 0
+            engine.manager.request_finish([request])
+        assert waited[0] > 0.3, "as long as the read would have saved"
+        assert waited[-2:] == [0.0, 0.0]
+        settle_reads(engine)
+        assert counters(engine).blocks_prefetched >= 4 * 3
+
+
+def test_room_is_waited_for_no_longer_than_a_read(tmp_path: Path) -> None:
+    """Half of the host tier is taken by reads that never end."""
+    paths = HOST_BLOCKS // 2 // 4 + 1
+    with engine_of(tmp_path) as engine:
+        for path in range(1, paths + 1):
+            engine.run(f"stored {path}", tokens_of(path, 4))
+    with engine_of(tmp_path) as engine:
+        learn(engine, compute=0.1, read=0.001)
+        engine.store.gate.clear()
+        waiting = [Request(f"{path}", tokens_of(path, 4)) for path in range(1, paths + 1)]
+        for request in waiting:
+            assert engine.match(request).status is MatchStatus.DEFERRED
+        engine.send()
+        assert counters(engine).blocks_requested_from_storage == HOST_BLOCKS // 2
+        engine.now += 0.1  # it would still save 0.2 s
+        assert engine.match(waiting[-1]).status is MatchStatus.DEFERRED
+        engine.now += 0.5
+        assert engine.match(waiting[-1]).status is MatchStatus.MATCHED
+        engine.manager.request_finish(waiting)
+        settle_reads(engine)
 
 
 class Traffic:
