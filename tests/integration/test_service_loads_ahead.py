@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from fdcache.tiers import storage_reads
 from fdcache.tiers.statistics import Counters
 from tests.integration.test_serve_late_reads import FAST, knowing
 from tests.prefetch_stage import BLOCKS, Stage, prefetch_stage
-from tests.service_engine import BLOCK, PROMPT, Engine, layout
+from tests.service_engine import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout
 from tests.service_help import until
 
 
@@ -180,6 +183,36 @@ def test_a_lost_service_costs_no_byte_and_holds_nothing(stage: Stage, engine: En
     found = finish(stage, engine, request)
     assert found.num_cached_tokens >= 2 * BLOCK
     assert engine.manager.shared_blocks_in_use == 0
+
+
+DIES = """
+import os, signal, sys
+from fdcache.manager import Request
+from fdcache.settings.cache import StorageTierSettings
+from tests.service_engine import PROMPT, Engine
+
+engine = Engine(sys.argv[1], fetches=StorageTierSettings(prefetch_policy="wait_complete"))
+request = Request("a", PROMPT)
+while not engine.manager.get_stats().counters.blocks_loaded_ahead:
+    engine.manager.match_prefix([request])
+for plan in engine.manager.take_plans() if sys.argv[2] == "True" else []:
+    engine.ranks[0].submit_swap_tasks(plan)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_an_engine_killed_while_it_loads_leaves_nothing(stage: Stage, is_sent: bool) -> None:
+    command = [sys.executable, "-c", DIES, stage.service.address, str(is_sent)]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as process:
+        until(lambda: stage.figures()["reading_blocks"] == BLOCKS, "the reads have begun")
+        stage.read(1)
+        assert process.wait(60) == -signal.SIGKILL
+    stage.read_ends()
+    assert_nothing_is_held(stage.service)
+    engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
+    request = Request("a", PROMPT)
+    assert finish(stage, engine, request).num_cached_tokens == BLOCKS * BLOCK
 
 
 def test_a_late_read_is_left_with_the_blocks_that_were_loaded(stage: Stage) -> None:
