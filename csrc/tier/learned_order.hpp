@@ -52,7 +52,7 @@ class LearnedOrder final : public LeafOrder {
     static constexpr std::size_t kFewLeaves = 64;         // that are ranked again at each time
     static constexpr double kHintBudget = 0.5;          // share of the slots whose blocks may stay for hints
     static constexpr std::size_t kSamples = 8192;       // blocks whose age is looked at to learn
-    static constexpr std::size_t kAhead = 16;           // samples between a prefetch and its use
+    static constexpr std::size_t kAhead = 64;           // samples between a prefetch and its use
     static constexpr std::uint32_t kTailTokens = 2048;  // the end of a path, which few requests share
     static constexpr std::uint8_t kManyHits = 8;        // of a block that many requests begin with
     static constexpr std::uint8_t kMostHits = 127;      // counted

@@ -42,7 +42,7 @@ std::vector<Presence> OutgoingCopies::contains(std::span<const Digest> hashes) c
 
 std::uint64_t OutgoingCopies::holds(std::span<const Digest *const> hashes) const {
     std::lock_guard lock(mutex_);
-    for (const Digest *const hash : hashes) table_.prefetch(*hash);
+    for (const Digest *const hash : hashes) table_.prefetch_tags(*hash);
     std::uint64_t held = 0;
     for (std::size_t i = 0; i < hashes.size(); ++i)
         held |= std::uint64_t{table_.holds(*hashes[i]) || state_.contains(*hashes[i])} << i;

@@ -122,6 +122,11 @@ void PresenceTable::prefetch(const Digest &digest) const {
     }
 }
 
+void PresenceTable::prefetch_tags(const Digest &digest) const {
+    __builtin_prefetch(bucket(digest.word(0)));
+    __builtin_prefetch(bucket(digest.word(1)));
+}
+
 std::size_t PresenceTable::run(std::span<const Digest> path, std::size_t start) const {
     std::size_t low = start, high = path.size();
     if (low >= high || !holds(path[low])) return 0;

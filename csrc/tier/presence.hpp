@@ -54,6 +54,8 @@ class PresenceTable {
     // a present block are present.
     std::size_t run(std::span<const Digest> path, std::size_t start) const;
     void prefetch(const Digest &digest) const;
+    // What `holds` reads.
+    void prefetch_tags(const Digest &digest) const;
 
   private:
     std::uint64_t *bucket(std::uint64_t word) const { return buckets_ + 2 * kBucketTags * (word % count_); }
