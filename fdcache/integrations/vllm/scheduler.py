@@ -230,8 +230,11 @@ class SchedulerSide:
         self._made.is_late = was_late or self._is_late
         if self._unloaded:
             self._made.unloaded, self._unloaded = self._unloaded, {}
-        if computed:
-            self._follow(output, computed)
+        try:
+            if computed:
+                self._follow(output, computed)
+        except Exception:  # noqa: BLE001 - logged
+            self.hook_failed("offering")
         if not self._made:
             return NOTHING
         made, self._made = self._made, StepMetadata()
@@ -247,8 +250,7 @@ class SchedulerSide:
                 )
         for known, start, num_tokens in computed:
             if num_tokens - start > self._block_size or self._has_enough(known, num_tokens):
-                with self.guarded("offering"):
-                    self._offer(known, num_tokens, start)
+                self._offer(known, num_tokens, start)
 
     def _has_enough(self, known: _Running, num_tokens: int) -> bool:
         """Return True if so many blocks were generated that they are worth an offer before the request ends."""
