@@ -12,7 +12,6 @@ step. The link's time is that of a load from the host in this run.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import sys
@@ -24,7 +23,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from benchmarks.offload_streams import LAYOUT, MIB, PROMPTS
+from benchmarks.offload_streams import LAYOUT, MIB, PROMPTS, options
 from benchmarks.storage import read_speed
 from benchmarks.ttft.recompute import ThrottledStorage
 from fdcache._core import CancelFlag
@@ -261,13 +260,8 @@ class ServiceStorage:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.manager_streams", description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?")
+    parser = options("python -m benchmarks.manager_streams", __doc__)
     parser.add_argument("--service", action="store_true")
-    parser.add_argument("--megabytes", type=int, default=256)
-    parser.add_argument("--slowed", type=float, nargs="+", default=[0.3, 1.0, 3.0, 0.0], metavar="GB/s")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--step", type=float, default=1.0, metavar="MS")
     flags = parser.parse_args(arguments)
     blocks = max(flags.megabytes * MIB // LAYOUT.record_bytes, 1)
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:

@@ -112,15 +112,20 @@ class Engine:
         self.manager.close()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.offload_streams", description=__doc__)
+def options(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of what every benchmark of streams takes."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--slowed", type=float, nargs="+", default=[0.3, 1.0, 3.0, 0.0], metavar="GB/s")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--step", type=float, default=1.0, metavar="MS")
-    flags = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table."""
+    flags = options("python -m benchmarks.offload_streams", __doc__).parse_args(arguments)
     blocks = max(flags.megabytes * MIB // LAYOUT.record_bytes, 1)
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
         engines = {

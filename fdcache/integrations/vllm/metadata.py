@@ -19,10 +19,10 @@ from fdcache.tiers.host import HostCache
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Copies of one step, for every rank.
 
-    ``plans``: in order. ``loads``: ids of the requests that wait for a plan, by its
-    number; True if it is the last one that they wait for. ``unloaded``: device blocks of requests whose load could not
-    be planned, which they compute; they wait for no other plan. ``unordered``: numbers of plans that only load, into
-    blocks that no step in flight uses.
+    ``plans``: in order. ``loads``: ids of the requests that wait for a plan, by its number; True if it is the last one
+    that they wait for. ``unloaded``: device blocks of requests whose load could not be planned, which they compute;
+    they wait for no other plan. ``unordered``: numbers of plans that only load, into blocks that no step in flight
+    uses.
     ``is_late``: a step has gone without its plan, this or the one before. Its blocks may be overwritten: plans are
     refused, and what earlier plans copy out of the device does not count. ``host_cache``: with the first step.
     ``timed``: number under which workers report the step's seconds, 0 for none.

@@ -30,8 +30,8 @@ _BLOCKS_OF_OFFER = 8
 _NULL_BLOCK = 0
 """vLLM's placeholder for a block outside of its window."""
 
-
 _Tables = list["array[int]"]
+"""Block tables of the requests of a step."""
 
 
 class _Running:
