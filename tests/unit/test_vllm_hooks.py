@@ -5,7 +5,6 @@ Skipped without vLLM: ``python -m tests.vllm.setup`` makes environments with it,
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import pickle
 import re
@@ -28,126 +27,30 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, maybe_convert_block_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.vllm.connector import FdcacheConnector
-from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.keys import request_of
-from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports
-from fdcache.integrations.vllm.scheduler import SchedulerSide, table_of
+from fdcache.integrations.vllm.metadata import WorkerReports
+from fdcache.integrations.vllm.scheduler import table_of
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide, _Arrivals
-from fdcache.layout import KVLayout
-from fdcache.layout_planes import PlaneKind, PlaneSpec
-from fdcache.manager import OffloadManager
 from fdcache.metadata import TransferReport
 from fdcache.settings import Settings
 from tests.service_help import until
-
-BLOCK, BLOCKS, PAGE = 4, 32, 64
-LAYOUT = KVLayout.build(
-    [PlaneSpec(PlaneKind.KEY, "uint8", (PAGE,))], model="m", revision="r", block_size=BLOCK, num_layers=2
+from tests.vllm_sides import (
+    BLOCK,
+    BLOCKS,
+    PAGE,
+    WINDOWS,
+    Engine,
+    continued,
+    host_memory,
+    request,
 )
-WINDOWS = replace(LAYOUT, windows=(0, 6))
-init_none_hash(sha256)
-HASHER = get_request_block_hasher(BLOCK, sha256)
-
-
-def request(name: str, tokens: list[int] | None = None, **options: Any) -> Request:
-    """A request of vLLM's, by default of ten tokens."""
-    given = list(range(10)) if tokens is None else tokens
-    return Request(name, given, SamplingParams(max_tokens=8), None, block_hasher=HASHER, **options)
-
-
-class Engine:
-    """The scheduler's and the worker's side, and device pages whose bytes tell which block of which text they are."""
-
-    def __init__(self, layout: KVLayout = LAYOUT, device: str = "cpu", **variables: str) -> None:
-        given = {
-            "FDCACHE_BLOCK_SIZE": str(BLOCK),
-            "FDCACHE_HOST_MEMORY": "1MiB",
-            "FDCACHE_WRITE_POLICY": "write_through",
-            "FDCACHE_VERIFY": "all",
-        }
-        settings = Settings.load(environ=given | variables)
-        self.events = EventTranslator()
-        self.manager = OffloadManager.from_settings(layout, self.events.enable(settings), streams=True)
-        self.side = SchedulerSide(self.manager, self.events)
-        self.worker = WorkerSide(settings, layout, 0)
-        self.pages = {
-            name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8, device=device) for name in ("0", "1")
-        }
-        self.worker.register(self.pages, [list(self.pages)], BLOCKS)
-        self.steps: list[StepMetadata] = []
-
-    def close(self) -> None:
-        self.worker.shutdown()
-        self.manager.close()
-
-    def admit(self, source: Request, blocks: list[int], computed: int = 0) -> SchedulerOutput:
-        """The step that computes all of a request whose first ``computed`` tokens are on the device."""
-        new = replace(NewRequestData.from_request(source, (blocks,)), num_computed_tokens=computed)
-        count = source.num_tokens - computed
-        return replace(
-            SchedulerOutput.make_empty(),
-            scheduled_new_reqs=[new],
-            num_scheduled_tokens={source.request_id: count},
-            total_num_scheduled_tokens=count,
-        )
-
-    def step(self, output: SchedulerOutput | None = None, fill: int = 0) -> set[str]:
-        """Execute a step, in which the model writes ``fill`` into the new blocks; return the requests that arrived."""
-        made = self.side.step(output or SchedulerOutput.make_empty())
-        self.steps.append(made)
-        self.worker.submit(pickle.loads(pickle.dumps(made)))  # noqa: S301 - as vLLM does
-        for new in output.scheduled_new_reqs if output is not None else ():
-            for block in new.block_ids[0][new.num_computed_tokens // BLOCK :]:
-                for pages in self.pages.values():
-                    pages[block] = fill
-        arrived = self.worker.poll()
-        self.side.reported(WorkerReports(self.worker.take_reports()).reports)
-        return arrived
-
-    def settle(self) -> None:
-        """Step until no copy is in flight."""
-        until(lambda: not self.side.has_pending_work or self.step(), "the end of all copies")
-
-    def arrived(self) -> set[str]:
-        """Step until a load ends; return the requests whose load has."""
-        found: set[str] = set()
-
-        def has_ended() -> bool:
-            found.update(self.step())
-            return bool(found)
-
-        until(has_ended, "the end of the load")
-        return found
-
-    def compute(self, source: Request, blocks: list[int], fill: int) -> None:
-        """Compute and finish a request."""
-        assert self.side.matched(source, 0) == 0
-        self.side.allocated(source, blocks, 0)
-        self.step(self.admit(source, blocks), fill)
-        source.num_computed_tokens = source.num_tokens
-        self.side.finished(source, blocks)
-        self.settle()
-
-    def load(self, source: Request, blocks: list[int]) -> int | None:
-        """Load what is there of a request; return the number of tokens."""
-        found = self.side.matched(source, 0)
-        if found:
-            self.side.allocated(source, blocks, found)
-            assert self.arrived() == {source.request_id}
-        return found
-
-    def content(self, block: int) -> set[int]:
-        """The bytes of a device block."""
-        return {
-            byte for pages in self.pages.values() for byte in np.unique(pages[block].cpu().numpy()).tolist()
-        }
 
 
 @pytest.fixture
@@ -197,23 +100,6 @@ def test_the_same_tokens_with_other_inputs_share_no_block(engine: Engine) -> Non
     for i, given in enumerate(inputs):
         assert engine.load(request(f"second{i}", **given), [8, 9]) == 2 * BLOCK
         assert engine.content(8) == engine.content(9) == {i + 1}
-
-
-def host_memory(engine: Engine) -> np.ndarray:
-    """The bytes of the worker's records."""
-    arena = engine.worker._controller.host_arena  # type: ignore[union-attr]
-    (extent,) = arena.extents  # type: ignore[union-attr]
-    return np.ctypeslib.as_array((ctypes.c_uint8 * extent.nbytes).from_address(extent.address))
-
-
-def continued(name: str, start: int, count: int, blocks: tuple[list[int], ...]) -> SchedulerOutput:
-    """The step that computes the next tokens of a running request, which gets more blocks."""
-    cached = CachedRequestData.make_empty()
-    cached.req_ids, cached.new_block_ids = [name], [blocks]
-    cached.num_computed_tokens, cached.num_output_tokens = [start], [0]
-    return replace(
-        SchedulerOutput.make_empty(), scheduled_cached_reqs=cached, num_scheduled_tokens={name: count}
-    )
 
 
 def test_blocks_that_may_have_left_their_window_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,89 +439,3 @@ def test_a_request_is_received_when_the_last_of_its_plans_has_ended_in_any_order
     arrivals.ended("b")
     arrivals.planned("never loaded")
     assert arrivals.take() == {"b", "never loaded"}
-
-
-def loads_without_waiting(engine: Engine, name: str, blocks: list[int]) -> bool:
-    """Load a request's two blocks in the next step; return True if its plan waits for no step in flight."""
-    source = request(name)
-    assert engine.side.matched(source, 0) == 2 * BLOCK
-    engine.side.allocated(source, blocks, 2 * BLOCK)
-    until(lambda: name in engine.step(), "the end of the load")
-    (made,) = [made for made in engine.steps if any(name in loads for loads in made.loads.values())]
-    (plan,) = made.loads
-    assert made.unordered <= {plan}
-    source.status = RequestStatus.FINISHED_ABORTED
-    engine.side.finished(source, [])
-    return bool(made.unordered)
-
-
-def test_a_load_waits_for_steps_in_flight_that_use_its_blocks(engine: Engine) -> None:
-    engine.compute(request("a"), [3, 4, 5], fill=7)
-    other = request("b", list(range(50, 60)))
-    assert loads_without_waiting(engine, "fresh", [8, 9])
-    assert engine.side.matched(other, 0) == 0
-    engine.side.allocated(other, [8, 9, 10], 0)
-    engine.step(engine.admit(other, [8, 9, 10]))
-    assert loads_without_waiting(engine, "beside", [11, 12])
-    other.num_computed_tokens = other.num_tokens
-    engine.step(continued("b", 10, 1, ([],)))
-    engine.side.finished(other, [8, 9, 10])
-    assert not loads_without_waiting(engine, "c", [12, 10])
-
-
-def test_a_load_waits_for_the_last_step_of_a_preempted_request(engine: Engine) -> None:
-    engine.compute(request("a"), [3, 4, 5], fill=7)
-    other = request("b", list(range(50, 60)))
-    assert engine.side.matched(other, 0) == 0
-    engine.step(engine.admit(other, [8, 9, 10]))
-    engine.step(replace(SchedulerOutput.make_empty(), preempted_req_ids={"b"}))
-    assert not loads_without_waiting(engine, "c", [9, 12])
-    engine.step()
-    engine.step()
-    assert loads_without_waiting(engine, "d", [9, 12])
-
-
-def test_loads_wait_for_steps_with_requests_that_are_not_followed(engine: Engine) -> None:
-    engine.compute(request("a"), [3, 4, 5], fill=7)
-    engine.step(engine.admit(request("b", prompt_embeds=torch.zeros(10, 4)), [8, 9, 10]))
-    assert not loads_without_waiting(engine, "c", [11, 12])
-
-
-def test_a_load_that_waits_for_no_step_shares_no_plan_with_copies_of_what_one_computed(
-    engine: Engine,
-) -> None:
-    engine.compute(request("a"), [3, 4, 5], fill=7)
-    other = request("b", list(range(50, 60)))
-    assert engine.side.matched(other, 0) == 0
-    engine.step(engine.admit(other, [8, 9, 10]), fill=5)
-    source = request("c")
-    assert engine.side.matched(source, 0) == 2 * BLOCK
-    engine.side.allocated(source, [11, 12], 2 * BLOCK)
-    made = engine.side.step(SchedulerOutput.make_empty())
-    plans = {plan.loads is not None: plan for plan in made.plans}
-    assert plans[False].backups is not None
-    assert plans[True].backups is None and made.unordered == {plans[True].plan_id}
-    engine.worker.submit(made)
-    engine.side.reported(WorkerReports(engine.worker.take_reports()).reports)
-    engine.settle()
-    assert engine.content(11) == {7}
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("are_used", [False, True])
-def test_a_load_is_known_after_the_step_before_unless_that_uses_its_blocks(are_used: bool) -> None:
-    engine = Engine(device="cuda")
-    engine.compute(request("a"), [3, 4, 5], fill=7)
-    other, source = request("b", list(range(50, 60))), request("c")
-    assert engine.side.matched(other, 0) == 0
-    engine.step(engine.admit(other, [8, 9, 10]))
-    torch.cuda._sleep(10**9)
-    for pages in engine.pages.values():
-        pages[9] = 5
-    assert engine.side.matched(source, 0) == 2 * BLOCK
-    engine.side.allocated(source, [9, 12] if are_used else [11, 12], 2 * BLOCK)
-    arrived = engine.step()
-    assert are_used or arrived == {"c"}
-    until(lambda: not engine.side.has_pending_work or engine.step(), "the end of all copies")
-    assert engine.content(9) == {7 if are_used else 5} and engine.content(12) == {7}
-    engine.close()
