@@ -6,7 +6,7 @@ comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake test-vllm check nightly tsan asan fuzz soak lint format stubs bench bench-peers clean
+.PHONY: demo demo-paddle gpu-extra test quick test-gpu test-mooncake test-vllm check nightly tsan asan fuzz soak lint format stubs bench bench-peers clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -22,8 +22,16 @@ demo: $(VENV)/.installed-plot  ## install, the embedded cache on chat traffic, t
 demo-paddle: $(VENV)/.installed-plot,paddle  ## a model on Paddle answers the same with and without the cache; exits 1 if not
 	$(BIN)/python -W ignore -m examples.paddle_engine --workload chat --plot paddle-engine.png
 
-test: $(VENV)/.installed-test  ## all tests but the long ones
+# T=tests/unit/test_layout.py, T='tests/unit -k layout': these tests alone, whatever their marks.
+test: $(VENV)/.installed-test  ## all tests but the long ones, or those that T names
+ifdef T
+	$(BIN)/pytest -n 0 $(T)
+else
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not nightly'
+endif
+
+quick: $(VENV)/.installed-test  ## the unit tests, in half a minute
+	$(BIN)/pytest -q -n 2 --dist worksteal -m 'not slow and not nightly' tests/unit
 
 test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; skipped with the reason where its libraries are missing
 	$(BIN)/pytest -n 2 -m 'not slow and not nightly' $(wildcard tests/integration/test_*mooncake*.py)
