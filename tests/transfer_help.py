@@ -62,10 +62,13 @@ class Instance:
         stream: Any = None,
         **peers: Any,
     ) -> None:
-        options = {"timeout": 120.0, "lease": 120.0, "connector": "ipc", **peers}
-        self.settings = PeerSettings(
-            role=role, address=f"ipc://{directory}/{name}", directory=directory, **options
-        )
+        options = {
+            "address": f"ipc://{directory}/{name}",
+            "timeout": 120.0,
+            "lease": 120.0,
+            "connector": "ipc",
+        }
+        self.settings = PeerSettings(role=role, directory=directory, **{**options, **peers})
         layout = LAYOUT if ranks == 1 else dataclasses.replace(LAYOUT, tp_size=ranks)
         cache = CacheSettings(
             device_blocks=blocks,

@@ -29,6 +29,7 @@ def cross_checks(settings: SettingsTree, memory: MemoryLimits) -> Iterator[Probl
     yield from _mooncake(settings)
     yield from _recovery(settings)
     yield from _ranks(settings)
+    yield from _transfer_key(settings)
 
 
 def require_host_tier(settings: SettingsTree) -> None:
@@ -139,6 +140,18 @@ def _without_host_tier(settings: SettingsTree) -> Iterator[Problem]:
             ("FDCACHE_STORAGE", "FDCACHE_HOST_MEMORY"),
             f"{settings.storage_tier.connector} reads and writes through a host tier, and there is none",
             "set FDCACHE_HOST_MEMORY, such as 8GiB, or FDCACHE_STORAGE=none",
+        )
+
+
+def _transfer_key(settings: SettingsTree) -> Iterator[Problem]:
+    """Report an address in the network that would be open to everyone, as an engine refuses it."""
+    address, key = settings.peers.address, settings.peers.key
+    if settings.peers.is_on and key is None and (address or "").startswith("tcp://"):
+        yield _conflict(
+            settings,
+            ("FDCACHE_TRANSFER_ADDRESS", "FDCACHE_TRANSFER_KEY"),
+            "whoever reaches this address could read and change blocks",
+            "set FDCACHE_TRANSFER_KEY_FILE to a file with a secret that all instances share",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from fdcache.settings.kinds import FilePath, Integer, Number, Seconds, Size, Text
+from fdcache.settings.kinds import FilePath, Integer, Number, Seconds, Secret, Size, Text
 from fdcache.settings.variable import Component, Group, variable
 
 
@@ -38,6 +38,12 @@ class PeerSettings(Group):
         None,
         "Address at which rank 0 answers peers, ipc:///directory/name or tcp://host:port. Rank r adds r to the port, "
         "or .r to the name. Unset, a socket of its own in the user's runtime directory.",
+    )
+    key: Secret | None = variable(
+        "FDCACHE_TRANSFER_KEY",
+        None,
+        "Secret that all instances share, at least 16 bytes. A tcp:// address needs it: links are encrypted, and open "
+        "to no one else.",
     )
     directory: FilePath = variable(
         "FDCACHE_TRANSFER_DIR",

@@ -23,12 +23,13 @@ from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import decode, prefill
+from fdcache.transfer.addresses import address_error, rank_address
 from fdcache.transfer.connector import LocalPlanes, Notifier, ReadOutcome, TransferContext
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
 from fdcache.transfer.fetches import Fetches
-from fdcache.transfer.links import Links, LinkState, address_error, machine_id, rank_address
+from fdcache.transfer.links import Links, LinkState, machine_id
 from fdcache.transfer.messages import Envelope, Granted, Identity, encode
 from fdcache.transfer.prefill import (
     ComputeSums,
@@ -48,6 +49,7 @@ _IDLE_MS = 200
 _BUSY_MS = 20
 _POLLING_MS = 1
 _START_SECONDS = 30.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,11 @@ class TransferEndpoint:
         self._tally = HandoverTally()
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = False
+        self._closing = threading.Event()
         self._ended: str | None = None
-        """Why nothing is handed over any more."""
+        """Why nothing is handed over now."""
+        self._unread: list[Fetches] = []
+        """Fetches from before a failure, into whose slots a read may still write."""
         self._failures: list[BaseException] = []
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fdcache-transfer", daemon=True)
@@ -157,10 +161,11 @@ class TransferEndpoint:
     def close(self) -> None:
         """End every hand-over, tell the peers, and release everything. Idempotent."""
         if self._thread.is_alive():
-            self._closing = True
+            self._closing.set()
             self._wake()
             self._thread.join()
-        self._fetches.drop_all("the instance is shut down", read=True)
+        for fetches in (*self._unread, self._fetches):
+            fetches.drop_all("the instance is shut down", read=True)
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1
@@ -183,17 +188,37 @@ class TransferEndpoint:
             return
         finally:
             self._started.set()
-        try:
-            while not self._closing:
-                self._step()
-            self._end_all("the instance is shut down")
-        except Exception as error:
-            logger.exception("hand-overs have failed")
-            self._end_all(f"{type(error).__name__}: {error}")
-        finally:
-            self._connector.close()
+        while True:
+            reason = "the instance is shut down"
+            try:
+                while not self._closing.is_set():
+                    self._step()
+            except Exception as error:
+                logger.exception("hand-overs have failed; they begin anew under another boot id")
+                reason = f"{type(error).__name__}: {error}"
+            self._end_all(reason)
             self._links.close()
             self._live.close()
+            if not self._begin_anew():
+                return
+
+    def _begin_anew(self) -> bool:
+        """Open everything again after a failure, as often as it takes; return False once the instance is shut down."""
+        if len(self._fetches):
+            self._unread.append(self._fetches)
+        pause = _FIRST_PAUSE
+        while not self._closing.wait(pause):
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            try:
+                self._open()
+            except Exception:
+                logger.exception("hand-overs cannot begin anew; the next try is in %g s", pause)
+                continue
+            with self._lock:
+                self._ended = None
+            logger.warning("hand-overs go on as boot %s", self._links.mine.boot.hex()[:8])
+            return True
+        return False
 
     def _open(self) -> None:
         options, layout = self._options, self._planes.layout
@@ -229,7 +254,8 @@ class TransferEndpoint:
                         memory=self._connector.memory,
                         peer_tp_size=self._sharing.layout.tp_size,
                         peer_fingerprint=self._sharing.layout.fingerprint,
-                    )
+                    ),
+                    key=None if self._settings.key is None else self._settings.key.get_secret_value(),
                 )
             except BaseException:
                 self._live.close()
@@ -312,7 +338,10 @@ class TransferEndpoint:
                 peer.boot, (peer.rank - self._sharing.first_reader) % len(self._sends.side.sides)
             )
             if isinstance(self._connector, Notifier):
-                self._connector.listen(peer.boot, peer.memory)
+                try:
+                    self._connector.listen(peer.boot, peer.memory)
+                except Exception:  # its messages then go through the links
+                    logger.exception("transfer peer %s: its memory cannot be read", peer.boot.hex()[:8])
         for each in events.received:
             if each.peer in self._links.incoming:
                 self._sends.side.receive(each.peer, each.message, now)  # type: ignore[arg-type]
@@ -323,7 +352,11 @@ class TransferEndpoint:
         """Prepare reads from a peer, if this rank reads from it; return why that is not possible."""
         if peer.rank not in self._sharing.joints:
             return None
-        return self._connector.connect(peer.boot, peer.memory, self._sharing.joints[peer.rank])
+        try:
+            return self._connector.connect(peer.boot, peer.memory, self._sharing.joints[peer.rank])
+        except Exception as error:
+            logger.exception("transfer peer %s: its memory cannot be read", peer.boot.hex()[:8])
+            return f"memory: {type(error).__name__}: {error}"
 
     # --- fetches ----------------------------------------------------------------------------------------------
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from socket import AF_UNIX, socket
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from fdcache.errors import ConfigurationError, ProtocolError, TransferError
-from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
+from fdcache.errors import ProtocolError, TransferError
 from fdcache.service.wire.liveness import Watch
+from fdcache.transfer.addresses import address_error, prepare_socket
 from fdcache.transfer.messages import (
+    MOST_BYTES,
     NO_BOOT,
     AnyMessage,
     Envelope,
+    FromDecode,
+    FromPrefill,
     Hello,
     Identity,
     Refused,
@@ -30,45 +30,31 @@ from fdcache.transfer.messages import (
     difference,
     encode,
 )
+from fdcache.transfer.trust import Gatekeeper, LinkKeys, require_key
 
 _MOST_QUEUED = 10_000
 _HELLO_EVERY = 0.02
 _REFUSED_FOR = 5.0
 _MOST_DEAD = 1024
-_ANY_HOST = ("*", "0.0.0.0", "[::]")
+_MOST_PEERS = 1024
+_IDLE_SECONDS = 60.0
+_UNREACHABLE_SECONDS = 2.0
+"""After so long without a connection a prefill peer is not waited for."""
+_HEARTBEAT_MS, _SILENT_MS = 1000, 3000
+_MOST_SOCKETS = 8192
+_WATCHED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 
 
 def machine_id() -> str:
     """Return an id of this boot of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def rank_address(address: str | None, rank: int) -> str:
-    """Return the address of a rank, from that of rank 0. Raises ``ConfigurationError`` for an invalid one."""
-    if address is None:
-        directory = default_runtime_dir()
-        make_runtime_dir(directory)
-        return f"ipc://{directory}/transfer-{os.getpid()}-{time.monotonic_ns():x}.{rank}"
-    scheme, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    if scheme == "tcp" and host in _ANY_HOST:
-        raise ConfigurationError(
-            f"FDCACHE_TRANSFER_ADDRESS={address}: peers connect to this address; write the host by which they reach it"
-        )
-    if scheme == "tcp" and host and port.isdecimal() and 0 < int(port) + rank < 65536:
-        return f"tcp://{host}:{int(port) + rank}"
-    if scheme == "ipc" and rest.startswith("/"):
-        return f"ipc://{rest}.{rank}"
-    raise ConfigurationError(
-        f"FDCACHE_TRANSFER_ADDRESS={address}: write ipc:///directory/name or tcp://host:port"
-    )
-
-
-def address_error(address: str, error: Exception) -> TransferError:
-    """Return the error of an address at which this process cannot answer."""
-    return TransferError(
-        f"the address {address} cannot be used: {error}; set FDCACHE_TRANSFER_ADDRESS to another"
-    )
 
 
 class LinkState(StrEnum):
@@ -85,6 +71,8 @@ class Outgoing:
 
     address: str
     socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    """Tells when the connection is made and when it is lost."""
     state: LinkState = LinkState.CONNECTING
     identity: Identity | None = None
     error: str | None = None
@@ -92,6 +80,12 @@ class Outgoing:
     wanted_until: float = 0.0
     refused_until: float = 0.0
     watch: Watch | None = None
+    unconnected_since: float | None = None
+    """When the connection was lost, or could not be made; None while there is one, or before the first try."""
+
+    def is_unreachable(self, now: float) -> bool:
+        """Return True if there has been no connection for too long."""
+        return self.unconnected_since is not None and now >= self.unconnected_since + _UNREACHABLE_SECONDS
 
     @property
     def boot(self) -> bytes:
@@ -101,11 +95,12 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Incoming:
-    """A decode peer that reads from this rank."""
+    """A decode peer that reads from this rank. ``heard``: when its last message came."""
 
     identity: Identity
     route: bytes
     watch: Watch | None
+    heard: float
 
 
 @dataclass(slots=True)
@@ -133,10 +128,13 @@ class LinkEvents:
 class Links:
     """The sockets of one rank. Call every method from one thread.
 
-    Raises ``TransferError`` if the address cannot be used.
+    ``key``: the secret that instances share, for addresses with ``tcp://``. Raises ``ConfigurationError`` if such an
+    address has no key, ``TransferError`` if it cannot be used.
     """
 
-    def __init__(self, mine: Identity) -> None:
+    def __init__(self, mine: Identity, key: str | None = None) -> None:
+        own_keys = require_key(mine.address, key)
+        self._keys = LinkKeys.derived(key) if key is not None else None
         self.mine = mine
         self.outgoing: dict[str, Outgoing] = {}
         self.incoming: dict[bytes, Incoming] = {}
@@ -144,24 +142,29 @@ class Links:
         self.protocol_errors = 0
         self._dead: dict[bytes, None] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+        self._gate = Gatekeeper(self._context, own_keys) if own_keys is not None else None
         self._router = self._socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again keeps its route
+        if own_keys is not None:
+            own_keys.protect_server(self._router)
         try:
             if mine.address.startswith("ipc://"):
-                _prepare_socket(Path(mine.address.removeprefix("ipc://")))
+                prepare_socket(Path(mine.address.removeprefix("ipc://")))
             self._router.bind(mine.address)
         except (zmq.ZMQError, OSError) as error:
-            self._router.close()
-            self._context.term()
+            self._close_server()
             raise address_error(mine.address, error) from error
         self.poller = zmq.Poller()
         self.poller.register(self._router, zmq.POLLIN)
+        if self._gate is not None:
+            self.poller.register(self._gate.socket, zmq.POLLIN)
 
     def connect(self, address: str, now: float, until: float) -> Outgoing:
         """Return the link to a prefill peer; try a handshake until then, unless there was one."""
         link = self.outgoing.get(address)
         if link is None:
-            link = self.outgoing[address] = Outgoing(address, self._dealer(address))
+            link = self.outgoing[address] = Outgoing(address, *self._dealer(address))
         self._look_for_end(link)
         link.wanted_until = max(link.wanted_until, until)
         if link.state is LinkState.REFUSED and now >= link.refused_until:
@@ -175,6 +178,7 @@ class Links:
     def tick(self, now: float) -> None:
         """Repeat handshakes without an answer, and look for processes that are gone."""
         for link in list(self.outgoing.values()):
+            self._watch_connection(link, now)
             if link.state is LinkState.CONNECTING and link.next_hello <= now <= link.wanted_until:
                 link.next_hello = now + _HELLO_EVERY
                 self._send(link.socket, NO_BOOT, Hello(self.mine))
@@ -184,7 +188,10 @@ class Links:
                 self._look_for_end(link)
         for boot, each in list(self.incoming.items()):
             if each.watch is not None and each.watch.is_gone():
+                self._died(boot)
                 self._forget(boot, "the decode process is gone")
+            elif each.watch is None and now > each.heard + _IDLE_SECONDS:
+                self._forget(boot, "the decode process was silent")
 
     def to_prefill(self, boot: bytes, message: AnyMessage) -> None:
         """Send a message to a prefill peer, unless it is gone."""
@@ -200,9 +207,11 @@ class Links:
 
     def receive(self, now: float) -> LinkEvents:
         """Read every message that has arrived; return what changed since the last call."""
+        if self._gate is not None:
+            self._gate.answer()
         for parts in self._drain(self._router):
             if len(parts) == 2:
-                self._from_decode(parts[0], parts[1])
+                self._from_decode(parts[0], parts[1], now)
             else:
                 self.protocol_errors += 1
         for link in list(self.outgoing.values()):
@@ -224,44 +233,60 @@ class Links:
     def close(self) -> None:
         """Close all sockets and stop watching."""
         for link in self.outgoing.values():
-            link.socket.close()
-            _close(link.watch)
+            self._close_client(link)
         for each in self.incoming.values():
             _close(each.watch)
         if self.mine.address.startswith("ipc://"):  # while it is this process's: the next may bind it at once
             Path(self.mine.address.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._close_server()
+
+    def _close_client(self, link: Outgoing) -> None:
+        link.socket.disable_monitor()
+        link.socket.close()
+        link.monitor.close()
+        _close(link.watch)
+
+    def _close_server(self) -> None:
         self._router.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
 
     # --- messages ---------------------------------------------------------------------------------------------
 
-    def _from_decode(self, route: bytes, data: bytes) -> None:
+    def _from_decode(self, route: bytes, data: bytes, now: float) -> None:
         try:
             envelope, message = decode(data)
         except ProtocolError as error:
             self.protocol_errors += 1
             self._answer(route, NO_BOOT, Refused("protocol", "readable messages", str(error)))
             return
-        if isinstance(message, Hello):
-            self._greet(route, message.side)
-        elif envelope.target != self.mine.boot or envelope.sender not in self.incoming:
-            self._answer(route, envelope.sender, Stranger(envelope.target))
+        sender = message.side.boot if isinstance(message, Hello) else envelope.sender
+        if route != _route(sender):  # it speaks for another
+            self.protocol_errors += 1
+        elif isinstance(message, Hello):
+            self._greet(route, message.side, now)
+        elif envelope.target != self.mine.boot or sender not in self.incoming:
+            self._answer(route, sender, Stranger(envelope.target))
+        elif isinstance(message, FromDecode):
+            self.incoming[sender].heard = now
+            self.events.received.append(Received(sender, message))
         else:
-            self.events.received.append(Received(envelope.sender, message))
+            self.protocol_errors += 1
 
-    def _greet(self, route: bytes, side: Identity) -> None:
+    def _greet(self, route: bytes, side: Identity, now: float) -> None:
         if side.boot in self._dead:
             return
         refusal = difference(self.mine, side)
+        if refusal is None and side.boot not in self.incoming and len(self.incoming) >= _MOST_PEERS:
+            refusal = Refused("peers", f"full with {_MOST_PEERS}", "one more")
         if refusal is not None:
             self._answer(route, side.boot, refusal)
             return
         if side.boot not in self.incoming:
-            for boot, each in list(self.incoming.items()):
-                if each.identity.address == side.address:
-                    self._forget(boot, "another process has its address")
-            self.incoming[side.boot] = Incoming(side, route, self._watch(side))
+            self.incoming[side.boot] = Incoming(side, route, self._watch(side), now)
             self.events.greeted.append(side)
+        self.incoming[side.boot].heard = now
         self._answer(route, side.boot, Welcome(self.mine))
 
     def _from_prefill(self, link: Outgoing, data: bytes, now: float) -> None:
@@ -275,18 +300,23 @@ class Links:
             return
         if envelope.sender in self._dead:
             return
-        if link.identity is not None and envelope.sender != link.boot:
-            self._died(link.boot)
-            self._lost(link, "another process has its address")
-        if isinstance(message, Refused):
+        if isinstance(message, Stranger):
+            if message.target == link.boot != NO_BOOT:
+                is_other = envelope.sender != link.boot
+                self._lost(
+                    link,
+                    "another process has its address" if is_other else "prefill has forgotten this process",
+                )
+        elif link.identity is not None and envelope.sender != link.boot:
+            pass  # of a former process at the address, or of nobody
+        elif isinstance(message, Refused):
             reason = f"refused: {message.field} is {message.theirs} here and {message.mine} at prefill"
             self.refuse(link, reason, now)
             self.events.refused.append(link)
         elif isinstance(message, Welcome):
             self._welcomed(link, message.side)
-        elif isinstance(message, Stranger):
-            if message.target == link.boot != NO_BOOT:
-                self._lost(link, "prefill has forgotten this process")
+        elif not isinstance(message, FromPrefill):
+            self.protocol_errors += 1
         elif link.identity is not None and envelope.target == self.mine.boot:
             self.events.received.append(Received(link.boot, message))
 
@@ -307,9 +337,26 @@ class Links:
     def _drop(self, link: Outgoing) -> None:
         """Close the socket to an address that nothing is wanted from."""
         self.poller.unregister(link.socket)
-        link.socket.close()
-        _close(link.watch)
+        self.poller.unregister(link.monitor)
+        self._close_client(link)
         del self.outgoing[link.address]
+
+    def _watch_connection(self, link: Outgoing, now: float) -> None:
+        """Note what became of the connection; wait no longer for a peer without one."""
+        for parts in self._drain(link.monitor):
+            if parse_monitor_message(parts)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                link.unconnected_since = None
+                if link.state is LinkState.REFUSED and link.error == _unreachable(link.address):
+                    link.state, link.refused_until, link.next_hello = LinkState.CONNECTING, 0.0, 0.0
+            elif link.unconnected_since is None:
+                link.unconnected_since = now
+        if not link.is_unreachable(now):
+            return
+        if link.state is LinkState.ACCEPTED:
+            self._lost(link, "the connection to prefill was lost")
+        if link.state is LinkState.CONNECTING:
+            self.refuse(link, _unreachable(link.address), now)
+            self.events.refused.append(link)
 
     def _look_for_end(self, link: Outgoing) -> None:
         if link.watch is not None and link.watch.is_gone():
@@ -317,7 +364,6 @@ class Links:
             self._lost(link, "the prefill process is gone")
 
     def _forget(self, boot: bytes, reason: str) -> None:
-        self._died(boot)
         _close(self.incoming.pop(boot).watch)
         self.events.gone.append((boot, reason))
 
@@ -332,7 +378,7 @@ class Links:
         if side.live is None or side.machine != self.mine.machine:
             return None
         watch = Watch(side.live)
-        if watch.pidfd is None and not Path(side.live.path).exists():  # not visible from here
+        if not watch.is_visible:
             watch.close()
             return None
         return watch
@@ -347,25 +393,37 @@ class Links:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, _MOST_QUEUED)
         socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         return socket
 
-    def _dealer(self, address: str) -> zmq.Socket[bytes]:
-        """Return a socket to a prefill peer. Raises ``TransferError``."""
+    def _dealer(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """Return a socket to a prefill peer and its monitor. Raises ``TransferError``."""
+        is_remote = address.startswith("tcp://")
+        if is_remote and self._keys is None:
+            raise TransferError(f"{address}: a prefill peer at tcp:// needs FDCACHE_TRANSFER_KEY")
         try:
             socket = self._socket(zmq.DEALER)
             socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.ROUTING_ID, b"d" + self.mine.boot)
+            socket.setsockopt(zmq.ROUTING_ID, _route(self.mine.boot))
+            if is_remote and self._keys is not None:
+                self._keys.protect_client(socket)
         except zmq.ZMQError as error:
             raise TransferError(f"no socket to a prefill peer: {error}") from error
         try:
+            monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_WATCHED)
+            monitor.setsockopt(zmq.LINGER, 0)
             socket.connect(address)
         except zmq.ZMQError as error:
+            socket.disable_monitor()
             socket.close()
             raise TransferError(f"address {address!r} of a prefill peer: {error}") from error
-        self.poller.register(socket, zmq.POLLIN)
-        return socket
+        for each in (socket, monitor):
+            self.poller.register(each, zmq.POLLIN)
+        return socket, monitor
 
     def _send(self, socket: zmq.Socket[bytes], target: bytes, message: AnyMessage) -> None:
         with suppress(zmq.Again):  # lost, as a message may be: there is no connection, or its queue is full
@@ -386,18 +444,13 @@ class Links:
                 return
 
 
-def _prepare_socket(path: Path) -> None:
-    """Make the folder of a socket. Raises ``OSError`` if a process listens there: binding would take its address."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with socket(AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return
-        except BlockingIOError:  # it does not take connections now
-            pass
-    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+def _unreachable(address: str) -> str:
+    return f"no peer answers at {address}"
+
+
+def _route(boot: bytes) -> bytes:
+    """Return the routing id of a decode process."""
+    return b"d" + boot
 
 
 def _close(watch: Watch | None) -> None:

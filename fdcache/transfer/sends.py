@@ -70,7 +70,8 @@ class Sends:
     @property
     def awaits_events(self) -> bool:
         """True while a GPU computes what is to be announced."""
-        return any(each.event is not None for each in self._parts)
+        with self._lock:
+            return any(each.event is not None for each in self._parts)
 
     def add(self, task: PeerTask, execution: TransferExecution) -> None:
         """Take a send, which is offered by ``offer``. Any thread may call it."""
@@ -104,7 +105,8 @@ class Sends:
                     parts.append((plan_id, Part(start, stop, *planes)))
         if parts and record is not None:
             event = record()
-        self._parts.extend(ComputedPart(plan_id, part, event) for plan_id, part in parts)
+        with self._lock:
+            self._parts.extend(ComputedPart(plan_id, part, event) for plan_id, part in parts)
         return bool(parts)
 
     def views(self) -> Iterator[TransferView]:
@@ -141,17 +143,21 @@ class Sends:
 
     def take_computed(self) -> None:
         """Announce the parts that are computed, in order."""
-        parts = self._parts
-        for _ in range(len(parts)):
-            ready = parts.popleft()
+        with self._lock:
+            parts = list(self._parts)
+            self._parts.clear()
+        waiting = []
+        for ready in parts:
             if ready.plan_id not in self._sends:
                 continue
             if not self.side.is_live(ready.plan_id) or (
                 ready.event is not None and not ready.event.query()
             ):  # its offer is among the commands
-                parts.append(ready)
+                waiting.append(ready)
             else:
                 self.side.computed(ready.plan_id, ready.part)
+        with self._lock:
+            self._parts.extendleft(reversed(waiting))
 
     def end(
         self,

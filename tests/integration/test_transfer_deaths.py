@@ -90,7 +90,8 @@ def test_slots_of_a_read_in_flight_are_held_when_hand_overs_have_failed(
     world.until(lambda: GATE.waiting)
     monkeypatch.setattr(connector, "close", lambda: None)  # as with NIXL and a stopped peer
     monkeypatch.setattr(connector, "poll", fail)
-    until(lambda: not endpoint._thread.is_alive(), "hand-overs have failed")
+    boot = endpoint._links.mine.boot
+    until(lambda: endpoint._links.mine.boot != boot and endpoint._ended is None, "hand-overs begin anew")
     world.mine.manager.request_finish([request])
     for _ in range(3):
         world.mine.step()

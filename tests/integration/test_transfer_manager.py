@@ -275,7 +275,7 @@ def test_an_attempt_that_is_being_fetched_is_refused(pair: tuple[Instance, Insta
     assert decode.outcomes[1].recompute_from == 6 * BLOCK
 
 
-def test_hand_overs_end_when_their_thread_has_failed(
+def test_hand_overs_begin_anew_when_their_thread_has_failed(
     pair: tuple[Instance, Instance], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = pair
@@ -288,6 +288,8 @@ def test_hand_overs_end_when_their_thread_has_failed(
     transfer = decode.controller._parts.transfer
     assert transfer is not None
     endpoint = transfer.endpoint
+    boot = endpoint._links.mine.boot
+    monkeypatch.setattr("fdcache.transfer.endpoint._FIRST_PAUSE", 1.0)
     monkeypatch.setattr(endpoint._connector, "poll", fail)
     decode.until(lambda: len(decode.outcomes) == 1)
     assert decode.fetch(after, prefill.source("after")) == 6
@@ -298,7 +300,17 @@ def test_hand_overs_end_when_their_thread_has_failed(
         decode.controller.transfer_stats()
     for each in (before, after):
         decode.manager.request_finish([each])
-    decode.until(lambda: is_clean(decode))
+    decode.until(lambda: endpoint._ended is None and is_clean(decode))
+    assert endpoint._links.mine.boot != boot
+    theirs, mine = Request("again", prompt_of(3, 6)), Request("again", prompt_of(3, 6))
+    prefill.start(theirs)
+    prefill.manager.send([(theirs, "again")])
+    prefill.step()
+    prefill.compute(theirs, "again")
+    assert decode.fetch(mine, prefill.source("again")) == 6
+    decode.until(lambda: len(decode.outcomes) == 3, prefill)
+    assert decode.outcomes[2].recompute_from == 6 * BLOCK
+    assert decode.wrong_blocks(mine, 0, 6) == []
 
 
 def test_calls_without_transfers_are_refused() -> None:

@@ -17,7 +17,7 @@ from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadOutcome
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.links import rank_address
+from fdcache.transfer.addresses import rank_address
 from fdcache.transfer.messages import Envelope, Refused, decode, encode
 from fdcache.transfer.shared_planes import PREFIX
 from tests.service_help import until

@@ -266,3 +266,11 @@ def test_misspelt_names_are_only_those_of_fdcache() -> None:
         "FDCACHE_HOST_MEMROY",
         "FDCACHE_RANK_FILE",
     }
+
+
+def test_hand_overs_in_the_network_need_a_key() -> None:
+    environ = {"FDCACHE_TRANSFER": "rdma", "FDCACHE_TRANSFER_ADDRESS": "tcp://10.0.0.1:7000"}
+    assert conflicts_of(environ) == [("FDCACHE_TRANSFER_ADDRESS", "FDCACHE_TRANSFER_KEY")]
+    assert conflicts_of({**environ, "FDCACHE_TRANSFER_KEY": "k" * 32}) == []
+    assert conflicts_of({**environ, "FDCACHE_TRANSFER": "none"}) == []
+    assert conflicts_of({**environ, "FDCACHE_TRANSFER_ADDRESS": "ipc:///run/fdcache/t"}) == []

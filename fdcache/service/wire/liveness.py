@@ -76,12 +76,18 @@ class Watch:
         """Descriptor that becomes readable when the process ends; None when the process is not visible from here."""
         return self._pidfd if self._pidfd >= 0 else None
 
+    @property
+    def is_visible(self) -> bool:
+        """True if the end of the process can be seen from here."""
+        path = Path(self.live.path)
+        return self._poller is not None or (not _is_missing(path) and _is_locked(path) is not None)
+
     def is_gone(self) -> bool:
         """Return True if the process has ended or removed its file; never for one that is only silent."""
         if self._poller is not None and self._poller.poll(0):
             return True
         path = Path(self.live.path)
-        return _is_unlocked(path) if self._poller is None else not path.exists()
+        return _is_locked(path) is False if self._poller is None else _is_missing(path)
 
     def remove_file(self) -> None:
         """Remove the live file of a dead process and stop watching."""
@@ -103,7 +109,7 @@ def live_processes(directory: Path) -> Iterator[Live]:
             live = msgspec.json.decode(path.read_bytes(), type=Live)
         except (msgspec.DecodeError, FileNotFoundError):
             live = None
-        if _is_unlocked(path):
+        if _is_locked(path) is False:
             path.unlink(missing_ok=True)
         elif live is not None:
             yield live
@@ -127,21 +133,36 @@ def _open_pidfd(live: Live) -> int:
         if _start_time(live.pid) == live.start_time:
             return pidfd
         os.close(pidfd)
-    except OSError:
-        pass  # gone, or hidden from this user: the lock file decides
+    except (OSError, OverflowError):
+        pass  # gone, hidden from this user, or no process id at all: the lock file decides
     return -1
 
 
-def _is_unlocked(path: Path) -> bool:
-    """Return True if no process locks the live file, or if it is gone."""
+def _is_locked(path: Path) -> bool | None:
+    """Return True if a process locks the live file, False if none does or the file is gone, None if that is unknown."""
+    if not path.name.startswith(PREFIX):
+        return None
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        return True
+        return False
+    except (OSError, ValueError):  # of another user, or no such file can exist
+        return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        return True
     finally:
         os.close(fd)
-    return True
+    return False
+
+
+def _is_missing(path: Path) -> bool:
+    """Return True if there is no such file; not if this user cannot look."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
