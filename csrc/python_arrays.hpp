@@ -32,15 +32,20 @@ nb::object copied_array(std::span<const T> values) {
     return array;
 }
 
-// The values of a contiguous, one-dimensional array of the CPU, while this exists.
+// The values of a contiguous, one-dimensional array of the CPU, while this exists; with `Digest`, the rows of
+// one of uint8 with shape (n, 32).
 template <typename T>
 class ArrayValues {
   public:
     explicit ArrayValues(nb::handle array) {
         if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT))
             nb::raise_python_error();
-        constexpr std::string_view formats = std::is_signed_v<T> ? "bhilq" : "BHILQ";
-        const bool is_same = view_.ndim == 1 && view_.itemsize == sizeof(T) && view_.format &&
+        constexpr bool is_digest = std::is_same_v<T, Digest>;
+        constexpr std::string_view formats = is_digest ? "B" : std::is_signed_v<T> ? "bhilq" : "BHILQ";
+        const bool has_shape = is_digest
+                                   ? view_.ndim == 2 && view_.shape[1] == sizeof(T) && view_.itemsize == 1
+                                   : view_.ndim == 1 && view_.itemsize == sizeof(T);
+        const bool is_same = has_shape && view_.format &&
                              formats.find(view_.format[0]) != std::string_view::npos && !view_.format[1];
         if (is_same) return;
         PyBuffer_Release(&view_);

@@ -748,6 +748,14 @@ class Tier(LowerTier):
     def reserve(self, lease: int, count: int) -> Reservation:
         """Reserve anonymous slots to compute into."""
 
+    def evict_copied(self, count: int) -> BlockList | None:
+        """
+        Evict all that can be, and of the blocks that copies read as many as keep ``count`` others.
+
+        Return the blocks evicted; None, and change nothing, if there are not as many above copies. The
+        slots that copies read are free once these end.
+        """
+
     def reserve_copies(
         self,
         lease: int,
@@ -1032,6 +1040,12 @@ class Tier(LowerTier):
     def available(self) -> int:
         """Number of slots that ``reserve`` can provide: free or evictable."""
 
+    @property
+    def above_copies(self) -> int:
+        """
+        Number of further slots that ``reserve`` can provide after ``evict_copied``.
+        """
+
     def check_integrity(self) -> list[str]:
         """Return the invariants that do not hold, in words."""
 
@@ -1052,19 +1066,27 @@ class BlockQueue:
     ) -> int:
         """Append blocks; return the number of blocks dropped."""
 
-    def put_back(
-        self,
-        hashes: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-    ) -> None:
-        """Put blocks that cannot be copied yet back at the front."""
-
     def take(self, count: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
         """Remove and return the first blocks, or as many as there are."""
 
     def clear(self) -> None:
         """Drop every block."""
+
+class SlotQueue:
+    """
+    A first-in, first-out queue of slots of a tier, each of them once: it drops none.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def add(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Append the slots that are not queued."""
+
+    def clear(self) -> None:
+        """Remove every slot."""
 
 class BlockCopies:
     """
@@ -1129,11 +1151,7 @@ class PlannedBackups:
 
     @property
     def dropped(self) -> int:
-        """Number of blocks that the host had no room for."""
-
-    @property
-    def withheld(self) -> int:
-        """Number of blocks that the copies keep from eviction."""
+        """Number of blocks that the host had no room for, each counted once."""
 
     @property
     def asked(self) -> int:
@@ -1145,54 +1163,38 @@ class PlannedBackups:
 
 class BackupPlanner:
     """
-    Plans copies of blocks of the ``device`` to a host tier, ancestors first.
+    Plans copies of blocks of the ``device`` with ``least_hits`` to a host tier, ancestors first.
 
     ``target``: the host tier, copies to that of a service, or None without a service. Planned
-    copies hold their slots in both tiers. ``most`` copies may begin; they may keep ``withheld``
-    blocks from eviction, and one is allowed anyway if ``none_in_flight``.
+    copies hold their slots in both tiers.
     """
 
-    def __init__(self, device: Tier) -> None: ...
+    def __init__(self, device: Tier, least_hits: int) -> None: ...
     @property
     def device_slots(self) -> int:
         """Number of slots of the device."""
 
     def flush(
-        self,
-        queue: BlockQueue,
-        target: Tier | OutgoingCopies | None,
-        most: int,
-        withheld: int,
-        none_in_flight: bool,
-        copies: BlockCopies,
+        self, queue: SlotQueue, target: Tier | OutgoingCopies | None, most: int, copies: BlockCopies
     ) -> PlannedBackups:
         """
-        Plan copies of queued blocks that the host lacks. Those that have to wait stay queued.
+        Plan copies of up to ``most`` queued blocks that the host lacks. The others stay queued.
         """
 
     def clean(
-        self,
-        coldest: int,
-        target: Tier | OutgoingCopies | None,
-        most: int,
-        withheld: int,
-        none_in_flight: bool,
-        copies: BlockCopies,
+        self, coldest: int, target: Tier | OutgoingCopies | None, most: int, copies: BlockCopies
     ) -> PlannedBackups:
         """
-        Plan copies of those among the next ``coldest`` blocks to be evicted that the host lacks.
+        Plan up to ``most`` copies of those among the next ``coldest`` blocks to be evicted that the
+        host lacks.
         """
 
     def evict(
-        self,
-        evicted: Sequence[BlockList],
-        least_hits: int,
-        target: Tier | OutgoingCopies | None,
-        copies: BlockCopies,
+        self, evicted: Sequence[BlockList], target: Tier | OutgoingCopies | None, copies: BlockCopies
     ) -> PlannedBackups:
         """
-        Plan copies of evicted blocks with ``least_hits`` that the host lacks, before their slots
-        are overwritten. ``evicted``: the lists of one allocation, in the order of eviction.
+        Plan copies of evicted blocks that the host lacks, before their slots are overwritten.
+        ``evicted``: the lists of one allocation, in the order of eviction.
         """
 
 class PlanInFlight:
@@ -1753,10 +1755,9 @@ class BlockManager:
     def has_followed(self) -> bool:
         """True if ``take_followed`` has something."""
 
-    def queue_followed(self, queue: BlockQueue) -> int:
+    def queue_followed(self, queue: SlotQueue) -> None:
         """
-        Move the blocks that became entries or reached ``follow_hits`` to a queue of backups; return how
-        many blocks a full queue dropped.
+        Move the blocks that became entries or reached ``follow_hits`` to a queue of backups.
         """
 
     def take_followed(self) -> tuple[BlockList | None, list[tuple[bytes, str]]]:
@@ -1803,7 +1804,7 @@ class WholeReports:
         Count reports. Return the outcomes of loads that ended, without a device the numbers of their plans,
         and (transfer, 1 for each block that is in the tier or None for a service, checksums or None) of copies
         to the host. Return None, and change nothing, if one of the reports is another: unexpected, refused, of a
-        failure or a task, and without a device of an eviction.
+        failure or a task, or of a copy below one in flight.
         """
 
     @property

@@ -1,7 +1,7 @@
 #include "plan/backup_planner.hpp"
 
 #include <algorithm>
-#include <iterator>
+#include <numeric>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -10,6 +10,10 @@ namespace fdcache {
 namespace {
 
 constexpr std::uint32_t kFirstLevels = 64;  // of ancestors listed at once, after the blocks alone
+
+// Blocks that are evicted take no more ancestors along: their step waits for the copies.
+constexpr std::uint32_t kMostAncestors = 256;
+constexpr std::uint32_t kAllLevels = UINT32_MAX / 4;
 
 BlockList select(const BlockList &blocks, std::span<const std::size_t> chosen) {
     BlockList list;
@@ -59,12 +63,16 @@ void keep_absent(std::vector<Digest> &hashes, const BackupTarget &target) {
     hashes.resize(kept);
 }
 
+// The block does not continue the path of the block before it.
+bool is_head(const BlockList &blocks, std::size_t i) {
+    return i == 0 || blocks.parents[i] != blocks.hashes[i - 1];
+}
+
 // The parents, without the root, of blocks that do not continue the block before them.
 std::vector<Digest> parents_above(const BlockList &blocks) {
     std::vector<Digest> parents;
     for (std::size_t i = 0; i < blocks.slots.size(); ++i) {
-        const bool continues = i > 0 && blocks.parents[i] == blocks.hashes[i - 1];
-        if (!continues && !blocks.parents[i].is_zero()) parents.push_back(blocks.parents[i]);
+        if (is_head(blocks, i) && !blocks.parents[i].is_zero()) parents.push_back(blocks.parents[i]);
     }
     return parents;
 }
@@ -77,8 +85,9 @@ DigestSet set_of(const BlockList &blocks) {
 
 // Blocks of a tier and their ancestors, parents first, as far as the target lacks them. The walk up a path
 // ends at the first block that the target has, so the cost grows with the blocks returned, not with their
-// depth.
-BlockList with_absent_ancestors(const Tier &tier, std::span<const Slot> slots, const BackupTarget &target) {
+// depth. It goes no more than `most_levels` up.
+BlockList with_absent_ancestors(const Tier &tier, std::span<const Slot> slots, const BackupTarget &target,
+                                std::uint32_t most_levels) {
     std::uint32_t levels = 0;
     std::size_t listed = 0;
     for (bool first = true;; first = false) {
@@ -86,39 +95,16 @@ BlockList with_absent_ancestors(const Tier &tier, std::span<const Slot> slots, c
         const bool grown = first || blocks.slots.size() > listed;
         listed = blocks.slots.size();
         blocks = absent(std::move(blocks), target);
-        if (!grown) return blocks;
+        if (!grown || levels >= most_levels) return blocks;
         std::vector<Digest> above = parents_above(blocks);
         keep_absent(above, target);
         if (above.empty()) return blocks;
         const DigestSet own = set_of(blocks);
         if (std::ranges::all_of(above, [&](const Digest &parent) { return own.contains(parent); }))
             return blocks;
-        levels = std::max(kFirstLevels, 4 * levels);
+        levels = std::min(std::max(kFirstLevels, 4 * levels), most_levels);
     }
 }
-
-// Ends the holds of slots at the end of its scope, unless a copy is planned of them.
-class ScopedHolds {
-  public:
-    // `slots`: held by the caller, once each time they are named.
-    ScopedHolds(Tier &tier, std::vector<Slot> slots) : tier_(tier), slots_(std::move(slots)) {}
-    ScopedHolds(const ScopedHolds &) = delete;
-    ScopedHolds &operator=(const ScopedHolds &) = delete;
-    ~ScopedHolds() {
-        if (!slots_.empty()) tier_.unhold(slots_);
-    }
-
-    // Leaves these slots, in the order of all slots, held.
-    void leave(std::span<const Slot> kept) {
-        auto next = kept.begin();
-        std::erase_if(slots_,
-                      [&](Slot slot) { return next != kept.end() && slot == *next && (++next, true); });
-    }
-
-  private:
-    Tier &tier_;
-    std::vector<Slot> slots_;
-};
 
 // Blocks as paths, each from its root, in the order of the first block of each path.
 BlockList paths_from_root(BlockList &&blocks) {
@@ -145,44 +131,6 @@ BlockList paths_from_root(BlockList &&blocks) {
 
 }  // namespace
 
-std::size_t BlockQueue::add(std::vector<Digest> &&hashes) {
-    if (hashes.empty()) return 0;
-    parts_.push_back({std::move(hashes)});
-    size_ += parts_.back().size();
-    std::size_t dropped = 0;
-    for (; size_ > most_; parts_.pop_front()) {
-        dropped += parts_.front().size();
-        size_ -= parts_.front().size();
-    }
-    return dropped;
-}
-
-void BlockQueue::put_back(std::vector<Digest> &&hashes) {
-    if (hashes.empty()) return;
-    parts_.push_front({std::move(hashes)});
-    size_ += parts_.front().size();
-}
-
-std::vector<Digest> BlockQueue::take(std::size_t count) {
-    std::vector<Digest> taken;
-    taken.reserve(std::min(count, size_));
-    while (!parts_.empty() && taken.size() < count) {
-        Part &part = parts_.front();
-        const auto first = part.hashes.begin() + static_cast<std::ptrdiff_t>(part.taken);
-        const std::size_t some = std::min(count - taken.size(), part.size());
-        taken.insert(taken.end(), first, first + static_cast<std::ptrdiff_t>(some));
-        part.taken += some;
-        if (part.size() == 0) parts_.pop_front();
-    }
-    size_ -= taken.size();
-    return taken;
-}
-
-void BlockQueue::clear() {
-    parts_.clear();
-    size_ = 0;
-}
-
 std::size_t BackupTarget::room() const {
     if (tier_) return tier_->stats().slots;
     return service_ ? service_->stock() : 0;
@@ -202,53 +150,57 @@ CopyReservation BackupTarget::reserve(std::span<const Digest> parents, std::span
     return none;
 }
 
-PlannedBackups BackupPlanner::flush(BlockQueue &queue, BackupTarget target, const BackupLimit &limit,
+PlannedBackups BackupPlanner::flush(SlotQueue &queue, BackupTarget target, std::size_t most,
                                     BlockCopies &copies) {
     PlannedBackups out;
-    std::vector<Digest> wanted = queue.take(std::min(limit.most, target.room()));
-    keep_absent(wanted, target);
-    if (wanted.empty()) return out;
-    BlockList blocks = device_.find(wanted);
-    if (!blocks.slots.empty()) queue.put_back(back_up(std::move(blocks), target, limit, copies, out));
+    Call call{target, copies, out, {}};
+    most = std::min(most, target.room());
+    BlockList blocks = absent(device_.entries_in(queue.take(most)), target);
+    blocks = select_if(std::move(blocks), [&](std::size_t i) { return blocks.hits[i] >= least_hits_; });
+    blocks = that_fit(std::move(blocks), call);
+    if (!blocks.slots.empty()) queue.put_back(back_up(std::move(blocks), most, call).slots);
     return out;
 }
 
-PlannedBackups BackupPlanner::clean(std::uint32_t coldest, BackupTarget target, const BackupLimit &limit,
+PlannedBackups BackupPlanner::clean(std::uint32_t coldest, BackupTarget target, std::size_t most,
                                     BlockCopies &copies) {
     PlannedBackups out;
+    Call call{target, copies, out, {}};
+    most = std::min(most, target.room());
     BlockList blocks = absent(device_.coldest(coldest), target);
-    truncate(blocks, std::min(blocks.slots.size(), limit.most));
-    if (!blocks.slots.empty()) back_up(paths_from_root(std::move(blocks)), target, limit, copies, out);
+    truncate(blocks, std::min(blocks.slots.size(), most));
+    blocks = that_fit(paths_from_root(std::move(blocks)), call);
+    if (!blocks.slots.empty()) back_up(std::move(blocks), most, call);
     return out;
 }
 
-PlannedBackups BackupPlanner::evict(std::span<const BlockList *const> evicted, std::uint32_t least_hits,
-                                    BackupTarget target, BlockCopies &copies) {
+PlannedBackups BackupPlanner::evict(std::span<const BlockList *const> evicted, BackupTarget target,
+                                    BlockCopies &copies) {
     PlannedBackups out;
     BlockList dirty;
     for (const BlockList *list : evicted) {
         const std::vector<Presence> presence = target.contains(list->hashes);
         std::vector<std::size_t> chosen;
         for (std::size_t i = 0; i < presence.size(); ++i)
-            if (presence[i] == Presence::kAbsent && list->hits[i] >= least_hits) chosen.push_back(i);
+            if (presence[i] == Presence::kAbsent && list->hits[i] >= least_hits_) chosen.push_back(i);
         if (!chosen.empty()) dirty.append(select(*list, chosen));
     }
     if (dirty.slots.empty()) return out;
-    BlockList blocks = with_uncovered_ancestors(paths_from_root(std::move(dirty)), target);
-    const std::vector<Digest> orphans = copy(std::move(blocks), false, target, copies, out);
-    out.dropped += static_cast<std::uint32_t>(orphans.size());
+    Call call{target, copies, out, {}};
+    copy(with_few_ancestors(paths_from_root(std::move(dirty)), call), call);
     return out;
 }
 
-BlockList BackupPlanner::with_uncovered_ancestors(BlockList blocks, const BackupTarget &target) const {
+BlockList BackupPlanner::with_uncovered_ancestors(BlockList blocks, const BackupTarget &target,
+                                                  std::uint32_t most_levels) const {
     std::vector<Digest> uncovered = parents_above(blocks);
     keep_absent(uncovered, target);
     if (uncovered.empty()) return blocks;
     const DigestSet own = set_of(blocks);
     std::erase_if(uncovered, [&own](const Digest &parent) { return own.contains(parent); });
-    if (uncovered.empty()) return blocks;
+    if (uncovered.empty()) return paths_from_root(std::move(blocks));
     const BlockList parents = device_.find(uncovered);
-    BlockList above = with_absent_ancestors(device_, parents.slots, target);
+    BlockList above = with_absent_ancestors(device_, parents.slots, target, most_levels);
     above = select_if(std::move(above), [&](std::size_t i) { return !own.contains(above.hashes[i]); });
     if (above.slots.empty()) return blocks;
     // Path by path: if ancestors of several paths came first, they could evict each other for ever in a small
@@ -257,77 +209,98 @@ BlockList BackupPlanner::with_uncovered_ancestors(BlockList blocks, const Backup
     return paths_from_root(std::move(blocks));
 }
 
-// Plans backups of blocks as far as the device can spare them, and returns the hashes of the rest.
-std::vector<Digest> BackupPlanner::back_up(BlockList blocks, BackupTarget target, const BackupLimit &limit,
-                                           BlockCopies &copies, PlannedBackups &out) {
-    blocks = with_uncovered_ancestors(std::move(blocks), target);
-    const std::span<const Slot> slots = blocks.slots;
-    const std::size_t count = hold_spared(slots.first(std::min(limit.most, slots.size())), limit, out);
-    const std::vector<Digest> rest(blocks.hashes.begin() + static_cast<std::ptrdiff_t>(count),
-                                   blocks.hashes.end());
-    truncate(blocks, count);
-    std::vector<Digest> later = copy(std::move(blocks), true, target, copies, out);
-    // If the host has no room, descendants of dropped blocks would retry in every step.
-    if (out.dropped)
-        out.dropped += static_cast<std::uint32_t>(rest.size());
-    else
-        later.insert(later.end(), rest.begin(), rest.end());
-    return later;
+// Leaves the blocks of paths that are no longer than the host tier; the others can never be there.
+BlockList BackupPlanner::that_fit(BlockList blocks, Call &call) {
+    const std::size_t longest = call.target.longest_path();
+    std::size_t depth = 0;
+    return select_if(std::move(blocks), [&](std::size_t i) {
+        depth = is_head(blocks, i) ? device_.node(blocks.slots[i]).depth : depth + 1;
+        if (depth >= longest) drop(blocks, i, call);
+        return depth < longest;
+    });
 }
 
-// Holds as many of the first slots as may be held without keeping too many blocks from eviction.
-std::size_t BackupPlanner::hold_spared(std::span<const Slot> slots, const BackupLimit &limit,
-                                       PlannedBackups &out) {
-    const std::uint32_t before = device_.available();
-    for (std::size_t count = slots.size(); count; count /= 2) {
-        device_.hold(slots.first(count));
-        const std::uint32_t withheld = before - device_.available();
-        if (withheld <= limit.withheld || (count == 1 && limit.none_in_flight)) {
-            out.withheld = withheld;
-            return count;
+// Adds ancestors that the host lacks, and drops the paths for which these would be too many. Some of a path
+// that is too long are left out, so that its blocks find no parent.
+BlockList BackupPlanner::with_few_ancestors(const BlockList &evicted, Call &call) {
+    const BlockList blocks = with_uncovered_ancestors(evicted, call.target, kMostAncestors);
+    if (blocks.slots.size() - evicted.slots.size() <= kMostAncestors) return blocks;
+    const DigestSet own = set_of(evicted);
+    std::vector<std::size_t> chosen;
+    std::size_t left = kMostAncestors;
+    for (std::size_t first = 0, stop = 0; first < blocks.slots.size(); first = stop) {
+        std::size_t above = 0;
+        do above += !own.contains(blocks.hashes[stop++]);
+        while (stop < blocks.slots.size() && !is_head(blocks, stop));
+        const bool fits = above <= left;
+        if (fits) left -= above;
+        for (std::size_t i = first; i < stop; ++i) {
+            if (fits)
+                chosen.push_back(i);
+            else if (own.contains(blocks.hashes[i]))
+                drop(blocks, i, call);
         }
-        device_.unhold(slots.first(count));
     }
-    return 0;
+    return select(blocks, chosen);
 }
 
-// Reserves host slots for blocks, parents first, as far as there is room, and plans their copies. The copies
-// hold their blocks; with `held` all blocks are held already. Returns the hashes of blocks that have to wait
-// for the copy of an ancestor.
-std::vector<Digest> BackupPlanner::copy(BlockList blocks, bool held, BackupTarget target, BlockCopies &copies,
-                                        PlannedBackups &out) {
-    ScopedHolds holds(device_, held ? blocks.slots : std::vector<Slot>());
-    std::vector<Digest> later;
+// Plans backups of up to `most` blocks and their ancestors, and returns those for a later plan. What is below
+// a dropped block is dropped with it.
+BlockList BackupPlanner::back_up(BlockList blocks, std::size_t most, Call &call) {
+    blocks = with_uncovered_ancestors(std::move(blocks), call.target, kAllLevels);
+    const std::size_t count = std::min(most, blocks.slots.size());
+    std::vector<std::size_t> later(blocks.slots.size() - count);
+    std::iota(later.begin(), later.end(), count);
+    const BlockList rest = select(blocks, later);
+    truncate(blocks, count);
+    copy(std::move(blocks), call);
+    later.clear();
+    for (std::size_t i = 0; i < rest.slots.size(); ++i) {
+        if (call.dropped.contains(rest.parents[i]))
+            drop(rest, i, call);
+        else
+            later.push_back(i);
+    }
+    return select(rest, later);
+}
+
+// Reserves host slots for blocks, parents first, as far as there is room, and plans their copies, which hold
+// their blocks. A block whose parent is being copied is copied below it.
+void BackupPlanner::copy(BlockList blocks, Call &call) {
     while (!blocks.slots.empty()) {
         const std::size_t count = blocks.slots.size();
-        copies.reserve_for(copies.size() + count);
-        CopyReservation taken = target.reserve(blocks.parents, blocks.hashes);
+        call.copies.reserve_for(call.copies.size() + count);
+        CopyReservation taken = call.target.reserve(blocks.parents, blocks.hashes, true);
         const auto reserved = static_cast<std::uint32_t>(taken.slots.size());
-        out.asked = std::max(out.asked, reserved + taken.missing);
+        call.out.asked = std::max(call.out.asked, reserved + taken.missing);
         if (taken.missing) {
-            const std::size_t missing = std::min<std::size_t>(taken.missing, count);
-            out.dropped += static_cast<std::uint32_t>(missing);
-            truncate(blocks, count - missing);
+            const std::size_t kept = count - std::min<std::size_t>(taken.missing, count);
+            for (std::size_t i = kept; i < count; ++i) drop(blocks, i, call);
+            truncate(blocks, kept);
             continue;
         }
         std::vector<Slot> sources;
         sources.reserve(reserved);
         for (std::size_t i = 0; i < count; ++i) {
-            if (taken.status[i] == ReserveStatus::kNoParent) later.push_back(blocks.hashes[i]);
+            if (taken.status[i] == ReserveStatus::kNoParent) drop(blocks, i, call);
             if (taken.status[i] != ReserveStatus::kReserved) continue;
             const std::size_t next = sources.size();
-            copies.add(blocks, i, taken.slots[next], taken.generations[next]);
+            call.copies.add(blocks, i, taken.slots[next], taken.generations[next]);
             sources.push_back(blocks.slots[i]);
         }
-        if (held)
-            holds.leave(sources);
-        else
-            device_.hold(sources);
-        out.planned += reserved;
-        out.displaced = std::move(taken.evicted);
-        break;
+        device_.hold(sources);
+        call.out.planned += reserved;
+        call.out.displaced = std::move(taken.evicted);
+        return;
     }
-    return later;
+}
+
+// Counts a block that finds no room once, as long as it is on the device.
+void BackupPlanner::drop(const BlockList &blocks, std::size_t i, Call &call) {
+    call.dropped.insert(blocks.hashes[i]);
+    const Slot slot = blocks.slots[i];
+    if (slot >= dropped_.size()) dropped_.resize(std::size_t{slot} + 1);
+    if (std::exchange(dropped_[slot], blocks.generations[i]) != blocks.generations[i]) ++call.out.dropped;
 }
 
 }  // namespace fdcache

@@ -17,6 +17,8 @@
 #include "plan/backup_planner.hpp"
 #include "plan/backup_target_argument.hpp"
 #include "plan/block_copies.hpp"
+#include "plan/block_queue.hpp"
+#include "plan/slot_queue.hpp"
 #include "python_arrays.hpp"
 
 namespace fdcache {
@@ -27,7 +29,7 @@ std::vector<Digest> copy_of(const HashesIn &hashes) {
     return {given.begin(), given.end()};
 }
 
-void bind_queue(nb::module_ &module) {
+void bind_queues(nb::module_ &module) {
     nb::class_<BlockQueue>(module, "BlockQueue",
                            "A first-in, first-out queue of at most ``most`` block hashes.\n\n"
                            "A full queue drops what was added first, one call's blocks at a time.")
@@ -37,12 +39,17 @@ void bind_queue(nb::module_ &module) {
             "add", [](BlockQueue &self, const HashesIn &hashes) { return self.add(copy_of(hashes)); },
             "hashes"_a, "Append blocks; return the number of blocks dropped.")
         .def(
-            "put_back", [](BlockQueue &self, const HashesIn &hashes) { self.put_back(copy_of(hashes)); },
-            "hashes"_a, "Put blocks that cannot be copied yet back at the front.")
-        .def(
             "take", [](BlockQueue &self, std::size_t count) { return hashes_to_numpy(self.take(count)); },
             "count"_a, "Remove and return the first blocks, or as many as there are.")
         .def("clear", &BlockQueue::clear, "Drop every block.");
+    nb::class_<SlotQueue>(module, "SlotQueue",
+                          "A first-in, first-out queue of slots of a tier, each of them once: it drops none.")
+        .def(nb::init<>())
+        .def("__len__", &SlotQueue::size)
+        .def(
+            "add", [](SlotQueue &self, const VectorIn<std::int32_t> &slots) { self.add(slots_of(slots)); },
+            "slots"_a, "Append the slots that are not queued.")
+        .def("clear", &SlotQueue::clear, "Remove every slot.");
 }
 
 // The columns of copies as read-only arrays.
@@ -135,48 +142,45 @@ void bind_copies_of_blocks(nb::module_ &module) {
 void bind_planner(nb::module_ &module) {
     nb::class_<PlannedBackups>(module, "PlannedBackups", "The outcome of a call of ``BackupPlanner``.")
         .def_ro("planned", &PlannedBackups::planned, "Number of copies planned.")
-        .def_ro("dropped", &PlannedBackups::dropped, "Number of blocks that the host had no room for.")
-        .def_ro("withheld", &PlannedBackups::withheld, "Number of blocks that the copies keep from eviction.")
+        .def_ro("dropped", &PlannedBackups::dropped,
+                "Number of blocks that the host had no room for, each counted once.")
         .def_ro("asked", &PlannedBackups::asked, "Number of host slots asked for at once.")
         .def_ro("displaced", &PlannedBackups::displaced, "Blocks that left the host to make room.");
     nb::class_<BackupPlanner>(
         module, "BackupPlanner",
-        "Plans copies of blocks of the ``device`` to a host tier, ancestors first.\n\n"
+        "Plans copies of blocks of the ``device`` with ``least_hits`` to a host tier, ancestors first.\n\n"
         "``target``: the host tier, copies to that of a service, or None without a service. Planned\n"
-        "copies hold their slots in both tiers. ``most`` copies may begin; they may keep ``withheld``\n"
-        "blocks from eviction, and one is allowed anyway if ``none_in_flight``.")
-        .def(nb::init<Tier &>(), "device"_a, nb::keep_alive<1, 2>())
+        "copies hold their slots in both tiers.")
+        .def(nb::init<Tier &, std::uint32_t>(), "device"_a, "least_hits"_a, nb::keep_alive<1, 2>())
         .def_prop_ro("device_slots", &BackupPlanner::device_slots, "Number of slots of the device.")
         .def(
             "flush",
-            [](BackupPlanner &self, BlockQueue &queue, const BackupTargetArgument &target, std::size_t most,
-               std::uint32_t withheld, bool none_in_flight, BlockCopies &copies) {
-                return self.flush(queue, target_of(target), {most, withheld, none_in_flight}, copies);
-            },
-            "queue"_a, "target"_a.none(), "most"_a, "withheld"_a, "none_in_flight"_a, "copies"_a,
-            "Plan copies of queued blocks that the host lacks. Those that have to wait stay queued.")
+            [](BackupPlanner &self, SlotQueue &queue, const BackupTargetArgument &target, std::size_t most,
+               BlockCopies &copies) { return self.flush(queue, target_of(target), most, copies); },
+            "queue"_a, "target"_a.none(), "most"_a, "copies"_a,
+            "Plan copies of up to ``most`` queued blocks that the host lacks. The others stay queued.")
         .def(
             "clean",
             [](BackupPlanner &self, std::uint32_t coldest, const BackupTargetArgument &target,
-               std::size_t most, std::uint32_t withheld, bool none_in_flight, BlockCopies &copies) {
-                return self.clean(coldest, target_of(target), {most, withheld, none_in_flight}, copies);
-            },
-            "coldest"_a, "target"_a.none(), "most"_a, "withheld"_a, "none_in_flight"_a, "copies"_a,
-            "Plan copies of those among the next ``coldest`` blocks to be evicted that the host lacks.")
+               std::size_t most,
+               BlockCopies &copies) { return self.clean(coldest, target_of(target), most, copies); },
+            "coldest"_a, "target"_a.none(), "most"_a, "copies"_a,
+            "Plan up to ``most`` copies of those among the next ``coldest`` blocks to be evicted that the\n"
+            "host lacks.")
         .def(
             "evict",
-            [](BackupPlanner &self, const std::vector<const BlockList *> &evicted, std::uint32_t least_hits,
+            [](BackupPlanner &self, const std::vector<const BlockList *> &evicted,
                const BackupTargetArgument &target,
-               BlockCopies &copies) { return self.evict(evicted, least_hits, target_of(target), copies); },
-            "evicted"_a, "least_hits"_a, "target"_a.none(), "copies"_a,
-            "Plan copies of evicted blocks with ``least_hits`` that the host lacks, before their slots\n"
-            "are overwritten. ``evicted``: the lists of one allocation, in the order of eviction.");
+               BlockCopies &copies) { return self.evict(evicted, target_of(target), copies); },
+            "evicted"_a, "target"_a.none(), "copies"_a,
+            "Plan copies of evicted blocks that the host lacks, before their slots are overwritten.\n"
+            "``evicted``: the lists of one allocation, in the order of eviction.");
 }
 
 }  // namespace
 
 void bind_plans(nb::module_ &module) {
-    bind_queue(module);
+    bind_queues(module);
     bind_copies_of_blocks(module);
     bind_planner(module);
     bind_ledger(module);

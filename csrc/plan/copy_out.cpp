@@ -236,29 +236,36 @@ void CopyOut::no_room(std::span<const DeviceBlock> ids, Call &call) {
         set_queued(ids, true);
         queue_.emplace_front(ids.begin(), ids.end());
     } else {
-        call.out.dropped += static_cast<std::uint32_t>(ids.size());
+        drop(ids, call);
     }
 }
 
+// Counts each block once, as long as it is on the device.
+void CopyOut::drop(std::span<const DeviceBlock> ids, Call &call) {
+    for (const DeviceBlock id : ids) call.out.dropped += !std::exchange(contents_[id].is_dropped, true);
+}
+
 // The blocks whose parent is being copied, or waits itself; the others are dropped.
-CopyOut::Ids CopyOut::waiting_of(Ids ids, Call &call) const {
+CopyOut::Ids CopyOut::waiting_of(Ids ids, Call &call) {
     if (ids.empty()) return ids;
-    const std::size_t before = ids.size();
     if (call.room) {
         const std::vector<Presence> above = call.target.contains(parents_of(ids));
         std::unordered_set<Digest, DigestHash> expected;
         std::size_t kept = 0;
         for (std::size_t i = 0; i < ids.size(); ++i) {
             const DeviceContents::Block &block = contents_[ids[i]];
-            if (above[i] != Presence::kPending && !expected.contains(block.parent)) continue;
+            if (above[i] != Presence::kPending && !expected.contains(block.parent)) {
+                drop({&ids[i], 1}, call);
+                continue;
+            }
             expected.insert(block.hash);
             ids[kept++] = ids[i];
         }
         ids.resize(kept);
     } else {
+        drop(ids, call);
         ids.clear();
     }
-    call.out.dropped += static_cast<std::uint32_t>(before - ids.size());
     return ids;
 }
 

@@ -93,7 +93,8 @@ class CopyOut {
     // Plans copies of blocks, parents first; returns those that wait for copies of their parents.
     Ids copy(Ids ids, Call &call);
     void no_room(std::span<const DeviceBlock> ids, Call &call);
-    Ids waiting_of(Ids ids, Call &call) const;
+    Ids waiting_of(Ids ids, Call &call);
+    void drop(std::span<const DeviceBlock> ids, Call &call);
     void set_queued(std::span<const DeviceBlock> ids, bool is_queued);
     std::vector<Digest> hashes_of(std::span<const DeviceBlock> ids) const;
     std::vector<Digest> parents_of(std::span<const DeviceBlock> ids) const;

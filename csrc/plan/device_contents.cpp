@@ -8,7 +8,7 @@ namespace {
 constexpr std::size_t kLeastBlocks = 64;
 
 void forget_block(DeviceContents::Block &block) {
-    block.is_known = block.is_queued = false;
+    block.is_known = block.is_queued = block.is_dropped = false;
     block.path.reset();
 }
 
@@ -45,8 +45,10 @@ void DeviceContents::enter(const Offer &offer, std::vector<DeviceBlock> &entered
         if (id == kNoBlock) continue;
         Block &block = (*this)[id];
         const Digest &hash = offer.path->hashes[i];
-        const std::uint32_t hits = block.is_known && block.hash == hash ? block.hits : 0;
+        const bool is_new = !block.is_known || block.hash != hash;
+        const std::uint32_t hits = is_new ? 0 : block.hits;
         block.hits = std::max(hits + (i >= offer.counted), std::uint32_t{1});
+        block.is_dropped &= !is_new;
         block.hash = hash;
         block.parent = offer.path->parent_of(i).value_or(Digest{});
         block.path = offer.path;

@@ -45,7 +45,8 @@ class DeviceContents {
         std::uint32_t hits = 0;     // requests that have offered the block
         std::uint64_t read_by = 0;  // the last plan that copies out of the device block
         bool is_known = false;
-        bool is_queued = false;  // for a copy
+        bool is_queued = false;   // for a copy
+        bool is_dropped = false;  // it was counted as one that the host had no room for
     };
 
     // Number of device blocks that there is room for: all that were offered at any time have it.

@@ -124,7 +124,7 @@ bool BlockManager::extend_match(Tier::Session &tier, RequestState &request, std:
     const std::size_t stop = request.table_.size();
     request.committed_blocks_ = static_cast<std::uint32_t>(stop);
     for (std::size_t i = std::max<std::size_t>(start, request.hit_blocks_); follow_.hits && i < stop; ++i)
-        if (tier.hits(slots_[i - start]) == follow_.hits) followed_.hit.push_back(hashes[i]);
+        if (tier.hits(slots_[i - start]) == follow_.hits) followed_.hit.push_back(slots_[i - start]);
     request.hit_blocks_ = std::max(request.hit_blocks_, static_cast<std::uint32_t>(stop));
     return pending;
 }
@@ -153,8 +153,11 @@ std::uint32_t BlockManager::grow_to(Tier::Session &tier, RequestState &request, 
         return static_cast<std::uint32_t>(std::min<std::size_t>(blocks - have, UINT32_MAX));
     }
     slots_.clear();
-    const std::uint32_t missing = tier.reserve(request.lease_, static_cast<std::uint32_t>(blocks - have),
-                                               slots_, follow_.evicted ? &followed_.evicted : nullptr);
+    const auto count = static_cast<std::uint32_t>(blocks - have);
+    BlockList *const evicted = follow_.evicted ? &followed_.evicted : nullptr;
+    std::uint32_t missing = tier.reserve(request.lease_, count, slots_, evicted);
+    if (missing && tier.evict_copied(missing, evicted))
+        missing = tier.reserve(request.lease_, count, slots_, evicted);
     if (missing)
         ++stats_.allocation_failures;
     else
@@ -193,8 +196,9 @@ void BlockManager::publish(Tier::Session &tier, RequestState &request) {
                     slots_of(request.table_, start, stop), follow_.stored ? &status_ : nullptr);
     request.committed_blocks_ += static_cast<std::uint32_t>(count);
     if (follow_.owners && request.tenant_) followed_.owners.emplace_back(hashes[0], *request.tenant_);
+    const std::span<const Slot> slots = slots_of(request.table_, start, stop);
     for (std::size_t i = 0; i < status_.size(); ++i)
-        if (status_[i] == CommitStatus::kStored) followed_.stored.push_back(hashes[start + i]);
+        if (status_[i] == CommitStatus::kStored) followed_.stored.push_back(slots[i]);
 }
 
 void BlockManager::advance(std::span<RequestState *const> requests, std::uint64_t uncomputed, bool grow,
@@ -252,11 +256,11 @@ void BlockManager::forget(RequestState &request) {
     request.deferred_since_.reset();
 }
 
-std::size_t BlockManager::queue_followed(BlockQueue &queue) {
-    std::size_t dropped = 0;
-    for (std::vector<Digest> *const news : {&followed_.hit, &followed_.stored})
-        if (!news->empty()) dropped += queue.add(std::exchange(*news, {}));
-    return dropped;
+void BlockManager::queue_followed(SlotQueue &queue) {
+    for (std::vector<Slot> *const news : {&followed_.hit, &followed_.stored}) {
+        queue.add(*news);
+        news->clear();
+    }
 }
 
 Followed BlockManager::take_followed() {

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "plan/backup_planner.hpp"
 #include "plan/block_copies.hpp"
+#include "plan/slot_queue.hpp"
 #include "scheduler/host_source.hpp"
 #include "scheduler/request_state.hpp"
 #include "tier/session.hpp"
@@ -23,15 +23,15 @@ namespace fdcache {
 
 // What the caller's policy wants to know of matches, allocations and commits.
 struct Follow {
-    bool stored = false;     // hashes of blocks that became entries
+    bool stored = false;     // slots of blocks that became entries
     bool evicted = false;    // blocks evicted for allocations
     bool owners = false;     // first blocks of tenants' requests
-    std::uint32_t hits = 0;  // hashes of blocks that reach this many hits; 0: none
+    std::uint32_t hits = 0;  // slots of blocks that reach this many hits; 0: none
 };
 
 struct Followed {
-    std::vector<Digest> stored;
-    std::vector<Digest> hit;
+    std::vector<Slot> stored;
+    std::vector<Slot> hit;
     BlockList evicted;
     std::vector<std::pair<Digest, std::string>> owners;
 
@@ -203,9 +203,8 @@ class BlockManager {
         return tokens / block_size_ + (tokens % block_size_ != 0);
     }
     bool has_followed() const { return !followed_.empty(); }
-    // Moves the blocks that became entries or reached `Follow::hits` to the queue, and returns how many
-    // blocks it dropped.
-    std::size_t queue_followed(BlockQueue &queue);
+    // Moves the blocks that became entries or reached `Follow::hits` to the queue.
+    void queue_followed(SlotQueue &queue);
     Followed take_followed();
     const BlockManagerStats &stats() const { return stats_; }
 
@@ -221,6 +220,7 @@ class BlockManager {
         return request.host_run_.size() + request.peer_blocks_;
     }
     bool refresh_host_run(Tier::Session &tier, RequestState &request);
+    std::uint32_t missing_for(Tier::Session &tier, std::size_t wanted);
     void plan_loads(Tier::Session &tier, RequestState &request, BlockCopies &loads);
     void count_hits(RequestState &request);
     bool begin(Tier::Session &tier, RequestState &request, std::size_t limit);

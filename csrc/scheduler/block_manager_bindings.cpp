@@ -517,11 +517,9 @@ void bind_block_manager(nb::module_ &module) {
             "has_followed", [](const PythonBlockManager &self) { return self.has_followed(); },
             "True if ``take_followed`` has something.")
         .def(
-            "queue_followed",
-            [](PythonBlockManager &self, BlockQueue &queue) { return self.queue_followed(queue); }, "queue"_a,
-            "Move the blocks that became entries or reached ``follow_hits`` to a queue of backups; return "
-            "how\n"
-            "many blocks a full queue dropped.")
+            "queue_followed", [](PythonBlockManager &self, SlotQueue &queue) { self.queue_followed(queue); },
+            "queue"_a,
+            "Move the blocks that became entries or reached ``follow_hits`` to a queue of backups.")
         .def("take_followed", &take_followed,
              nb::sig("def take_followed(self) -> tuple[BlockList | None, list[tuple[bytes, str]]]"),
              "Return blocks evicted and (first block, tenant) of requests that published, and forget all "

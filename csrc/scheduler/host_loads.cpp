@@ -140,11 +140,8 @@ Allocated BlockManager::allocate(RequestState &request, std::uint64_t num_tokens
         if (!is_stale && run_length(request)) {
             const std::size_t blocks = blocks_for(num_tokens), have = request.table_.size();
             const std::size_t wanted = blocks > have ? blocks - have : 0;
-            if (wanted > tier.available()) {
-                missing =
-                    static_cast<std::uint32_t>(std::min<std::size_t>(wanted - tier.available(), UINT32_MAX));
-                ++stats_.allocation_failures;
-            } else {
+            missing = missing_for(tier, wanted);
+            if (!missing) {
                 count_hits(request);
                 plan_loads(tier, request, *loads);
                 if (grow_to(tier, request, blocks))
@@ -162,6 +159,16 @@ Allocated BlockManager::allocate(RequestState &request, std::uint64_t num_tokens
     count_hits(request);
     request.allocated_tokens_ = std::max(request.allocated_tokens_, num_tokens);
     return {};
+}
+
+// Returns how many of the wanted blocks cannot be reserved.
+std::uint32_t BlockManager::missing_for(Tier::Session &tier, std::size_t wanted) {
+    if (wanted <= tier.available()) return 0;
+    const auto missing =
+        static_cast<std::uint32_t>(std::min<std::size_t>(wanted - tier.available(), UINT32_MAX));
+    if (tier.evict_copied(missing, follow_.evicted ? &followed_.evicted : nullptr)) return 0;
+    ++stats_.allocation_failures;
+    return missing;
 }
 
 // Takes blocks of the run that others have loaded since the match as device hits. Returns false if the

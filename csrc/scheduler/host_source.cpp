@@ -62,6 +62,12 @@ void HostSource::finish(std::uint64_t lease) {
         service_->release(lease);
 }
 
+bool HostSource::is_copying(std::span<const Digest> hashes) const {
+    if (!tier_ && !service_) return false;
+    const std::vector<Presence> known = tier_ ? tier_->contains(hashes) : service_->contains(hashes);
+    return std::ranges::find(known, Presence::kPending) != known.end();
+}
+
 void HostSource::begin_load(const HostRun &run) {
     if (tier_)
         tier_->hold(run.slots);

@@ -44,6 +44,8 @@ class HostSource {
     void release(std::uint64_t lease);
     // As `release`, of a run whose blocks were used. A service takes every run for one.
     void finish(std::uint64_t lease);
+    // True if a copy into the tier of one of these blocks is in flight.
+    bool is_copying(std::span<const Digest> hashes) const;
     // Starts and ends a copy out of slots of a run.
     void begin_load(const HostRun &run);
     void end_load(std::span<const Slot> slots);

@@ -58,6 +58,7 @@ class WholeReports {
 
     bool read(nb::handle value, Report &report) const;
     bool is_whole(const PlannedTransfer &transfer, nb::handle result) const;
+    bool waits_for_copy_above(const PlannedTransfer &transfer) const;
     void count(const Report &report);
     void end_plan(PlanInFlight &flight, nb::list &outcomes, nb::list &arrived);
     void end_loads(const PlanInFlight &flight, const PlannedTransfer &loads, nb::list &outcomes);
@@ -119,10 +120,20 @@ bool WholeReports::is_whole(const PlannedTransfer &transfer, nb::handle result) 
     if (!result.attr("purpose").is(transfer.purpose) || nb::len(nb::object(result.attr("failed"))) ||
         !result.attr("error_message").is_none())
         return false;
-    if (transfer.kind == kEvict && !device_) return false;  // it may wait for a copy above it
+    if (transfer.kind != kLoad && waits_for_copy_above(transfer)) return false;
     if (transfer.kind == kLoad && !host_.tier() && !transfer.swap.attr("unverified").is_none()) return false;
     const std::size_t sums = nb::len(nb::object(result.attr("checksums")));
     return !sums || sums == transfer.size;
+}
+
+// True if a copy to the host may have ended before one of a block above it.
+bool WholeReports::waits_for_copy_above(const PlannedTransfer &transfer) const {
+    const ArrayValues<Digest> hashes(transfer.swap.attr("hash_values"));
+    const ArrayValues<Digest> parents(transfer.swap.attr("parent_hashes"));
+    std::vector<Digest> above;
+    for (std::size_t i = 0; i < parents.span().size(); ++i)
+        if (i == 0 || parents.span()[i] != hashes.span()[i - 1]) above.push_back(parents.span()[i]);
+    return host_.is_copying(above);
 }
 
 std::optional<std::pair<nb::list, nb::list>> WholeReports::count(const nb::list &reports) {
@@ -243,7 +254,7 @@ void bind_whole_reports(nb::module_ &module) {
             "copies\n"
             "to the host. Return None, and change nothing, if one of the reports is another: unexpected, "
             "refused, of a\n"
-            "failure or a task, and without a device of an eviction.")
+            "failure or a task, or of a copy below one in flight.")
         .def_prop_ro("copied", [](const Reports &self) -> const CopiedBlocks & { return self.copied(); });
 }
 

@@ -58,6 +58,9 @@ class PinnedRuns : public LowerTier {
     // In the session of `search`.
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
 
+    // What the session has, and what this engine copies there.
+    std::vector<Presence> contains(std::span<const Digest> hashes) const;
+
     struct LookUp {
         std::uint64_t lease = 0;  // pins `found`, unless it is 0
         FoundRun found;

@@ -40,6 +40,9 @@ class Tier::Session {
         return tier_.take_anonymous(lease, count, table, evicted);
     }
 
+    // As `Tier::evict_copied`.
+    bool evict_copied(std::uint32_t count, BlockList *evicted) { return tier_.make_way(count, evicted); }
+
     // Replaces the content of `out`.
     void reserve_copies(LeaseId lease, std::span<const Digest> parents, std::span<const Digest> hashes,
                         CopyReservation &out, bool below_pending = false) {

@@ -161,8 +161,10 @@ void Tier::refresh(Slot slot) {
         const bool busy = used || entry.holds || entry.busy_children;
         const int more_used = used - entry.used, more_busy = busy - entry.busy;
         if (!more_used && !more_busy) return;
+        above_copies_ -= entry.is_above_copies();
         entry.used = used;
         entry.busy = busy;
+        above_copies_ += entry.is_above_copies();
         if (more_used < 0)
             order_add(slot, busy);
         else if (!used)
@@ -187,6 +189,7 @@ void Tier::unlink_child(Slot parent, const Entry &child) {
 // Resets an entry or pending slot that was removed from the table.
 void Tier::make_anonymous(Slot slot) {
     Entry &entry = entries_[slot];
+    above_copies_ -= entry.is_above_copies();
     entry.parent = kNoSlot;
     entry.children = entry.used_children = entry.busy_children = 0;
     entry.findable = entry.used = entry.busy = false;
@@ -222,6 +225,7 @@ void Tier::pin_path(Lease &lease, std::span<const Slot> path, std::size_t known,
         entry.busy_children += newly_busy;
         newly_used = 1;
         newly_busy = !entry.busy;
+        above_copies_ -= entry.is_above_copies();
         entry.used = entry.busy = true;
     }
     const std::span<const Slot> idle = path.subspan(used);
@@ -376,6 +380,49 @@ void Tier::append(BlockList &list, Slot slot) const {
 void Tier::evict(Slot slot) {
     remove_entry(slot);
     free_.add(slot);
+}
+
+// Evicts a leaf that a copy reads. Its slot is free once the copy ends.
+void Tier::evict_held(Slot slot) {
+    const Slot parent = entries_[slot].parent;
+    publish_event(TierEvent::Kind::kRemoved, slot);
+    order_remove(slot);
+    index_.erase(slot);
+    tenants_.leave(slot);
+    if (learns_) order_->leave(slot, digests_[slot], true);
+    if (parent != kRoot) unlink_child(parent, entries_[slot]);
+    make_anonymous(slot);
+    ++evictions_;
+    if (parent != kRoot) refresh(parent);
+}
+
+bool Tier::evict_copied(std::uint32_t count, BlockList *evicted) {
+    std::lock_guard lock(mutex_);
+    return make_way(count, evicted);
+}
+
+bool Tier::make_way(std::uint32_t count, BlockList *evicted) {
+    if (count > above_copies_) return false;
+    if (learns_) order_->set_time(now_ms());
+    const std::uint32_t idle = order_->size();
+    victims_.reserve(idle);
+    vacated_.reserve(idle);
+    if (evicted) evicted->make_room(ready_);
+    evict_coldest(idle, evicted);
+    for (const FreeRuns::Run &run : vacated_) free_.add(run.first, run.count);
+    const auto is_held_leaf = [this](Slot slot) {
+        const Entry &entry = entries_[slot];
+        return entry.findable && !entry.used && entry.holds && !entry.children;
+    };
+    for (Slot slot = 0; slot < entries_.size() && order_->size() < count; ++slot) {
+        for (Slot leaf = slot; order_->size() < count && leaf != kRoot && is_held_leaf(leaf);) {
+            const Slot parent = entries_[leaf].parent;
+            if (evicted) append(*evicted, leaf);
+            evict_held(leaf);
+            leaf = parent;
+        }
+    }
+    return true;
 }
 
 std::uint32_t Tier::missing(std::size_t count) const {

@@ -222,6 +222,10 @@ class Tier : public LowerTier {
     // that one has become READY before it, the block is dropped in the end.
     CopyReservation reserve_copies(LeaseId lease, std::span<const Digest> parents,
                                    std::span<const Digest> hashes, bool below_pending = false);
+    // Makes `count` more entries evictable than are, by evicting those that nothing but copies keep: the
+    // slots that copies read are free once they end. Evicts all that can be evicted first. Returns false, and
+    // changes nothing, if there are not as many above the copies.
+    bool evict_copied(std::uint32_t count, BlockList *evicted = nullptr);
     // Turns anonymous slots of this lease into entries, in path order below `parent`. Stops at the first
     // block whose parent is not READY, whose hash is pending or below another parent, or whose slot a copy
     // still uses. Returns one status per committed block.
@@ -301,6 +305,10 @@ class Tier : public LowerTier {
     TierStats stats() const;
     NodeView node(Slot slot) const;
     std::uint32_t available() const;
+    // Number of entries that `evict_copied` makes evictable.
+    std::uint32_t above_copies() const;
+    // The READY blocks in these slots, in this order.
+    BlockList entries_in(std::span<const Slot> slots) const;
     // The invariants that do not hold, in words.
     std::vector<std::string> check_integrity() const;
 
@@ -335,6 +343,8 @@ class Tier : public LowerTier {
 
         // Holds that no copy ends.
         std::uint32_t kept() const { return std::uint32_t{withheld} + std::uint32_t{quarantined}; }
+        // True if nothing but copies out of entries below it keeps it from eviction.
+        bool is_above_copies() const { return busy && !used && !holds; }
     };
     static_assert(sizeof(Entry) == 64, "one cache line");
 
@@ -368,6 +378,8 @@ class Tier : public LowerTier {
     void path_of(const Lease &lease);
     bool pin_run(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known,
                  std::uint32_t now, std::vector<Slot> &table);
+    bool make_way(std::uint32_t count, BlockList *evicted);
+    void evict_held(Slot slot);
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
                                  BlockList *evicted);
     void take_pending(LeaseId lease, std::span<const Digest> parents, std::span<const Digest> hashes,
@@ -458,6 +470,7 @@ class Tier : public LowerTier {
     std::uint32_t quarantined_ = 0;  // slots out of use for good, each with a hold
     std::uint32_t withheld_ = 0;     // slots out of use for now, each with a hold
     std::uint32_t ready_ = 0;
+    std::uint32_t above_copies_ = 0;
     std::uint32_t least_generation_ = 0;  // later content of any slot has one above it
     mutable std::uint64_t lookups_ = 0;
     std::optional<std::uint32_t> clock_ms_;  // of the caller

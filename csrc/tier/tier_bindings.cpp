@@ -187,6 +187,18 @@ void bind_tier(nb::module_ &module) {
             "hashes"_a, "Per hash: 0 absent, 1 ready, 2 pending.")
         .def("reserve", &Tier::reserve, "lease"_a, "count"_a, "Reserve anonymous slots to compute into.")
         .def(
+            "evict_copied",
+            [](Tier &tier, std::uint32_t count) -> std::optional<BlockList> {
+                BlockList evicted;
+                if (!tier.evict_copied(count, &evicted)) return std::nullopt;
+                return evicted;
+            },
+            "count"_a,
+            "Evict all that can be, and of the blocks that copies read as many as keep ``count`` others.\n\n"
+            "Return the blocks evicted; None, and change nothing, if there are not as many above copies. "
+            "The\n"
+            "slots that copies read are free once these end.")
+        .def(
             "reserve_copies",
             [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes,
                bool below_pending) {
@@ -420,6 +432,8 @@ void bind_tier(nb::module_ &module) {
         .def("node", &Tier::node, "slot"_a, "Return the state of a slot.")
         .def_prop_ro("available", &Tier::available,
                      "Number of slots that ``reserve`` can provide: free or evictable.")
+        .def_prop_ro("above_copies", &Tier::above_copies,
+                     "Number of further slots that ``reserve`` can provide after ``evict_copied``.")
         .def("check_integrity", &Tier::check_integrity, ReleaseGil(),
              "Return the invariants that do not hold, in words.");
 }

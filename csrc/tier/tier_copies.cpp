@@ -97,14 +97,20 @@ std::vector<std::uint8_t> Tier::complete(std::span<const Slot> slots, std::span<
 }
 
 void Tier::end_hold(Slot slot) {
-    --entries_[slot].holds;
+    Entry &entry = entries_[slot];
+    above_copies_ -= entry.is_above_copies();
+    --entry.holds;
+    above_copies_ += entry.is_above_copies();
     --holds_;
     refresh(slot);
     free_if_unused(slot);
 }
 
 void Tier::begin_hold(Slot slot) {
-    ++entries_[slot].holds;
+    Entry &entry = entries_[slot];
+    above_copies_ -= entry.is_above_copies();
+    ++entry.holds;
+    above_copies_ += entry.is_above_copies();
     ++holds_;
     refresh(slot);
 }

@@ -122,6 +122,21 @@ std::uint32_t Tier::available() const {
     return room();
 }
 
+std::uint32_t Tier::above_copies() const {
+    std::lock_guard lock(mutex_);
+    return above_copies_;
+}
+
+BlockList Tier::entries_in(std::span<const Slot> slots) const {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    list.make_room(slots.size());
+    for (const Slot slot : slots)
+        if (slot < entries_.size() && entries_[slot].findable && entries_[slot].state == SlotState::kReady)
+            append(list, slot);
+    return list;
+}
+
 BlockList Tier::coldest(std::uint32_t count) const {
     std::lock_guard lock(mutex_);
     BlockList list;

@@ -164,7 +164,7 @@ std::vector<std::string> Tier::check_integrity() const {
         for (Slot slot = run.first; slot < run.first + run.count; ++slot) ++listed[slot];
 
     std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, unused = 0, evictable = 0, withheld = 0,
-                  quarantined = 0;
+                  quarantined = 0, above_copies = 0;
     std::uint64_t holds = 0;
     std::vector<std::uint32_t> of_tenant(tenants_.size());
     for (Slot slot = 0; slot < slots; ++slot) {
@@ -224,6 +224,7 @@ std::vector<std::string> Tier::check_integrity() const {
         expect(order_->holds(slot) == !used, name + "eviction order disagrees with its use");
         unused += !used;
         evictable += !busy;
+        above_copies += entry.is_above_copies();
     }
     std::vector<bool> seen(slots, false);
     const std::vector<Slot> order = order_->all();
@@ -258,6 +259,7 @@ std::vector<std::string> Tier::check_integrity() const {
     expect(findable == index_.size(), "hash table and entries disagree");
     expect(!mirror_ || mirror_->size() == ready_, "mirror and entries disagree");
     expect(holds == holds_, "hold counter is wrong");
+    expect(above_copies == above_copies_, "counter of entries above copies is wrong");
     expect(withheld == withheld_ && quarantined == quarantined_,
            "counter of withheld or quarantined slots is wrong");
     expect(std::accumulate(pins.begin(), pins.end(), std::uint64_t{0}) == pins_, "pin counter is wrong");

@@ -190,6 +190,7 @@ BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
         Entry &entry = entries_[slot];
         if (!quarantine || entry.quarantined) continue;
         entry.quarantined = true;
+        above_copies_ -= entry.is_above_copies();
         ++entry.holds;
         ++holds_;
         ++quarantined_;

@@ -1,9 +1,9 @@
 """Write policies: which device blocks are copied to the host, and when.
 
 The host tier is closed under prefixes, so a block is copied after its uncovered ancestors. No request waits for a
-backup: blocks that find no room in the host tier are dropped and counted. A block that is being copied cannot be
-evicted, and neither can its ancestors. Backups in flight are therefore limited to a share of the pool, and none begin
-while a request is short of blocks.
+backup: blocks that find no room in the host tier are dropped and counted. The slot of a block that is being copied
+cannot be given to another. Backups in flight are therefore limited to a share of the pool, and none begin while a
+request is short of blocks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from fdcache import _core
 from fdcache._core import BlockList
-from fdcache.metadata import HashArray
-from fdcache.plans.blocks import BlockQueue
+from fdcache.metadata import Int32Array
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import HostTier, LocalHostTier
@@ -21,12 +20,8 @@ from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
 
 _MOST_IN_FLIGHT = 1024
-_SHARE = 4
-"""Backups in flight, and the blocks that they keep from eviction, are at most 1/4 of the pool.
-
-A step commits about 1/8 of a default pool (8,192 tokens are 128 of 1,024 blocks) and is reported one or two steps
-later. A quarter keeps up with that and leaves three quarters of the evictable blocks to requests.
-"""
+_SHARE = 2
+"""Backups in flight are at most 1/2 of the pool: requests have the other half, and a pool is copied in two steps."""
 
 
 class BackupPlanner:
@@ -44,11 +39,9 @@ class BackupPlanner:
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
         selective = settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         self._threshold = settings.write_through_threshold if selective else 1
-        self._least_hits = 0 if self._writes_back else self._threshold
         self._clean_reserve = settings.clean_reserve
-        self._planner = _core.BackupPlanner(device)
-        self._queue = BlockQueue()
-        self._withheld = 0  # blocks that backups in flight keep from eviction, as of their planning
+        self._planner = _core.BackupPlanner(device, 0 if self._writes_back else self._threshold)
+        self._queue = _core.SlotQueue()
         self._is_short = False
         # write_back: evictions pay for copies ahead of need, so that a host tier smaller than the device tier is not
         # filled with the same blocks over and over.
@@ -64,13 +57,13 @@ class BackupPlanner:
         """The hits at which a block is backed up; 0 if hits do not matter."""
         return self._threshold if not self._writes_back and self._threshold > 1 else 0
 
-    def enqueue(self, hashes: HashArray) -> None:
-        """Queue blocks for a backup."""
-        self._counters.backups_dropped += self._queue.add(hashes)
+    def enqueue(self, slots: Int32Array) -> None:
+        """Queue the blocks in these device slots for a backup."""
+        self._queue.add(slots)
 
     def enqueue_from(self, blocks: _core.BlockManager) -> None:
         """Queue the blocks that requests have published, or have hit often enough."""
-        self._counters.backups_dropped += blocks.queue_followed(self._queue)
+        blocks.queue_followed(self._queue)
 
     def on_evict(self, evicted: Sequence[BlockList], plan: OpenPlan) -> None:
         """Plan copies of evicted blocks that the host lacks, before their slots are overwritten.
@@ -82,7 +75,7 @@ class BackupPlanner:
         if count:
             self._credit += count
             target = self._own_host or self._host.copy_target
-            self._count(self._planner.evict(evicted, self._least_hits, target, plan.evictions))
+            self._count(self._planner.evict(evicted, target, plan.evictions))
 
     def give_way(self) -> None:
         """Begin no backup in this step while some are in flight: a request did not get its blocks."""
@@ -93,14 +86,11 @@ class BackupPlanner:
         is_short, self._is_short = self._is_short, False
         if is_short and in_flight:
             return
-        if not in_flight:
-            self._withheld = 0
         if self._writes_back:
             self._refill_clean_reserve(plan, in_flight)
         elif self._queue:
-            most, spare = self._limits(in_flight)
             target = self._own_host or self._host.copy_target
-            self._count(self._planner.flush(self._queue, target, most, spare, not in_flight, plan.backups))
+            self._count(self._planner.flush(self._queue, target, self._most(in_flight), plan.backups))
 
     def forget(self) -> None:
         """Clear the queue, as after a reset."""
@@ -114,20 +104,17 @@ class BackupPlanner:
     def _refill_clean_reserve(self, plan: OpenPlan, in_flight: int) -> None:
         wanted = min(self._clean_reserve - in_flight, self._credit)
         if wanted > 0:
-            most, spare = self._limits(in_flight)
             target = self._own_host or self._host.copy_target
-            planned = self._planner.clean(wanted, target, most, spare, not in_flight, plan.backups)
+            planned = self._planner.clean(wanted, target, self._most(in_flight), plan.backups)
             self._credit -= planned.planned
             self._count(planned)
 
-    def _limits(self, in_flight: int) -> tuple[int, int]:
-        """Return how many backups may join those in flight, and how many blocks these may keep from eviction."""
-        share = self._planner.device_slots // _SHARE
-        most = max(1, min(_MOST_IN_FLIGHT, share))
-        return max(0, most - in_flight), max(0, share - self._withheld)
+    def _most(self, in_flight: int) -> int:
+        """Return how many backups may join those in flight."""
+        most = max(1, min(_MOST_IN_FLIGHT, self._planner.device_slots // _SHARE))
+        return max(0, most - in_flight)
 
     def _count(self, planned: _core.PlannedBackups) -> None:
         self._counters.backups_dropped += planned.dropped
-        self._withheld += planned.withheld
         if planned.asked:
             self._host.copies_reserved(planned)

@@ -212,7 +212,7 @@ class CacheManager(TierManager[Request]):
                 self._requests.unmatch(request)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
-        """Return True if that many blocks are free or evictable. Always False while paused or asleep.
+        """Return True if an allocation of that many blocks would get them. Always False while paused or asleep.
 
         Raises ``RequestStateError`` for a negative number.
         """
@@ -222,7 +222,7 @@ class CacheManager(TierManager[Request]):
             )
         if self._state is not ManagerState.RUNNING:
             return False
-        enough = self._device.available >= num_blocks
+        enough = self._device.available + self._device.above_copies >= num_blocks
         if not enough:
             self._give_way()
         return enough

@@ -56,8 +56,8 @@ class Backups(Protocol):
 class LowerTiers:
     """Host and storage tier below a device cache; ``backups`` copy blocks down, ``fetches`` read them from storage.
 
-    ``early`` copies were planned below others in flight, for an engine that owns its device cache. Parts that the
-    settings turn off are None. ``backups`` need a host tier, and so does a storage tier of this process.
+    ``early`` copies were planned below others in flight. Parts that the settings turn off are None. ``backups`` need a
+    host tier, and so does a storage tier of this process.
     """
 
     host: HostTier | None
@@ -98,8 +98,9 @@ class LowerTiers:
             return
         for purpose, result in flight.swaps.items():
             ended = result
-            if self.early is not None and purpose is SwapPurpose.EVICT:
-                ended = self.early.admit(result)
+            if purpose is not SwapPurpose.LOAD:
+                self._end_reads(result)
+                ended = self.early.admit(result) if self.early is not None else result
             self._complete_copies(ended, counters)
 
     def complete_early(self, counters: Counters) -> None:
@@ -118,6 +119,9 @@ class LowerTiers:
                 )
             elif self.storage is not None:
                 self.storage.blocks_arrived(swap, flags.view(np.bool_))
+
+    def _end_reads(self, result: SwapInFlight) -> None:
+        """Release the device slots that a transfer to the host has read. An engine's are not held."""
 
     def _complete_copies(
         self, result: SwapInFlight, counters: Counters, device: BlockPool | None = None
@@ -222,6 +226,9 @@ class Tiers(LowerTiers):
                 swap = result.swap
                 result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
 
+    def _end_reads(self, result: SwapInFlight) -> None:
+        self.device.unhold(result.swap.src_block_ids)
+
     def _complete_copies(
         self, result: SwapInFlight, counters: Counters, device: BlockPool | None = None
     ) -> None:
@@ -256,7 +263,7 @@ def make_tiers(
         storage=storage,
         backups=BackupPlanner(settings, device, host, counters) if host else None,
         fetches=host.fetches if host else None,
-        early=None,
+        early=EarlyCopies(host) if host else None,
         device=device,
     )
     tiers.record_events(settings.event_buffer)

@@ -121,11 +121,11 @@ def path_starts(blocks: Blocks) -> NDArray[np.bool_]:
     return starts
 
 
-_MOST_QUEUED = 16384
+_LEAST_QUEUED = 16384
 
 
 class BlockQueue(_core.BlockQueue):
-    """A first-in, first-out queue of block hashes. A full queue drops its oldest entries."""
+    """A first-in, first-out queue of block hashes of a tier of ``slots``. A full queue drops its oldest entries."""
 
-    def __init__(self) -> None:
-        super().__init__(_MOST_QUEUED)
+    def __init__(self, slots: int) -> None:
+        super().__init__(max(slots, _LEAST_QUEUED))

@@ -378,7 +378,7 @@ def complete_copies(
 ) -> None:
     """End a transfer between device and host that every rank has reported.
 
-    Release the slots that it held and make the blocks that arrived findable. Afterwards ``copied`` is True for the
+    Release the host slots that it held and make the blocks that arrived findable. Afterwards ``copied`` is True for the
     blocks that the target tier has. Without a ``device`` its slots are the engine's, which asks for a block again:
     records that could not be loaded are forgotten.
     """
@@ -394,8 +394,6 @@ def complete_copies(
         host.end_load(swap.src_block_ids, swap.hash_values, copied)
     else:
         result.settle(host.complete(swap.dst_block_ids, copied, result.checksums))
-        if device is not None:
-            device.unhold(swap.src_block_ids)
 
 
 def discard_corrupt(result: SwapInFlight, host: HostTier | BlockPool, counters: Counters) -> None:

@@ -50,7 +50,7 @@ class StorageWrites:
         self._index = index
         self._orders = orders
         self._counters = counters
-        self._queue = BlockQueue()
+        self._queue = BlockQueue(host.stats().slots)
         self._backlog: HashArray = np.empty((0, 32), np.uint8)
 
     @property

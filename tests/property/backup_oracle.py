@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from fdcache._core import BlockList
-from fdcache.metadata import SwapPurpose
+from fdcache._core import SLOT_READY, BlockList
+from fdcache.metadata import BlockNode, SwapPurpose
 from fdcache.plans.blocks import Block
 from fdcache.settings.cache import WritePolicy
 from fdcache.tiers.host import LocalHostTier
@@ -29,97 +29,117 @@ def blocks_of(found: BlockList) -> list[Block]:
 
 
 class BackupOracle:
-    """Plans like a ``BackupPlanner`` with at most a quarter of the device tier in flight."""
+    """Plans like a ``BackupPlanner`` with at most half of the device tier in flight."""
 
     def __init__(self, policy: WritePolicy, threshold: int, reserve: int, device: int, host: int) -> None:
-        self.policy, self.threshold, self.reserve = policy, threshold, reserve
+        self.policy, self.reserve = policy, reserve
+        self.least_hits = {WritePolicy.WRITE_BACK: 0, WritePolicy.WRITE_THROUGH: 1}.get(policy, threshold)
         self.credit = self.slots = device
-        self.queue: deque[bytes] = deque()
-        self.dropped = self.withheld = 0
+        self.queue: deque[int] = deque()
+        self.counted: set[tuple[int, int]] = set()
         self.plans: dict[SwapPurpose, list[Pair]] = {SwapPurpose.EVICT: [], SwapPurpose.BACKUP: []}
+
+    @property
+    def dropped(self) -> int:
+        return len(self.counted)
 
     def attach(self, device: BlockPool, host: LocalHostTier) -> None:
         """Use these tiers from now on."""
         self.device, self.host = device, host
 
-    def on_commit(self, committed: Iterable[bytes], stored: Iterable[bool]) -> None:
+    def on_commit(self, committed: Iterable[int], stored: Iterable[bool]) -> None:
         if self.policy is WritePolicy.WRITE_THROUGH:
-            self.queue += [block for block, is_new in zip(committed, stored, strict=True) if is_new]
+            self._enqueue([slot for slot, is_new in zip(committed, stored, strict=True) if is_new])
 
-    def on_match(self, matched: Iterable[bytes], hits: Iterable[int]) -> None:
+    def on_match(self, matched: Iterable[int], hits: Iterable[int]) -> None:
         if self.policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
-            self.queue += [
-                block for block, count in zip(matched, hits, strict=True) if count == self.threshold
-            ]
+            reached = [slot for slot, count in zip(matched, hits, strict=True) if count == self.least_hits]
+            self._enqueue(reached)
 
     def on_evict(self, lists: Sequence[BlockList]) -> None:
-        least = {WritePolicy.WRITE_BACK: 0, WritePolicy.WRITE_THROUGH: 1}.get(self.policy, self.threshold)
         evicted = [block for each in lists for block in blocks_of(each)]
         hits = [count for each in lists for count in each.hits.tolist()]
         self.credit += len(evicted)
         dirty = [
             block
             for block, count in zip(evicted, hits, strict=True)
-            if self._is_absent(block.hash) and count >= least
+            if self._is_absent(block.hash) and count >= self.least_hits
         ]
-        orphans = self._copy(self._with_ancestors(from_root(dirty)), SwapPurpose.EVICT)
-        self.dropped += len(orphans)
+        self._copy(self._with_ancestors(from_root(dirty)), SwapPurpose.EVICT)
 
     def plan_background(self, in_flight: int) -> None:
-        if not in_flight:
-            self.withheld = 0
-        room = max(0, max(1, self.slots // 4) - in_flight)
+        room = min(max(0, max(1, self.slots // 2) - in_flight), self.host.num_blocks)
         if self.policy is not WritePolicy.WRITE_BACK:
-            wanted = [self.queue.popleft() for _ in range(min(room, self.host.num_blocks, len(self.queue)))]
-            found = self._find([block for block in wanted if self._is_absent(block)])
-            self.queue.extendleft(reversed(self._back_up(found, room, in_flight)))
+            taken = [self.queue.popleft() for _ in range(min(room, len(self.queue)))]
+            wanted = [node for node in self.device.nodes(self._ready(taken)) if self._is_wanted(node)]
+            later = self._back_up(self._that_fit([self._block(node) for node in wanted]), room)
+            self.queue.extendleft(
+                block.slot for block in reversed(later) if block.slot not in set(self.queue)
+            )
             return
         count = min(self.reserve - in_flight, self.credit)
         if count > 0:
             cold = [block for block in blocks_of(self.device.coldest(count)) if self._is_absent(block.hash)]
             before = len(self.plans[SwapPurpose.BACKUP])
-            self._back_up(from_root(cold[:room]), room, in_flight)
+            self._back_up(self._that_fit(from_root(cold[:room])), room)
             self.credit -= len(self.plans[SwapPurpose.BACKUP]) - before
 
-    def _back_up(self, blocks: list[Block], room: int, in_flight: int) -> list[bytes]:
+    def _enqueue(self, device_slots: list[int]) -> None:
+        self.queue += [slot for slot in device_slots if slot not in self.queue]
+
+    def _ready(self, device_slots: list[int]) -> list[int]:
+        return [slot for slot in device_slots if self.device.node(slot).state == SLOT_READY]
+
+    def _is_wanted(self, node: BlockNode) -> bool:
+        return self._is_absent(node.hash_value) and node.hit_count >= self.least_hits
+
+    def _block(self, node: BlockNode) -> Block:
+        (block,) = self._find([node.hash_value])
+        return block
+
+    def _that_fit(self, blocks: list[Block]) -> list[Block]:
+        """Leave the blocks of paths that are no longer than the host tier."""
+        deep = [each for each in blocks if self.device.node(each.slot).depth >= self.host.num_blocks]
+        self._drop(deep)
+        return [each for each in blocks if each not in deep]
+
+    def _back_up(self, blocks: list[Block], room: int) -> list[Block]:
+        """Plan what there is room for; return the rest, but for what is below a dropped block."""
         blocks = self._with_ancestors(blocks)
-        count = self._spared(blocks[:room], in_flight)
-        before, rest = self.dropped, [block.hash for block in blocks[count:]]
-        later = self._copy(blocks[:count], SwapPurpose.BACKUP)
-        if self.dropped > before:
-            self.dropped += len(rest)
-            return later
-        return later + rest
+        dropped = {each.hash for each in self._copy(blocks[:room], SwapPurpose.BACKUP)}
+        later = []
+        for block in blocks[room:]:
+            if block.parent in dropped:
+                self._drop([block])
+                dropped.add(block.hash)
+            else:
+                later.append(block)
+        return later
 
-    def _spared(self, blocks: list[Block], in_flight: int) -> int:
-        count = len(blocks)
-        while count:
-            chosen = slots(block.slot for block in blocks[:count])
-            before = self.device.available
-            self.device.hold(chosen)
-            withheld = before - self.device.available
-            self.device.unhold(chosen)
-            spare = max(0, self.slots // 4 - self.withheld)
-            if withheld <= spare or (count == 1 and not in_flight):
-                self.withheld += withheld
-                return count
-            count //= 2
-        return 0
-
-    def _copy(self, blocks: list[Block], purpose: SwapPurpose) -> list[bytes]:
+    def _copy(self, blocks: list[Block], purpose: SwapPurpose) -> list[Block]:
+        """Plan copies as far as the host has room, and return the blocks that are dropped."""
+        dropped: list[Block] = []
         while blocks:
-            parents = hashes([block.parent for block in blocks])
-            taken = self.host.reserve_copies(0, parents, hashes([block.hash for block in blocks]))
+            taken = self.host.reserve_copies(
+                0, hashes([each.parent for each in blocks]), hashes([each.hash for each in blocks]), True
+            )
             if taken.missing:
-                self.dropped += min(taken.missing, len(blocks))
-                blocks = blocks[: max(0, len(blocks) - taken.missing)]
+                kept = max(0, len(blocks) - taken.missing)
+                dropped += blocks[kept:]
+                blocks = blocks[:kept]
                 continue
             status = taken.status.tolist()
             source = [block.slot for block, each in zip(blocks, status, strict=True) if each == RESERVED]
+            dropped += [block for block, each in zip(blocks, status, strict=True) if each == NO_PARENT]
             self.device.hold(slots(source))
             self.plans[purpose] += zip(source, taken.slots.tolist(), strict=True)
-            return [block.hash for block, each in zip(blocks, status, strict=True) if each == NO_PARENT]
-        return []
+            break
+        self._drop(dropped)
+        return dropped
+
+    def _drop(self, blocks: list[Block]) -> None:
+        """Count each block once, as long as it is on the device."""
+        self.counted |= {(block.slot, block.generation) for block in blocks}
 
     def _with_ancestors(self, blocks: list[Block]) -> list[Block]:
         """Return the blocks and their ancestors on the device that the host lacks, path by path from the root."""
@@ -135,7 +155,7 @@ class BackupOracle:
                 above += found
                 parent = found[0].parent
             listed.update((each.hash, each) for each in reversed(above))
-        return from_root(blocks + list(listed.values())) if listed else blocks
+        return from_root(blocks + list(listed.values()))
 
     def _find(self, wanted: list[bytes]) -> list[Block]:
         return blocks_of(self.device.find(hashes(wanted))) if wanted else []

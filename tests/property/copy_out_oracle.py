@@ -33,6 +33,7 @@ class Known:
     depth: int
     hits: int
     is_queued: bool = False
+    is_dropped: bool = False
 
     @property
     def parent(self) -> bytes:
@@ -67,8 +68,9 @@ class CopyOutOracle:
                 is_same = former is not None and former.hash == path.hashes[i]
                 hits = former.hits if former is not None and is_same else 0
                 is_queued = former is not None and former.is_queued
+                is_dropped = former is not None and is_same and former.is_dropped
                 self.known[device_id] = Known(
-                    path.hashes[i], path, i, max(hits + (i >= counted), 1), is_queued
+                    path.hashes[i], path, i, max(hits + (i >= counted), 1), is_queued, is_dropped
                 )
                 entered[device_id] = None
         self.offers = []
@@ -153,6 +155,12 @@ class CopyOutOracle:
             found += [each for each in above if self.presence(self.known[each].hash) == ABSENT]
         return found + ids
 
+    def drop(self, ids: list[int]) -> None:
+        """Count each block once, as long as it is on the device."""
+        for each in ids:
+            self.dropped += not self.known[each].is_dropped
+            self.known[each].is_dropped = True
+
     def copy(self, ids: list[int], *, is_backup: bool) -> tuple[list[Pair], list[int]]:
         count = len(ids)
         while count:
@@ -165,7 +173,7 @@ class CopyOutOracle:
             if not taken.missing:
                 break
             count = max(count - taken.missing, 0)
-        self.dropped += len(ids) - count
+        self.drop(ids[count:])
         if not count:
             return [], []
         status = taken.status.tolist()
@@ -178,5 +186,5 @@ class CopyOutOracle:
             parent = self.known[each].parent
             if self.presence(parent) == PENDING or parent in {self.known[other].hash for other in waits}:
                 waits.append(each)
-        self.dropped += len(below) - len(waits)
+        self.drop([each for each in below if each not in waits])
         return list(zip(chosen, taken.slots.tolist(), strict=True)), waits

@@ -6,7 +6,7 @@ A use is a pin, or a copy into the tier; a copy out is none. The witness knows o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from fdcache import _core
 from fdcache.tiers.pool import ABSENT
@@ -27,6 +27,14 @@ _WHOLE = ("discard", "drop", "restore", "reset", "resize")
 _STEP = ("commit", "end_loads", "release", "finish", "wait_for_reads")
 
 
+class Before(NamedTuple):
+    """A tier before a call: the order of eviction, the blocks that only copies keep from it, and parents."""
+
+    order: list[bytes]
+    copied: set[bytes]
+    parents: dict[bytes, bytes | None]
+
+
 class EvictionWitness:
     """A proxy of one tier that checks each call."""
 
@@ -38,6 +46,7 @@ class EvictionWitness:
         self.used_until: dict[tuple[bytes, int], int] = {}
         self.parents: dict[bytes, bytes | None] = {}
         self.order: list[bytes] = []
+        self.copied: set[bytes] = set()
         for name in _CHANGES + _WHOLE:
             setattr(tier, name, self._watched(getattr(tier, name)))
         self._observe()
@@ -78,9 +87,17 @@ class EvictionWitness:
 
         return watched
 
-    def check_allocation(self, gone: list[bytes], order: list[bytes], kept: set[bytes]) -> None:
-        """Check the blocks that an allocation evicted against the order before it; it has pinned ``kept`` first."""
-        assert gone == [block for block in order if block not in kept][: len(gone)]
+    def check_allocation(self, gone: list[bytes], before: Before, kept: set[bytes]) -> None:
+        """Check the blocks that an allocation evicted against those before it; it has pinned ``kept`` first.
+
+        If those in the order are too few, blocks follow that only copies have kept, each before its parent.
+        """
+        free = [block for block in before.order if block not in kept]
+        assert gone[: len(free)] == free[: len(gone)]
+        copied = gone[len(free) :]
+        assert set(copied) <= before.copied - kept
+        place = {block: position for position, block in enumerate(copied)}
+        assert all(place.get(before.parents[block] or b"", len(gone)) > place[block] for block in copied)
         self.evicted += len(gone)
 
     def hits(self) -> dict[bytes, int]:
@@ -133,6 +150,7 @@ class EvictionWitness:
             if node.state == _core.SLOT_READY
         }
         self.passed_over += len(busy - used)
+        self.copied = {found[slot].hash for slot in busy - used}
         listed = self.tier.coldest(len(nodes)).slots.tolist()
         assert sorted(listed) == sorted(found.keys() - busy)
         ages = [until[found[slot].hash, found[slot].generation] for slot in listed]
@@ -159,7 +177,7 @@ class _WatchedBlocks:
         self._blocks = blocks
         self._device = device
         self._host = host
-        self._allocations: list[tuple[list[bytes], set[bytes], int]] = []
+        self._allocations: list[tuple[Before, set[bytes], int]] = []
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._blocks, name)
@@ -206,13 +224,13 @@ class _WatchedBlocks:
         request = demand[0]
         path = hash_list(request.block_hashes)
         publishes = self._blocks.publishes(request)
-        before, order = set(self._device.parents), self._device.order
+        before = Before(self._device.order, self._device.copied, self._device.parents)
         given = self._blocks.allocate([demand], *args)
         if not request.is_live and publishes:
             self._device.used_meanwhile(self._device.ready_run(path))
         after = {node.hash: node.pins for node in self._device.nodes()}
         kept = {block for block in path if after.get(block)}
-        self._allocations.append((order, kept, len(before - after.keys())))
+        self._allocations.append((before, kept, len(before.parents.keys() - after.keys())))
         return given
 
     def finish(self, requests: list[_core.RequestState], live: Any) -> None:
@@ -222,8 +240,8 @@ class _WatchedBlocks:
     def take_followed(self) -> Any:
         followed = self._blocks.take_followed()
         gone = [] if followed[0] is None else hash_list(followed[0].hashes)
-        for order, kept, count in self._allocations:
-            self._device.check_allocation(gone[:count], order, kept)
+        for before, kept, count in self._allocations:
+            self._device.check_allocation(gone[:count], before, kept)
             gone = gone[count:]
         self._allocations.clear()
         return followed

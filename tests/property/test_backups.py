@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdcache._core import BlockList
+from fdcache._core import BlockList, Reservation
 from fdcache.manager.backups import BackupPlanner
 from fdcache.metadata import CacheLevel, SwapPurpose
 from fdcache.plans.ledger import OpenPlan
@@ -46,8 +46,8 @@ class Side:
     def __init__(self, device: int, host: int) -> None:
         self.device, self.host = BlockPool(CacheLevel.DEVICE, device), LocalHostTier(CacheLevel.HOST, host)
         self.copies: list[tuple[SwapPurpose, list[Pair]]] = []
-        self.on_commit: Callable[[list[bytes], list[int]], None]
-        self.on_match: Callable[[list[bytes], list[int]], None]
+        self.on_commit: Callable[[list[int], list[int]], None]
+        self.on_match: Callable[[list[int], list[int]], None]
         self.on_evict: Callable[[list[BlockList]], None]
         self.plan_background: Callable[[int], None]
 
@@ -56,10 +56,9 @@ class Side:
         return sum(len(pairs) for purpose, pairs in self.copies if purpose is SwapPurpose.BACKUP)
 
     def match(self, path: Path) -> None:
-        blocks = chain(*path)
         lease = self.device.open_lease()
-        run = self.device.match(lease, hashes(blocks))
-        self.on_match(blocks[: len(run)], run.hits.tolist())
+        run = self.device.match(lease, hashes(chain(*path)))
+        self.on_match(run.slots.tolist(), run.hits.tolist())
         self.device.release(lease)
 
     def compute(self, wanted: list[Path]) -> None:
@@ -68,21 +67,30 @@ class Side:
             blocks = chain(*path)
             lease = self.device.open_lease()
             run = self.device.match(lease, hashes(blocks))
-            self.on_match(blocks[: len(run)], run.hits.tolist())
+            self.on_match(run.slots.tolist(), run.hits.tolist())
             rest = blocks[len(run) :]
-            taken = self.device.reserve(lease, len(rest))
+            taken, evicted = self.reserve(lease, len(rest))
             if rest and not taken.missing:
-                self.on_evict([taken.evicted])
+                self.on_evict(evicted)
                 above = blocks[len(run) - 1] if len(run) else bytes(32)
                 status = self.device.commit(lease, above, hashes(rest), taken.slots)
-                self.on_commit(rest[: len(status)], status.tolist())
+                self.on_commit(taken.slots.tolist()[: len(status)], status.tolist())
             self.device.release(lease)
+
+    def reserve(self, lease: int, count: int) -> tuple[Reservation, list[BlockList]]:
+        """Reserve slots as an allocation does, also those above blocks that are being copied."""
+        taken = self.device.reserve(lease, count)
+        way = self.device.evict_copied(taken.missing) if taken.missing else None
+        if way is None:
+            return taken, [taken.evicted]
+        taken = self.device.reserve(lease, count)
+        assert not taken.missing
+        return taken, [way, taken.evicted]
 
     def evict(self, counts: list[int]) -> None:
         """Take slots as one allocation would, with several lists of evicted blocks."""
         lease = self.device.open_lease()
-        taken = [self.device.reserve(lease, count) for count in counts if count <= self.device.available]
-        self.on_evict([each.evicted for each in taken])
+        self.on_evict([each for count in counts for each in self.reserve(lease, count)[1]])
         self.device.release(lease)
 
     def report(self, copied: int) -> None:
@@ -116,11 +124,11 @@ class NativeSide(Side):
         self.on_evict = lambda evicted: planner.on_evict(evicted, plan)
         self.plan_background = lambda in_flight: planner.plan_background(plan, in_flight)
 
-    def enqueue(self, blocks: list[bytes], values: list[int], wanted: int, follows: bool) -> None:
+    def enqueue(self, device_slots: list[int], values: list[int], wanted: int, follows: bool) -> None:
         """Queue the blocks with this value, as the native side of the requests tells the planner of them."""
-        chosen = [block for block, value in zip(blocks, values, strict=True) if value == wanted]
+        chosen = [slot for slot, value in zip(device_slots, values, strict=True) if value == wanted]
         if follows and chosen:
-            self.planner.enqueue(hashes(chosen))
+            self.planner.enqueue(slots(chosen))
 
     def send(self) -> list[tuple[SwapPurpose, list[Pair]]]:
         """Take the step's plan, whose arrays describe the blocks in its slots."""
@@ -132,8 +140,9 @@ class NativeSide(Side):
             for copy in swap:
                 node = self.host.node(copy.dst_block_id)
                 assert (copy.hash_value, copy.dst_generation) == (node.hash, node.generation)
-                parent = bytes(32) if node.parent is None else self.host.node(node.parent).hash
-                assert copy.parent_hash == parent
+                parent = None if node.parent is None else self.host.node(node.parent)
+                if parent is None or parent.findable:  # else the copy of the parent has failed meanwhile
+                    assert copy.parent_hash == (bytes(32) if parent is None else parent.hash)
             sent.append((purpose, [(copy.src_block_id, copy.dst_block_id) for copy in swap]))
         self.copies += sent
         return sent

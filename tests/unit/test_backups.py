@@ -89,7 +89,7 @@ def test_backups_of_several_paths_come_to_rest_in_a_host_that_is_too_small_for_t
     other = chain(4, 5, 6)
     store(device, PATH)
     store(device, other)
-    planner.enqueue(hashes([PATH[2], other[2]]))
+    planner.enqueue(device.find(hashes([PATH[2], other[2]])).slots)
     for _ in range(12):
         plan = OpenPlan()
         planner.plan_background(plan, 0)

@@ -63,7 +63,7 @@ class TestHostTier:
             sizes.append(sum(len(swap) for plan in plans for swap in plan.swaps()))
             for rank in world.engine.ranks:
                 rank.queue.extend(plans)
-        assert sizes == [300, 0, 0], "a quarter of the pool"
+        assert sizes == [600, 0, 0], "half of the pool"
         for _ in range(4):
             world.settle()
             world.engine.schedule([], 1)
@@ -72,15 +72,15 @@ class TestHostTier:
         assert host is not None
         assert host.ready == 1100
 
-    def test_the_backup_queue_is_bounded_and_drops_the_oldest(self) -> None:
+    def test_the_backup_queue_is_no_longer_than_the_device_tier_and_drops_nothing(self) -> None:
         world = World(device=20_000, host=1)
-        for first in (0, 50_000):
+        for first in (0, 50_000, 100_000):
             request = Request(str(first), np.arange(first, first + 10_000 * BLOCK, dtype=np.int32))
             world.manager.match_prefix([request])
             world.manager.allocate_device_blocks([(request, request.num_tokens)])
             world.manager.commit([(request, request.num_tokens)])
-        stats = world.manager.get_stats()
-        assert (stats.queued_backups, stats.counters.backups_dropped) == (10_000, 10_000)
+            world.manager.request_finish([request])
+        assert world.manager.get_stats().queued_backups == 20_000
 
     def test_a_host_block_has_the_checksum_of_rank_0(self) -> None:
         world = World(host=8, ranks=2)

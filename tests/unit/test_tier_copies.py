@@ -177,6 +177,36 @@ class TestCopiesOut:
         tier.unhold(slots(stored[1:2]))
         assert eviction_order(tier) == [stored[1], stored[0]]
 
+    def test_a_copy_keeps_its_slot_and_not_the_blocks_above_it(self, tier: _core.Tier) -> None:
+        stored = store(tier, PATH)
+        tier.hold(slots(stored[3:]))
+        assert (tier.available, tier.above_copies) == (4, 3)
+        before = figures(tier)
+        assert tier.evict_copied(4) is None
+        assert figures(tier) == before
+        gone = tier.evict_copied(2)
+        assert gone is not None
+        assert hash_list(gone.hashes) == PATH[3:]
+        assert (tier.available, tier.above_copies) == (7, 0)
+        assert eviction_order(tier) == stored[2::-1]
+        assert_sound(tier)
+        tier.unhold(slots(stored[3:]))
+        assert_all_given_back(tier)
+
+    def test_blocks_that_can_be_evicted_go_before_those_that_are_copied(self, tier: _core.Tier) -> None:
+        store(tier, OTHER[:2])
+        stored = store(tier, PATH)
+        tier.hold(slots(stored[1:3]))
+        gone = tier.evict_copied(1)
+        assert gone is not None
+        assert hash_list(gone.hashes) == [*OTHER[1::-1], PATH[3], PATH[2], PATH[1]]
+        assert (tier.available, tier.above_copies) == (6, 0)
+        taken = tier.reserve(tier.open_lease(), 6)
+        assert hash_list(taken.evicted.hashes) == PATH[:1]
+        assert not set(taken.slots.tolist()) & set(stored[1:3])
+        tier.unhold(slots(stored[1:3]))
+        assert_sound(tier)
+
     @pytest.mark.parametrize("wrong", [[0, 0], [0, 1], [0, 7], [0, 99], [0, -1]])
     def test_unholding_a_slot_that_is_not_held_changes_nothing(
         self, tier: _core.Tier, wrong: list[int]
