@@ -2128,10 +2128,10 @@ class SlabFile:
         descriptors.
         """
 
-    def scan(self, first: int, last: int) -> tuple[int, int, int]:
+    def scan(self, first: int, last: int, repair: bool = False) -> tuple[int, int, int]:
         """
         Read the headers of slots [first, last); return the numbers of ready and corrupt ones, and
-        an errno or 0.
+        an errno or 0. ``repair``: empty the corrupt ones in the file.
         """
 
     def entries(

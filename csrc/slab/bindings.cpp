@@ -174,17 +174,17 @@ void bind_slab(nb::module_ &module) {
             "descriptors.")
         .def(
             "scan",
-            [](BoundSlab &self, std::uint32_t first, std::uint32_t last) {
+            [](BoundSlab &self, std::uint32_t first, std::uint32_t last, bool repair) {
                 SlabScan found;
                 {
                     const nb::gil_scoped_release release;
-                    found = self.file->scan(first, last);
+                    found = self.file->scan(first, last, repair);
                 }
                 return std::tuple(found.ready, found.corrupt, found.error);
             },
-            "first"_a, "last"_a,
+            "first"_a, "last"_a, "repair"_a = false,
             "Read the headers of slots [first, last); return the numbers of ready and corrupt ones, and\n"
-            "an errno or 0.")
+            "an errno or 0. ``repair``: empty the corrupt ones in the file.")
         .def("entries", &entries,
              "Return slots, generations, hashes, parents, checksums and write times (ms since 1970) of\n"
              "ready slots.")

@@ -25,7 +25,7 @@ SlabFile::SlabFile(int record_fd, int header_fd, SlabShape shape, unsigned threa
     for (const PayloadPart &part : shape_.parts) payload_bytes_ += part.nbytes;
 }
 
-SlabScan SlabFile::scan(std::uint32_t first, std::uint32_t last) {
+SlabScan SlabFile::scan(std::uint32_t first, std::uint32_t last, bool repair) {
     SlabScan found;
     last = std::min(last, shape_.slots);
     struct stat status{};
@@ -34,6 +34,7 @@ SlabScan SlabFile::scan(std::uint32_t first, std::uint32_t last) {
         return found;
     }
     std::vector<SlotHeader> read;
+    std::vector<std::uint32_t> damaged;
     for (std::uint32_t at = first; at < last; at += kScanSlots) {
         read.assign(std::min<std::size_t>(kScanSlots, last - at), SlotHeader{});
         const off_t offset = shape_.header_offset + static_cast<off_t>(at * sizeof(SlotHeader));
@@ -52,11 +53,15 @@ SlabScan SlabFile::scan(std::uint32_t first, std::uint32_t last) {
             const bool ready = sound && header.state == HeaderState::kReady;
             const bool whole = header.payload_bytes == payload_bytes_ && end <= status.st_size;
             found.ready += ready && whole;
-            found.corrupt += (!blank && !sound) || (ready && !whole);
+            if ((!blank && !sound) || (ready && !whole))
+                damaged.push_back(at + static_cast<std::uint32_t>(i));
             headers_[at + i] = sound && (!ready || whole) ? header : SlotHeader{};
             trusted_[at + i] = false;
         }
     }
+    found.corrupt = static_cast<std::uint32_t>(damaged.size());
+    if (!repair || damaged.empty()) return found;
+    if (const int error = erase(damaged); !is_full(error)) found.error = error;
     return found;
 }
 

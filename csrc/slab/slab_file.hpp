@@ -79,7 +79,7 @@ struct SlabOutcome {
 struct SlabScan {
     std::uint32_t ready = 0;
     std::uint32_t corrupt = 0;  // headers neither empty nor valid, or whose record is not in the file
-    int error = 0;              // errno of headers that could not be read, which ended the scan
+    int error = 0;              // errno of headers that could not be read or emptied, which ended the scan
 };
 
 class SlabFile {
@@ -87,12 +87,14 @@ class SlabFile {
     // `record_fd` may be open for direct I/O, `header_fd` must not be. The caller closes both.
     SlabFile(int record_fd, int header_fd, SlabShape shape, unsigned threads);
 
-    // Reads the headers of slots [first, last). Slots without a valid header count as empty from then on.
-    SlabScan scan(std::uint32_t first, std::uint32_t last);
+    // Reads the headers of slots [first, last). Slots without a valid header count as empty from then on;
+    // with `repair` in the file too, as far as the disk has room.
+    SlabScan scan(std::uint32_t first, std::uint32_t last, bool repair = false);
     SlotHeader header(std::uint32_t slot) const;
 
     // Reads slots into records. Checks every record, unless `verify` is false and this object wrote or
-    // checked the slot before. Empties slots that are corrupt.
+    // checked the slot before. Empties slots that are corrupt, and those whose record the file has lost its
+    // end with.
     SlabOutcome read(std::span<const SlabBlock> blocks, const SlabLimits &limits, bool verify);
     // Writes records, whose headers must be READY, into slots.
     SlabOutcome write(std::span<const SlabBlock> blocks, const SlabLimits &limits, SyncPolicy sync,
@@ -110,7 +112,8 @@ class SlabFile {
 
     static constexpr std::size_t kRunBytes = std::size_t{1} << 20;
     static constexpr std::size_t kRunBlocks = 64;
-    static constexpr int kTruncated = ENODATA;  // the file ends before the record
+    // The file ends before the record. No errno: the kernel reports bad sectors as ENODATA.
+    static constexpr int kTruncated = -1;
 
     // True if the errno says that the file cannot grow.
     static constexpr bool is_full(int error) { return error == ENOSPC || error == EDQUOT || error == EFBIG; }

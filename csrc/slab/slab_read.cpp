@@ -94,6 +94,11 @@ SlabOutcome SlabFile::read(std::span<const SlabBlock> blocks, const SlabLimits &
     std::vector<std::function<void()>> checks;
     std::vector<std::uint32_t> corrupt;
     for (std::size_t i = 0; i < blocks.size(); ++i) {
+        if (out.errors[i] == kTruncated) {  // nothing is wrong with the slot, which a write fills again
+            out.faults[i] = SlabFault::kMiss;
+            out.errors[i] = 0;
+            corrupt.push_back(blocks[i].slot);
+        }
         if (out.faults[i] != SlabFault::kNone) continue;
         checks.emplace_back([&, i] { deliver(blocks[i], verify, out.faults[i], out.checksums[i]); });
     }

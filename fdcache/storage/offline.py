@@ -375,7 +375,7 @@ def _erase(contents: SlabContents, slots: Int32Array) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     try:
-        lock = SlabLock(path)
+        lock = SlabLock(path, make=False)
     except StorageBusyError as error:
         raise StorageBusyError(
             f"{path}: an engine is using it; stop the engine first, or reset through it"

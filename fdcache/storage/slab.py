@@ -25,6 +25,7 @@ from fdcache.storage.slab_file import (
     ScanProgress,
     SlabHandle,
     SlabLock,
+    device_of,
     is_same_file,
     storage_error,
 )
@@ -86,13 +87,8 @@ class SlabStore:
         self._faults = RecordFaults()
         self._file_lock = SlabLock(self.path)
         try:
-            self.file = self._open(on_progress)
-            try:
-                self._room = DiskRoom(self.path, self.num_slots, self.file.core.entries()[0])
-            except StorageError:
-                self.file.close()
-                raise
-            self._device = folder.stat().st_dev
+            self.file, self._room = self._open(on_progress)
+            self._device = device_of(folder)
         except BaseException:
             self._file_lock.release()
             raise
@@ -103,8 +99,19 @@ class SlabStore:
             )
             self._syncer.start()
 
-    def _open(self, on_progress: ScanProgress | None = None) -> SlabHandle:
-        return SlabHandle(self.path, self._layout, self._rank, self.num_slots, self._threads, on_progress)
+    def _open(
+        self, on_progress: ScanProgress | None = None, *, probe: bool = False
+    ) -> tuple[SlabHandle, DiskRoom]:
+        file = SlabHandle(
+            self._file_lock, self.path, self._layout, self._rank, self.num_slots, self._threads, on_progress
+        )
+        try:
+            if probe and (number := file.probe()):
+                raise storage_error(number, self.path)
+            return file, DiskRoom(self.path, self.num_slots, file.core.entries()[0])
+        except StorageError:
+            file.close()
+            raise
 
     def scan(self) -> StorageScan:
         """Return the blocks in the file, for the scheduler's index."""
@@ -232,7 +239,7 @@ class SlabStore:
         with self._lock:
             if self._closed.is_set():
                 return f"{self.path}: closed"
-            if self.health.check_is_due():
+            if not self.health.refuses(writing=False) and self.health.check_is_due():
                 self._check_name()
             if self.health.refuses(writing=writing) and not (self.health.retry_is_due() and self._reopen()):
                 return self.health.error
@@ -272,19 +279,15 @@ class SlabStore:
             return False
         try:
             # Never write into the empty folder that a vanished mount leaves behind.
-            if not self.path.exists() and self.path.parent.stat().st_dev != self._device:
+            if not self.path.exists() and device_of(self.path.parent) != self._device:
                 raise storage_error(errno.ENOENT, self.path)
             self._file_lock.renew()
-            opened = self._open()
+            opened, room = self._open(probe=True)
         except (StorageError, OSError) as error:
             self.health.retry_failed(error)
             return False
-        if number := opened.probe():
-            opened.close()
-            self.health.retry_failed(storage_error(number, self.path))
-            return False
         self.file.close()
-        self.file = opened
+        self.file, self._room = opened, room
         self._faults.recovered()
         self.health.recovered()
         return True

@@ -20,7 +20,15 @@ from fdcache.errors import (
     StorageReadOnlyError,
 )
 from fdcache.layout import KVLayout
-from fdcache.storage.slab_format import PAGE, SUFFIX, Superblock, check_fits, create_file, read_superblock
+from fdcache.storage.slab_format import (
+    PAGE,
+    Superblock,
+    check_fits,
+    is_blank,
+    read_superblock,
+    restore_size,
+    write_new,
+)
 
 SCAN_STEP = 65536
 """Slots whose headers are read between two calls of the progress function."""
@@ -58,6 +66,13 @@ def _make_folder(folder: Path) -> None:
         raise StorageError(f"FDCACHE_STORAGE_DIR: {folder} {wrong}; choose another folder") from error
 
 
+def device_of(folder: Path) -> int:
+    """Return the number of the file system that a folder is, or would be, on."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder.stat().st_dev
+
+
 def is_same_file(fd: int, path: Path) -> bool:
     """Return True when the open file is the one at ``path``. Raises ``OSError`` when either cannot be examined."""
     opened, named = os.fstat(fd), path.stat()
@@ -65,54 +80,71 @@ def is_same_file(fd: int, path: Path) -> bool:
 
 
 class SlabLock:
-    """Exclusive lock on a slab file, held on a lock file beside it; the kernel releases it with the process.
+    """Exclusive lock on the slab file at ``path``; the kernel releases it with the process.
 
-    Raises ``StorageBusyError`` when another process holds it.
+    With ``make`` a file that does not exist is made, blank. Raises ``StorageBusyError`` when another process holds the
+    lock, and the errors of ``storage_error``.
     """
 
-    def __init__(self, slab: Path) -> None:
-        self._path = slab.with_suffix(".lock")
+    def __init__(self, path: Path, *, make: bool = True) -> None:
+        self._path = path
+        self._flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0)
+        if make:
+            _make_folder(path.parent)
         self._fd = self._acquire()
 
     def _acquire(self) -> int:
-        _make_folder(self._path.parent)
-        try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise storage_error(error.errno or errno.EIO, self._path.parent) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            raise StorageBusyError(
-                f"{self._path.with_suffix(SUFFIX)}: another process is using it; end that process, or give each its "
-                "own FDCACHE_STORAGE_DIR"
-            ) from error
-        return fd
+        while True:
+            try:
+                fd = os.open(self._path, self._flags, 0o600)
+            except OSError as error:
+                raise storage_error(error.errno or errno.EIO, self._path) from error
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(fd)
+                raise StorageBusyError(
+                    f"{self._path}: another process is using it; end that process, or give each its own "
+                    "FDCACHE_STORAGE_DIR"
+                ) from error
+            if self.names(fd):
+                return fd
+            os.close(fd)  # its holder removed it meanwhile
+
+    def names(self, fd: int) -> bool:
+        """Return True if the path still leads to the file that is open as ``fd``."""
+        with suppress(OSError):
+            return is_same_file(fd, self._path)
+        return False
 
     def renew(self) -> None:
-        """Take the lock again if the lock file was replaced, for example by another mount."""
-        with suppress(FileNotFoundError):
-            if is_same_file(self._fd, self._path):
-                return
-        fd = self._acquire()
-        os.close(self._fd)
-        self._fd = fd
+        """Lock the file that is at the path now, if that is another one than before."""
+        if not self.names(self._fd):
+            _make_folder(self._path.parent)
+            fd = self._acquire()
+            os.close(self._fd)
+            self._fd = fd
+
+    def open(self) -> int:
+        """Return a descriptor of the locked file."""
+        return os.dup(self._fd)
 
     def release(self) -> None:
-        """Release the lock."""
+        """Release the lock, once the descriptors from ``open`` are closed too."""
         os.close(self._fd)
 
 
 class SlabHandle:
-    """Open slab file with ``slots`` slots, scanned; created if it does not exist. The caller holds its lock.
+    """The locked slab file with ``slots`` slots, scanned; a blank file becomes a slab file.
 
-    ``found`` and ``corrupt`` count slot headers of the scan. Raises ``StorageFormatError`` for a file of another
-    layout, rank or version, and the errors of ``storage_error`` when the file cannot be opened.
+    ``found`` and ``corrupt`` count slot headers of the scan; corrupt ones are emptied, and a file that was cut off gets
+    its size again. Raises ``StorageFormatError`` for a file of another layout, rank or version, and the errors of
+    ``storage_error`` when the file cannot be opened.
     """
 
     def __init__(
         self,
+        lock: SlabLock,
         path: Path,
         layout: KVLayout,
         rank: int,
@@ -121,13 +153,10 @@ class SlabHandle:
         on_progress: ScanProgress | None = None,
     ) -> None:
         self.path = path
+        self.header_fd = lock.open()
         try:
-            if not path.exists():
-                create_file(path, layout, Superblock.plan(layout, rank, slots))
-            self.header_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise storage_error(error.errno or errno.EIO, path) from error
-        try:
+            if is_blank(self.header_fd):
+                write_new(self.header_fd, path, layout, Superblock.plan(layout, rank, slots))
             self.superblock = self._fit(layout, rank, slots)
             self.record_fd = self._open_direct()
         except OSError as error:
@@ -142,7 +171,7 @@ class SlabHandle:
         self.found = self.corrupt = 0
         for first in range(0, slots, SCAN_STEP):
             last = min(first + SCAN_STEP, slots)
-            ready, corrupt, number = self.core.scan(first, last)
+            ready, corrupt, number = self.core.scan(first, last, repair=True)
             if number:
                 self.close()
                 raise storage_error(number, path)
@@ -150,9 +179,8 @@ class SlabHandle:
             self.corrupt += corrupt
             if on_progress is not None:
                 on_progress(last, slots)
-        # The scan left the slots of a truncated file empty; give them their place in the file back.
         try:
-            os.ftruncate(self.header_fd, self.superblock.file_bytes)
+            restore_size(self.header_fd, layout, self.superblock)
         except OSError as error:
             self.close()
             raise storage_error(error.errno or errno.EIO, path) from error
@@ -174,11 +202,15 @@ class SlabHandle:
     def _open_direct(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
         try:
-            return os.open(self.path, flags | os.O_DIRECT)
+            fd = os.open(self.path, flags | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return os.open(self.path, flags)
+            fd = os.open(self.path, flags)
+        if not os.path.sameopenfile(fd, self.header_fd):
+            os.close(fd)
+            raise FileNotFoundError(errno.ENOENT, "replaced while it was opened", str(self.path))
+        return fd
 
     def probe(self) -> int:
         """Write the next version of the superblock and read it from the medium. Return an errno or 0."""

@@ -151,8 +151,10 @@ def read_superblock(fd: int, path: Path) -> Superblock:
 
 
 def _unpack(page: bytes) -> Superblock | None:
+    if len(page) < _FIELDS.size:
+        return None
     fields, digest = page[: _FIELDS.size], page[_FIELDS.size : _FIELDS.size + 32]
-    if len(page) < PAGE or hashlib.sha256(fields).digest() != digest:
+    if hashlib.sha256(fields).digest() != digest:
         return None
     magic, version, rank, ranks, slots, capacity, _, *rest = _FIELDS.unpack(fields)
     if (magic, version) != (MAGIC, VERSION):
@@ -178,7 +180,7 @@ def _unpack(page: bytes) -> Superblock | None:
 def read_layout(fd: int, superblock: Superblock, path: Path) -> KVLayout:
     """Return the layout that the file was made for. Raises ``StorageFormatError`` when it is damaged."""
     text = os.pread(fd, superblock.layout_bytes, superblock.layout_offset)
-    if hashlib.sha256(text).digest() != superblock.layout_digest:
+    if not _is_layout(text, superblock):
         raise StorageFormatError(f"{path}: its layout is damaged; `fdcache reset storage` removes it")
     try:
         return KVLayout.from_json(text)
@@ -186,23 +188,36 @@ def read_layout(fd: int, superblock: Superblock, path: Path) -> KVLayout:
         raise StorageFormatError(f"{path}: its layout cannot be read by this version: {error}") from error
 
 
-def create_file(path: Path, layout: KVLayout, superblock: Superblock) -> None:
-    """Create the file atomically. The caller holds its lock."""
-    scratch = path.with_suffix(".new")
-    fd = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(fd, superblock.file_bytes)
-        os.pwrite(fd, layout.to_json().encode(), superblock.layout_offset)
-        superblock.write(fd)
-        os.fsync(fd)
-        scratch.rename(path)
-    finally:
-        os.close(fd)
+def _is_layout(text: bytes, superblock: Superblock) -> bool:
+    return hashlib.sha256(text).digest() == superblock.layout_digest
+
+
+def is_blank(fd: int) -> bool:
+    """Return True for a file without a byte in its superblocks: new, or cut off there."""
+    return not any(os.pread(fd, _COPIES * PAGE, 0))
+
+
+def write_new(fd: int, path: Path, layout: KVLayout, superblock: Superblock) -> None:
+    """Make a slab file of a blank one. The caller holds its lock. It stays blank until all else is on the disk."""
+    os.ftruncate(fd, 0)
+    os.ftruncate(fd, superblock.file_bytes)
+    os.pwrite(fd, layout.to_json().encode(), superblock.layout_offset)
+    os.fsync(fd)
+    superblock.write(fd)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def restore_size(fd: int, layout: KVLayout, superblock: Superblock) -> None:
+    """Give a file that was cut off its size and its layout again. Its lost slots are empty."""
+    os.ftruncate(fd, superblock.file_bytes)
+    text = layout.to_json().encode()
+    stored = os.pread(fd, superblock.layout_bytes, superblock.layout_offset)
+    if stored != text and _is_layout(text, superblock):
+        os.pwrite(fd, text, superblock.layout_offset)
 
 
 def check_fits(superblock: Superblock, layout: KVLayout, rank: int, path: Path) -> None:
