@@ -16,6 +16,7 @@ from fdcache_cli.errors import print_problems
 from fdcache_cli.output import Advance, progress_bars
 
 if TYPE_CHECKING:
+    from fdcache.service.server.http_server import HttpServer
     from fdcache.service.server.lifecycle import Server
 
 
@@ -87,6 +88,7 @@ def serve(
         return
     print_problems(settings.misspelt, sys.stderr)
     process.configure(settings)
+    process.raise_descriptor_limit()
     server = Server(settings)
     signals = ended_by_signals(lambda: server.is_serving, lambda force: server.stop(force=force))
     with signals, progress_bars() as advance:
@@ -102,18 +104,18 @@ def _serve(server: Server, settings: Settings, advance: Advance | None) -> None:
         else:
             server.start(advance)
         if endpoints.http is not None:
-            from fdcache.service.server.http import HttpServer, make_app
+            from fdcache.service.server.http_server import HttpServer
 
             keys = tuple(key.get_secret_value() for key in settings.service.api_keys)
             try:
-                web = HttpServer(make_app(endpoints.address, keys), *endpoints.http)
+                web = HttpServer(endpoints.address, keys, *endpoints.http)
             except OSError as error:
                 raise ConfigurationError(
                     f"FDCACHE_HTTP_ADDRESS: {':'.join(map(str, endpoints.http))}: {error}; "
                     "choose another with --http"
                 ) from error
             web.start()
-        _print_summary(server, settings, web.port if web else None)
+        _print_summary(server, settings, web)
         server.on_ready = _print_ready
         server.run()
     finally:
@@ -141,7 +143,7 @@ def _print_ready() -> None:
     sys.stdout.flush()
 
 
-def _print_summary(server: Server, settings: Settings, port: int | None) -> None:
+def _print_summary(server: Server, settings: Settings, web: HttpServer | None) -> None:
     from fdcache.service.server.arena import find_arenas
     from fdcache.service.server.lifecycle import parse_http
 
@@ -149,7 +151,8 @@ def _print_summary(server: Server, settings: Settings, port: int | None) -> None
     http = parse_http(settings.server.http_address)
     rows = [
         ("address", server.endpoints.address),
-        ("http", "off" if http is None else f"http://{http[0]}:{port}"),
+        ("http", "off" if http is None or web is None else f"http://{http[0]}:{web.port}"),
+        *([] if web is None else [("http key", str(web.key_path))]),
         ("memory", f"{format_size(arena.total_bytes)} in {arena.directory}"),
         ("extents", f"{arena.manifest.extents} of {format_size(arena.manifest.extent_bytes)}"),
         ("recovered", f"{server.recovered} blocks"),

@@ -16,6 +16,7 @@ from tests.service_engine import PROMPT, Engine
 from tests.service_help import LocalService, local_service, until
 
 KEY = "k" * 32
+BEARER = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def web(tmp_path: Path) -> Iterator[TestClient]:
         engine = Engine(own.address)
         engine.serve(PROMPT)
         until(lambda: own.ask("stats")["tiers"]["host"]["ready"] == 10, "the blocks are stored")
-        with TestClient(make_app(own.address, ())) as client:
+        with TestClient(make_app(own.address, (), own_key=KEY), headers=BEARER) as client:
             yield client
         engine.close()
 
@@ -41,7 +42,7 @@ def web(tmp_path: Path) -> Iterator[TestClient]:
 def schemas(service: LocalService) -> dict[tuple[str, ...], Any]:
     """The OpenAPI schemas of the application without and with a key."""
     return {
-        keys: schemathesis.openapi.from_asgi("/openapi.json", make_app(service.address, keys))
+        keys: schemathesis.openapi.from_asgi("/openapi.json", make_app(service.address, keys, own_key=KEY))
         for keys in ((), (KEY,))
     }
 
@@ -88,7 +89,8 @@ def test_answers_conform_to_the_openapi_schema(
     path: str,
     keys: tuple[str, ...],
 ) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"} if keys and path.startswith(("/v1", "/metrics")) else {}
+    needs_key = method == "POST" or (keys and path.startswith(("/v1", "/metrics")))
+    headers = BEARER if needs_key else {}
     operation = schemas[keys][path][method]
 
     @given(case=operation.as_strategy())
@@ -111,7 +113,25 @@ class TestKeys:
         with TestClient(make_app(service.address, ("other", KEY))) as web:
             assert web.get(path).status_code == 401
             assert web.get(path, headers={"Authorization": f"Bearer {KEY[:-1]}"}).status_code == 401
-            assert web.get(path, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+            assert web.get(path, headers=BEARER).status_code == 200
+
+    @pytest.mark.parametrize("path", ["/metrics", "/v1/stats", "/v1/config", "/v1/clients", "/v1/namespaces"])
+    def test_views_need_no_key_where_none_is_set(self, service: LocalService, path: str) -> None:
+        with TestClient(make_app(service.address, (), own_key=KEY)) as web:
+            assert web.get(path).status_code == 200
+
+    @pytest.mark.parametrize("path", ["/v1/pause", "/v1/resume", "/v1/reset"])
+    @pytest.mark.parametrize("keys", [(), ("other",)], ids=["open", "guarded"])
+    def test_commands_always_need_a_key(
+        self, service: LocalService, path: str, keys: tuple[str, ...]
+    ) -> None:
+        with TestClient(make_app(service.address, keys)) as web:
+            for headers in ({}, BEARER, {"Authorization": "Bearer "}):
+                assert web.post(path, json={}, headers=headers).status_code == 401
+        with TestClient(make_app(service.address, keys, own_key=KEY)) as web:
+            assert web.post(path, json={}).status_code == 401
+            assert web.post(path, json={}, headers=BEARER).status_code == 200
+        service.ask("resume")
 
 
 def test_views_and_commands(web: TestClient) -> None:

@@ -132,8 +132,14 @@ class Client:
         Raises ``ServiceUnavailableError`` when no answer arrives in time, ``RefusedError`` for a question that the
         service does not know.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=self._timeout):
+            raise ServiceUnavailableError(
+                f"{self.address}: other questions of this client have waited for {self._timeout:g} s"
+            )
+        try:
             answer, _ = self._connection.call(Ask(what, arguments), self._timeout)
+        finally:
+            self._lock.release()
         if not isinstance(answer, ToolAnswer):
             raise ProtocolError(f"expected the answer to {what!r}, got {type(answer).__name__}")
         return msgspec.json.decode(answer.value)

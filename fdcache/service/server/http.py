@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import secrets
-import socket
-import threading
-import time
 from typing import Annotated, Any, Literal
 
 import msgspec
-import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,11 +15,11 @@ from fdcache.errors import RefusedError, ServiceUnavailableError
 from fdcache.hashing import tenant_key
 from fdcache.service.client.connection import Client
 from fdcache.service.server.metrics import render
+from fdcache.service.wire.address import http_key_path
 from fdcache.service.wire.client_views import ClientView
 from fdcache.service.wire.views import ConfigView, NamespaceView, ResetView, ServiceView, TreeNode
 
 _TIMEOUT = 5.0
-_START_TIMEOUT = 10.0
 _SCHEMAS = "#/components/schemas/{name}"
 
 
@@ -82,9 +78,17 @@ def _require_reset(order: ResetOrder, answer: dict[str, Any]) -> dict[str, Any]:
 
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 _FAILURES: dict[int | str, dict[str, Any]] = {
-    401: {"model": Failure, "description": "The API key is missing or wrong."},
+    403: {"model": Failure, "description": "A page of another site sent the request."},
     404: {"model": Failure, "description": "There is no such namespace."},
-    503: {"model": Failure, "description": "The service does not answer."},
+    413: {"model": Failure, "description": "The body is too long."},
+    421: {"model": Failure, "description": "Host is no name of this service."},
+    503: {
+        "model": Failure,
+        "description": "The service does not answer, or too many requests are in progress.",
+    },
+}
+_UNAUTHORIZED: dict[int | str, dict[str, Any]] = {
+    401: {"model": Failure, "description": "The key is missing or wrong."}
 }
 _CONFLICT: dict[int | str, dict[str, Any]] = {
     409: {"model": Failure, "description": "Blocks are in flight, or the arguments contradict each other."}
@@ -110,19 +114,34 @@ class _Api(FastAPI):
         return self.openapi_schema
 
 
-def make_app(address: str, api_keys: tuple[str, ...], *, timeout: float = _TIMEOUT) -> FastAPI:
-    """Return the application for the service at ``address``. Without keys, requests need none."""
-    client = Client(address, timeout=timeout)
+def _router(keys: tuple[str, ...], remedy: str) -> APIRouter:
+    """Return a group of paths that need one of ``keys``; ``remedy`` tells how to send it."""
 
     def check_key(given: Credentials) -> None:
         text = given.credentials if given is not None else ""
-        matches = [secrets.compare_digest(text.encode(), key.encode()) for key in api_keys]
+        matches = [secrets.compare_digest(text.encode(), key.encode()) for key in keys]
         if not any(matches):
-            raise HTTPException(
-                401,
-                "send a key of FD_API_KEY as a Bearer token",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            raise HTTPException(401, remedy, headers={"WWW-Authenticate": "Bearer"})
+
+    return APIRouter(dependencies=[Depends(check_key)], responses=_FAILURES | _UNAUTHORIZED)
+
+
+def make_app(
+    address: str, api_keys: tuple[str, ...], *, own_key: str | None = None, timeout: float = _TIMEOUT
+) -> FastAPI:
+    """Return the application for the service at ``address``.
+
+    Commands need one of ``api_keys``, or ``own_key``, which only the service's user knows. Views and metrics need one
+    if there are ``api_keys``.
+    """
+    client = Client(address, timeout=timeout)
+    own = f"the key in {http_key_path(address)}"
+    remedy = f"send {f'a key of FD_API_KEY, or {own},' if api_keys else own} as a Bearer token"
+    commands = _router(api_keys if own_key is None else (*api_keys, own_key), remedy)
+    views = APIRouter(
+        dependencies=commands.dependencies if api_keys else (),
+        responses=commands.responses if api_keys else _FAILURES,
+    )
 
     def ask(what: str, **arguments: Any) -> Any:
         try:
@@ -130,18 +149,16 @@ def make_app(address: str, api_keys: tuple[str, ...], *, timeout: float = _TIMEO
         except ServiceUnavailableError as error:
             raise HTTPException(503, str(error)) from error
         except RefusedError as error:
-            raise HTTPException(404, str(error)) from error
+            raise HTTPException(503 if error.code == "busy" else 404, str(error)) from error
 
     app = _Api(title="fdcache", version=__version__, description="The KV cache service of a node.")
-    failures = {code: each for code, each in _FAILURES.items() if api_keys or code != 401}
-    guarded: dict[str, Any] = {"dependencies": [Depends(check_key)] if api_keys else []}
 
     @app.exception_handler(UnicodeError)
     def not_text(request: Request, error: Exception) -> Response:
         return Response('{"detail":"not valid text"}', 422, media_type="application/json")
 
     @app.get("/healthz")
-    def healthz() -> State:
+    async def healthz() -> State:
         """Return 200 while the process lives."""
         return State(state="alive")
 
@@ -157,28 +174,28 @@ def make_app(address: str, api_keys: tuple[str, ...], *, timeout: float = _TIMEO
             raise HTTPException(503, state)
         return State(state=state)
 
-    @app.get("/metrics", response_class=Response, responses=failures, **guarded)
+    @views.get("/metrics", response_class=Response)
     def metrics() -> Response:
         """Return the metrics in the Prometheus text format."""
         stats = msgspec.convert(ask("stats"), ServiceView)
         return Response(render(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/stats", responses=failures | _returns(ServiceView, "The service."), **guarded)
+    @views.get("/v1/stats", responses=_returns(ServiceView, "The service."))
     def stats() -> dict[str, Any]:
         """Return the whole service."""
         return dict(ask("stats"))
 
-    @app.get("/v1/namespaces", responses=failures | _returns(list[NamespaceView], "Namespaces."), **guarded)
+    @views.get("/v1/namespaces", responses=_returns(list[NamespaceView], "Namespaces."))
     def namespaces() -> list[dict[str, Any]]:
         """Return every namespace: the blocks of one model and rank count."""
         return list(ask("namespaces"))
 
-    @app.get("/v1/clients", responses=failures | _returns(list[ClientView], "Clients."), **guarded)
+    @views.get("/v1/clients", responses=_returns(list[ClientView], "Clients."))
     def clients() -> list[dict[str, Any]]:
         """Return every registered client."""
         return list(ask("clients"))
 
-    @app.get("/v1/tree", responses=failures | _returns(list[TreeNode], "Blocks, parents first."), **guarded)
+    @views.get("/v1/tree", responses=_returns(list[TreeNode], "Blocks, parents first."))
     def tree(
         limit: Annotated[int, Query(ge=1, le=1000)] = 30,
         namespace: Annotated[str | None, Query(pattern="^[0-9a-f]{1,16}$")] = None,
@@ -186,68 +203,26 @@ def make_app(address: str, api_keys: tuple[str, ...], *, timeout: float = _TIMEO
         """Return the hottest blocks, each with its ancestors."""
         return list(ask("tree", limit=limit, namespace=namespace))
 
-    @app.get("/v1/config", responses=failures | _returns(ConfigView, "Settings."), **guarded)
+    @views.get("/v1/config", responses=_returns(ConfigView, "Settings."))
     def config() -> dict[str, Any]:
         """Return the settings in force; secrets are masked."""
         return dict(ask("config"))
 
-    @app.post("/v1/reset", responses=failures | _CONFLICT | _returns(ResetView, "Blocks reset."), **guarded)
+    @commands.post("/v1/reset", responses=_CONFLICT | _returns(ResetView, "Blocks reset."))
     def reset(order: ResetOrder) -> dict[str, Any]:
         """Forget blocks; 409 if clients are loading from them."""
         return _require_reset(order, dict(ask("reset", **_reset_arguments(order))))
 
-    @app.post("/v1/pause", responses=failures, **guarded)
+    @commands.post("/v1/pause")
     def pause() -> State:
         """Let look-ups find nothing, and grant no slots, until resumed."""
         return State.model_validate(ask("pause"))
 
-    @app.post("/v1/resume", responses=failures, **guarded)
+    @commands.post("/v1/resume")
     def resume() -> State:
         """End a pause."""
         return State.model_validate(ask("resume"))
 
+    app.include_router(views)
+    app.include_router(commands)
     return app
-
-
-class HttpServer:
-    """The application, served by a thread. Raises ``OSError`` if the address is taken."""
-
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        config = uvicorn.Config(
-            app, host=host, port=port, log_level="warning", access_log=False, lifespan="off"
-        )
-        self._server = uvicorn.Server(config)
-        _require_free(host, port)
-        self._socket = config.bind_socket()
-        self._thread = threading.Thread(target=self._run, name="fdcache-http", daemon=True)
-
-    @property
-    def port(self) -> int:
-        """Port in use."""
-        return int(self._socket.getsockname()[1])
-
-    def start(self) -> None:
-        """Start serving."""
-        self._thread.start()
-        deadline = time.monotonic() + _START_TIMEOUT
-        while not self._server.started and self._thread.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def _run(self) -> None:
-        self._server.run(sockets=[self._socket])
-
-    def stop(self) -> None:
-        """Stop serving and close the socket."""
-        self._server.should_exit = True
-        self._server.force_exit = True
-        if self._thread.is_alive():
-            self._thread.join(5.0)
-        self._socket.close()
-
-
-def _require_free(host: str, port: int) -> None:
-    """Raise ``OSError`` for an address that is taken: uvicorn would end the process instead."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))

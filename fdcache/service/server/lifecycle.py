@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from fdcache.errors import ConfigurationError, HostMemoryError
 from fdcache.machine.memory import huge_page_problem
+from fdcache.service.server import http_address
 from fdcache.service.server.arena import Arena, arena_name, find_arenas
 from fdcache.service.server.loop import ServiceLoop, SocketLock
 from fdcache.service.server.process import notify, notify_status
@@ -58,10 +60,8 @@ def endpoints(settings: Settings, address: str | None = None) -> Endpoints:
 
 def require_keys(http: tuple[str, int] | None, settings: Settings) -> None:
     """Raise ``ConfigurationError`` for an address that other machines reach without an API key."""
-    if http is not None and not is_loopback(http[0]) and not settings.service.api_keys:
-        raise ConfigurationError(
-            f"FDCACHE_HTTP_ADDRESS: {http[0]} is reachable from other machines; set FD_API_KEY, or use 127.0.0.1"
-        )
+    if http is not None:
+        http_address.require_keys(http[0], settings.service.api_keys)
 
 
 def check_arena_dir(settings: Settings) -> None:
@@ -85,16 +85,11 @@ def parse_http(text: str) -> tuple[str, int] | None:
     if text.lower() in {"off", "none"}:
         return None
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise ConfigurationError(
             f"FDCACHE_HTTP_ADDRESS: {text!r} is not HOST:PORT, such as 127.0.0.1:9470, or off"
         )
     return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for an address that only this machine reaches."""
-    return host in {"localhost", "::1"} or host.startswith("127.")
 
 
 class Server:

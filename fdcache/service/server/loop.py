@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +18,13 @@ from fdcache.service.server.service import Service
 from fdcache.service.wire.address import SCHEME, require_socket, socket_problem
 from fdcache.service.wire.protocol import MAX_FRAME, Answer, Refused, decode_request_frame, encode_answer
 
+log = logging.getLogger("fdcache.service.server")
+
 _TICK_SECONDS = 0.05
 _MAX_BATCH = 256
 _HIGH_WATER_MARK = 4096
+_MOST_RESERVED = 256
+"""Descriptors that are kept for files, at most an eighth of the limit."""
 
 
 class SocketLock:
@@ -60,6 +66,7 @@ class ServiceLoop:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._stopping = threading.Event()
+        self._is_bound = False
 
     def bind(self) -> None:
         """Create the socket, for this user only."""
@@ -67,6 +74,7 @@ class ServiceLoop:
         former = os.umask(0o177)
         try:
             self._socket.bind(f"{SCHEME}{self._socket_path}")
+            self._is_bound = True
         finally:
             os.umask(former)
 
@@ -83,6 +91,7 @@ class ServiceLoop:
             now = time.monotonic()
             if now >= tick_at:
                 self.service.tick(self._send_notice)
+                self._accept_while_descriptors_last()
                 self._on_tick()
                 tick_at = now + _TICK_SECONDS
             ready = dict(poller.poll(max(0, int((tick_at - now) * 1000))))
@@ -92,6 +101,27 @@ class ServiceLoop:
             for _ in range(_MAX_BATCH):
                 if not self._serve_one():
                     break
+
+    def _accept_while_descriptors_last(self) -> None:
+        """Take no new connections while descriptors are short: ZeroMQ ends the process that has none for the next."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            lowest_free = os.dup(self._wake)
+            os.close(lowest_free)
+        except OSError:
+            lowest_free = limit
+        is_short = limit >= 0 and lowest_free >= limit - min(_MOST_RESERVED, limit // 8)
+        if is_short and self._is_bound:
+            self._is_bound = False
+            self._socket.unbind(f"{SCHEME}{self._socket_path}")
+            log.warning(
+                "%d file descriptors are in use: new clients are refused until there are fewer; raise the limit "
+                "of open files",
+                lowest_free,
+            )
+        elif not is_short and not self._is_bound:
+            self.bind()
+            log.info("new clients are taken again")
 
     def start_draining(self) -> None:
         """Refuse new clients and ask every client to finish and leave."""

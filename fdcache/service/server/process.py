@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -111,6 +112,13 @@ def _log_file(directory: Path, backup_count: int) -> TimedRotatingFileHandler:
         raise ConfigurationError(
             f"FD_LOG_DIR: {directory} cannot be written: {error.strerror}; choose another directory"
         ) from error
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files as it may: clients take several each, and ZeroMQ aborts without one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def configure(settings: Settings) -> None:

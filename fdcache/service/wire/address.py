@@ -56,6 +56,12 @@ def socket_path(address: str) -> Path:
     return path
 
 
+def http_key_path(address: str) -> Path:
+    """Return the file beside the socket with the key that the service's own user sends over HTTP."""
+    socket = socket_path(address)
+    return socket.with_name(socket.name + ".key")
+
+
 def make_runtime_dir(directory: Path) -> None:
     """Create the directory, mode 0700. Raises ``ConfigurationError`` if it fails, or if others own or may enter it."""
     if (problem := runtime_dir_problem(directory)) is not None:

@@ -1,0 +1,107 @@
+"""What is refused before the application sees a request: strange hosts, other sites' pages, long bodies, too many."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fdcache.service.server.http_address import is_loopback_number
+
+MAX_BODY = 64 << 10
+"""Limit of a request's body in bytes; the longest order to reset takes 4 KiB."""
+MAX_REQUESTS = 16
+"""Limit of the requests in progress; probes are served beyond it."""
+_PROBES = frozenset({"/healthz", "/readyz"})
+
+
+class Guard:
+    """Passes requests on to an application, except those that it refuses.
+
+    ``host`` is the name under which the service listens on loopback, and the only one besides ``localhost`` and the
+    addresses of loopback that a request may ask for: a page whose name leads here cannot read. It is None where other
+    machines reach the service, by any name, and every view and command needs a key.
+    """
+
+    def __init__(self, app: ASGIApp, host: str | None) -> None:
+        self._app = app
+        self._host = host
+        self._in_progress = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            return
+        try:
+            self._check(Headers(scope=scope))
+            body = await _read(receive)
+            if scope["path"] not in _PROBES and self._in_progress >= MAX_REQUESTS:
+                raise HTTPException(
+                    503, f"{MAX_REQUESTS} requests are in progress; try again", {"Retry-After": "1"}
+                )
+        except HTTPException as refusal:
+            headers = {**(refusal.headers or {}), "Connection": "close"}  # what follows is not read
+            await JSONResponse({"detail": refusal.detail}, refusal.status_code, headers)(scope, receive, send)
+            return
+        self._in_progress += 1
+        try:
+            await self._app(scope, _after(body, receive), send)
+        finally:
+            self._in_progress -= 1
+
+    def _check(self, headers: Headers) -> None:
+        """Raise ``HTTPException`` for a request that no client of the service sends."""
+        host, origin = headers.get("host"), headers.get("origin")
+        if self._host is not None and host is not None and not self._is_own(host):
+            raise HTTPException(421, "Host: name the service by its address, such as 127.0.0.1")
+        if origin is not None and (host is None or _host_of(origin) != host.lower()):
+            raise HTTPException(403, "Origin: pages of other sites may not send requests")
+        length = headers.get("content-length", "0")
+        if not (length.isascii() and length.isdecimal()) or int(length) > MAX_BODY:
+            raise _too_long()
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname
+        except ValueError:
+            return False
+        return name in {"localhost", self._host} or is_loopback_number(name or "")
+
+
+def _host_of(url: str) -> str:
+    """Return host and port of a URL, empty if there are none."""
+    try:
+        return urlsplit(url).netloc.lower()
+    except ValueError:
+        return ""
+
+
+def _too_long() -> HTTPException:
+    return HTTPException(413, f"the body is longer than {MAX_BODY} bytes")
+
+
+async def _read(receive: Receive) -> bytes:
+    """Return the body. Raises ``HTTPException`` if it is too long, or its client is gone."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HTTPException(400, "the client is gone")
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > MAX_BODY:
+            raise _too_long()
+    return body
+
+
+def _after(body: bytes, receive: Receive) -> Receive:
+    """Return a ``receive`` that begins with a body that was read already."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay
