@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -108,3 +109,29 @@ def test_an_engine_without_hits_notices_a_silent_service(tmp_path: Path) -> None
         tier.close()
         until(lambda: not service.ask("clients"), "the engine has said goodbye")
         assert service.terminate() == 0
+
+
+def test_a_service_that_is_away_is_told_once_and_so_is_its_return(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o700)
+    settings = CacheSettings(server=f"ipc://{tmp_path}/fdcache.sock", rpc_timeout=0.1)
+
+    def lines(level: int) -> list[str]:
+        here = [each for each in caplog.records if each.name == "fdcache.service.client.absence"]
+        return [each.getMessage() for each in here if each.levelno == level]
+
+    with caplog.at_level(logging.DEBUG, "fdcache"):
+        tier = RemoteHostTier(settings, layout())
+        try:
+            until(lambda: len(lines(logging.DEBUG)) >= 1, "attempts at a service that is away")
+            (told,) = lines(logging.WARNING)
+            assert "computes what it would have found" in told
+            assert str(settings.server) in told
+            with service_process(tmp_path):
+                until(lambda: len(lines(logging.WARNING)) == 2, "the service's return")
+                assert "again, after" in lines(logging.WARNING)[-1]
+            until(lambda: len(lines(logging.WARNING)) == 3, "the second absence")
+            assert "computes what it would have found" in lines(logging.WARNING)[-1]
+        finally:
+            tier.close()

@@ -19,6 +19,7 @@ from fdcache._core import MissLog, OutgoingCopies, SharedRuns
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, UInt32Array
+from fdcache.service.client.absence import Absence
 from fdcache.service.client.connection import Connection
 from fdcache.service.wire.address import client_dir
 from fdcache.service.wire.liveness import Live, LiveFile
@@ -217,6 +218,7 @@ class SessionKeeper:
         self._is_loading = is_loading
         self._terms = terms
         self._address = settings.server
+        self._absence = Absence(settings.server)
         self._live = LiveFile(client_dir(settings.server))
         self.session: Session | None = None
         self.leaving: Session | None = None
@@ -375,14 +377,15 @@ class SessionKeeper:
             connection.close()
 
     def _register(self, connection: Connection) -> bool:
-        """Open a session and return True; without a service, log why and return False."""
+        """Open a session and return True; without a service, return False."""
         layout = self._layout
         try:
             wants_events = self._events.maxlen != 0
             session = open_session(connection, layout, self._live.live, self._terms, events=wants_events)
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
-            logger.info("no session at the service: %s", error)
+            self._absence.goes_on(error)
             return False
+        self._absence.ends()
         with self._connected:
             self.outbox.clear()
             self.progress.begin_session()
