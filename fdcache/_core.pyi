@@ -701,7 +701,7 @@ class Tier(LowerTier):
 
     def set_clock(self, milliseconds: int) -> None:
         """
-        Take the time from the caller from now on: it is what the last call said.
+        Take the time from the caller from now on: it is what the last call said, but never goes back.
         """
 
     def open_lease(self) -> int:

@@ -84,8 +84,8 @@ class EvictionOrder {
 
     // False: the order depends on the calls above alone, and the tier makes none of those below.
     virtual bool learns() const { return false; }
-    // The time of the calls that follow, in milliseconds; it may wrap around.
-    virtual void set_time(std::uint32_t) {}
+    // The time of the calls that follow, in milliseconds: never an earlier one than before.
+    virtual void set_time(std::uint64_t /* milliseconds */) {}
     virtual void set_demotion(Demotion) {}
     // Blocks of one path, each the parent of the next one, became entries, the first one at this depth.
     virtual void arrive(std::span<const Slot>, std::span<const Digest>, std::uint32_t /* depth */) {}

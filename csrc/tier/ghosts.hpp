@@ -45,6 +45,10 @@ class Ghosts {
         if (!ghost.key()) return std::nullopt;
         return ghost.memory();
     }
+    // Calls `change` with a reference to the time of each.
+    void for_each_time(auto change) {
+        for (Ghost &ghost : ring_) change(ghost.last_ms);
+    }
     void prefetch(std::size_t place) const {
         if (place < ring_.size()) __builtin_prefetch(&ring_[place]);
     }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <ranges>
+#include <utility>
 
 namespace fdcache {
 namespace {
@@ -27,19 +28,33 @@ std::size_t role_of(std::uint8_t hits, bool is_fresh, bool is_last) {
 
 }  // namespace
 
-void LearnedOrder::set_time(std::uint32_t now) {
-    if (now == now_ && is_timed_) return;
-    if (!is_timed_) learned_ = now_ = now;
+void LearnedOrder::set_time(std::uint64_t milliseconds) {
+    if (!is_timed_) begin_ms_ = milliseconds;
+    const std::uint64_t passed = milliseconds - begin_ms_ - now_;
+    if (!passed && is_timed_) return;
     is_timed_ = true;
-    owe(share_to_rank(now - now_));
-    now_ = now;
-    placed_ms_ = now;
+    owe(share_to_rank(static_cast<double>(passed)));
+    if (milliseconds - begin_ms_ > UINT32_MAX) move_begin(milliseconds - kOldest);
+    placed_ms_ = now_ = static_cast<std::uint32_t>(milliseconds - begin_ms_);
     place_ = 0;
     if (now_ - learned_ >= kLearnEvery) learn();
 }
 
+// Counts times from here on, so that 32 bits hold them: what was before becomes as old as this.
+void LearnedOrder::move_begin(std::uint64_t milliseconds) {
+    const std::uint64_t by = milliseconds - begin_ms_;
+    const auto move = [by](std::uint32_t &time) {
+        time = time > by ? static_cast<std::uint32_t>(time - by) : 0;
+    };
+    for (Block &block : blocks_) move(block.last_ms);
+    ghosts_.for_each_time(move);
+    shadow_.move_begin(by);
+    move(learned_);
+    begin_ms_ = milliseconds;
+}
+
 // Of the leaves, for the time that passed: many change their order more slowly, and evictions rank them, too.
-double LearnedOrder::share_to_rank(std::uint32_t passed) const {
+double LearnedOrder::share_to_rank(double passed) const {
     const auto count = static_cast<double>(leaves());
     return leaves() <= kFewLeaves ? 1 : passed / std::max(kRankEvery, count / kMostRanks);
 }
@@ -60,7 +75,7 @@ void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> di
         kept_ += is_kept(block);
         if (demotion_.below) survival_.used_again(ghost->was_below, ghost->hits > 0, i < *held);
         count(block, false, i < *held);
-        shadow_.leave(now_, block.last_ms);
+        shadow_.leave(block.last_ms);
     }
 }
 
@@ -74,7 +89,7 @@ void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
     }
     if (block.is_idle) {
         --idle_;
-        if (!evicted) shadow_.leave(now_, block.last_ms);
+        if (!evicted) shadow_.leave(block.last_ms);
     }
     block = Block{};
 }
@@ -106,7 +121,7 @@ void LearnedOrder::begin(std::span<const Slot> path) {
 void LearnedOrder::begin_use(Block &block, bool is_below) {
     if (!block.is_idle) return;
     if (!block.is_counted) count(block, true, is_below);
-    shadow_.leave(now_, block.last_ms);
+    shadow_.leave(block.last_ms);
     block.is_idle = false;
     --idle_;
 }
@@ -141,6 +156,7 @@ LearnedOrder::Features LearnedOrder::features_of(std::span<const Slot> path, con
 void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
     Block &block = blocks_[slot];
     if (block.is_idle) begin_use(block, is_below(slot));
+    ++uses_;
     trust_.use(1 + depth_value_ * block.depth);
     if (block.is_tracked && block.hits != kMostHits) ++block.hits;
     kept_ -= is_kept(block);
@@ -166,7 +182,7 @@ void LearnedOrder::count(Block &block, bool is_found, bool is_below) {
 }
 
 LearnedOrder::Comparison LearnedOrder::compare(const Block &block, bool is_found) const {
-    const double by_last_use = shadow_.holds(block.last_ms, now_);
+    const double by_last_use = shadow_.holds(block.last_ms);
     const double gain = (is_found ? 1 : 0) - by_last_use;
     if (!is_forecast_) return {gain, 0};
     return {gain, (tables_.keeps(block.kind, now_ - block.last_ms) ? 1 : 0) - by_last_use};
@@ -269,7 +285,8 @@ void LearnedOrder::learn() {
         ghosts_.prefetch(place + kAhead * step);
         if (const auto ghost = ghosts_.at(place)) note(ghost->kind, ghost->last_ms);
     }
-    tables_.learn(*present, (now_ - learned_) / 1000.0);
+    const double half_life = kFade * (static_cast<double>(slots()) + 1000 * tables_.mean_path());
+    tables_.learn(*present, std::exchange(uses_, 0) / half_life);
     is_forecast_ = !trust_.is_given();
     if (is_forecast_) tables_.forecast(*present, static_cast<double>(idle_));
     learned_ = now_;

@@ -26,7 +26,7 @@ class LearnedOrder final : public LeafOrder {
 
     bool learns() const override { return true; }
     void set_demotion(Demotion demotion) override { demotion_ = std::move(demotion); }
-    void set_time(std::uint32_t now) override;
+    void set_time(std::uint64_t milliseconds) override;
     void arrive(std::span<const Slot> path, std::span<const Digest> digests, std::uint32_t depth) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
     void take(std::uint32_t count, std::vector<Slot> &taken) override;
@@ -45,11 +45,13 @@ class LearnedOrder final : public LeafOrder {
     ReuseTables *tables() override { return &tables_; }
 
   private:
-    static constexpr std::size_t kGhosts = 4;             // per slot
-    static constexpr std::uint32_t kLearnEvery = 16'000;  // ms
-    static constexpr double kRankEvery = 8'000;           // ms
-    static constexpr double kMostRanks = 8;               // in a millisecond, for the passing of time
-    static constexpr std::size_t kFewLeaves = 64;         // that are ranked again at each time
+    static constexpr std::size_t kGhosts = 4;                         // per slot
+    static constexpr std::uint32_t kLearnEvery = 16'000;              // ms
+    static constexpr std::uint64_t kOldest = std::uint64_t{1} << 31;  // ms, of an age that is remembered
+    static constexpr double kFade = 16;  // uses per slot, and per thousand requests, until counts are halved
+    static constexpr double kRankEvery = 8'000;         // ms
+    static constexpr double kMostRanks = 8;             // in a millisecond, for the passing of time
+    static constexpr std::size_t kFewLeaves = 64;       // that are ranked again at each time
     static constexpr double kHintBudget = 0.5;          // share of the slots whose blocks may stay for hints
     static constexpr std::size_t kSamples = 8192;       // blocks whose age is looked at to learn
     static constexpr std::size_t kAhead = 64;           // samples between a prefetch and its use
@@ -58,7 +60,7 @@ class LearnedOrder final : public LeafOrder {
     static constexpr std::uint8_t kMostHits = 127;      // counted
 
     struct Block {
-        std::uint32_t last_ms = 0;           // the end of the last use
+        std::uint32_t last_ms = 0;           // the end of the last use, since `begin_ms_`
         std::uint8_t kind = 0;               // class: role, output and new tokens of its last request
         std::uint8_t hits = 0;               // up to kMostHits
         bool is_tracked : 1 = false;         // used, now or when it was an entry before
@@ -118,7 +120,8 @@ class LearnedOrder final : public LeafOrder {
     double worth(const Block &block) const;
     void before_add(Slot slot) override;
     Features features_of(std::span<const Slot> path, const RequestEnd *end) const;
-    double share_to_rank(std::uint32_t passed) const;
+    double share_to_rank(double passed) const;
+    void move_begin(std::uint64_t milliseconds);
     void touch(Slot slot, const Features &features, bool is_last);
     void begin_use(Block &block, bool is_below);
     void count(Block &block, bool is_found, bool is_below);
@@ -138,8 +141,10 @@ class LearnedOrder final : public LeafOrder {
     std::uint32_t tail_ = 1;               // blocks of a path's end
     std::size_t idle_ = 0;                 // entries that were used and are not
     std::size_t kept_ = 0;                 // entries that stay for hints
+    std::uint64_t begin_ms_ = 0;           // times are counted from here
     std::uint32_t now_ = 0;
     std::uint32_t learned_ = 0;  // when the tables were computed
+    double uses_ = 0;            // of blocks, since then
     bool is_timed_ = false;
     bool is_forecast_ = false;  // since trust was lost
 };

@@ -4,15 +4,13 @@
 
 namespace fdcache {
 
-void LruShadow::leave(std::uint32_t now, std::uint32_t last_ms) {
-    if (!count_ || now - last_ms > now - begin_) return;
+void LruShadow::leave(std::uint32_t last_ms) {
+    if (!count_ || last_ms < begin_) return;
     const std::size_t end = first_ + count_;
     if (found_ < first_ || found_ >= end || places_[found_].last_ms != last_ms) {
-        const auto is_older = [now](const Place &place, std::uint32_t age) {
-            return now - place.last_ms > age;
-        };
+        const auto is_older = [](const Place &place, std::uint32_t time) { return place.last_ms < time; };
         const auto found =
-            std::lower_bound(places_.begin() + first_, places_.begin() + end, now - last_ms, is_older);
+            std::lower_bound(places_.begin() + first_, places_.begin() + end, last_ms, is_older);
         found_ = static_cast<std::size_t>(found - places_.begin());
     }
     if (found_ == end || !places_[found_].blocks) return;
@@ -38,6 +36,17 @@ void LruShadow::trim(std::size_t capacity) {
     const std::size_t beyond = size_ > capacity ? size_ - capacity : 0;
     oldest_ = oldest.last_ms;
     share_ = beyond < oldest.blocks ? 1 - static_cast<double>(beyond) / oldest.blocks : !beyond;
+}
+
+void LruShadow::move_begin(std::uint64_t time) {
+    const auto move = [time](std::uint32_t &each) {
+        each = each > time ? static_cast<std::uint32_t>(each - time) : 0;
+    };
+    for (Place &place : places_) move(place.last_ms);
+    move(begin_);
+    move(oldest_);
+    for (; count_ > 1 && !places_[first_ + 1].last_ms; ++first_, --count_)
+        places_[first_ + 1].blocks += places_[first_].blocks;
 }
 
 // Moves the places to the front, without those that have no blocks left.

@@ -12,9 +12,9 @@ namespace fdcache {
 class LruShadow {
   public:
     // The chance that a block is there which was last used at `last_ms`.
-    double holds(std::uint32_t last_ms, std::uint32_t now) const {
-        if (!count_ || now - last_ms > now - begin_) return 0;
-        return now - last_ms < now - oldest_ ? 1 : share_;
+    double holds(std::uint32_t last_ms) const {
+        if (!count_ || last_ms < begin_) return 0;
+        return last_ms > oldest_ ? 1 : share_;
     }
     // A block is used for the first time, or again.
     void use(std::uint32_t now) {
@@ -22,10 +22,12 @@ class LruShadow {
         ++places_[first_ + count_ - 1].blocks;
         ++size_;
     }
-    void leave(std::uint32_t now, std::uint32_t last_ms);
+    void leave(std::uint32_t last_ms);
     // Drops what is beyond `capacity` blocks. Of the oldest place a share stays.
     void trim(std::size_t capacity);
     void clear() { *this = LruShadow(); }
+    // Times are counted from this time on; what was before becomes as old.
+    void move_begin(std::uint64_t time);
     // Blocks at the places, those of the oldest that are beyond the capacity included.
     std::size_t size() const { return size_; }
 

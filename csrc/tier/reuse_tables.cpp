@@ -15,7 +15,6 @@
 namespace fdcache {
 namespace {
 
-constexpr double kHalfLife = 3600;     // seconds in which counts fade to a half
 constexpr double kSmoothing = 0.5;     // of a mean path: weight of the coarser group, or of a hint
 constexpr std::uint32_t kVersion = 2;  // of saved tables
 
@@ -97,8 +96,8 @@ std::size_t ReuseTables::bucket(std::uint32_t age_ms) {
     return std::size_t{span.first} + (age_ms > span.ends[0]) + (age_ms > span.ends[1]);
 }
 
-void ReuseTables::learn(const Table<double> &present, double seconds) {
-    const double kept = std::exp2(-seconds / kHalfLife);
+void ReuseTables::learn(const Table<double> &present, double half_lives) {
+    const double kept = std::exp2(-half_lives);
     for (std::size_t kind = 0; kind < kClasses; ++kind) {
         double older = 0;  // blocks that reached a higher age
         for (std::size_t age = kAges; age-- > 0;) {

@@ -46,8 +46,8 @@ class ReuseTables {
     // Reuses per second of which nothing is known at an age in seconds: last use first.
     static double unknown_rate(double age) { return 0.3 / (age + 60); }
 
-    // Lets old counts fade, and computes rates and worth anew.
-    void learn(const Table<double> &present, double seconds);
+    // Lets old counts fade, to a half in each half-life, and computes rates and worth anew.
+    void learn(const Table<double> &present, double half_lives);
 
     // Prepares `keeps` for a tier of so many blocks among those `present` that are remembered.
     void forecast(const Table<double> &present, double blocks);

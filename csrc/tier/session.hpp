@@ -22,7 +22,7 @@ class Tier::Session {
 
     LeaseId open_lease() { return tier_.add_lease(); }
     bool release(LeaseId lease) {
-        if (tier_.learns_) tier_.order_->set_time(now());
+        if (tier_.learns_) tier_.order_->set_time(tier_.now_ms());
         return tier_.end_lease(lease);
     }
     bool finish(LeaseId lease, const RequestEnd *end) { return tier_.end_use(lease, end); }
@@ -30,7 +30,7 @@ class Tier::Session {
     // Appends the slots of the pinned run to `table`. Returns true if the block after the run is pending.
     bool match(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known,
                std::vector<Slot> &table) {
-        return tier_.pin_run(lease, hashes, start, known, now(), table);
+        return tier_.pin_run(lease, hashes, start, known, table);
     }
 
     // Appends reserved slots to `table`, and the entries evicted for them to `evicted` unless it is null.
@@ -52,7 +52,7 @@ class Tier::Session {
     // Returns how many blocks were committed, and appends the status of each to `status` unless it is null.
     std::size_t commit(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                        std::span<const Slot> slots, std::vector<CommitStatus> *status = nullptr) {
-        return tier_.make_entries(lease, parent, hashes, slots, now(), status);
+        return tier_.make_entries(lease, parent, hashes, slots, status);
     }
 
     Presence presence(const Digest &hash) const { return tier_.presence_of(hash); }
@@ -62,16 +62,8 @@ class Tier::Session {
     std::uint32_t hits(Slot slot) const { return tier_.entries_[slot].hits; }
 
   private:
-    std::uint32_t now() {
-        if (!timed_) now_ = tier_.now_ms();
-        timed_ = true;
-        return now_;
-    }
-
     Tier &tier_;
     std::lock_guard<TierMutex> lock_;
-    std::uint32_t now_ = 0;
-    bool timed_ = false;
 };
 
 }  // namespace fdcache

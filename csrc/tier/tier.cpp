@@ -116,10 +116,16 @@ void Tier::check_hashes(std::span<const Digest> hashes) {
         throw std::invalid_argument("a block hash is all zero, which stands for the root");
 }
 
-std::uint32_t Tier::now_ms() const {
-    if (clock_ms_) return *clock_ms_;
+// One time for all that happens in one turn of the mutex, and never an earlier one than before.
+std::uint64_t Tier::now_ms() const {
+    if (timed_turn_ == mutex_.turn()) return now_ms_;
+    timed_turn_ = mutex_.turn();
     using std::chrono::duration_cast, std::chrono::milliseconds, std::chrono::steady_clock;
-    return static_cast<std::uint32_t>(duration_cast<milliseconds>(steady_clock::now() - start_).count());
+    const auto now =
+        clock_ms_
+            ? *clock_ms_
+            : static_cast<std::uint64_t>(duration_cast<milliseconds>(steady_clock::now() - start_).count());
+    return now_ms_ = std::max(now_ms_, now);
 }
 
 void Tier::set_below(const LowerTier &below, bool is_always_copied) {
@@ -139,7 +145,7 @@ void Tier::set_below(const LowerTier &below, bool is_always_copied) {
 
 void Tier::set_clock(std::uint64_t milliseconds) {
     std::lock_guard lock(mutex_);
-    clock_ms_ = static_cast<std::uint32_t>(milliseconds);
+    clock_ms_ = milliseconds;
 }
 
 // --- the life of a slot ------------------------------------------------------------------------------------
@@ -208,7 +214,8 @@ void Tier::pin(Lease &lease, Slot slot) {
 
 // Uses the READY blocks of a path, each the parent of the next one. `known`: the leading blocks without a
 // hit.
-void Tier::pin_path(Lease &lease, std::span<const Slot> path, std::size_t known, std::uint32_t now) {
+void Tier::pin_path(Lease &lease, std::span<const Slot> path, std::size_t known) {
+    const std::uint64_t now = now_ms();
     pins_ += path.size();
     lease.slots.insert(lease.slots.end(), path.begin(), path.end());
     // An entry that is not used is above others that are not: these leave the eviction order together.
@@ -314,26 +321,26 @@ void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant) {
     if (!above.used) refresh(parent);
 }
 
-void Tier::make_ready(Slot slot, std::uint32_t now) {
+void Tier::make_ready(Slot slot) {
     Entry &entry = entries_[slot];
     entry.state = SlotState::kReady;
     entry.hits = 1;
-    entry.touched_ms = entry.ready_ms = now;
+    entry.touched_ms = entry.ready_ms = now_ms();
     --writing_;
     ++ready_;
     publish_event(TierEvent::Kind::kStored, slot);
 }
 
 // Tells the eviction order of blocks of one path, each the parent of the next one, that became READY.
-void Tier::arrive(std::span<const Slot> path, std::span<const Digest> hashes, std::uint32_t now) {
+void Tier::arrive(std::span<const Slot> path, std::span<const Digest> hashes) {
     if (!learns_ || path.empty()) return;
-    order_->set_time(now);
+    order_->set_time(now_ms());
     order_->arrive(path, hashes, entries_[path.front()].depth);
 }
 
-void Tier::add_entry(Slot slot, std::uint32_t now) {
-    make_ready(slot, now);
-    arrive({&slot, 1}, {&digests_[slot], 1}, now);
+void Tier::add_entry(Slot slot) {
+    make_ready(slot);
+    arrive({&slot, 1}, {&digests_[slot], 1});
     if (!entries_[slot].pins) refresh(slot);
 }
 
@@ -562,8 +569,7 @@ std::vector<CommitStatus> Tier::commit(LeaseId lease, const Digest &parent, std:
 }
 
 std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std::span<const Digest> hashes,
-                               std::span<const Slot> slots, std::uint32_t now,
-                               std::vector<CommitStatus> *status) {
+                               std::span<const Slot> slots, std::vector<CommitStatus> *status) {
     Lease &lease = current_lease(lease_id);
     check_computed(lease_id, slots);
     check_hashes(hashes);
@@ -577,7 +583,7 @@ std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std:
     for (std::size_t at = 0; at < std::min(kAhead, hashes.size()); ++at) prefetch(at);
     std::size_t i = 0, arrived = 0;  // those before it are known to the eviction order
     const auto arrive_before = [&](std::size_t end) {
-        arrive(slots.subspan(arrived, end - arrived), hashes.subspan(arrived, end - arrived), now);
+        arrive(slots.subspan(arrived, end - arrived), hashes.subspan(arrived, end - arrived));
         arrived = end;
     };
     Slot parent = resolve_parent(parent_hash);
@@ -588,7 +594,7 @@ std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std:
         const Slot present = index_.find(hashes[i]);
         if (present == kNoSlot) {
             link(slots[i], hashes[i], parent);
-            make_ready(slots[i], now);  // pinned by the lease
+            make_ready(slots[i]);  // pinned by the lease
             parent = slots[i];
             if (status) status->push_back(CommitStatus::kStored);
         } else if (entries_[present].state == SlotState::kReady && entries_[present].parent == parent) {

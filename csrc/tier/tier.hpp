@@ -52,13 +52,17 @@ class TierMutex {
   public:
     void lock() {
         if (!mutex_.try_lock()) wait(mutex_);
+        ++turn_;
     }
     void unlock() { mutex_.unlock(); }
+    // Changes each time it is locked.
+    std::uint64_t turn() const { return turn_; }
 
     static inline void (*wait)(std::mutex &) = [](std::mutex &mutex) { mutex.lock(); };
 
   private:
     std::mutex mutex_;
+    std::uint64_t turn_ = 0;
 };
 
 // Reserves memory to append `count` elements, with room to spare, so that many small calls allocate rarely.
@@ -193,7 +197,8 @@ class Tier : public LowerTier {
     void set_below(const LowerTier &below, bool is_always_copied);
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
 
-    // From now on the time is what the caller says last, in milliseconds.
+    // From now on the time is what the caller says last, in milliseconds. Time does not go back: it stands
+    // still until the caller's has come as far again.
     void set_clock(std::uint64_t milliseconds);
 
     LeaseId open_lease();
@@ -269,7 +274,7 @@ class Tier : public LowerTier {
     // The READY entries with the most hits; of equal ones, those nearer to the root first.
     BlockList hottest(std::uint32_t count) const;
     // The READY entries not matched for this long, of one tenant or all.
-    BlockList idle(std::uint32_t milliseconds, const Tenant *tenant) const;
+    BlockList idle(std::uint64_t milliseconds, const Tenant *tenant) const;
     // The READY entries whose hash starts with these bytes.
     BlockList starting_with(std::span<const std::uint8_t> prefix) const;
 
@@ -322,7 +327,11 @@ class Tier : public LowerTier {
 
     struct alignas(64) Entry {
         std::uint64_t checksum = 0;
-        LeaseId owner = 0;  // the lease that may commit the slot: it reserved it, and has not yet
+        union {
+            LeaseId owner = 0;       // WRITING: the lease that may commit the slot
+            std::uint64_t ready_ms;  // READY
+        };
+        std::uint64_t touched_ms = 0;
         std::uint32_t generation = 0;
         Slot parent = kNoSlot;
         std::uint32_t children = 0;
@@ -332,8 +341,6 @@ class Tier : public LowerTier {
         std::uint32_t holds = 0;
         std::uint32_t hits = 0;
         std::uint32_t depth = 0;
-        std::uint32_t touched_ms = 0;
-        std::uint32_t ready_ms = 0;
         SlotState state = SlotState::kFree;
         bool findable : 1 = false;
         bool used : 1 = false;
@@ -377,7 +384,7 @@ class Tier : public LowerTier {
     bool end_use(LeaseId lease, const RequestEnd *end);
     void path_of(const Lease &lease);
     bool pin_run(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known,
-                 std::uint32_t now, std::vector<Slot> &table);
+                 std::vector<Slot> &table);
     bool make_way(std::uint32_t count, BlockList *evicted);
     void evict_held(Slot slot);
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
@@ -385,8 +392,7 @@ class Tier : public LowerTier {
     void take_pending(LeaseId lease, std::span<const Digest> parents, std::span<const Digest> hashes,
                       CopyReservation &out, bool below_pending);
     std::size_t make_entries(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
-                             std::span<const Slot> slots, std::uint32_t now,
-                             std::vector<CommitStatus> *status);
+                             std::span<const Slot> slots, std::vector<CommitStatus> *status);
     Presence presence_of(const Digest &hash) const;
     std::uint32_t room() const { return free_.size() + order_->size(); }
 
@@ -397,7 +403,7 @@ class Tier : public LowerTier {
     void check_tenants(std::span<const Tenant> tenants) const;
     void check_computed(LeaseId lease, std::span<const Slot> slots) const;
     void check_held(std::span<const Slot> slots, bool arriving);
-    std::uint32_t now_ms() const;
+    std::uint64_t now_ms() const;
 
     // Prefetches what a match or an eviction reads of an entry; of none, nothing.
     void prefetch_entry(Slot slot) const {
@@ -413,15 +419,15 @@ class Tier : public LowerTier {
     std::vector<Slot> subtree(const std::vector<Slot> &named) const;
     void remove_subtrees(const std::vector<Slot> &doomed);
     void pin(Lease &lease, Slot slot);
-    void pin_path(Lease &lease, std::span<const Slot> path, std::size_t known, std::uint32_t now);
+    void pin_path(Lease &lease, std::span<const Slot> path, std::size_t known);
     void unpin(Slot slot);
     std::size_t unpin_path(std::span<const Slot> pinned);
     void free_slot(Slot slot);
     void free_if_unused(Slot slot);
     void link(Slot slot, const Digest &digest, Slot parent, Tenant tenant = 0);
-    void make_ready(Slot slot, std::uint32_t now);
-    void arrive(std::span<const Slot> path, std::span<const Digest> hashes, std::uint32_t now);
-    void add_entry(Slot slot, std::uint32_t now);
+    void make_ready(Slot slot);
+    void arrive(std::span<const Slot> path, std::span<const Digest> hashes);
+    void add_entry(Slot slot);
     void remove_entry(Slot slot);
     void order_add(Slot slot, bool busy);
     void order_remove(Slot slot);
@@ -429,7 +435,7 @@ class Tier : public LowerTier {
     bool make_tenant_room(Tenant tenant, Slot parent);
     void begin_hold(Slot slot);
     void end_hold(Slot slot);
-    bool complete_copy(Slot slot, bool copied, std::uint64_t checksum, std::uint32_t now);
+    bool complete_copy(Slot slot, bool copied, std::uint64_t checksum);
     void drop_pending(Slot slot);
     void evict(Slot slot);
     void reserve_memory(std::uint32_t slots);
@@ -473,7 +479,9 @@ class Tier : public LowerTier {
     std::uint32_t above_copies_ = 0;
     std::uint32_t least_generation_ = 0;  // later content of any slot has one above it
     mutable std::uint64_t lookups_ = 0;
-    std::optional<std::uint32_t> clock_ms_;  // of the caller
+    std::optional<std::uint64_t> clock_ms_;  // of the caller
+    mutable std::uint64_t now_ms_ = 0;       // as it was read last,
+    mutable std::uint64_t timed_turn_ = 0;   // in this turn of the mutex
     const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 

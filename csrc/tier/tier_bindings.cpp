@@ -154,7 +154,7 @@ void bind_tier(nb::module_ &module) {
             "``is_always_copied``: every evicted block is copied there; then what is learned decides there,\n"
             "and this tier evicts by last use, but for hints.")
         .def("set_clock", &Tier::set_clock, "milliseconds"_a,
-             "Take the time from the caller from now on: it is what the last call said.")
+             "Take the time from the caller from now on: it is what the last call said, but never goes back.")
         .def("open_lease", &Tier::open_lease,
              "Open a lease, which owns pins and reserved slots until ``release``.")
         .def("release", &Tier::release, "lease"_a,
@@ -305,10 +305,10 @@ void bind_tier(nb::module_ &module) {
         .def(
             "idle",
             [](const Tier &tier, double seconds, std::optional<Tenant> tenant) {
-                const auto most = static_cast<double>(std::numeric_limits<std::uint32_t>::max());
-                const double milliseconds = std::clamp(seconds * 1000.0, 0.0, most);
+                constexpr double kMost = 1e18;
+                const double milliseconds = std::clamp(seconds * 1000.0, 0.0, kMost);
                 const nb::gil_scoped_release release;
-                return tier.idle(static_cast<std::uint32_t>(milliseconds), tenant ? &*tenant : nullptr);
+                return tier.idle(static_cast<std::uint64_t>(milliseconds), tenant ? &*tenant : nullptr);
             },
             "seconds"_a, "tenant"_a = nb::none(),
             "Return the entries not used for this long, of one tenant or all.")

@@ -89,10 +89,9 @@ std::vector<std::uint8_t> Tier::complete(std::span<const Slot> slots, std::span<
                                          std::span<const std::uint64_t> checksums) {
     std::lock_guard lock(mutex_);
     check_held(slots, true);
-    const std::uint32_t now = now_ms();
     std::vector<std::uint8_t> ready(slots.size(), 0);
     for (std::size_t i = 0; i < slots.size(); ++i)
-        ready[i] = complete_copy(slots[i], copied[i], checksums.empty() ? 0 : checksums[i], now);
+        ready[i] = complete_copy(slots[i], copied[i], checksums.empty() ? 0 : checksums[i]);
     return ready;
 }
 
@@ -117,7 +116,7 @@ void Tier::begin_hold(Slot slot) {
 
 // Ends the copy into a slot. The slot becomes an entry if it is still pending (there was no reset), its bytes
 // were copied, and its parent is READY.
-bool Tier::complete_copy(Slot slot, bool copied, std::uint64_t checksum, std::uint32_t now) {
+bool Tier::complete_copy(Slot slot, bool copied, std::uint64_t checksum) {
     end_hold(slot);
     Entry &entry = entries_[slot];
     if (!entry.findable || entry.state != SlotState::kWriting) return false;
@@ -125,7 +124,7 @@ bool Tier::complete_copy(Slot slot, bool copied, std::uint64_t checksum, std::ui
                                                         entries_[entry.parent].state == SlotState::kReady);
     if (copied && parent_ready) {
         entry.checksum = checksum;
-        add_entry(slot, now);
+        add_entry(slot);
         return true;
     }
     drop_pending(slot);

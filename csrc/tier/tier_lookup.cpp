@@ -19,7 +19,7 @@ MatchRun Tier::match(LeaseId lease, std::span<const Digest> hashes, std::size_t 
 }
 
 bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start, std::size_t known,
-                   std::uint32_t now, std::vector<Slot> &table) {
+                   std::vector<Slot> &table) {
     Lease &lease = current_lease(lease_id);
     // READY entries are closed under prefixes, so the end of the run is found by bisection.
     std::size_t low = start, high = hashes.size();
@@ -62,7 +62,7 @@ bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t
         table.resize(first);
         throw std::invalid_argument("hashes are not one path");
     }
-    pin_path(lease, run, known > start ? known - start : 0, now);
+    pin_path(lease, run, known > start ? known - start : 0);
     return pending;
 }
 
@@ -161,10 +161,10 @@ BlockList Tier::hottest(std::uint32_t count) const {
     return list;
 }
 
-BlockList Tier::idle(std::uint32_t milliseconds, const Tenant *tenant) const {
+BlockList Tier::idle(std::uint64_t milliseconds, const Tenant *tenant) const {
     std::lock_guard lock(mutex_);
     BlockList list;
-    const std::uint32_t now = now_ms();
+    const std::uint64_t now = now_ms();
     for (Slot slot = 0; slot < entries_.size(); ++slot) {
         const Entry &entry = entries_[slot];
         if (entry.findable && entry.state == SlotState::kReady && now - entry.touched_ms >= milliseconds &&
@@ -225,9 +225,10 @@ NodeView Tier::node(Slot slot) const {
     view.findable = entry.findable;
     view.hash = entry.findable ? digests_[slot] : Digest{};
     view.checksum = entry.checksum;
-    const std::uint32_t now = now_ms();
-    view.idle_seconds = (now - entry.touched_ms) / 1000.0;
-    view.ready_seconds = (now - entry.ready_ms) / 1000.0;
+    const std::uint64_t now = now_ms();
+    view.idle_seconds = static_cast<double>(now - entry.touched_ms) / 1000;
+    if (entry.state == SlotState::kReady)
+        view.ready_seconds = static_cast<double>(now - entry.ready_ms) / 1000;
     return view;
 }
 

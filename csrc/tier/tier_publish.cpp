@@ -17,7 +17,6 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
     check_hashes(hashes);
     check_tenants(tenants);
     const bool current = lease.epoch == epoch_;
-    const std::uint32_t now = now_ms();
     std::vector<PublishStatus> status(slots.size(), PublishStatus::kDropped);
     for (std::size_t i = 0; i < slots.size(); ++i) {
         // Pending children of a failed copy belong to the block that was copied.
@@ -33,7 +32,7 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
         } else {
             link(slots[i], hashes[i], parent, tenant);
             entries_[slots[i]].checksum = checksums[i];
-            add_entry(slots[i], now);
+            add_entry(slots[i]);
             status[i] = PublishStatus::kStored;
         }
     }
@@ -42,7 +41,7 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
     for (std::size_t first = 0, last = 0; first < slots.size(); first = last) {
         for (++last; last < slots.size() && parents[last] == hashes[last - 1];) ++last;
         for (std::size_t i = last; i-- > first;) {
-            entries_[slots[i]].owner = 0;
+            if (entries_[slots[i]].state == SlotState::kWriting) entries_[slots[i]].owner = 0;
             unpin(slots[i]);
         }
     }

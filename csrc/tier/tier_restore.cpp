@@ -101,7 +101,6 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
     std::vector<std::uint8_t> restored(found.hashes.size(), 0);
     std::lock_guard lock(mutex_);
     check_tenants(found.tenants);
-    const std::uint32_t now = now_ms();
     // A restored block may have an earlier generation than what its slot had since.
     for (const Entry &entry : entries_) generation = std::max(generation, entry.generation);
     for (const std::uint32_t each : found.generations) generation = std::max(generation, each);
@@ -124,7 +123,7 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         ++pins_;
         ++writing_;
         link(slot, found.hashes[i], parent, found.tenants.empty() ? 0 : found.tenants[i]);
-        add_entry(slot, now);
+        add_entry(slot);
         restored[i] = 1;
     }
     free_.clear();

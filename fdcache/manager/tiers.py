@@ -77,10 +77,10 @@ class LowerTiers:
         return pools
 
     def set_clock(self, seconds: float) -> None:
-        """Take the time of the tiers of this process from the caller."""
+        """Take the time of the tiers of this process from the caller. It does not go back, nor begin below 0."""
         for pool in self.pools.values():
             if isinstance(pool, BlockPool):
-                pool.set_clock(int(seconds * 1000))
+                pool.set_clock(max(int(seconds * 1000), 0))
 
     def reuse(self) -> Reports:
         """Return what the tiers of this process whose order of eviction learns have learned."""

@@ -57,7 +57,7 @@ def replay(
         config.layout,
         storage=config.storage,
         lookup=lookup,
-        reuse_clock=lambda: arrivals.seconds,
+        reuse_clock=None if config.speed == 1 else lambda: arrivals.seconds,
     )
     spec = WorkerSpec(
         layout=config.layout,

@@ -188,6 +188,19 @@ def test_speed_follows_the_timestamps() -> None:
     assert report.wall_seconds >= items[-1].timestamp_ms / 1000 / 50
 
 
+@pytest.mark.parametrize("eviction", ["lru", "learned"])
+def test_a_replay_at_the_speed_of_its_workload_evicts_by_the_real_clock(eviction: str) -> None:
+    items = [
+        replace(item, timestamp_ms=item.timestamp_ms / 100, think_ms=item.think_ms / 100)
+        for item in generate(WorkloadName.CHAT, 200, 0)
+    ]
+    config = small_config(speed=1.0, device_blocks=100, cache={"eviction": eviction})
+    report = replay(iter(items), config)
+    assert_clean(report)
+    assert report.wall_seconds >= items[-1].timestamp_ms / 1000
+    assert report.tally.hit_tokens["device"] > 0
+
+
 def test_verify_sample_compares_fewer_blocks_and_off_none() -> None:
     everything, sample, nothing = (
         run_chat(small_config(verify=verify, concurrency=1)).tally.verified_blocks

@@ -1,7 +1,10 @@
 // Operations of a tier's session: they append to the caller's memory, leave it as it was when they fail, and
 // do the same as those of the tier. Prints what does not hold; exits 1 then.
+#include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tier/session.hpp"
@@ -131,9 +134,56 @@ void a_copy_reservation_is_replaced() {
     expect(session.match(lease, path, 0, 0, table) && table.empty(), "the first block is pending");
 }
 
+double reuses(const Tier &tier) {
+    const std::optional<ReuseTables> tables = tier.reuse();
+    double count = 0;
+    for (const auto &kind : tables->reused())
+        for (const double at_age : kind) count += at_age;
+    return count;
+}
+
+// By the real clock: the tables are computed every 16 s, here between an eviction and a commit of one
+// session.
+void a_session_has_one_time() {
+    using namespace std::chrono_literals;
+    Tier tier(8, "learned");
+    const auto start = std::chrono::steady_clock::now();
+    const auto path = path_of(1, 4);
+    store(tier, path);
+    for (int i = 0; i < 500; ++i) {
+        const LeaseId lease = tier.open_lease();
+        tier.match(lease, path, 0);
+        tier.finish(lease);
+    }
+    const double before = reuses(tier);
+    expect(before == 2000, "each use of a block is counted");
+    const auto first = path_of(2, 3), second = path_of(3, 3);
+    std::this_thread::sleep_until(start + 15990ms);
+    {
+        Tier::Session session(tier);
+        for (const auto *each : {&first, &second}) {
+            std::vector<Slot> table;
+            const LeaseId lease = session.open_lease();
+            session.match(lease, path, 0, 0, table);
+            table.clear();
+            std::this_thread::sleep_for(30ms);
+            expect(session.reserve(lease, 3, table) == 0, "there is room");
+            expect(session.commit(lease, {}, *each, table) == 3, "a path is committed");
+            session.finish(lease, nullptr);
+        }
+    }
+    expect(tier.stats().evictions == 2, "blocks were evicted");
+    expect(reuses(tier) > 0.99 * before, "what was learned is forgotten");
+    expect_sound(tier);
+}
+
 }  // namespace
 
-int main() {
+int main(int count, char **arguments) {
+    if (count > 1 && !std::strcmp(arguments[1], "clock")) {
+        a_session_has_one_time();
+        return failures ? 1 : 0;
+    }
     a_request_in_one_session();
     failures_leave_the_callers_memory();
     evicted_blocks_are_listed_if_asked_for();

@@ -16,6 +16,8 @@ from typing import Protocol
 
 ROLES, OUTPUTS, NEWS, AGES = 9, 5, 5, 23
 CLASSES = ROLES * OUTPUTS * NEWS
+LONGEST, OLDEST = 2**32 / 1000, 2**31 / 1000
+"""Seconds that times are counted for, and those that they go on from then."""
 
 
 @dataclass
@@ -107,6 +109,12 @@ class LastUses:
             self.begin = self.oldest = now
         self.blocks[now] = self.blocks.get(now, 0) + 1
 
+    def move_begin(self, time: int) -> None:
+        moved: dict[int, int] = {}
+        for last, count in self.blocks.items():
+            moved[max(last, time)] = moved.get(max(last, time), 0) + count
+        self.blocks, self.begin, self.oldest = moved, max(self.begin, time), max(self.oldest, time)
+
     def trim(self, capacity: int) -> None:
         size = sum(self.blocks.values())
         while len(self.blocks) > 1 and size - self.blocks[min(self.blocks)] >= capacity:
@@ -178,7 +186,11 @@ class LearnedOracle:
     slots: int
     depth_value: float = 0.0
     now: float | None = None
+    begin_at: float = 0.0
+    """Times before are the same."""
+
     learned_at: float = 0.0
+    uses: int = 0  # of blocks, since then
     blocks: dict[bytes, Known] = field(default_factory=dict)
     ghosts: deque[Ghost] = field(default_factory=deque)
     mean_path: float = 16.0
@@ -203,10 +215,19 @@ class LearnedOracle:
 
     def set_time(self, seconds: float) -> None:
         if self.now is None:
-            self.learned_at = seconds
+            self.begin_at = self.learned_at = seconds
         self.now = seconds
+        if round(1000 * (seconds - self.begin_at)) >= 1000 * LONGEST:
+            self.move_begin(seconds - OLDEST)
         if seconds - self.learned_at >= 16:
             self.learn()
+
+    def move_begin(self, seconds: float) -> None:
+        """Forget how long before this a block was used."""
+        self.begin_at = seconds
+        for known in [*self.blocks.values(), *(ghost.known for ghost in self.ghosts)]:
+            known.last = max(known.last, seconds)
+        self.last_uses.move_begin(round(1000 * seconds))
 
     def arrive(self, block: bytes, depth: int) -> None:
         self.blocks[block] = Known(depth)
@@ -297,6 +318,7 @@ class LearnedOracle:
 
     def touch(self, known: Known, is_fresh: bool, lengths: int, is_last: bool) -> None:
         assert self.now is not None
+        self.uses += 1
         if known.is_tracked:
             known.hits = min(known.hits + 1, 127)
         if is_last and known.hits < 4:
@@ -327,8 +349,8 @@ class LearnedOracle:
             if known.is_idle:
                 row = present.setdefault(known.kind, [0.0] * AGES)
                 row[bucket_of(self.now - known.last)] += 1
-        fade = 2 ** (-(self.now - self.learned_at) / 3600)
-        self.learned_at = self.now
+        fade = 2 ** (-self.uses / (16 * (self.slots + 1000 * self.mean_path)))
+        self.learned_at, self.uses = self.now, 0
         self.at_risk = {}
         for kind in {*self.left, *present}:
             for table in (self.reused, self.left):

@@ -32,7 +32,7 @@ class Act(NamedTuple):
 
 
 KEEPS = ["nothing", "nothing", "nothing", "pin", "hold", "unpin", "unhold", "drop"]
-GAPS = [0.0, 0.2, 3.0, 17.0, 300.0, 9000.0]
+GAPS = [0.0, 0.2, 3.0, 17.0, 300.0, 9000.0, 3_000_000.0]
 
 
 def acts(keeps: list[str], gaps: list[float]) -> st.SearchStrategy[list[Act]]:

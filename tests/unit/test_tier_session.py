@@ -18,6 +18,14 @@ def make_program(folder: Path) -> None:
     call(compiler(), "-pthread", "-o", folder / "tier_session", *objects)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_session_has_one_time_and_forgets_nothing_of_what_was_learned() -> None:
+    program = build_once("tier_session", make_program) / "tier_session"
+    done = subprocess.run([program, "clock"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.timeout(300)
 def test_a_session_appends_to_memory_of_its_caller_and_changes_nothing_when_it_fails() -> None:
     program = build_once("tier_session", make_program) / "tier_session"
