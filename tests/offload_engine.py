@@ -111,16 +111,20 @@ class OffloadEngine:
             rank.initialize_host_cache(self.manager.host_cache)
         self.restored = 0
         self.stores: list[SlabStore] = []
+        self._folder, self._store = folder, store
         if folder is not None:
-            self.stores = [
-                store(folder, layout, rank=rank, size=4 * MIB, threads=2, retry_after=0.0)
-                for rank in range(layout.tp_size)
-            ]
-            scans = [
-                controller.initialize_storage(each)
-                for controller, each in zip(self.ranks, self.stores, strict=True)
-            ]
-            self.restored = self.manager.restore_storage([scan for scan in scans if scan is not None])
+            self.stores = [self.opened_store(rank) for rank in range(layout.tp_size)]
+            self.restore()
+
+    def opened_store(self, rank: int) -> SlabStore:
+        """Open the storage of a rank that begins."""
+        opened = self._store(self._folder, self.layout, rank=rank, size=4 * MIB, threads=2, retry_after=0.0)
+        self.ranks[rank].initialize_storage(opened)
+        return opened
+
+    def restore(self) -> None:
+        """Make findable what the ranks' storage holds."""
+        self.restored = self.manager.restore_storage([store.scan() for store in self.stores])
 
     # --- a step -------------------------------------------------------------------------------------------
 

@@ -329,13 +329,22 @@ class OffloadManager(TierManager[OffloadRequest]):
             )
             return plans
 
-    def loads_of(self, plan_id: int) -> dict[str, bool]:
-        """Return the requests whose blocks a plan in flight loads; True if these are their last.
+    def load_of(self, request: OffloadRequest) -> int:
+        """Return the number of a request's load that has not ended, by which its outcome names it; 0 for none.
 
-        So a rank can tell by itself when all plans of a request have ended.
+        A load that was planned before the request's last ``finish`` is not the request's any more.
         """
         with self._lock:
-            return self._loads.requests_of(plan_id)
+            tracked = self._requests.get(request)
+            return tracked.load.number if tracked is not None and tracked.load is not None else 0
+
+    def loads_of(self, plan_id: int) -> dict[tuple[str, int], bool]:
+        """Return (request id, number) of the loads whose blocks a plan in flight loads; True if these are their last.
+
+        So a rank can tell by itself when all plans of a load have ended.
+        """
+        with self._lock:
+            return self._loads.loads_of(plan_id)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Count the ranks' reports; return the loads that ended with them.

@@ -17,7 +17,7 @@ from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import ReuseLimit
 from fdcache.manager.offloaded_loads import OffloadedLoad, OffloadedLoads
 from fdcache.manager.requests import Request
-from fdcache.manager.results import LoadOutcome
+from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.manager.service_reads import Wait
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
 from fdcache.plans.blocks import ROOT
@@ -179,12 +179,13 @@ class OffloadedRequests:
         tracked = self.get(request)
         if tracked is None:
             return
+        del self._tracked[request.request_id]
         self.unpin(tracked)
-        self.loads.cut_off(request, "the request has ended")
+        if tracked.load is not None:
+            self.loads.cut_off(tracked.load, "the request has ended")
         self._choices.forget([request])
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
-        del self._tracked[request.request_id]
 
     def _keys(self, tracked: Tracked) -> HashArray:
         """Return the keys of the records of a request's pages."""
@@ -379,7 +380,7 @@ class OffloadedRequests:
 
     def look(self, load: OffloadedLoad) -> tuple[HostMatch, bool]:
         """Pin the blocks of a load that have been read since its last part; False if no others are waited for."""
-        tracked = self.get(load.request)
+        tracked = self._waiting_for(load)
         if tracked is None:
             return NOTHING, False
         found, stop = self._look(tracked, self._keys(tracked)[: load.stop], load.planned)
@@ -394,13 +395,22 @@ class OffloadedRequests:
         if self._fetches is not None and tracked.fetch:
             self._fetches.leave(tracked.fetch, keep=True)
 
-    def _load_ended(self, load: OffloadedLoad, is_whole: bool) -> None:
-        load.request.device_only = load.request.device_only or not is_whole
-        tracked = self.get(load.request)
-        if tracked is not None and tracked.load is load:  # else it ended, and has begun anew
-            tracked.load = None
-            if not is_whole:
-                self._choices.matched(load.request.request_id, load.first, load.whole - load.first)
+    def _waiting_for(self, load: OffloadedLoad) -> Tracked | None:
+        """Return the request that waits for a load; None if it has ended since, whether or not it began anew."""
+        tracked = self._tracked.get(load.request.request_id)
+        return tracked if tracked is not None and tracked.load is load else None
+
+    def _load_ended(self, load: OffloadedLoad) -> None:
+        """Let the request go on. After a load that failed by itself it loads nothing more."""
+        tracked = self._waiting_for(load)
+        if tracked is None:
+            return
+        tracked.load = None
+        if load.status is LoadStatus.CONFIRMED:
+            return
+        if load.status is LoadStatus.OVERDUE or not load.is_revoked:
+            load.request.device_only = True
+        self._choices.matched(load.request.request_id, load.first, load.arrived - load.first)
 
     # --- for Plans ----------------------------------------------------------------------------------------
 

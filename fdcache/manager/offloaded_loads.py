@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 
 import numpy as np
 
@@ -22,14 +22,18 @@ from fdcache.tiers.statistics import Counters
 class OffloadedLoad:
     """One request's load of its blocks ``first`` to ``stop`` into the device blocks ``ids``, in one part or more.
 
+    ``number`` names it in its outcome: a request that begins anew may load again before its former load has ended.
+
     Of blocks without a device block nothing is copied. Without all the others such a load is worth nothing, since the
     engine would need what was left out below the first block that failed.
 
     Blocks up to ``planned`` are part of plans, of which ``in_flight`` have not ended; those up to ``whole`` have
     arrived unless their plan is in flight. ``after``: plans that copy out what the device blocks held. ``cut``: why no
-    other part is planned. The load ends with an outcome even if its request has ended before.
+    other part is planned. ``is_revoked``: what was loaded is gone, through no fault of the load. ``status`` is set at
+    the end, which comes even if the request has ended before.
     """
 
+    number: int
     request: OffloadRequest
     first: int
     ids: Int32Array
@@ -39,12 +43,18 @@ class OffloadedLoad:
     in_flight: int = 0
     cut: str | None = None
     errors: list[str] = field(default_factory=list)
-    is_over: bool = False
+    is_revoked: bool = False
+    status: LoadStatus | None = None
 
     @property
     def stop(self) -> int:
         """The block after the last one."""
         return self.first + len(self.ids)
+
+    @property
+    def arrived(self) -> int:
+        """The block after the last one that counts: none does of a load whose plan is overdue."""
+        return self.first if self.status is LoadStatus.OVERDUE else self.whole
 
     @property
     def is_open(self) -> bool:
@@ -58,10 +68,12 @@ class OffloadedLoad:
             self.errors.append(reason)
 
     def revoke(self, reason: str) -> None:
-        """Let nothing count that has been loaded: it is gone."""
+        """Let nothing count that has been loaded: it is gone. An outcome that was not told is another now."""
         self.cut = self.cut or reason
         self.errors.append(reason)
-        self.whole = self.first
+        self.whole, self.is_revoked = self.first, True
+        if self.status is LoadStatus.CONFIRMED:
+            self.status = LoadStatus.FAILED
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +105,7 @@ Look = Callable[[OffloadedLoad], tuple[HostMatch, bool]]
 class OffloadedLoads:
     """The loads that have not ended.
 
-    ``on_end`` is called with each load that ends, and True if all of it has arrived; see ``take_outcomes``.
+    ``on_end`` is called with each load that ends; see ``take_outcomes``.
     """
 
     def __init__(
@@ -101,39 +113,41 @@ class OffloadedLoads:
         layout: KVLayout,
         host: HostTier,
         counters: Counters,
-        on_end: Callable[[OffloadedLoad, bool], None],
+        on_end: Callable[[OffloadedLoad], None],
     ) -> None:
         self._block_size, self._groups = layout.block_size, layout.num_groups
         self._host = host
         self._counters = counters
         self._on_end = on_end
+        self._numbers = count(1)
         self._planned: list[_Part] = []  # of the step's plan
         self._ahead: list[_Part] = []  # of the plan of loads that no step waits for
         self._parts: dict[int, list[_Part]] = {}  # by plan in flight
         self._open: list[OffloadedLoad] = []
-        self._outcomes: list[LoadOutcome] = []
+        self._ended: list[OffloadedLoad] = []  # and not told
 
     @property
     def has_work(self) -> bool:
         """True while loads wait for blocks that are being read, or ends have not been told."""
-        return bool(self._open or self._outcomes)
+        return bool(self._ended) or self.has_open
 
     @property
     def has_open(self) -> bool:
         """True while loads wait for blocks that are being read."""
-        return bool(self._open)
+        return any(load.is_open for load in self._open)
 
     def take_outcomes(self) -> list[LoadOutcome]:
         """Return the loads that have ended since the last call."""
-        taken = self._outcomes
-        if taken:
-            self._outcomes = []
-        return taken
+        if not self._ended:
+            return []
+        taken, self._ended = self._ended, []
+        return list(map(self._outcome, taken))
 
-    def requests_of(self, plan: int) -> dict[str, bool]:
-        """Return the requests whose blocks a plan in flight loads; True: the last of them."""
+    def loads_of(self, plan: int) -> dict[tuple[str, int], bool]:
+        """Return (request id, number) of the loads of which a plan in flight has blocks; True: their last."""
         return {
-            part.load.request.request_id: part.stop == part.load.stop for part in self._parts.get(plan, ())
+            (part.load.request.request_id, part.load.number): part.stop == part.load.stop
+            for part in self._parts.get(plan, ())
         }
 
     # --- plans --------------------------------------------------------------------------------------------
@@ -142,26 +156,33 @@ class OffloadedLoads:
         self, request: OffloadRequest, first: int, ids: Int32Array, run: HostMatch, plan: OpenPlan
     ) -> OffloadedLoad:
         """Plan a load into ``ids`` of the ``run`` on the host, and of what follows it once that has been read."""
-        load = OffloadedLoad(request, first, ids, first, first + len(ids), plan.after)
+        load = OffloadedLoad(next(self._numbers), request, first, ids, first, first + len(ids), plan.after)
         self._add_part(load, run, plan, self._planned)
         if load.is_open:
             self._open.append(load)
         return load
 
     def advance(self, plan: OpenPlan, look: Look) -> None:
-        """Plan to load what has been read since."""
+        """Plan to load what has been read since.
+
+        The device blocks of a load that was cut off since, or is over, may belong to others by now.
+        """
         for load in self._open:
-            found, waits = look(load)
-            if len(found):
-                plan.after = tuple(dict.fromkeys((*plan.after, *load.after)))
-                self._add_part(load, found, plan, self._ahead)
-                self._counters.storage_hit_tokens += len(found) // self._groups * self._block_size
-            if found.lease:
-                self._host.release(found.lease)
-            if not waits:
-                load.cut_off("blocks did not come from storage in time")
-            self._end_if_over(load)
+            if load.is_open:
+                self._load_more(load, plan, look)
         self._open = [load for load in self._open if load.is_open]
+
+    def _load_more(self, load: OffloadedLoad, plan: OpenPlan, look: Look) -> None:
+        found, waits = look(load)
+        if len(found):
+            plan.after = tuple(dict.fromkeys((*plan.after, *load.after)))
+            self._add_part(load, found, plan, self._ahead)
+            self._counters.storage_hit_tokens += len(found) // self._groups * self._block_size
+        if found.lease:
+            self._host.release(found.lease)
+        if not waits:
+            load.cut_off("blocks did not come from storage in time")
+        self._end_if_over(load)
 
     def _add_part(self, load: OffloadedLoad, run: HostMatch, plan: OpenPlan, parts: list[_Part]) -> None:
         start, stop = load.planned, load.planned + len(run)
@@ -205,22 +226,22 @@ class OffloadedLoads:
     def give_up(self, plan: int) -> None:
         """End the loads that wait for a plan, which is overdue; its report makes no second outcome."""
         for part in self._parts.get(plan, ()):
-            if not part.load.is_over:
-                part.load.cut_off("no report within the plan's deadline")
+            load = part.load
+            if load.status is None:
+                load.cut_off("no report within the plan's deadline")
                 self._counters.loads_overdue += 1
-                self._end(part.load, LoadStatus.OVERDUE, part.load.first)
+                self._end(load, LoadStatus.OVERDUE)
 
-    def cut_off(self, request: OffloadRequest, reason: str) -> None:
-        """Load nothing more for a request."""
-        for load in self._open:
-            if load.request is request:
-                load.cut_off(reason)
-                self._end_if_over(load)
+    def cut_off(self, load: OffloadedLoad, reason: str) -> None:
+        """Plan no other part of a load."""
+        load.cut_off(reason)
+        self._end_if_over(load)
 
     def revoke(self, reason: str) -> None:
         """Let no block count that has been loaded or is: it is gone."""
         loads = [
             *self._open,
+            *self._ended,
             *(part.load for part in chain(self._planned, self._ahead, *self._parts.values())),
         ]
         for load in dict.fromkeys(loads):
@@ -228,25 +249,30 @@ class OffloadedLoads:
             self._end_if_over(load)
 
     def _end_if_over(self, load: OffloadedLoad) -> None:
-        if load.is_over or load.is_open or load.in_flight:
+        if load.status is not None or load.is_open or load.in_flight:
             return
         if load.whole == load.stop:
             self._counters.loads_confirmed += 1
-            self._end(load, LoadStatus.CONFIRMED, load.stop)
+            self._end(load, LoadStatus.CONFIRMED)
         else:
             if load.cut is not None and load.whole == load.planned:
                 self._counters.loads_cut_short += 1
             else:
                 self._counters.loads_failed += 1
-            self._end(load, LoadStatus.FAILED, load.whole)
+            self._end(load, LoadStatus.FAILED)
 
-    def _end(self, load: OffloadedLoad, status: LoadStatus, block: int) -> None:
-        load.is_over = True
-        message = None if status is LoadStatus.CONFIRMED else "; ".join(load.errors)
-        unplanned = tuple(load.ids[load.planned - load.first :].tolist())
-        self._outcomes.append(
-            LoadOutcome(
-                load.request.request_id, status, block // self._groups * self._block_size, message, unplanned
-            )
+    def _end(self, load: OffloadedLoad, status: LoadStatus) -> None:
+        load.status = status
+        self._ended.append(load)
+        self._on_end(load)
+
+    def _outcome(self, load: OffloadedLoad) -> LoadOutcome:
+        assert load.status is not None
+        return LoadOutcome(
+            request_id=load.request.request_id,
+            status=load.status,
+            recompute_from=load.arrived // self._groups * self._block_size,
+            error_message=None if load.status is LoadStatus.CONFIRMED else "; ".join(load.errors),
+            unplanned=tuple(load.ids[load.planned - load.first :].tolist()),
+            load=load.number,
         )
-        self._on_end(load, status is LoadStatus.CONFIRMED)

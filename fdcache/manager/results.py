@@ -127,8 +127,12 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 
     FAILED: discard the tokens of all the request's steps in flight and compute again from token ``recompute_from``,
     in the same blocks. OVERDUE: a rank may still write into the blocks, so preempt the request with
-    ``request_finish``; its next match reuses blocks on the device and loads nothing. ``unplanned``: the device blocks
-    at the end of a load of an ``OffloadManager`` that no plan has loaded, as they did not come from storage in time.
+    ``request_finish``; its next match reuses blocks on the device and loads nothing.
+
+    Of an ``OffloadManager``: ``unplanned`` are the device blocks at the end of the load that no plan loads. They are
+    free at once, those that a plan loads once every rank has reported it. ``load`` is the number that ``load_of``
+    returned. A request that began anew meanwhile also gets the outcome of its former load, under the former number; a
+    ``CacheManager`` tells that of the present load alone, with number 0.
     """
 
     request_id: str
@@ -136,3 +140,4 @@ class LoadOutcome(msgspec.Struct, frozen=True):
     recompute_from: int
     error_message: str | None = None
     unplanned: tuple[int, ...] = ()
+    load: int = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fdcache.manager import NO_BLOCK, LoadOutcome, LoadStatus, MatchStatus, Request
-from fdcache.metadata import CacheSwapMetadata
+from fdcache.metadata import CacheSwapMetadata, TransferPlan, TransferReport
 from fdcache.settings.cache import WritePolicy
 from tests.offload_engine import BLOCK, GatedDevice, OffloadEngine
 from tests.seeds import budget
@@ -30,15 +31,57 @@ CHUNK = 10
 
 @dataclass
 class Sequence:
-    """A request of the engine: its block table, page by page, and the number of tokens that have KV."""
+    """A request of the engine: its block table, page by page, and the number of tokens that have KV.
+
+    ``loading`` are the device blocks of its load. One that ``aborted`` keeps them until the load has ended.
+    """
 
     request: Request
     goal: int
+    prompt: list[int]
     table: list[int] = field(default_factory=list)
     computed: int = 0
     loading: list[int] | None = None
     aborted: bool = False
-    is_running: bool = False
+
+
+@dataclass
+class Late:
+    """Device blocks of a load that is overdue, into which these plans may still write."""
+
+    blocks: list[int]
+    plans: set[int]
+
+
+class PlansInFlight:
+    """Which ranks have not reported a plan, and which plans have blocks of a load."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, set[int]] = {}
+        self._of_load: dict[int, set[int]] = {}
+
+    def sent(self, plan: TransferPlan, loads: Iterable[int], ranks: int) -> None:
+        self._ranks[plan.plan_id] = set(range(ranks))
+        for load in loads:
+            self._of_load.setdefault(load, set()).add(plan.plan_id)
+
+    def reported(self, reports: Iterable[TransferReport]) -> None:
+        for report in reports:
+            self._ranks.get(report.plan_id, set()).discard(report.rank)
+
+    def lost(self, rank: int) -> None:
+        for ranks in self._ranks.values():
+            ranks.discard(rank)
+
+    def is_known(self, plan: int) -> bool:
+        """Return False for a task of storage, which has a number of its own."""
+        return plan in self._ranks
+
+    def of_load(self, load: int) -> set[int]:
+        return set(self._of_load.get(load, ()))
+
+    def any_in_flight(self, plans: Iterable[int]) -> bool:
+        return any(self._ranks[plan] for plan in plans)
 
 
 class Engine:
@@ -84,13 +127,17 @@ class Engine:
         self.cached: dict[bytes, int] = {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.loads: dict[str, Sequence] = {}
+        self.loads: dict[int, Sequence] = {}
+        self.plans = PlansInFlight()
+        self.late: list[Late] = []
+        self.preempted: list[Sequence] = []
         self.reports: list[Any] = []
         self.outcomes = self.planned_loads = 0
         self.names = 0
         self.given: list[int] = []
         self.waited_for = 0
         self.wrong = 0
+        self.strays = 0
 
     @property
     def gated(self) -> list[GatedDevice]:
@@ -158,7 +205,7 @@ class Engine:
         )
         request = Request(f"r{self.names}", tokens)
         self.manager.begin(request)
-        self.waiting.append(Sequence(request, len(tokens) + self.random.choice([0, 0, 5])))
+        self.waiting.append(Sequence(request, len(tokens) + self.random.choice([0, 0, 5]), tokens))
 
     def step(self) -> None:
         self.given = []
@@ -167,11 +214,12 @@ class Engine:
         scheduled = self.schedule()
         self.manager.evicted(np.array(self.given, np.int32))
         self.manager.next_evicted(np.array(list(self.free)[:3], np.int32))
-        plans = self.manager.take_plans()
+        plans = self.taken(self.manager.take_plans())
         for sequence, tokens in scheduled:
             whole = np.array(sequence.table, np.int32)
             self.manager.offer(sequence.request, tokens, whole)
         self.run(plans, scheduled)
+        self.end_preempted()
 
     def admit(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -202,7 +250,9 @@ class Engine:
         loading = np.array(sequence.loading, np.int32)
         assert self.manager.load(request, loading) == len(loading)
         self.planned_loads += 1
-        self.loads[request.request_id] = sequence
+        number = self.manager.load_of(request)
+        assert number not in self.loads
+        self.loads[number] = sequence
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         scheduled: list[tuple[Sequence, int]] = []
@@ -272,14 +322,46 @@ class Engine:
         self.reports += [report for rank in self.offload.ranks for report in rank.poll()]
         count = self.random.randint(0, len(self.reports))
         taken, self.reports = self.reports[:count], self.reports[count:]
-        for outcome in self.manager.apply(taken):
+        self.apply(taken)
+
+    def apply(self, reports: list[TransferReport]) -> None:
+        outcomes = self.manager.apply(reports)
+        self.plans.reported(reports)
+        for outcome in outcomes:
             self.end_load(outcome)
+        self.free_late()
+
+    def expire(self) -> None:
+        for outcome in self.manager.expire():
+            self.end_load(outcome)
+
+    def free_late(self) -> None:
+        """Give back what overdue plans may have written into, once they have ended."""
+        for late in [late for late in self.late if not self.plans.any_in_flight(late.plans)]:
+            self.late.remove(late)
+            for block in late.blocks:
+                self.give_back(block)
+
+    def taken(self, plans: list[TransferPlan]) -> list[TransferPlan]:
+        """Return plans, none of which may load into a device block that was given back."""
+        for plan in plans:
+            numbers = [number for _, number in self.manager.loads_of(plan.plan_id)]
+            self.plans.sent(plan, numbers, len(self.offload.ranks))
+            if plan.loads is not None:
+                waited_for = {
+                    block for number in numbers if number in self.loads for block in self.loads[number].table
+                }
+                self.strays += len(set(plan.loads.dst_block_ids.tolist()) - waited_for)
+        return plans
 
     def end_load(self, outcome: LoadOutcome) -> None:
         self.outcomes += 1
-        sequence = self.loads.pop(outcome.request_id)
+        sequence = self.loads.pop(outcome.load)
+        assert sequence.request.request_id == outcome.request_id
         assert sequence.loading is not None
         first = len(sequence.table) - len(sequence.loading)
+        planned = len(sequence.loading) - len(outcome.unplanned)
+        assert sequence.loading[planned:] == list(outcome.unplanned)
         good = outcome.recompute_from // BLOCK * self.groups - first
         assert 0 <= good <= len(sequence.loading)
         assert (good == len(sequence.loading)) == (outcome.status is LoadStatus.CONFIRMED)
@@ -290,16 +372,49 @@ class Engine:
                 self.content[block] = row
                 self.cached.setdefault(row, block)
         is_whole = good == len(sequence.loading)
+        if outcome.status is LoadStatus.OVERDUE:
+            self.hold_late(sequence.loading[:planned], outcome.load)
         sequence.loading = None
         if sequence.aborted:
             self.release(sequence)
             return
+        if outcome.status is LoadStatus.OVERDUE:  # its blocks may still be written into
+            self.release(sequence)
+            self.preempted.append(sequence)
+            if self.random.random() < 0.5:
+                self.end_preempted()
+            return
+        if outcome.unplanned and self.random.random() < 0.5:
+            del sequence.table[first + planned :]
+            for block in outcome.unplanned:
+                self.give_back(block)
         if any(self.windows) and not is_whole:  # what is left would need blocks outside of the windows
             self.release(sequence)
             self.waiting.insert(0, sequence)
             return
         sequence.computed = outcome.recompute_from
         self.running.append(sequence)
+
+    def hold_late(self, blocks: list[int], load: int) -> None:
+        self.late.append(Late([block for block in blocks if block != NO_BLOCK], self.plans.of_load(load)))
+        for block in self.late[-1].blocks:
+            self.share(block)
+
+    def end_preempted(self) -> None:
+        """End the requests whose load was overdue, at once or after the plans of the next step were taken."""
+        for sequence in self.preempted:
+            self.manager.finish(sequence.request)
+            self.begin_anew(sequence)
+        self.preempted.clear()
+
+    def begin_anew(self, former: Sequence) -> None:
+        """Let a request begin again, as the same object or another under its name."""
+        request = former.request
+        if self.random.random() < 0.5:
+            tokens = former.prompt if self.random.random() < 0.7 else former.prompt[: BLOCK + 1]
+            request = Request(request.request_id, tokens)
+        self.manager.begin(request)
+        self.waiting.append(Sequence(request, former.goal, former.prompt))
 
     def abort(self) -> None:
         candidates = [
@@ -312,7 +427,9 @@ class Engine:
         sequence = self.random.choice(candidates)
         self.manager.finish(sequence.request)
         if sequence.loading is not None:
-            sequence.aborted = True  # its blocks stay until the load has ended
+            sequence.aborted = True
+            if self.random.random() < 0.5:
+                self.begin_anew(sequence)
             return
         for queue in (self.waiting, self.running):
             if sequence in queue:
@@ -328,11 +445,10 @@ class Engine:
             self.offload.now += 1
             self.step()
             self.open()
-            self.reports += self.offload.reports()
-            for outcome in self.manager.apply(self.reports):
-                self.end_load(outcome)
-            self.reports = []
-            if not (self.waiting or self.running or self.loads or self.manager.has_pending_work):
+            reports, self.reports = [*self.reports, *self.offload.reports()], []
+            self.apply(reports)
+            is_idle = not (self.waiting or self.running or self.loads or self.preempted)
+            if is_idle and not self.manager.has_pending_work:
                 return
         raise AssertionError("the engine never comes to an end")
 
@@ -340,6 +456,7 @@ class Engine:
         """End everything; return the number of wrong loads and records."""
         self.drain()
         assert self.outcomes == self.planned_loads
+        assert not self.late and not self.strays
         wrong = self.wrong + self.offload.wrong_records()
         self.offload.close()
         return wrong

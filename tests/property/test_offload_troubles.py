@@ -19,12 +19,10 @@ from fdcache.errors import ConfigurationError
 from fdcache.manager import LoadOutcome
 from fdcache.metadata import TransferReport
 from fdcache.settings.cache import TransferSettings, WritePolicy
-from fdcache.storage.slab import SlabStore
 from fdcache.tiers import storage_reads
 from tests.offload_engine import BLOCK
 from tests.property.test_offload import ACTIONS, Engine, Sequence
 from tests.seeds import budget
-from tests.storage_help import MIB
 from tests.swaps import PATIENCE
 
 TIMEOUT = 20.0
@@ -40,7 +38,7 @@ class Troubled(Engine):
         super().__init__(seed, policy, plan_timeout=TIMEOUT, **options)
         self.applied: list[TransferReport] = []
         self.revisions = 1
-        self.rootless: set[str] = set()
+        self.rootless: set[int] = set()
 
     def chance(self, share: float) -> bool:
         return self.random.random() < share * self.troubles
@@ -52,8 +50,7 @@ class Troubled(Engine):
         elif self.chance(0.1):
             self.report()
         elif self.chance(0.05):
-            for outcome in self.manager.expire():
-                self.end_load(outcome)
+            self.expire()
 
     def change_weights(self) -> None:
         self.revisions += 1
@@ -70,7 +67,9 @@ class Troubled(Engine):
         self.manager.evicted(np.array(self.given, np.int32))
         self.manager.next_evicted(np.array(list(self.free)[:3], np.int32))
         self.trouble()
-        plans = self.manager.take_plans(is_patient=self.chance(0.3))
+        if self.chance(0.3):  # as vLLM's hook does
+            self.expire()
+        plans = self.taken(self.manager.take_plans(is_patient=self.chance(0.3)))
         self.trouble()
         for sequence, tokens in scheduled:
             for _ in range(self.random.choice([1, 1, 2]) if not self.chance(0.3) else 0):
@@ -82,6 +81,7 @@ class Troubled(Engine):
                 TransferReport.refusal(plan, rank.rank, "lost on the way") for rank in self.offload.ranks
             ]
         self.run([plan for plan in plans if plan not in lost], scheduled)
+        self.end_preempted()
 
     def report(self) -> None:
         self.reports += [report for rank in self.offload.ranks for report in rank.poll()]
@@ -92,13 +92,11 @@ class Troubled(Engine):
         self.applied += taken
         if self.applied and self.chance(0.2):
             taken = [*taken, self.random.choice(self.applied)]
-        for outcome in self.manager.apply(taken):
-            self.end_load(outcome)
+        self.apply(taken)
 
     def overdue(self) -> None:
         self.offload.now += TIMEOUT + 1
-        for outcome in self.manager.expire():
-            self.end_load(outcome)
+        self.expire()
         assert not self.manager.expire()
 
     def lose(self) -> None:
@@ -109,9 +107,11 @@ class Troubled(Engine):
         engine.ranks[rank].shutdown()
         self.reports = [report for report in self.reports if report.rank != rank]
         outcomes = self.manager.worker_lost(rank)
+        self.plans.lost(rank)
         self.preempt_all()
         for outcome in outcomes:
             self.end_load(outcome)
+        self.free_late()
         transfer = TransferSettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
         fresh = CacheController(transfer, engine.layout, rank=rank, device=engine.devices[rank])
         engine.ranks[rank] = fresh
@@ -132,14 +132,13 @@ class Troubled(Engine):
         self.rootless |= self.loads.keys()
 
     def end_load(self, outcome: LoadOutcome) -> None:
-        sequence = self.loads[outcome.request_id]
+        sequence = self.loads[outcome.load]
         first = (len(sequence.table) - len(sequence.loading or ())) // self.groups * BLOCK
         super().end_load(outcome)
-        if outcome.request_id in self.rootless:  # the blocks above have gone, and all that was loaded
+        if outcome.load in self.rootless:  # the blocks above have gone, and all that was loaded
             assert outcome.recompute_from == first
-            self.rootless.remove(outcome.request_id)
-            sequences = [each for each in self.running if each.request.request_id == outcome.request_id]
-            for sequence in sequences:
+            self.rootless.remove(outcome.load)
+            if sequence in self.running:
                 self.running.remove(sequence)
                 self.release(sequence)
                 self.waiting.append(sequence)
@@ -167,13 +166,9 @@ class Stored(Troubled):
             self.manager.change_revision("other")
 
     def begun(self, rank: int) -> None:
-        engine = self.offload
-        folder = engine.stores[rank].path.parent
-        store = SlabStore(folder, engine.layout, rank=rank, size=4 * MIB, threads=2, retry_after=0.0)
-        engine.stores[rank] = store
-        engine.ranks[rank].initialize_storage(store)
+        self.offload.stores[rank] = self.offload.opened_store(rank)
         if self.random.random() < 0.8:
-            self.manager.restore_storage([each.scan() for each in engine.stores])
+            self.offload.restore()
 
 
 def play(engine: Troubled, steps: int) -> None:

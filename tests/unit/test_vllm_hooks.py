@@ -29,7 +29,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, maybe_convert_block_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.vllm.connector import FdcacheConnector
@@ -40,6 +40,7 @@ from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsD
 from fdcache.integrations.vllm.worker import WorkerSide, _Arrivals
 from fdcache.metadata import TransferReport
 from fdcache.settings import Settings
+from fdcache.tiers import storage_reads
 from tests.service_help import until
 from tests.vllm_sides import (
     BLOCK,
@@ -316,6 +317,58 @@ def test_what_storage_held_at_the_start_is_told_once(tmp_path: Path) -> None:
     engine.compute(request("c", list(range(50, 60))), [3, 4, 5], fill=8)
     engine.side.restore([engine.worker.take_scan()])
     assert engine.manager.get_stats().storage.ready == 2  # type: ignore[union-attr]
+    engine.close()
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_request_has_no_part_in_the_former_load_of_its_name(
+    comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former one ends while its load waits for storage. Which device blocks that leaves is not the other's."""
+    monkeypatch.setattr(storage_reads, "MOST_GROUP_BYTES", 1)  # each read brings one block
+    make = functools.partial(
+        Engine, FDCACHE_STORAGE="local", FDCACHE_STORAGE_DIR=str(tmp_path), FDCACHE_STORAGE_SIZE="64KiB"
+    )
+    tokens, blocks = list(range(8 * BLOCK)), list(range(3, 11))
+    first = make()
+    first.side.restore([first.worker.take_scan()])
+    first.compute(request("a", tokens), blocks, fill=7)
+    first.close()
+    engine = make()
+    engine.side.restore([engine.worker.take_scan()])
+    side, former, reports = engine.side, request("b", tokens), list[TransferReport]()
+    side.arrived(former)
+
+    def is_promised() -> bool:
+        """Count one report more."""
+        engine.worker.submit(side.step(SchedulerOutput.make_empty()))
+        engine.worker.poll()
+        reports.extend(engine.worker.take_reports())
+        side.reported([reports.pop(0)] if reports else [])
+        return bool(side.matched(former, 0))
+
+    until(is_promised, "the first block has come")
+    side.allocated(former, blocks, 8 * BLOCK)
+    made = [side.step(SchedulerOutput.make_empty())]
+    former.status = RequestStatus.FINISHED_ABORTED
+    if comes_back:
+        side.arrived(request("b", tokens))
+    else:
+        side.finished(former, blocks)
+    engine.worker.submit(made[0])
+
+    def has_ended() -> bool:
+        engine.worker.poll()
+        side.reported([*reports, *engine.worker.take_reports()])
+        reports.clear()
+        made.append(side.step(SchedulerOutput.make_empty()))
+        engine.worker.submit(made[-1])
+        return not side.has_pending_work
+
+    until(has_ended, "the end of the load")
+    told = [block for step in made for block in step.unloaded.get("b", [])]
+    assert told == ([] if comes_back else blocks[-len(told) :])
+    assert comes_back or told
     engine.close()
 
 

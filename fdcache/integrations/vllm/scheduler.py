@@ -37,7 +37,8 @@ _Tables = list["array[int]"]
 class _Running:
     """A request between its arrival and its end. ``blocks`` is its block table while it has one, page by page.
 
-    The first ``offered`` pages are offered. Nothing more is loaded or offered for one that ``is_lost``.
+    The first ``offered`` pages are offered. ``load`` is the number of its load, 0 before. Nothing more is loaded or
+    offered for one that ``is_lost``.
     """
 
     __slots__ = (
@@ -45,6 +46,7 @@ class _Running:
         "device_tokens",
         "is_lost",
         "known_hashes",
+        "load",
         "offered",
         "refused_hints",
         "request",
@@ -59,6 +61,7 @@ class _Running:
         self.blocks = array("i")
         self.device_tokens = 0
         self.known_hashes = 0
+        self.load = 0
         self.is_lost = False
         self.offered = 0
         self.stored_tokens = 0
@@ -179,6 +182,7 @@ class SchedulerSide:
                 self._close_plan(is_unordered)
                 self._evicted(known.blocks[first + count :])
                 loaded = self.manager.load(known.request, table)
+                known.load = self.manager.load_of(known.request)
                 self._unordered = source.request_id if is_unordered else None
         finally:
             if loaded:
@@ -284,7 +288,8 @@ class SchedulerSide:
         for plan in plans:
             self._made.plans.append(plan)
             if plan.loads is not None:
-                loads = self._made.loads[plan.plan_id] = self.manager.loads_of(plan.plan_id)
+                of_plan = self.manager.loads_of(plan.plan_id)
+                loads = self._made.loads[plan.plan_id] = {name: last for (name, _), last in of_plan.items()}
                 if loads.keys() == {self._unordered} and plan.evictions is None and plan.backups is None:
                     self._made.unordered.add(plan.plan_id)
         self._has_loads, self._unordered = False, None
@@ -453,9 +458,13 @@ class SchedulerSide:
                 self._reports.append(report)
 
     def _learn_ends(self, outcomes: Iterable[LoadOutcome]) -> None:
-        """Let requests compute what did not come from storage. What a plan has failed to load the ranks have told."""
+        """Let requests compute what did not come from storage. What a plan has failed to load the ranks have told.
+
+        A request that came back under the same name has no part in its former load.
+        """
         for outcome in outcomes:
-            if outcome.unplanned:
+            known = self._running.get(outcome.request_id)
+            if outcome.unplanned and (known is None or known.load == outcome.load):
                 self._unloaded.setdefault(outcome.request_id, []).extend(outcome.unplanned)
 
     @property
