@@ -31,13 +31,14 @@ def until(condition: Callable[[], object], what: str, timeout: float = TIMEOUT) 
 
 
 def arguments(directory: Path, **others: str) -> dict[str, object]:
-    """Settings of a service of the tests: everything in one folder, no HTTP."""
+    """Settings of a service of the tests: everything in one folder, no HTTP, and no memory left at a clean end."""
     return {
         "FDCACHE_SERVER": f"ipc://{directory}/fdcache.sock",
         "FDCACHE_RUNTIME_DIR": str(directory),
         "FDCACHE_ARENA_DIR": str(directory),
         "FDCACHE_HTTP_ADDRESS": "off",
         "FDCACHE_HOST_MEMORY": "16MiB",
+        "FDCACHE_DISCARD": "1",
         **others,
     }
 
