@@ -123,6 +123,7 @@ class ServiceProcess:
         self.directory = directory
         self.address = f"ipc://{directory}/fdcache.sock"
         self._settings = {name: str(value) for name, value in arguments(directory, **settings).items()}
+        self.command = [sys.executable, "-m", "fdcache_cli.main", "serve"]
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServiceProcess:
@@ -139,7 +140,7 @@ class ServiceProcess:
     def spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         """Begin it without waiting for anything."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fdcache_cli.main", "serve"],
+            self.command,
             env={**os.environ, **self._settings},
             stdout=log,
             stderr=log,

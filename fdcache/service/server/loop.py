@@ -47,8 +47,15 @@ class SocketLock:
             raise ServiceRunningError(
                 f"{socket}: the service with process id {pid} serves this address; stop it or use another --socket"
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            self.release()
+            raise ConfigurationError(
+                f"{self._path}: the lock of the socket cannot be written: {error.strerror}; make room there, or choose "
+                "another --socket"
+            ) from error
 
     def release(self, *, remove: bool = True) -> None:
         """Release the lock. ``remove=False`` leaves the file, as a killed process does."""

@@ -112,6 +112,12 @@ class Namespace:
         return max(int(self._arena.manifest.extents * self._quota) // self.ranks, 1)
 
     @property
+    def needed_extents(self) -> int:
+        """Extents of each rank that its blocks would fill."""
+        ready = self.tier.stats().ready if self.tier is not None else 0
+        return -(-ready // self.geometry.records_per_extent)
+
+    @property
     def num_slots(self) -> int:
         """Slots of the tier."""
         return self.memory.num_slots

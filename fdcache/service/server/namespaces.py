@@ -172,11 +172,14 @@ class Namespaces(dict[bytes, Namespace]):
         return sum(recovered.values())
 
     def _fitting(self, extents: int) -> dict[Namespace, int]:
-        """Return how many extents of each rank every namespace keeps, the largest ones giving first."""
+        """Return how many extents of each rank every namespace keeps.
+
+        Those with more than their blocks need give first, and the larger ones before others.
+        """
         left = {namespace: namespace.num_extents for namespace in self.values()}
         while sum(count * each.ranks for each, count in left.items()) > extents:
-            largest = max(left, key=lambda each: left[each] * each.ranks)
-            left[largest] -= 1
+            giver = max(left, key=lambda each: (left[each] > each.needed_extents, left[each] * each.ranks))
+            left[giver] -= 1
         return left
 
     def _recover(self, name: str, extents: set[tuple[int, int]]) -> Iterator[tuple[Namespace, int]]:
