@@ -154,6 +154,7 @@ def serve(folder: str, blocks: int, speed: Any, ready: Event, stop: Event) -> No
         "FDCACHE_SERVER": address(folder),
         "FDCACHE_RUNTIME_DIR": folder,
         "FDCACHE_HTTP_ADDRESS": "off",
+        "FDCACHE_DISCARD": "1",
         "FDCACHE_HOST_MEMORY": (PROMPTS * blocks + 8) * 2 * host_block_bytes(LAYOUT),
         "FDCACHE_STORAGE": "local",
         "FDCACHE_STORAGE_DIR": f"{folder}/storage",

@@ -70,6 +70,7 @@ def serve(directory: str, ready: Event, stop: Event) -> None:
             "FDCACHE_SERVER": f"ipc://{directory}/fdcache.sock",
             "FDCACHE_HTTP_ADDRESS": "off",
             "FDCACHE_HOST_MEMORY": "64MiB",
+            "FDCACHE_DISCARD": "1",
             "FDCACHE_RUNTIME_DIR": directory,
         },
     )

@@ -53,6 +53,7 @@ def main() -> None:
             "serve",
             "--http",
             "off",
+            "--discard",  # or the memory stays for the next start
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )

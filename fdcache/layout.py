@@ -268,7 +268,7 @@ class KVLayout:
         """Read the output of ``to_json``. Raises ``LayoutError`` for unknown, missing or wrong fields."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LayoutError(f"layout: not JSON: {error}") from error
         if isinstance(data, dict):
             data["windows"] = _windows_from_json(data)

@@ -25,7 +25,7 @@ def init(
     *,
     check: Annotated[bool, typer.Option("--check", help="Only report: measure and change nothing.")] = False,
     clean_arenas: Annotated[
-        bool, typer.Option("--clean-arenas", help="Remove the arenas of dead services.")
+        bool, typer.Option("--clean-arenas", help="Remove the arenas of stopped services.")
     ] = False,
     env_file: Annotated[
         Path | None,

@@ -27,11 +27,18 @@ COMMANDS = (
     Command(
         "storage", __name__, "storage", "Remove blocks from the files of a local storage; needs no service."
     ),
+    Command(
+        "arena",
+        "fdcache_cli.reset_arena",
+        "arena",
+        "Remove the memory that stopped services keep for their next start.",
+    ),
 )
 
 app = new_group(
     COMMANDS,
-    help="""Forget cached blocks of a running service, or with `storage` those in files.
+    help="""Forget cached blocks of a running service, with `storage` those in files, or with `arena` the memory that
+    stopped services keep.
 
     A host tier that clients are loading from is not reset: --wait lets these loads end, and no new ones begin. A device
     tier is reset at its engine's next step. The exit status is 1 if loads were in flight, or if an engine has not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,14 +50,23 @@ def serve(
     ] = None,
     arena_dir: Annotated[Path | None, typer.Option(help="Directory of the arena, a tmpfs.")] = None,
     recover: Annotated[
-        bool | None, typer.Option("--recover/--no-recover", help="Take over the blocks of a dead service.")
+        bool | None,
+        typer.Option("--recover/--no-recover", help="Take over the blocks of an earlier service."),
+    ] = None,
+    discard: Annotated[
+        bool | None,
+        typer.Option(
+            "--discard/--keep",
+            help="Remove the host tier's memory at the end, or keep it for the next start. Default: keep.",
+        ),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Check the settings and exit.")] = False,
 ) -> None:
     """Serve one host tier, and a storage tier below it, to all engines of this node.
 
     Engines find the service through FDCACHE_SERVER. The first SIGTERM or Ctrl-C waits for them to leave; a second one
-    ends the service at once.
+    ends the service at once. The next start at the same address finds the host tier as this one leaves it; --discard,
+    or `fdcache reset arena` afterwards, frees its memory.
 
     Example: `fdcache serve --host-memory 40GiB --storage /var/lib/fdcache`
     """
@@ -73,6 +83,7 @@ def serve(
             "FDCACHE_HOST_MEMORY": _option("--host-memory", host_memory),
             "FDCACHE_ARENA_DIR": _option("--arena-dir", None if arena_dir is None else str(arena_dir)),
             "FDCACHE_RECOVER": _option("--no-recover" if recover is False else "--recover", recover),
+            "FDCACHE_DISCARD": _option("--keep" if discard is False else "--discard", discard),
             **_storage_arguments(storage, storage_size),
         }
     )
@@ -96,32 +107,36 @@ def serve(
 
 
 def _serve(server: Server, settings: Settings, advance: Advance | None) -> None:
-    endpoints = server.endpoints
-    web = None
-    try:
+    with server, ExitStack() as at_end:
+        server.bind()
+        web = _bind_http(server, settings)
+        if web is not None:
+            at_end.callback(web.stop)
         if advance is None:
             server.start()
         else:
             server.start(advance)
-        if endpoints.http is not None:
-            from fdcache.service.server.http_server import HttpServer
-
-            keys = tuple(key.get_secret_value() for key in settings.service.api_keys)
-            try:
-                web = HttpServer(endpoints.address, keys, *endpoints.http)
-            except OSError as error:
-                raise ConfigurationError(
-                    f"FDCACHE_HTTP_ADDRESS: {':'.join(map(str, endpoints.http))}: {error}; "
-                    "choose another with --http"
-                ) from error
+        if web is not None:
             web.start()
         _print_summary(server, settings, web)
         server.on_ready = _print_ready
         server.run()
-    finally:
-        if web is not None:
-            web.stop()
-        server.close()
+
+
+def _bind_http(server: Server, settings: Settings) -> HttpServer | None:
+    """Return the HTTP server, which has its address and serves nothing yet; None if it is off."""
+    endpoints = server.endpoints
+    if endpoints.http is None:
+        return None
+    from fdcache.service.server.http_server import HttpServer
+
+    keys = tuple(key.get_secret_value() for key in settings.service.api_keys)
+    try:
+        return HttpServer(endpoints.address, keys, *endpoints.http)
+    except OSError as error:
+        raise ConfigurationError(
+            f"FDCACHE_HTTP_ADDRESS: {':'.join(map(str, endpoints.http))}: {error}; choose another with --http"
+        ) from error
 
 
 def _storage_arguments(storage: str | None, size: str | None) -> dict[str, Sourced]:
@@ -144,7 +159,7 @@ def _print_ready() -> None:
 
 
 def _print_summary(server: Server, settings: Settings, web: HttpServer | None) -> None:
-    from fdcache.service.server.arena import find_arenas
+    from fdcache.service.server.arenas import find_arenas
     from fdcache.service.server.lifecycle import parse_http
 
     arena = server.arena

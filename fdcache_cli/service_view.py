@@ -67,8 +67,22 @@ def connect(server: str | None) -> Client:
         raise ServiceUnavailableError(
             f"{address} is not reachable: {socket_path(address)} does not exist, belongs to another user, or was left "
             "by a killed service; is `fdcache serve` running? Name another address with --server or FDCACHE_SERVER"
+            + _kept_memory(address)
         )
     return Client(address)
+
+
+def _kept_memory(address: str) -> str:
+    """Return what a stopped service at this address keeps for its next start, for an error message."""
+    from fdcache.service.server.arena import arena_name
+    from fdcache.service.server.arenas import find_arenas
+    from fdcache.service.wire.address import socket_path
+    from fdcache.settings.loading import read_settings
+
+    folder = read_settings(arguments={}).settings.server.arena_dir
+    name = arena_name(socket_path(address))
+    kept = [each for each in find_arenas(folder) if each.name == name and not each.alive]
+    return "".join(f"\nits host tier is kept in {folder}, {each.size}: {each.remedy}" for each in kept)
 
 
 def ask(client: Client, kind: type[Answer], what: str, **arguments: Any) -> tuple[Answer, Any]:

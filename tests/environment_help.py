@@ -263,10 +263,11 @@ CASES: dict[str, Case] = {
     "FDCACHE_RUNTIME_DIR": Case("{dir}/other", serve=lambda server: server.endpoints.address),
     "FDCACHE_ARENA_DIR": Case("{dir}/blocks", serve=lambda server: server.arena.directory),
     "FDCACHE_EXTENT_SIZE": Case("64KiB", serve=lambda server: server.arena.manifest.extent_bytes),
-    "FDCACHE_HUGE_PAGES": Case("1", serve=lambda server: server.allocated[3]),
-    "FDCACHE_NUMA_NODE": Case("0", serve=lambda server: server.allocated[2]),
+    "FDCACHE_HUGE_PAGES": Case("1", serve=lambda server: server.arena._kind.huge_pages),
+    "FDCACHE_NUMA_NODE": Case("0", serve=lambda server: server.arena._kind.numa_node),
     "FDCACHE_HTTP_ADDRESS": Case("127.0.0.1:9", serve=lambda server: server.endpoints.http),
     "FDCACHE_RECOVER": Case("0", serve=lambda server: server.arena.manifest.incarnation == server.earlier),
+    "FDCACHE_DISCARD": Case("1", serve=in_service("discard")),
     "FDCACHE_DRAIN_TIMEOUT": Case("7s", serve=drains_for),
     "FDCACHE_SESSION_TIMEOUT": Case("7s", serve=in_service("session_timeout")),
     "FDCACHE_NAMESPACE_QUOTA": Case("0.5", serve=lambda server: namespace(server).max_extents),
@@ -441,20 +442,19 @@ def observe_replay(read: Read) -> object:
 
 def observe_serve(read: Read) -> object:
     """Observe a service as `fdcache serve` creates it, after an earlier one at the same address died."""
-    from fdcache.service.server import arena
-
-    with mock.patch.object(arena, "_allocate_all", wraps=arena._allocate_all) as allocate:
-        earlier = Server(load_settings({}))
-        earlier.start()
+    earlier = Server(load_settings({}))
+    earlier.start()
     incarnation = earlier.arena.manifest.incarnation
     earlier.abandon()
     server: Any = Server(load_settings({}))
     server.start()
     try:
-        server.earlier, server.allocated = incarnation, allocate.call_args.args
+        server.earlier = incarnation
         return read(server)
     finally:
         server.close()
+        server.arena.lock()
+        server.arena.close(discard=True)
 
 
 OBSERVERS: dict[str, Callable[[Read], object]] = {

@@ -31,13 +31,14 @@ def until(condition: Callable[[], object], what: str, timeout: float = TIMEOUT) 
 
 
 def arguments(directory: Path, **others: str) -> dict[str, object]:
-    """Settings of a service of the tests: everything in one folder, no HTTP."""
+    """Settings of a service of the tests: everything in one folder, no HTTP, and no memory left at a clean end."""
     return {
         "FDCACHE_SERVER": f"ipc://{directory}/fdcache.sock",
         "FDCACHE_RUNTIME_DIR": str(directory),
         "FDCACHE_ARENA_DIR": str(directory),
         "FDCACHE_HTTP_ADDRESS": "off",
         "FDCACHE_HOST_MEMORY": "16MiB",
+        "FDCACHE_DISCARD": "1",
         **others,
     }
 
@@ -122,6 +123,7 @@ class ServiceProcess:
         self.directory = directory
         self.address = f"ipc://{directory}/fdcache.sock"
         self._settings = {name: str(value) for name, value in arguments(directory, **settings).items()}
+        self.command = [sys.executable, "-m", "fdcache_cli.main", "serve"]
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServiceProcess:
@@ -138,7 +140,7 @@ class ServiceProcess:
     def spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         """Begin it without waiting for anything."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fdcache_cli.main", "serve"],
+            self.command,
             env={**os.environ, **self._settings},
             stdout=log,
             stderr=log,

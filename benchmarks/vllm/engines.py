@@ -201,7 +201,7 @@ class StartError(Exception):
 def service(places: Places, log: Path, variables: dict[str, str]) -> Iterator[int]:
     """Run a service of fdcache's for the length of the context; yield its process id."""
     command = [sys.executable, "-m", "fdcache_cli.main", "serve", "--socket", places.address, "--http", "off"]
-    command += ["--host-memory", str(places.host_bytes)]
+    command += ["--host-memory", str(places.host_bytes), "--discard"]
     with log.open("w") as output:
         process = subprocess.Popen(
             command, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -62,7 +62,12 @@ class ServerSettings(Group):
         "127.0.0.1:9470",
         "HOST:PORT of probes, metrics and views, or off. An address other than loopback requires FD_API_KEY.",
     )
-    recover: Flag = variable("FDCACHE_RECOVER", True, "Recover the arena of a service that died.")
+    recover: Flag = variable("FDCACHE_RECOVER", True, "Recover the arena of an earlier service.")
+    discard: Flag = variable(
+        "FDCACHE_DISCARD",
+        False,
+        "Remove the arena when the service ends without an error. Unset, it stays for the next service.",
+    )
     drain_timeout: Seconds = variable(
         "FDCACHE_DRAIN_TIMEOUT",
         10.0,

@@ -75,6 +75,14 @@ def test_a_second_engine_hits_the_blocks_of_the_first(
         assert (first["host_hit_tokens"], second["host_hit_tokens"]) == (0, 4 * BLOCK)
         process.terminate()
         assert process.wait() == 0
+    again = service.process(SMALL | {"FDCACHE_HTTP_ADDRESS": free_address(), "FDCACHE_DISCARD": "1"})
+    with spawned(*service.fdcache, env=again, stderr=subprocess.DEVNULL) as process:
+        lines = []
+        while not (line := next_line(process)).startswith("ready"):
+            lines.append(line.split())
+        assert ["recovered", "4", "blocks"] in lines
+        process.terminate()
+        assert process.wait() == 0
     assert not [
         path for folder in service.mounts.values() for path in folder.rglob("fdcache*") if path.is_file()
     ]

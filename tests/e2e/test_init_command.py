@@ -171,7 +171,7 @@ def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:
     dead = Arena(tmp_path, "dead", "ipc:///run/x.sock")
     dead.lock()
     dead.create(1 << 20, 1 << 16)
-    dead.abandon()
+    dead.close()
     living = Arena(tmp_path, "living")
     living.lock()
     folder = {**home(tmp_path / "home"), "FDCACHE_ARENA_DIR": str(tmp_path)}
@@ -181,7 +181,7 @@ def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "removed a dead arena" in done.stdout
     assert [path.name for path in tmp_path.glob("fdcache-*")] == ["fdcache-living.arena"]
-    living.close()
+    living.close(discard=True)
     assert run_init("--check", "--clean-arenas", **folder).returncode == 2
 
 

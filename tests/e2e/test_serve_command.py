@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fdcache.service.server.arenas import find_arenas
 from tests.service_engine import BLOCK, PROMPT, Engine
 from tests.service_help import (
     LocalService,
@@ -46,7 +47,10 @@ def inspect(service: ServiceProcess | LocalService, *arguments: str) -> str:
 
 
 class TestServe:
-    def test_without_arguments_it_serves_and_leaves_nothing(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("discards", [False, True])
+    def test_it_serves_and_leaves_its_memory_unless_asked_to_discard_it(
+        self, tmp_path: Path, discards: bool
+    ) -> None:
         runtime = tmp_path / "run"
         environment = {
             **os.environ,
@@ -55,7 +59,8 @@ class TestServe:
             "FDCACHE_HTTP_ADDRESS": "127.0.0.1:0",
             "FDCACHE_HOST_MEMORY": "4MiB",
         }
-        with spawned(sys.executable, "-m", "fdcache_cli.main", "serve", env=environment) as process:
+        words = ("serve", "--discard") if discards else ("serve",)
+        with spawned(sys.executable, "-m", "fdcache_cli.main", *words, env=environment) as process:
             screen = []
             while not (line := next_line(process)).startswith("ready"):
                 screen.append(line)
@@ -64,7 +69,9 @@ class TestServe:
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         assert list(runtime.iterdir()) == []
-        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        left = [(each.nbytes >= 4 << 20, each.alive) for each in find_arenas(tmp_path)]
+        assert left == ([] if discards else [(True, False)])
+        assert ([path.name for path in tmp_path.iterdir()] == ["run"]) == discards
 
     def test_check_starts_nothing(self, tmp_path: Path) -> None:
         done = run("serve", "--check", FDCACHE_RUNTIME_DIR=str(tmp_path / "run"))

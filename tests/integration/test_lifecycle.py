@@ -21,7 +21,8 @@ import pytest
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
 from fdcache.machine.memory import huge_page_problem, node_cores
 from fdcache.service.client.connection import Connection
-from fdcache.service.server.arena import Arena, find_arenas, foreign_arenas, remove_arena
+from fdcache.service.server.arena import Arena
+from fdcache.service.server.arenas import find_arenas, foreign_arenas, remove_arena
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.server.machine_setup import clean_arenas, examine
 from fdcache.service.server.preflight import check_all
@@ -191,7 +192,7 @@ class TestDeadArenas:
     def test_too_little_memory_names_the_dead_arenas(self, tmp_path: Path) -> None:
         self.dead(tmp_path / "dead")
         server = self.serve_beside(tmp_path, FDCACHE_HOST_MEMORY=str(_all_memory()))
-        with pytest.raises(HostMemoryError, match="init --clean-arenas removes it"):
+        with pytest.raises(HostMemoryError, match="reset arena removes it"):
             server.start()
         assert [each.alive for each in find_arenas(tmp_path / "dead")] == [False]
 
@@ -256,7 +257,7 @@ class TestOtherUsers:
         assert as_nobody(partial(clean_arenas, settings)) == []
         shown = as_nobody(partial(arenas_shown, settings))
         assert shown == [f"skipped, {size} MiB of user 0, which this user may not read" for size in (0, 1)]
-        theirs.close()
+        theirs.close(discard=True)
 
     @pytest.mark.parametrize("folder", ["/etc", "/root", "/root/below"])
     def test_an_arena_directory_of_another_user_is_refused(self, shared_folder: Path, folder: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
-from fdcache.service.server.arena import Arena, extent_bytes
+from fdcache.service.server.arena import Arena, MemoryKind, extent_bytes
 
 
 def arena(directory: Path) -> Arena:
@@ -23,12 +23,70 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_every_file_has_the_prefix_and_close_removes_all(tmp_path: Path) -> None:
+def test_every_file_has_the_prefix_and_only_discarding_removes_any(tmp_path: Path) -> None:
     made = arena(tmp_path)
     assert made.num_free == 16
     assert len(names(tmp_path)) == 17
     assert all(name.startswith("fdcache-t") for name in names(tmp_path))
     made.close()
+    assert len(names(tmp_path)) == 17
+    again = Arena(tmp_path, "t")
+    again.lock()
+    again.close(discard=True)
+    assert names(tmp_path) == []
+
+
+def test_a_lock_without_memory_leaves_nothing(tmp_path: Path) -> None:
+    made = Arena(tmp_path, "t")
+    assert made.lock() is None
+    made.close()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b'{"pid": 1}', b"[" * 100_000, bytes(70_000)])
+def test_extents_are_adopted_without_a_sound_manifest(tmp_path: Path, text: bytes) -> None:
+    arena(tmp_path).close()
+    (tmp_path / "fdcache-t.arena").write_bytes(text)
+    again = Arena(tmp_path, "t")
+    found = again.lock()
+    assert found is not None
+    assert (found.extent_bytes, found.extents) == (1 << 16, 16)
+    assert again.adopt(found) == []
+    assert again.num_free == 16
+    again.close(discard=True)
+
+
+def test_an_adopted_arena_grows_and_shrinks(tmp_path: Path) -> None:
+    arena(tmp_path).close()
+    again = Arena(tmp_path, "t")
+    found = again.lock()
+    assert found is not None
+    again.adopt(found)
+    again.grow(20)
+    assert (again.num_free, again.total_bytes, len(names(tmp_path))) == (20, 20 << 16, 21)
+    again.shrink(3)
+    assert (again.num_free, again.total_bytes, len(names(tmp_path))) == (3, 3 << 16, 4)
+    with pytest.raises(HostMemoryError, match="--host-memory"):
+        again.grow(1 << 40)
+    assert (again.num_free, len(names(tmp_path))) == (3, 4)
+    again.close(discard=True)
+
+
+def test_free_extents_that_vanish_or_are_truncated_are_made_anew(tmp_path: Path) -> None:
+    made = arena(tmp_path)
+    for path in tmp_path.glob("*-free-0000[0-4]"):
+        path.unlink()
+    os.truncate(tmp_path / "fdcache-t-free-00007", 100)
+    (tmp_path / "fdcache-t.arena").unlink()
+    extent = str(tmp_path / "fdcache-t-00112233aabbccdd-r0-00000")
+    made.assign([extent])
+    assert Path(extent).stat().st_size == 1 << 16
+    made.make_lost_files()
+    assert {each.stat().st_size for each in tmp_path.glob("*-free-*")} == {1 << 16}
+    assert made.num_free == len(list(tmp_path.glob("*-free-*"))) == 15
+    with pytest.raises(ServiceRunningError, match=r"process \d+"):
+        Arena(tmp_path, "t").lock()
+    made.close(discard=True)
     assert names(tmp_path) == []
 
 
@@ -42,7 +100,7 @@ def test_an_extent_keeps_its_memory_when_it_is_assigned_again(tmp_path: Path) ->
     assert made.num_free == 16
     assert not Path(path).exists()
     assert sum(each.read_bytes()[:1] == b"x" for each in tmp_path.glob("*-free-*")) == 1
-    made.close()
+    made.close(discard=True)
 
 
 def test_files_of_a_dead_service_are_adopted(tmp_path: Path) -> None:
@@ -50,13 +108,13 @@ def test_files_of_a_dead_service_are_adopted(tmp_path: Path) -> None:
     made.assign([str(tmp_path / f"fdcache-t-00112233aabbccdd-r{rank}-00000") for rank in (0, 1)])
     (tmp_path / "fdcache-t-free-00099").write_bytes(b"torn")
     incarnation = made.manifest.incarnation
-    made.abandon()
+    made.close()
     again = Arena(tmp_path, "t")
     found = again.lock()
     assert found is not None
     assert again.adopt(found) == [("00112233aabbccdd", 0, 0), ("00112233aabbccdd", 1, 0)]
     assert (again.num_free, again.manifest.incarnation) == (14, incarnation)
-    again.close()
+    again.close(discard=True)
     assert names(tmp_path) == []
 
 
@@ -86,11 +144,11 @@ def test_too_much_memory_is_refused_with_the_remedy_and_leaves_nothing(tmp_path:
 
 
 def test_touching_extents_does_not_rebind_other_threads(tmp_path: Path) -> None:
-    made = Arena(tmp_path, "t")
+    node = 0 if Path("/sys/devices/system/node/node0/cpulist").exists() else None
+    made = Arena(tmp_path, "t", kind=MemoryKind(node))
     made.lock()
     cores, told = os.sched_getaffinity(0), []
-    node = 0 if Path("/sys/devices/system/node/node0/cpulist").exists() else None
-    made.create(1 << 20, 1 << 16, numa_node=node, progress=lambda done, total: told.append((done, total)))
+    made.create(1 << 20, 1 << 16, progress=lambda done, total: told.append((done, total)))
     assert told == [(done, 16) for done in range(1, 17)]
     assert os.sched_getaffinity(0) == cores
     assert not any("fdcache-touch" in thread.name for thread in threading.enumerate())

@@ -10,7 +10,7 @@ import pytest
 from fdcache import _core
 from fdcache.layout import KVLayout
 from fdcache.service.server.arena import Arena
-from fdcache.service.server.namespace import READY_HEADER, NamespaceMemory
+from fdcache.service.server.namespace_memory import READY_HEADER, NamespaceMemory
 from fdcache.service.wire.shared_memory import Geometry
 from tests.property.test_round_trips import COMMON
 from tests.service_engine import layout as service_layout
@@ -48,7 +48,7 @@ def test_padding_of_an_extent_from_another_namespace_is_cleared(tmp_path: Path) 
     assert (records[:, planes] == 0xFF).all(), "planes are not cleared: that would take the time of a copy"
     del records, extent
     taken.close()
-    arena.close()
+    arena.close(discard=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -79,4 +79,4 @@ def test_a_block_is_complete_only_with_its_header_on_every_rank(
     write(rank, 1)
     assert memory.are_complete(slots, generations, hashes).tolist() == [True, True]
     memory.close()
-    arena.close()
+    arena.close(discard=True)

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import re
+import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
 from fdcache.machine.memory import available_memory, node_cores
-from fdcache.service.wire.address import is_directory
+
+log = logging.getLogger("fdcache.service.server")
 
 _PAGE = 4096
+_MANIFEST_BYTES = 1024
+_MOST_MANIFEST_BYTES = 65536
 _MADV_POPULATE_WRITE = 23
 _HUGE_PAGE = 2 << 20
 _FEWEST_EXTENTS = 16
@@ -34,10 +42,21 @@ class Manifest(msgspec.Struct, frozen=True):
     """Description of an arena, kept in its lock file for the service that recovers it."""
 
     pid: int
-    incarnation: int
-    extent_bytes: int
-    extents: int
+    incarnation: Annotated[int, Meta(ge=0)]
+    extent_bytes: Annotated[int, Meta(ge=_PAGE, multiple_of=_PAGE)]
+    extents: Annotated[int, Meta(ge=1)]
     address: str = ""
+
+
+NO_MANIFEST = Manifest(0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKind:
+    """Kind of memory that new extents have."""
+
+    numa_node: int | None = None
+    huge_pages: bool = False
 
 
 class Arena:
@@ -47,86 +66,85 @@ class Arena:
     file gives its memory to a namespace, or takes it back.
     """
 
-    def __init__(self, directory: Path, name: str, address: str = "") -> None:
+    def __init__(
+        self, directory: Path, name: str, address: str = "", kind: MemoryKind = MemoryKind()
+    ) -> None:
         self.directory = directory
         self._address = address
+        self._kind = kind
         self.prefix = f"fdcache-{name}"
         self._manifest_path = directory / f"{self.prefix}.arena"
         self._lock_fd = -1
-        self.manifest = Manifest(0, 0, 0, 0)
+        self.manifest = NO_MANIFEST
         self._free: list[int] = []
         self._next_index = 0
+        self.is_new = False
+        """True for memory that this arena has created, so that no earlier service left blocks in it."""
 
     # --- life ---------------------------------------------------------------------------------------------
 
     def lock(self) -> Manifest | None:
-        """Take the lock. Return the manifest of an earlier, dead service if there is one.
+        """Take the lock. Return the manifest of an earlier service if it left memory.
 
         Raises ``ServiceRunningError`` with the process id of a live service, and ``ConfigurationError`` if the
         directory cannot be written.
         """
         try:
-            self._lock_fd = os.open(self._manifest_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock_fd = _open_manifest(self._manifest_path)
+            text = os.pread(self._lock_fd, _MOST_MANIFEST_BYTES, 0)
         except OSError as error:
+            self._unlock()
             raise ConfigurationError(
                 f"FDCACHE_ARENA_DIR: {self._manifest_path} cannot be written: {error.strerror}; "
                 "choose another directory that this user may write, a tmpfs"
             ) from error
-        text = self._manifest_path.read_bytes()
-        try:
-            found = msgspec.json.decode(text, type=Manifest)
-        except msgspec.DecodeError:
-            found = None
+        found = decode_manifest(text)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+            self._unlock()
             pid = f"process {found.pid}" if found else "another process"
             raise ServiceRunningError(
                 f"{self._manifest_path}: the arena belongs to {pid}, which is alive; stop it or use another "
                 "--socket"
             ) from None
-        return found
+        return found or self._infer_manifest()
+
+    def _infer_manifest(self) -> Manifest | None:
+        """Return the manifest that the extents of an earlier service need; None if it left none."""
+        sizes = Counter(path.stat().st_size for path, _ in self._files())
+        sizes.pop(0, None)
+        if not sizes:
+            return None
+        size, count = sizes.most_common(1)[0]
+        log.warning(
+            "%s is missing or damaged: %d extents are recovered without it", self._manifest_path, count
+        )
+        return decode_manifest(msgspec.json.encode(Manifest(0, _new_incarnation(), size, count)))
 
     def create(
-        self,
-        wanted: int,
-        extent_size: int,
-        *,
-        numa_node: int | None = None,
-        huge_pages: bool = False,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        self, wanted: int, extent_size: int, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
         """Create and touch the extents, after removing older files.
 
         ``wanted`` bytes; 0 for a quarter of the free memory. Raises ``HostMemoryError`` if memory, control group or
-        directory have too little, and then leaves nothing behind.
+        directory have too little; older files stay then, unless the system refuses what it has promised.
         """
-        self.clean()
-        total = wanted or self.affordable(wanted=None) // _SHARE_OF_MEMORY
-        size = extent_bytes(total, extent_size, huge_pages)
+        held = sum(path.stat().st_size for path, _ in self._files())
+        total = wanted or (self.affordable() + held) // _SHARE_OF_MEMORY
+        size = extent_bytes(total, extent_size, self._kind.huge_pages)
         count = total // size
-        self._check_budget(count * size + count * size // _SHARE_OF_TABLES)
-        self.manifest = Manifest(os.getpid(), uuid.uuid4().int >> 65, size, count, self._address)
+        self._check_budget(count * size, held)
+        self._remove_files()
+        self.is_new = True
+        self.manifest = Manifest(os.getpid(), _new_incarnation(), size, count, self._address)
         self._write_manifest()
-        try:
-            paths = [self._free_path(index) for index in range(count)]
-            for done, _ in enumerate(_allocate_all(paths, size, numa_node, huge_pages), 1):
-                progress(done, count)
-        except OSError as error:
-            self.clean()
-            raise HostMemoryError(
-                f"{self.directory}: the system refused {count * size} bytes: {error}; ask for less with "
-                "--host-memory, or enlarge the directory's file system"
-            ) from error
+        self._allocate(range(count), progress)
         self._free = list(range(count))[::-1]
         self._next_index = count
 
     def adopt(self, manifest: Manifest) -> list[tuple[str, int, int]]:
-        """Take over the files of a dead service. Return namespace, rank and index of each assigned extent."""
-        self.manifest = msgspec.structs.replace(manifest, pid=os.getpid(), address=self._address)
-        self._write_manifest()
+        """Take over the files of an earlier service. Return namespace, rank and index of each assigned extent."""
         assigned = []
         for kind in ("table", "ring"):  # each recovered namespace, and each client, gets its own
             for path in self.directory.glob(f"{self.prefix}-*.{kind}"):
@@ -136,32 +154,71 @@ class Arena:
                 path.unlink()
             elif match["free"] is not None:
                 self._free.append(int(match["free"]))
-            elif match["namespace"]:
+            else:
                 assigned.append((match["namespace"], int(match["rank"]), int(match["index"])))
         self._free.sort(reverse=True)
         self._next_index = max(self._free, default=-1) + 1
+        self.manifest = msgspec.structs.replace(
+            manifest, pid=os.getpid(), address=self._address, extents=len(self._free) + len(assigned)
+        )
+        self._write_manifest()
         return sorted(assigned)
 
-    def clean(self) -> None:
-        """Remove every file except the manifest."""
-        for path in self.directory.glob(f"{self.prefix}-*"):
-            path.unlink()
-        self._free = []
+    def grow(self, extents: int, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Add free extents until there are ``extents`` in all. Raises ``HostMemoryError``, and then adds none."""
+        count = extents - self.manifest.extents
+        self._check_budget(count * self.manifest.extent_bytes, 0)
+        new = range(self._next_index, self._next_index + count)
+        self._allocate(new, progress)
+        self._free = sorted([*self._free, *new], reverse=True)
+        self._next_index += count
+        self._set_extents(extents)
 
-    def close(self) -> None:
-        """Remove every file and release the lock."""
+    def shrink(self, extents: int) -> None:
+        """Remove free extents until there are ``extents`` in all, or no free one is left."""
+        while self._free and self.manifest.extents > extents:
+            self._free_path(self._free.pop(0)).unlink(missing_ok=True)
+            self._set_extents(self.manifest.extents - 1)
+
+    def _set_extents(self, extents: int) -> None:
+        self.manifest = msgspec.structs.replace(self.manifest, extents=extents)
+        self._write_manifest()
+
+    def close(self, *, discard: bool = False) -> None:
+        """Release the lock. The memory stays for the next service, unless ``discard`` asks to remove it."""
         if self._lock_fd < 0:
             return
-        self.clean()
-        self._manifest_path.unlink(missing_ok=True)
-        os.close(self._lock_fd)
-        self._lock_fd = -1
+        if discard:
+            self._remove_files()
+        if not os.fstat(self._lock_fd).st_size or discard:
+            self._manifest_path.unlink(missing_ok=True)  # nobody needs it to find memory
+        self._unlock()
 
-    def abandon(self) -> None:
-        """Release the lock and leave the memory to the next service, as a killed service does."""
+    def _unlock(self) -> None:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+    def _remove_files(self) -> None:
+        """Remove every file except the manifest."""
+        for path in self.directory.glob(f"{self.prefix}-*"):
+            if path.is_file():
+                path.unlink(missing_ok=True)
+        self._free = []
+
+    def _allocate(self, indices: Sequence[int], progress: Callable[[int, int], None]) -> None:
+        """Create and touch free extents. Raises ``HostMemoryError``, and then creates none."""
+        paths = [self._free_path(index) for index in indices]
+        try:
+            for done, _ in enumerate(_allocate_all(paths, self.manifest.extent_bytes, self._kind), 1):
+                progress(done, len(paths))
+        except OSError as error:
+            for path in paths:
+                path.unlink(missing_ok=True)
+            raise HostMemoryError(
+                f"{self.directory}: the system refused {len(paths) * self.manifest.extent_bytes} bytes: {error}; "
+                "ask for less with --host-memory, or enlarge the directory's file system"
+            ) from error
 
     # --- extents ------------------------------------------------------------------------------------------
 
@@ -176,32 +233,67 @@ class Arena:
         return self.manifest.extents * self.manifest.extent_bytes
 
     def assign(self, paths: list[str]) -> None:
-        """Rename free extents to ``paths``."""
-        for path in paths:
-            self._free_path(self._free.pop()).rename(path)
+        """Rename free extents to ``paths``. Raises ``HostMemoryError`` if one vanished and cannot be made anew."""
+        chosen = self._free[-len(paths) :][::-1]
+        self._make_lost(chosen)
+        for index, path in zip(chosen, paths, strict=True):
+            self._free_path(index).rename(path)
+            self._free.pop()
 
     def take_back(self, paths: list[str]) -> None:
         """Make extents free whose headers were cleared."""
         for path in paths:
-            Path(path).rename(self._free_path(self._next_index))
+            with suppress(FileNotFoundError):  # it vanished: the free extent is made anew when it is needed
+                Path(path).rename(self._free_path(self._next_index))
             self._free.append(self._next_index)
             self._next_index += 1
+
+    def make_lost_files(self) -> None:
+        """Make the manifest and the free extents anew that others removed or truncated.
+
+        Raises ``HostMemoryError`` if there is no room for them.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if not os.fstat(self._lock_fd).st_nlink:
+            fd = _open_manifest(self._manifest_path)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._unlock()
+            self._lock_fd = fd
+            self._write_manifest()
+            log.warning("%s vanished and was written again", self._manifest_path)
+        self._make_lost(self._free)
+
+    def _make_lost(self, indices: Sequence[int]) -> None:
+        lost = [index for index in indices if not self._is_whole(self._free_path(index))]
+        if not lost:
+            return
+        for index in lost:
+            self._free_path(index).unlink(missing_ok=True)
+        self._allocate(lost, lambda done, total: None)
+        log.warning("%d free extents vanished from %s and were made anew", len(lost), self.directory)
+
+    def _is_whole(self, path: Path) -> bool:
+        try:
+            return path.stat().st_size == self.manifest.extent_bytes
+        except OSError:
+            return False
 
     def _free_path(self, index: int) -> Path:
         return self.directory / f"{self.prefix}-free-{index:05d}"
 
     def _files(self) -> Iterator[tuple[Path, re.Match[str]]]:
+        """Yield the extents of this user, and the parts of their names."""
         pattern = re.compile(
             re.escape(self.prefix)
             + r"-(?:free-(?P<free>\d+)|(?P<namespace>[0-9a-f]{16})-r(?P<rank>\d+)-(?P<index>\d+))"
         )
         for path in self.directory.glob(f"{self.prefix}-*"):
-            if match := pattern.fullmatch(path.name):
+            if (match := pattern.fullmatch(path.name)) and _is_own_file(path):
                 yield path, match
 
     # --- budget -------------------------------------------------------------------------------------------
 
-    def affordable(self, wanted: int | None = None) -> int:
+    def affordable(self) -> int:
         """Return the bytes that memory, control groups and the directory can all give now."""
         return min(available_memory().nbytes, self._folder_bytes())
 
@@ -209,7 +301,9 @@ class Arena:
         figures = os.statvfs(self.directory)
         return figures.f_bavail * figures.f_frsize
 
-    def _check_budget(self, needed: int) -> None:
+    def _check_budget(self, extents: int, held: int) -> None:
+        """Raise ``HostMemoryError`` without room for the bytes of ``extents`` and their tables, ``held`` given back."""
+        needed = max(extents + extents // _SHARE_OF_TABLES - held, 0)
         folder = self._folder_bytes()
         if needed > folder:
             raise HostMemoryError(
@@ -225,9 +319,33 @@ class Arena:
             )
 
     def _write_manifest(self) -> None:
-        data = msgspec.json.encode(self.manifest)
-        os.pwrite(self._lock_fd, data, 0)
-        os.ftruncate(self._lock_fd, len(data))
+        # In one page and padded, so that one call replaces it as a whole.
+        os.pwrite(self._lock_fd, msgspec.json.encode(self.manifest).ljust(_MANIFEST_BYTES), 0)
+
+
+def _open_manifest(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def decode_manifest(text: bytes) -> Manifest | None:
+    """Return a manifest; None for anything else."""
+    try:
+        return msgspec.json.decode(text, type=Manifest)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _new_incarnation() -> int:
+    return uuid.uuid4().int >> 65
+
+
+def _is_own_file(path: Path) -> bool:
+    """Return True for a file that this user owns."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def arena_name(socket: Path) -> str:
@@ -249,12 +367,12 @@ def extent_bytes(total: int, most: int, huge_pages: bool) -> int:
     return size
 
 
-def _allocate_all(paths: list[Path], size: int, numa_node: int | None, huge_pages: bool) -> Iterator[None]:
+def _allocate_all(paths: list[Path], size: int, kind: MemoryKind) -> Iterator[None]:
     """Create the files, in parallel since the system clears their pages. Yields after each one, in order."""
-    cores = None if numa_node is None else node_cores(numa_node)
+    cores = None if kind.numa_node is None else node_cores(kind.numa_node)
     pool = ThreadPoolExecutor(min(_TOUCH_THREADS, os.cpu_count() or 1), "fdcache-touch")
     try:
-        yield from pool.map(partial(_allocate, size=size, cores=cores, huge_pages=huge_pages), paths)
+        yield from pool.map(partial(_allocate, size=size, cores=cores, huge_pages=kind.huge_pages), paths)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -279,112 +397,3 @@ def _touch_huge(fd: int, size: int) -> None:
     with mmap.mmap(fd, size, mmap.MAP_SHARED) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         memory.madvise(_MADV_POPULATE_WRITE)
-
-
-_FILE = re.compile(r"fdcache-([0-9a-z]+)(?:\.arena|-.+)")
-
-
-@dataclass(frozen=True, slots=True)
-class FoundArena:
-    """An arena on this machine. ``pid`` and ``address`` are those of its manifest; 0 and empty without one."""
-
-    name: str
-    directory: Path
-    nbytes: int
-    pid: int
-    address: str
-    alive: bool
-
-    @property
-    def words(self) -> str:
-        """Owner, for messages."""
-        owner = f"process {self.pid}" if self.pid else "an unknown process"
-        return f"{owner} at {self.address}" if self.address else owner
-
-    @property
-    def size(self) -> str:
-        """Size, for messages."""
-        return f"{self.nbytes / 2**20:.0f} MiB"
-
-    @property
-    def remedy(self) -> str:
-        """Remedy for a dead one."""
-        recover = f"fdcache serve --socket {self.address} takes it over; " if self.address else ""
-        return f"{recover}fdcache init --clean-arenas removes it"
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignArena:
-    """An arena of another user. This user cannot find out if its service is alive."""
-
-    name: str
-    nbytes: int
-    uid: int
-
-
-def find_arenas(directory: Path) -> list[FoundArena]:
-    """Return the arenas in a directory that this user may read; none if it does not exist."""
-    return [each for each in _arenas(directory) if isinstance(each, FoundArena)]
-
-
-def foreign_arenas(directory: Path) -> list[ForeignArena]:
-    """Return the arenas in a directory that this user may not read."""
-    return [each for each in _arenas(directory) if isinstance(each, ForeignArena)]
-
-
-def _arenas(directory: Path) -> Iterator[FoundArena | ForeignArena]:
-    if not is_directory(directory):
-        return
-    files: dict[str, list[Path]] = {}
-    for path in directory.glob("fdcache-*"):
-        if match := _FILE.fullmatch(path.name):
-            files.setdefault(match[1], []).append(path)
-    for name, paths in sorted(files.items()):
-        nbytes, owner = 0, None
-        for path in paths:
-            try:
-                status = path.stat()
-            except (FileNotFoundError, PermissionError):
-                continue  # removed meanwhile, or the directory may be listed and not entered
-            nbytes += status.st_size
-            if status.st_uid != os.geteuid() and not os.access(path, os.R_OK | os.W_OK):
-                owner = status.st_uid
-        yield _look_at(directory, name, nbytes) if owner is None else ForeignArena(name, nbytes, owner)
-
-
-def _look_at(directory: Path, name: str, nbytes: int) -> FoundArena:
-    path = directory / f"fdcache-{name}.arena"
-    try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (FileNotFoundError, msgspec.DecodeError):
-        manifest = Manifest(0, 0, 0, 0)
-    with _locked(path) as got:
-        return FoundArena(name, directory, nbytes, manifest.pid, manifest.address, alive=not got)
-
-
-@contextmanager
-def _locked(manifest: Path) -> Iterator[bool]:
-    """Lock the manifest meanwhile. Yields False if a live service holds it, True otherwise and if there is none."""
-    try:
-        fd = os.open(manifest, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(fd)
-
-
-def remove_arena(arena: FoundArena) -> None:
-    """Remove the files of a dead arena. Raises ``ServiceRunningError`` with the process id if it is alive by now."""
-    manifest = arena.directory / f"fdcache-{arena.name}.arena"
-    with _locked(manifest) as got:
-        if not got:
-            raise ServiceRunningError(f"{manifest}: the arena belongs to {arena.words}, which is alive")
-        for path in arena.directory.glob(f"fdcache-{arena.name}-*"):
-            path.unlink(missing_ok=True)
-        manifest.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -14,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from fdcache._core import RunRing
+from fdcache._core import MemoryGuard, RunRing
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
 from fdcache.service.server.namespace import Namespace, Run
 from fdcache.service.server.namespaces import Namespaces
-from fdcache.service.wire.liveness import Live, Watch, live_processes
+from fdcache.service.wire.liveness import Live, Watch, is_live_file, live_processes
 from fdcache.service.wire.protocol import (
     Attach,
     Heartbeat,
@@ -39,6 +40,8 @@ MAX_RUNS = 65536
 MAX_LAYOUT_BYTES = 1 << 20
 MAX_FIGURES_BYTES = 1 << 16
 MAX_NAME_LENGTH = 200
+MAX_WATCHES = 8
+"""Processes that a client may have for each rank."""
 MAX_FETCHED_BLOCKS = 1 << 20
 """Limit of the hashes of one client's fetches."""
 
@@ -62,6 +65,7 @@ class Client:
     stock_lease: int
     fetches: FetchTable
     ring: RunRing
+    ring_guard: MemoryGuard
     ring_path: Path
     stock: dict[int, int] = field(default_factory=dict)
     """Slots that it may copy into, with their generations."""
@@ -172,6 +176,8 @@ class Client:
             return
         try:
             records = self.ring.take()
+            if self.ring_guard.has_lost:
+                raise ValueError("its file was truncated")
             if records:
                 self.hear()
             for run, start, path in records:
@@ -180,11 +186,12 @@ class Client:
                     self._pin_found(run, path, start)
                 else:
                     self.unpin([run])
-        except ValueError as error:
+        except Exception as error:  # of this client alone
             self.ring_error = f"its ring of runs is malformed: {error}"
             self.ring.close()
             self.release_runs()
-            log.warning("client %s: %s", self.name, self.ring_error)
+            unforeseen = None if isinstance(error, ValueError) else error
+            log.warning("client %s: %s", self.name, self.ring_error, exc_info=unforeseen)
 
     def _pin_found(self, run: int, path: HashArray, start: int) -> None:
         if run < 1 or run in self.runs:
@@ -222,7 +229,8 @@ class Client:
         self.take_runs()  # they count, although nothing stays pinned
         self.fetches.end_all()
         self.release_runs()
-        self.ring_path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.ring_path.unlink(missing_ok=True)
         if self.namespace.tier is not None:
             for lease in (self.stock_lease, *self.stale_stock):
                 self.namespace.tier.release(lease)
@@ -270,7 +278,14 @@ class Clients(dict[int, Client]):
         """
         if len(request.layout) > MAX_LAYOUT_BYTES:
             raise RefusalError("malformed", f"layout: more than {MAX_LAYOUT_BYTES} bytes")
-        self._check_live(request.live.path)
+        self._check_live(request.live)
+        layout = KVLayout.from_json(request.layout)
+        if layout.tp_size > (extents := self._namespaces.arena.manifest.extents):
+            raise RefusalError(
+                "no_memory",
+                f"layout.tp_size: {layout.tp_size} ranks need an extent each, and the arena has {extents}; give the "
+                "service more --host-memory",
+            )
         for client in [each for each in self.values() if each.live.path == request.live.path]:
             self.remove(client)
         for watch in [each for each in self.earlier if each.live.engine == request.live.path]:
@@ -278,7 +293,7 @@ class Clients(dict[int, Client]):
             self.earlier.remove(watch)
         if len(self) >= MAX_CLIENTS:
             raise RefusalError("too_many", f"{MAX_CLIENTS} clients are registered already")
-        namespace = self._namespaces.open(KVLayout.from_json(request.layout))
+        namespace = self._namespaces.open(layout)
         if not namespace.num_extents and not self.make_room(namespace):
             raise RefusalError(
                 "no_memory",
@@ -286,10 +301,10 @@ class Clients(dict[int, Client]):
                 "--host-memory, or reset a namespace that is no longer used",
             )
         assert namespace.tier is not None
-        session = self._salt | next(self._serial)
+        session = self._new_session()
         ring_path = Path(namespace.geometry.ring_path(session))
         try:
-            ring = RunRing(create_shared(ring_path, RING_BYTES))
+            ring_memory = create_shared(ring_path, RING_BYTES)
         except OSError as error:
             raise RefusalError(
                 "no_memory", f"{ring_path}: no room for {RING_BYTES} bytes: {error}; enlarge its file system"
@@ -309,7 +324,8 @@ class Clients(dict[int, Client]):
                 most_blocks=MAX_FETCHED_BLOCKS,
                 keep_done=False,
             ),
-            ring=ring,
+            ring=RunRing(ring_memory),
+            ring_guard=MemoryGuard(ring_memory),
             ring_path=ring_path,
         )
         namespace.take_runs = partial(self.take_runs, namespace)
@@ -323,12 +339,16 @@ class Clients(dict[int, Client]):
 
         Raises ``RefusalError`` if there is no such client or rank.
         """
-        self._check_live(request.live.path)
+        self._check_live(request.live)
         for client in self.values():
             if client.live.path == request.live.engine and session in (0, client.session):
                 if not 0 <= request.rank < client.namespace.ranks:
                     raise RefusalError(
                         "malformed", f"rank {request.rank} is not below {client.namespace.ranks}"
+                    )
+                if len(client.watches) >= MAX_WATCHES * client.namespace.ranks + 1:
+                    raise RefusalError(
+                        "too_many", f"{len(client.watches)} processes work for this engine already"
                     )
                 client.watch(request.live, request.rank)
                 return client
@@ -336,10 +356,20 @@ class Clients(dict[int, Client]):
             "no_session", "the engine of this worker is not registered here, or has registered again"
         )
 
-    def _check_live(self, path: str) -> None:
-        given = Path(path)
-        if given.parent != self._runtime_dir or not given.exists():
-            raise RefusalError("malformed", f"live.path: not a file in {self._runtime_dir}")
+    def _check_live(self, live: Live) -> None:
+        if not is_live_file(Path(live.path), self._runtime_dir):
+            raise RefusalError("malformed", f"live.path: not a live file in {self._runtime_dir}")
+
+    def _new_session(self) -> int:
+        return self._salt | next(self._serial)
+
+    def end_sessions(self, namespace: Namespace) -> None:
+        """Make the clients of a namespace register again. They keep their slots until then."""
+        for client in self.of(namespace):
+            del self[client.session]
+            namespace.hints.forget(client.session)
+            client.session = self._new_session()
+            self[client.session] = client
 
     def take_runs(self, namespace: Namespace | None = None) -> None:
         """Carry out what the clients of a namespace, or all clients, have pinned and unpinned by themselves."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fdcache._core import BlockList, CopyReservation, PresenceWriter, Reservation
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.tiers.pool import HOST_SPARE, BlockPool
@@ -42,6 +45,14 @@ class HostPool(BlockPool):
         if self._is_open != is_open:
             self._is_open = is_open
             (self.table.open if is_open else self.table.close)()
+
+    def move_table(self, table: PresenceWriter, memory: NDArray[np.uint8]) -> None:
+        """Keep the table in other memory. Readers of the former one have to ask for every look-up."""
+        self.table.close()
+        self.table = table
+        self.mirror(memory)
+        if self._is_open:
+            table.open()
 
     @contextmanager
     def _closed(self) -> Iterator[None]:

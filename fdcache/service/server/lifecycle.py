@@ -1,4 +1,4 @@
-"""Server: starts a service (locks, memory, recovery, storage), runs it, drains it and removes its files."""
+"""Server: starts a service (locks, memory, recovery, storage), runs it, drains it and ends it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fdcache.errors import ConfigurationError, HostMemoryError
-from fdcache.machine.memory import huge_page_problem
+from fdcache.machine.memory import huge_page_problem, node_cores
 from fdcache.service.server import http_address
-from fdcache.service.server.arena import Arena, arena_name, find_arenas
+from fdcache.service.server.arena import Arena, Manifest, MemoryKind, arena_name
+from fdcache.service.server.arenas import find_arenas
 from fdcache.service.server.loop import ServiceLoop, SocketLock
 from fdcache.service.server.process import notify, notify_status
 from fdcache.service.server.service import Service
@@ -97,62 +98,90 @@ class Server:
 
     Example::
 
-        server = Server(Settings.load())
-        server.start()
-        try:
+        with Server(Settings.load()) as server:
+            server.start()
             server.run()  # until another thread or a signal handler calls server.stop()
-        finally:
-            server.close()
     """
 
     def __init__(self, settings: Settings, address: str | None = None) -> None:
         self.settings = settings
         self.endpoints = endpoints(settings, address)
         self._socket = socket_path(self.endpoints.address)
-        self.arena = Arena(settings.server.arena_dir, arena_name(self._socket), self.endpoints.address)
+        kind = MemoryKind(settings.server.numa_node, settings.server.huge_pages)
+        name = arena_name(self._socket)
+        self.arena = Arena(settings.server.arena_dir, name, self.endpoints.address, kind)
         self.service = Service(settings.server, self.arena, self._socket.parent, settings.cache.evicts)
         self.views = Views(self.service, effective_values(settings), settings.fingerprint)
         self.service.answer_tool = self.views.answer
         self.recovered = 0
+        self._found: Manifest | None = None
         self._lock: SocketLock | None = None
         self._loop: ServiceLoop | None = None
+        self._is_started = False
+        self._has_failed = False
         self._drain_until: float | None = None
         self.on_ready: Callable[[], None] = lambda: None
         """Called once by ``run``, when the storage index is loaded."""
         self._is_ready = False
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._has_failed |= kind is not None
+        self.close()
+
     @property
     def is_serving(self) -> bool:
         """Return True if ``run`` answers requests, or will."""
-        return self._loop is not None
+        return self._is_started and self._loop is not None
+
+    def bind(self) -> None:
+        """Take the locks and the address, and check what a start needs. No memory of an earlier service is touched.
+
+        Raises ``ServiceRunningError`` if another service has this address, ``ConfigurationError``, ``HostMemoryError``
+        and ``StorageError`` for settings that cannot be served.
+        """
+        try:
+            make_runtime_dir(self._socket.parent)
+            require_socket(self._socket)
+            self._lock = SocketLock(self._socket)
+            check_arena_dir(self.settings)
+            if self.settings.server.numa_node is not None:
+                node_cores(self.settings.server.numa_node)
+            self._found = self.arena.lock()
+            self.service.clients.watch_earlier()
+            if self.settings.storage_tier.is_on:
+                self.service.storage = ServiceStorage(self.settings, make_room=self.service.make_room_for)
+            self._loop = ServiceLoop(self.service, self._socket, self._on_tick)
+            self._loop.bind()
+        except BaseException:
+            self._fail()
+            raise
 
     def start(self, progress: Progress = lambda what, done, total: None) -> None:
-        """Take the locks, make or recover the arena, and bind the socket. After an error nothing is left behind.
+        """Make or recover the arena, and begin to open the storage; ``bind`` before that unless it was done.
 
-        Raises ``ServiceRunningError`` if another service has this address, ``HostMemoryError`` for too little memory,
-        ``ConfigurationError`` and ``StorageError`` for settings that cannot be served.
+        After an error the memory of an earlier service stays, and nothing else is left behind. Raises what ``bind``
+        does, and ``HostMemoryError`` for too little memory.
         """
 
         def report(what: str, done: int, total: int) -> None:
             notify_status(f"{what}: {done} of {total}")
             progress(what, done, total)
 
-        make_runtime_dir(self._socket.parent)
-        require_socket(self._socket)
-        self._lock = SocketLock(self._socket)
+        if self._loop is None:
+            self.bind()
         try:
-            self._open_arena(report)
-            self.service.clients.watch_earlier()
-            self._open_storage(report)
-            # Signals stop the loop from here on, so none can leave the socket behind.
-            self._loop = ServiceLoop(self.service, self._socket, self._on_tick)
-            self._loop.bind()
+            self._open_arena(lambda done, total: report("touching memory", done, total))
+            if self.service.storage is not None:
+                self.service.storage.start(
+                    self.service.namespaces.values(),
+                    lambda done, total: report("loading the storage index", done, total),
+                )
+            self._is_started = True  # signals stop the loop from here on
         except BaseException:
-            self._close_loop()
-            self._close_storage()
-            self.arena.close()
-            self._lock.release()
-            self._lock = None
+            self._fail()
             raise
         log.info(
             "serving at %s: %d bytes in %s, %d blocks recovered",
@@ -162,26 +191,30 @@ class Server:
             self.recovered,
         )
 
-    def _open_arena(self, progress: Progress) -> None:
-        settings = self.settings.server
-        check_arena_dir(self.settings)
-        found = self.arena.lock()
-        wanted = self.settings.cache.host_memory
-        if found is not None and settings.recover:
-            if not wanted or found.extents == wanted // max(found.extent_bytes, 1):
-                self.recovered = self.service.namespaces.recover(self.arena.adopt(found))
-                return
-            log.warning("the earlier arena is not recovered: its size differs from FDCACHE_HOST_MEMORY")
+    def _fail(self) -> None:
+        self._has_failed = True
+        self.close()
+
+    def _open_arena(self, progress: Callable[[int, int], None]) -> None:
+        settings, found = self.settings.server, self._found
         if settings.huge_pages and (problem := huge_page_problem(settings.arena_dir)):
             log.warning("%s", problem)
+        wanted = self.settings.cache.host_memory
         try:
-            self.arena.create(
-                wanted,
-                settings.extent_size,
-                numa_node=settings.numa_node,
-                huge_pages=settings.huge_pages,
-                progress=lambda done, total: progress("touching memory", done, total),
-            )
+            if (
+                found is not None
+                and settings.recover
+                and (wanted or found.extent_bytes) >= found.extent_bytes
+            ):
+                self._recover(found, wanted // found.extent_bytes, progress)
+                return
+            if found is not None and settings.recover:
+                log.warning(
+                    "the earlier arena is not recovered: FDCACHE_HOST_MEMORY is less than one of its extents of %d "
+                    "bytes",
+                    found.extent_bytes,
+                )
+            self.arena.create(wanted, settings.extent_size, progress)
         except HostMemoryError as error:
             dead = [each for each in find_arenas(settings.arena_dir) if not each.alive]
             if not dead:
@@ -189,15 +222,14 @@ class Server:
             taken = "; ".join(f"{each.size} of {each.words}: {each.remedy}" for each in dead)
             raise HostMemoryError(f"{error}\ndead arenas in {settings.arena_dir}: {taken}") from error
 
-    def _open_storage(self, progress: Progress) -> None:
-        if not self.settings.storage_tier.is_on:
-            return
-        storage = ServiceStorage(self.settings, make_room=self.service.make_room_for)
-        self.service.storage = storage
-        storage.start(
-            self.service.namespaces.values(),
-            lambda done, total: progress("loading the storage index", done, total),
-        )
+    def _recover(self, found: Manifest, wanted: int, progress: Callable[[int, int], None]) -> None:
+        """Take over an earlier arena, and give it ``wanted`` extents; 0: as many as it had."""
+        assigned = self.arena.adopt(found)
+        extents = wanted or found.extents
+        if self.arena.manifest.extents < extents:
+            self.arena.grow(extents, progress)
+        has_writers = bool(self.service.clients.earlier)
+        self.recovered = self.service.namespaces.recover(assigned, extents, has_writers=has_writers)
 
     def _close_loop(self) -> None:
         loop, self._loop = self._loop, None
@@ -212,7 +244,11 @@ class Server:
     def run(self) -> None:
         """Serve until ``stop``."""
         assert self._loop is not None
-        self._loop.run()
+        try:
+            self._loop.run()
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def _on_tick(self) -> None:
         self._announce_ready()
@@ -252,23 +288,33 @@ class Server:
             self._loop.stop()
 
     def close(self) -> None:
-        """Remove the socket, the shared memory and the locks."""
+        """Remove the socket and the locks. The memory stays for the next service to recover.
+
+        It is removed if ``FDCACHE_DISCARD`` asks for that and no error has ended this service, and if an error has
+        ended the start that created it.
+        """
         self._close_loop()
         self._close_storage()
         for namespace in self.service.namespaces.values():
             namespace.close()
-        self.arena.close()
+        is_unused = self.arena.is_new and not self._is_started
+        is_discarded = is_unused or (self.settings.server.discard and not self._has_failed)
+        if self._is_started and not is_discarded:
+            log.info("%d bytes stay in %s for the next start", self.arena.total_bytes, self.arena.directory)
+        self._is_started = False
+        self.arena.close(discard=is_discarded)
+        if self._lock is None:
+            return
         for _ in live_processes(self._socket.parent):
             pass  # it removes the live files of dead clients
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._lock.release()
+        self._lock = None
 
     def abandon(self) -> None:
         """Release the locks and leave all files, as a killed service does. For tests of recovery."""
         self._close_loop()
         self._close_storage()
-        self.arena.abandon()
+        self.arena.close()
         if self._lock is not None:
             self._lock.release(remove=False)
             self._lock = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import zmq
 
-from fdcache.errors import ProtocolError, ServiceRunningError
+from fdcache.errors import ConfigurationError, ProtocolError, ServiceRunningError
 from fdcache.service.server.service import Service
 from fdcache.service.wire.address import SCHEME, require_socket, socket_problem
 from fdcache.service.wire.protocol import MAX_FRAME, Answer, Refused, decode_request_frame, encode_answer
@@ -32,7 +33,15 @@ class SocketLock:
 
     def __init__(self, socket: Path) -> None:
         self._path = socket.with_name(socket.name + ".lock")
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if self._path.exists() and not self._path.is_file():
+                raise OSError(errno.EINVAL, "it is not a file")
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{self._path}: the lock of the socket cannot be opened: {error.strerror}; move it away, or choose "
+                "another --socket"
+            ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -41,8 +50,15 @@ class SocketLock:
             raise ServiceRunningError(
                 f"{socket}: the service with process id {pid} serves this address; stop it or use another --socket"
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            self.release()
+            raise ConfigurationError(
+                f"{self._path}: the lock of the socket cannot be written: {error.strerror}; make room there, or choose "
+                "another --socket"
+            ) from error
 
     def release(self, *, remove: bool = True) -> None:
         """Release the lock. ``remove=False`` leaves the file, as a killed process does."""
@@ -67,6 +83,7 @@ class ServiceLoop:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._is_bound = False
+        self._has_faults = False
 
     def bind(self) -> None:
         """Create the socket, for this user only."""
@@ -146,7 +163,16 @@ class ServiceLoop:
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return False
-        identity = frames[0]
+        try:
+            self._answer(frames[0], frames)
+        except Exception:
+            # A fault of the service with one message. It must not end the loop, which serves others.
+            if not self._has_faults:
+                log.exception("a message failed; further ones that fail are not logged")
+            self._has_faults = True
+        return True
+
+    def _answer(self, identity: bytes, frames: list[bytes]) -> None:
         number = session = 0
         try:
             if len(frames) != 2:
@@ -161,7 +187,6 @@ class ServiceLoop:
             self.service.send_events(self._send_notice)
         if not self._send(identity, number, answer):
             self.service.on_undelivered(session, answer)
-        return True
 
     def _send(self, identity: bytes, number: int, answer: Answer) -> bool:
         """Send without waiting. Return False if the client's queue is full or the client is gone."""

@@ -15,7 +15,7 @@ from fdcache.devices.topology import Gpu, visible_gpus
 from fdcache.errors import ConfigurationError, DeviceError, StorageError
 from fdcache.machine.memory import available_memory, huge_page_problem, numa_nodes
 from fdcache.machine.session import user_config_dir
-from fdcache.service.server.arena import find_arenas, foreign_arenas, remove_arena
+from fdcache.service.server.arenas import find_arenas, foreign_arenas, remove_arena
 from fdcache.service.server.preflight import (
     check_arena,
     check_memory,

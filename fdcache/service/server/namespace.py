@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,149 +13,28 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache import _core
-from fdcache._core import PresenceWriter
+from fdcache._core import MemoryGuard, PresenceWriter
 from fdcache.errors import HostMemoryError, UnsupportedLayoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.service.server.arena import Arena
+from fdcache.service.server.eviction_order import OrderFile
 from fdcache.service.server.hints import NamespaceHints
 from fdcache.service.server.history import History
 from fdcache.service.server.host_pool import HostPool
+from fdcache.service.server.namespace_memory import NamespaceMemory
 from fdcache.service.server.tenants import Quotas, Tenants
-from fdcache.service.wire.shared_memory import Extent, Geometry, create_shared, record_table, table_bytes
+from fdcache.service.wire.shared_memory import Geometry, create_shared, table_bytes
 from fdcache.service.wire.views import MissReason
 from fdcache.settings.cache import Eviction
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.learned_file import LearnedFile
 from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED, BlockPool
 
-READY_HEADER = 2
+log = logging.getLogger("fdcache.service.server")
+
 STOCK_DIVISOR = 4
 """The clients of a namespace may together stock 1/4 of its slots to copy into."""
-
-
-class NamespaceMemory:
-    """The extents of a namespace: equally many on each rank, with one slot at the same place on every rank.
-
-    ``tables`` gives access to the records and headers, one table per rank.
-    """
-
-    def __init__(self, arena: Arena, layout: KVLayout, geometry: Geometry) -> None:
-        self._arena = arena
-        self._layout = layout
-        self._geometry = geometry
-        self._ranks = range(layout.tp_size)
-        self._padding = _padding(layout)
-        self._extents: list[list[Extent]] = [[] for _ in self._ranks]
-        self.tables: list[_core.RecordTable] = []
-
-    @property
-    def num_extents(self) -> int:
-        """Extents of each rank."""
-        return len(self._extents[0])
-
-    @property
-    def num_slots(self) -> int:
-        """Slots in these extents."""
-        return self.num_extents * self._geometry.records_per_extent
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the extents of all ranks."""
-        return self.num_extents * len(self._ranks) * self._geometry.extent_bytes
-
-    def extents(self, rank: int) -> list[Extent]:
-        """Return the extents of a rank, in order."""
-        return self._extents[rank]
-
-    def table_of(self, extent: Extent) -> _core.RecordTable:
-        """Return a table of the records and headers of one extent."""
-        return record_table(self._geometry, [extent])
-
-    def map(self, count: int) -> None:
-        """Map ``count`` more extents of each rank. Their files must exist."""
-        first = self.num_extents
-        for rank, extents in enumerate(self._extents):
-            for index in range(first, first + count):
-                extents.append(Extent(self._geometry.path(rank, index), self._geometry.extent_bytes))
-        self._renew_tables()
-
-    def add_extent(self) -> None:
-        """Take one free extent of the arena for each rank; the arena must have that many."""
-        self._arena.assign(self._paths(self.num_extents))
-        self.map(1)
-        for extents in self._extents:
-            records = extents[-1].records(self._geometry)
-            for first, last in self._padding:
-                records[:, first:last] = 0  # bytes of a former owner must not travel with a record
-
-    def remove_extent(self) -> None:
-        """Return the last extent of each rank to the arena. None of its slots may be in use."""
-        self.tables = []
-        for extents in self._extents:
-            extents.pop().headers(self._geometry)[:] = 0
-        self._arena.take_back(self._paths(self.num_extents))
-        self._renew_tables()
-
-    def close(self) -> None:
-        """Unmap all extents; their files stay."""
-        self.tables = []
-        self._extents = [[] for _ in self._ranks]
-
-    def headers(self, rank: int, slots: Int32Array) -> np.ndarray:
-        """Return a copy of the headers of ``slots`` on one rank, dtype ``HEADER``."""
-        per_extent = self._geometry.records_per_extent
-        views = [extent.headers(self._geometry) for extent in self._extents[rank]]
-        out = np.empty(len(slots), views[0].dtype)
-        for index in np.unique(slots // per_extent).tolist():
-            chosen = slots // per_extent == index
-            out[chosen] = views[index][slots[chosen] % per_extent]
-        return out
-
-    def stamp_empty(self, slots: Int32Array, generations: UInt32Array) -> None:
-        """Mark slots as empty on every rank, so that a reader of the former record fails its check."""
-        for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
-            empty = _core.SlotHeader(0, generation, bytes(32), bytes(32), self._layout.fingerprint, 0, 0)
-            for table in self.tables:
-                table.set_header(slot, empty)
-
-    def are_complete(
-        self, slots: Int32Array, generations: UInt32Array, hashes: HashArray
-    ) -> NDArray[np.bool_]:
-        """Return for each slot True where the header on every rank names this complete block."""
-        complete = np.ones(len(slots), np.bool_)
-        for rank in self._ranks:
-            headers = self.headers(rank, slots)
-            complete &= headers["state"] == READY_HEADER
-            complete &= headers["generation"] == generations
-            complete &= (headers["hash"] == hashes).all(axis=1)
-        return complete
-
-    def is_intact(self, slot: int, key: bytes) -> bool:
-        """Return True if every rank has this block in the slot and its bytes match their checksum."""
-        offsets = [plane.offset for plane in self._layout.planes]
-        sizes = [plane.nbytes for plane in self._layout.planes]
-        for table in self.tables:
-            header = table.header(slot)
-            if not header.is_valid or header.state != READY_HEADER or header.hash != key:
-                return False
-            if _core.record_checksum(table.record(slot), offsets, sizes) != header.payload_checksum:
-                return False
-        return True
-
-    def _paths(self, index: int) -> list[str]:
-        return [self._geometry.path(rank, index) for rank in self._ranks]
-
-    def _renew_tables(self) -> None:
-        self.tables = [record_table(self._geometry, extents) for extents in self._extents if extents]
-
-
-def _padding(layout: KVLayout) -> list[tuple[int, int]]:
-    """Return the byte ranges of a record that belong to no plane."""
-    ends = [0, *(plane.offset + plane.nbytes for plane in layout.planes)]
-    starts = [*(plane.offset for plane in layout.planes), layout.record_bytes]
-    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +74,15 @@ class Namespace:
                 f"{self.geometry.extent_bytes} bytes; start the service with a larger FDCACHE_EXTENT_SIZE or more "
                 "--host-memory"
             )
-        self.max_extents = max(int(arena.manifest.extents * settings.namespace_quota) // self.ranks, 1)
-        self._table_memory = self._make_table(self.max_extents)
+        self._quota = settings.namespace_quota
+        self._table_memory = self._make_table(self._table_bytes(self.max_extents))
         self.memory = NamespaceMemory(arena, layout, self.geometry)
         self.tier: HostPool | None = None
         """None while the namespace has no memory."""
         self.history = History(settings.eviction_log)
         self.tenants = Tenants(quotas, Path(f"{self.geometry.directory}/{self.geometry.prefix}.tenants"))
         self.learned = LearnedFile(Path(f"{self.geometry.directory}/{self.geometry.prefix}.reuse"))
+        self.order = OrderFile(Path(f"{self.geometry.directory}/{self.geometry.prefix}.order"))
         self.stored_in: BlockPool | None = None
         """The slots of its local storage, if it has any."""
         self.hints = NamespaceHints(self._pools, self._tenant_limit)
@@ -224,6 +105,17 @@ class Namespace:
     def num_extents(self) -> int:
         """Extents of each rank."""
         return self.memory.num_extents
+
+    @property
+    def max_extents(self) -> int:
+        """Extents of each rank that its quota allows."""
+        return max(int(self._arena.manifest.extents * self._quota) // self.ranks, 1)
+
+    @property
+    def needed_extents(self) -> int:
+        """Extents of each rank that its blocks would fill."""
+        ready = self.tier.stats().ready if self.tier is not None else 0
+        return -(-ready // self.geometry.records_per_extent)
 
     @property
     def num_slots(self) -> int:
@@ -257,22 +149,41 @@ class Namespace:
         return Path(f"{self.geometry.directory}/{self.geometry.prefix}.layout")
 
     def grow(self) -> bool:
-        """Take one more extent for every rank. Return False if none is free or the quota is reached."""
+        """Take one more extent for every rank. Return False if none is free or the quota is reached.
+
+        What the directory has no room for is logged, and counts as not free.
+        """
         if self.at_quota or self._arena.num_free < self.ranks:
             return False
-        self.layout_path.write_text(self.layout.to_json())
-        self.memory.add_extent()
+        try:
+            self._keep_layout()
+            self.memory.add_extent()
+        except (OSError, HostMemoryError) as error:
+            log.warning("namespace %s cannot grow: %s", self.id, error)
+            return False
         self._resize()
         return True
 
     def adopt(self, num_extents: int) -> None:
         """Map extents that an earlier service left, even if they exceed the present quota."""
         if num_extents > self.max_extents:
-            self._table_memory = self._make_table(num_extents)
+            self._table_memory = self._make_table(self._table_bytes(num_extents))
         self.memory.map(num_extents)
+        self._begin_again()
+
+    def renew(self, num_extents: int) -> None:
+        """Keep so many extents of each rank, and begin with an empty tier: their headers say what is there."""
+        self.tier = None
+        while self.num_extents > num_extents:
+            self.memory.remove_extent()
+        self.tenants.clear()
+        self._table_memory = self._make_table(self._table_bytes(max(self.max_extents, num_extents)))
+        self._begin_again()
+
+    def _begin_again(self) -> None:
         self._resize()
-        assert self.tier is not None
-        self.learned.load(self.tier)
+        if self.tier is not None:
+            self.learned.load(self.tier)
 
     def shrink(self) -> bool:
         """Return the last extent of every rank to the arena. Return False if one of its slots is in use."""
@@ -290,6 +201,7 @@ class Namespace:
             self.layout_path.unlink(missing_ok=True)
             self.tenants.remove()
             self.learned.remove()
+            self.order.remove()
         self.unverified = {slot for slot in self.unverified if slot < self.num_slots}
         return True
 
@@ -313,15 +225,72 @@ class Namespace:
     def _before_removal(self) -> None:
         self.take_runs()
 
-    def _make_table(self, extents: int) -> NDArray[np.uint8]:
-        size = table_bytes(extents * self.geometry.records_per_extent)
+    def _make_table(self, size: int) -> NDArray[np.uint8]:
         self.geometry = msgspec.structs.replace(self.geometry, table_bytes=size)
         try:
-            return create_shared(Path(self.geometry.table_path), size)
+            memory = create_shared(Path(self.geometry.table_path), size)
         except OSError as error:
             raise HostMemoryError(
                 f"{self.geometry.table_path}: no room for {size} bytes: {error}; enlarge the directory's file system"
             ) from error
+        self._table_guard = MemoryGuard(memory)
+        return memory
+
+    def _table_bytes(self, extents: int) -> int:
+        return table_bytes(extents * self.geometry.records_per_extent)
+
+    def _keep_layout(self) -> None:
+        """Write the layout, unless the file has it: never in place, for without it no block is recovered."""
+        text = self.layout.to_json()
+        try:
+            if self.layout_path.read_text() == text:
+                return
+        except (OSError, UnicodeDecodeError):
+            pass
+        fresh = self.layout_path.with_name(self.layout_path.name + ".new")
+        fresh.write_text(text)
+        fresh.rename(self.layout_path)
+
+    def make_lost_files(self) -> bool:
+        """Make the files anew that others removed or truncated. Return True if clients have to register again.
+
+        Raises ``HostMemoryError`` if there is no room for them; the mapped memory stays in use then.
+        """
+        try:
+            extents = self.memory.make_lost_files()
+            if self.num_extents:
+                self._keep_layout()
+            self.tenants.keep_file()
+        except OSError as error:
+            raise HostMemoryError(
+                f"namespace {self.id}: its files vanished from {self.geometry.directory}, which has no room for new "
+                f"ones: {error}; its blocks stay usable until the service ends"
+            ) from error
+        is_table_lost = not self._has_whole_table()
+        if is_table_lost:
+            self._move_table()
+        if extents or is_table_lost:
+            lost = f"{extents} extents" + (" and the table" if is_table_lost else "")
+            log.warning(
+                "namespace %s: %s vanished from %s and were made anew", self.id, lost, self.geometry.directory
+            )
+        return is_table_lost
+
+    def _has_whole_table(self) -> bool:
+        try:
+            return Path(self.geometry.table_path).stat().st_size >= self.geometry.table_bytes
+        except OSError:
+            return False
+
+    def _move_table(self) -> None:
+        self._table_memory = self._make_table(self.geometry.table_bytes)
+        if self.tier is None:
+            return
+        self.tier.move_table(PresenceWriter(self._table_memory), self._table_memory)
+        slots = np.array(sorted(self.unverified), np.int32)
+        if len(slots):
+            hashes = np.ascontiguousarray(self.memory.headers(0, slots)["hash"])
+            self.tier.table.set_unverified(hashes, True)
 
     # --- blocks -------------------------------------------------------------------------------------------
 
@@ -430,7 +399,7 @@ class Namespace:
             return 0
         forgotten = self.tier.stats().ready
         self.collect_events()
-        known = self.tier.coldest(self.history.evictions.capacity).hashes
+        known = self.tier.coldest(min(self.history.evictions.capacity, self.num_slots)).hashes
         self.tier.reset()
         self.history.count_reset(known)
         self.tenants.clear()
@@ -481,7 +450,10 @@ class Namespace:
             self.learned.save_if_due(self.tier)
 
     def close(self) -> None:
-        """Unmap the memory and remove the presence table."""
+        """Unmap the memory and remove the presence table. What the next service needs is kept in files."""
+        if self.tier is not None:
+            self.learned.save(self.tier)
+            self.order.save(self.tier, self.num_slots)
         Path(self.geometry.table_path).unlink(missing_ok=True)
         self.memory.close()
         self.tenants.close()

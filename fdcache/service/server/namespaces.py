@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 
-import numpy as np
-
 from fdcache.errors import LayoutError
-from fdcache.hashing import NO_TENANT
 from fdcache.layout import KVLayout
-from fdcache.metadata import UInt32Array
 from fdcache.service.server.arena import Arena
-from fdcache.service.server.namespace import READY_HEADER, Namespace
+from fdcache.service.server.namespace import Namespace
+from fdcache.service.server.recovery import recover_blocks, shrink_recovered
 from fdcache.service.server.tenants import Quotas
 from fdcache.service.wire.protocol import Recall
 from fdcache.settings.cache import Eviction
@@ -150,95 +147,58 @@ class Namespaces(dict[bytes, Namespace]):
 
     # --- recovery -----------------------------------------------------------------------------------------
 
-    def recover(self, assigned: list[tuple[str, int, int]]) -> int:
-        """Recover the blocks in the extents that ``Arena.adopt`` found. Return how many."""
+    def recover(self, assigned: list[tuple[str, int, int]], extents: int, *, has_writers: bool) -> int:
+        """Recover the blocks in the extents that ``Arena.adopt`` found. Return how many.
+
+        Of an arena with more than ``extents``, the blocks that would be evicted first are given up. ``has_writers``:
+        processes that were granted slots by the earlier service may still be writing.
+        """
         by_name: dict[str, set[tuple[int, int]]] = {}
         for name, rank, index in assigned:
             by_name.setdefault(name, set()).add((rank, index))
-        return sum(self._recover(name, extents) for name, extents in by_name.items())
+        recovered = {
+            namespace: blocks
+            for name, found in by_name.items()
+            for namespace, blocks in self._recover(name, found)
+        }
+        self.arena.shrink(extents)
+        for namespace, fitting in self._fitting(extents).items():
+            if fitting < namespace.num_extents:
+                recovered[namespace] = shrink_recovered(namespace, fitting, has_writers=has_writers)
+            if not fitting:
+                namespace.close()
+                del self[namespace.layout.fingerprint]
+        self.arena.shrink(extents)
+        return sum(recovered.values())
 
-    def _recover(self, name: str, extents: set[tuple[int, int]]) -> int:
+    def _fitting(self, extents: int) -> dict[Namespace, int]:
+        """Return how many extents of each rank every namespace keeps.
+
+        Those with more than their blocks need give first, and the larger ones before others.
+        """
+        left = {namespace: namespace.num_extents for namespace in self.values()}
+        while sum(count * each.ranks for each, count in left.items()) > extents:
+            giver = max(left, key=lambda each: (left[each] > each.needed_extents, left[each] * each.ranks))
+            left[giver] -= 1
+        return left
+
+    def _recover(self, name: str, extents: set[tuple[int, int]]) -> Iterator[tuple[Namespace, int]]:
+        """Yield the namespace of these extents and the number of its blocks; nothing if they cannot be recovered."""
         path = Path(f"{self.arena.directory}/{self.arena.prefix}-{name}.layout")
         whole, layout = 0, None
         try:
             layout = KVLayout.from_json(path.read_bytes())
             while all((rank, whole) in extents for rank in range(layout.tp_size)):
                 whole += 1
-        except (LayoutError, FileNotFoundError) as error:
+        except (LayoutError, OSError) as error:
             log.warning("namespace %s: its blocks are lost: %s", name, error)
         prefix = f"{self.arena.directory}/{self.arena.prefix}-{name}"
         torn = [f"{prefix}-r{rank}-{index:05d}" for rank, index in sorted(extents) if index >= whole]
         self.arena.take_back(torn)
         if layout is None or not whole:
-            path.unlink(missing_ok=True)
-            return 0
+            if path.is_file():
+                path.unlink()
+            return
         namespace = self.open(layout)
         namespace.adopt(whole)
-        return _recover_blocks(namespace)
-
-
-def _recover_blocks(namespace: Namespace) -> int:
-    """Restore every block whose header is valid and equal on all ranks. Return how many.
-
-    Their checksums are verified by the first load. Slots with broken headers become free.
-    """
-    assert namespace.tier is not None
-    slots = np.arange(namespace.num_slots, dtype=np.int32)
-    headers = [namespace.memory.headers(rank, slots) for rank in range(namespace.ranks)]
-    first = headers[0]
-    good = first["state"] == READY_HEADER
-    payload = namespace.layout.payload_bytes
-    fingerprint = np.frombuffer(namespace.layout.fingerprint[:16], np.uint8)
-    for each in headers:
-        for name in ("state", "generation"):
-            good &= each[name] == first[name]
-        for name in ("hash", "parent"):
-            good &= (each[name] == first[name]).all(axis=1)
-        good &= (each["fingerprint"] == fingerprint).all(axis=1)
-        good &= each["payload_bytes"] == payload
-    candidates = [
-        slot
-        for slot in np.flatnonzero(good).tolist()
-        if all(table.header(slot).is_valid for table in namespace.memory.tables)
-    ]
-    newest = max(int(each["generation"].max(initial=0)) for each in headers)
-    ordered = _parents_first(candidates, first)
-    chosen = first[ordered]
-    taken = namespace.tier.restore(
-        np.array(ordered, np.int32),
-        np.ascontiguousarray(chosen["generation"]),
-        np.ascontiguousarray(chosen["hash"]),
-        np.ascontiguousarray(chosen["parent"]),
-        np.ascontiguousarray(chosen["payload_checksum"]),
-        generation=min(newest + 1, 0xFFFFFFFF),
-        tenants=_recover_tenants(namespace, chosen),
-    )
-    kept = np.flatnonzero(taken)
-    namespace.set_unverified(np.array(ordered)[kept].tolist(), np.ascontiguousarray(chosen["hash"][kept]))
-    namespace.history.totals.recovered = len(kept)
-    return len(kept)
-
-
-def _recover_tenants(namespace: Namespace, headers: np.ndarray) -> UInt32Array:
-    """Return the tenant numbers of recovered blocks, from the file that the earlier service wrote."""
-    assert namespace.tier is not None
-    parents, hashes = np.ascontiguousarray(headers["parent"]), np.ascontiguousarray(headers["hash"])
-    owners = namespace.tenants.restore()
-    roots = hashes[~parents.any(axis=1)]
-    keys = b"".join(owners.get(row.tobytes(), NO_TENANT) for row in roots)
-    numbers = namespace.tenants.numbers(namespace.tier, parents, keys, namespace.storable_slots)
-    namespace.tenants.note(parents, hashes, keys, np.ones(len(hashes), np.bool_))
-    return numbers
-
-
-def _parents_first(slots: list[int], headers: np.ndarray) -> list[int]:
-    """Return the slots that are connected to the root, each after its parent."""
-    children: dict[bytes, list[int]] = {}
-    for slot in slots:
-        children.setdefault(headers[slot]["parent"].tobytes(), []).append(slot)
-    ordered: list[int] = []
-    level = children.pop(bytes(32), [])
-    while level:
-        ordered += level
-        level = [child for slot in level for child in children.pop(headers[slot]["hash"].tobytes(), [])]
-    return ordered
+        yield namespace, recover_blocks(namespace, namespace.order.take(namespace.num_slots))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from fdcache.errors import ConfigurationError, HostMemoryError, StorageError
 from fdcache.machine.memory import available_memory, numa_nodes
-from fdcache.service.server.arena import FoundArena, arena_name, extent_bytes, find_arenas
+from fdcache.service.server.arena import arena_name, extent_bytes
+from fdcache.service.server.arenas import FoundArena, find_arenas
 from fdcache.service.server.lifecycle import arena_folder_problem, parse_http, require_keys
 from fdcache.service.wire.address import (
     default_address,

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from fdcache.errors import FdcacheError, ProtocolError
+from fdcache.errors import FdcacheError, HostMemoryError, ProtocolError
 from fdcache.service.server import requests
 from fdcache.service.server.arena import Arena
 from fdcache.service.server.clients import Client, Clients
@@ -58,6 +58,9 @@ from fdcache.tiers.storage_reads import StorageReads
 
 log = logging.getLogger("fdcache.service.server")
 
+_LOOK_SECONDS = 5.0
+"""Between two looks at the files of the arena."""
+
 Send = Callable[[bytes, Answer], bool]
 """Sends a notice to a client's routing id; False if its queue is full."""
 
@@ -78,6 +81,9 @@ class Service:
         self.started = time.time()
         self.paused = False
         self.draining = False
+        self._faults: set[tuple[str, str]] = set()
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._lost_files: set[str] = set()
         self.has_urgent_events = False
         """True after a reset: clients must receive its events before the next answer."""
         self.answer_tool: Callable[[Ask], Answer] = lambda ask: Refused("unknown", "no views here")
@@ -135,6 +141,13 @@ class Service:
         except FdcacheError as error:
             self.totals.refused += 1
             return Refused(type(error).__name__, str(error))
+        except Exception as error:
+            # A fault of the service. It must not end the loop, which serves others.
+            self.totals.refused += 1
+            if (fault := (kind, type(error).__name__)) not in self._faults:
+                self._faults.add(fault)  # logged once: a client may repeat it any number of times
+                log.exception("a request failed: %s", kind)
+            return Refused("internal", f"{kind}: {fault[1]}: {error}; the service's log has the traceback")
         finally:
             self.totals.latencies.observe(kind, time.perf_counter() - began)
 
@@ -144,6 +157,7 @@ class Service:
         if isinstance(request, Register):
             return self._register(identity, request)
         if isinstance(request, Attach):
+            self.make_lost_files()
             namespace = self.clients.attach(session, request).namespace
             return Attached(namespace.geometry, namespace.layout.fingerprint)
         if self.draining and isinstance(request, Match):
@@ -153,6 +167,7 @@ class Service:
     def _register(self, identity: bytes, request: Register) -> Answer:
         if self.draining:
             raise RefusalError("draining", "the service is shutting down; try again later")
+        self.make_lost_files()
         client = self.clients.register(identity, request)
         namespace = client.namespace
         self.open_tables()
@@ -274,6 +289,8 @@ class Service:
         """Do what is due regularly: remove dead clients, continue storage, send events and reclaims."""
         self.clients.take_runs()
         self.clients.reap(self.settings.session_timeout)
+        if time.monotonic() >= self._look_at:
+            self.make_lost_files()
         self.open_tables()
         self.work()
         for namespace in self.namespaces.values():
@@ -283,6 +300,27 @@ class Service:
         for namespace, recall in self.namespaces.reclaims.take_new():
             for client in self.clients.of(namespace):
                 send(client.identity, recall)
+
+    def make_lost_files(self) -> None:
+        """Make the files of the arena anew that others removed, such as a cleaner of its directory.
+
+        What fails is logged, and tried again some seconds later.
+        """
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        lost = set()
+        try:
+            self.arena.make_lost_files()
+        except (HostMemoryError, OSError) as error:
+            lost.add(str(error))
+        for namespace in self.namespaces.values():
+            try:
+                if namespace.make_lost_files():
+                    self.clients.end_sessions(namespace)
+            except (HostMemoryError, OSError) as error:
+                lost.add(str(error))
+        for problem in sorted(lost - self._lost_files):
+            log.error("the arena has lost files: %s", problem)
+        self._lost_files = lost
 
     def _send_hint_results(self, send: Send) -> None:
         """Tell clients what became of their hints whose time is over."""

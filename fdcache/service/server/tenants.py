@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from fdcache.hashing import NO_TENANT, TENANT_BYTES, tenant_key
 from fdcache.metadata import HashArray, UInt32Array
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import ABSENT, BlockPool
+
+log = logging.getLogger("fdcache.service.server")
 
 _HASH_BYTES = 32
 _ROW = _HASH_BYTES + TENANT_BYTES
@@ -183,11 +187,23 @@ class Tenants:
         self.roots.clear()
 
     def _write(self, data: bytes, rows: int) -> None:
-        if self._file < 0 or self._rows + rows > 2 * len(self.roots) + _SLACK:
+        """Add rows to the file. A full disk is logged: after a restart these blocks count for no tenant."""
+        try:
+            if self._file < 0 or self._rows + rows > 2 * len(self.roots) + _SLACK:
+                self._rewrite()
+                return
+            if os.write(self._file, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            log.warning("%s: the owners of %d blocks are not kept: %s", self._path, rows, error)
+            self.close()  # the next rows write it as a whole
+        else:
+            self._rows += rows
+
+    def keep_file(self) -> None:
+        """Write the file again if others removed it. Raises ``OSError``."""
+        if self._file >= 0 and not self._path.exists():
             self._rewrite()
-            return
-        os.write(self._file, data)
-        self._rows += rows
 
     def _rewrite(self) -> None:
         self.close()
@@ -201,7 +217,7 @@ class Tenants:
         """Return the owners of blocks below the root, as the earlier service wrote them."""
         try:
             data = self._path.read_bytes()
-        except FileNotFoundError:
+        except OSError:
             return {}
         rows = (data[at : at + _ROW] for at in range(0, len(data) - _ROW + 1, _ROW))
         return {row[:_HASH_BYTES]: row[_HASH_BYTES:] for row in rows}

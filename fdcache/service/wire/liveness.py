@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import re
 import select
+import stat
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+log = logging.getLogger("fdcache.service")
 
 PREFIX = "fdcache-live-"
+_NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{16}")
+_MOST_LIVE_BYTES = 65536
+
+FileName = Annotated[str, Meta(min_length=1, max_length=4096)]
+Number = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -21,11 +34,11 @@ class Live(msgspec.Struct, frozen=True):
     ``start_time`` is in clock ticks since boot.
     """
 
-    path: str
-    engine: str
-    pid: int
-    pid_namespace: int
-    start_time: int
+    path: FileName
+    engine: FileName
+    pid: Annotated[int, Meta(ge=1, lt=2**31)]
+    pid_namespace: Number
+    start_time: Number
 
 
 class LiveFile:
@@ -91,7 +104,7 @@ class Watch:
 
     def remove_file(self) -> None:
         """Remove the live file of a dead process and stop watching."""
-        Path(self.live.path).unlink(missing_ok=True)
+        _remove(Path(self.live.path))
         self.close()
 
     def close(self) -> None:
@@ -105,14 +118,37 @@ class Watch:
 def live_processes(directory: Path) -> Iterator[Live]:
     """Yield the processes whose live files in a directory are locked; remove the files of dead ones."""
     for path in sorted(directory.glob(f"{PREFIX}*")):
-        try:
-            live = msgspec.json.decode(path.read_bytes(), type=Live)
-        except (msgspec.DecodeError, FileNotFoundError):
-            live = None
-        if _is_locked(path) is False:
-            path.unlink(missing_ok=True)
-        elif live is not None:
+        if not is_live_file(path, directory):
+            log.warning("%s is ignored: it is not the file of a client", path)
+        elif _is_locked(path) is False:
+            _remove(path)
+        elif (live := _read(path)) is not None:
             yield live
+
+
+def is_live_file(path: Path, directory: Path) -> bool:
+    """Return True for a file right in ``directory`` that a client may have made."""
+    if path.parent != directory or not _NAME.fullmatch(path.name):
+        return False
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def _read(path: Path) -> Live | None:
+    """Return what a live file says; None if it is gone or damaged."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(_MOST_LIVE_BYTES), type=Live)
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        log.warning("%s cannot be read: %s", path, error)
+        return None
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # not a file any more, or of another user: it is no live file then
+        path.unlink(missing_ok=True)
 
 
 def _pid_namespace() -> int:

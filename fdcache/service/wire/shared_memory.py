@@ -96,6 +96,14 @@ class Extent:
         """
         return Path(path).stat().st_ino == self.inode
 
+    def is_whole(self, path: str | Path) -> bool:
+        """Return True if the file of this name is all of the mapped memory: nobody has removed or truncated it."""
+        try:
+            status = Path(path).stat()
+        except OSError:
+            return False
+        return status.st_ino == self.inode and status.st_size >= self.nbytes
+
     @property
     def address(self) -> int:
         """Address in this process."""

@@ -1,0 +1,124 @@
+"""Arenas on this machine, of running services and of those that have ended."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fdcache.errors import ServiceRunningError
+from fdcache.service.server.arena import NO_MANIFEST, decode_manifest
+from fdcache.service.wire.address import is_directory
+
+_FILE = re.compile(r"fdcache-([0-9a-z]+)(?:\.arena|-.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundArena:
+    """An arena on this machine. ``pid`` and ``address`` are those of its manifest; 0 and empty without one."""
+
+    name: str
+    directory: Path
+    nbytes: int
+    pid: int
+    address: str
+    alive: bool
+
+    @property
+    def words(self) -> str:
+        """Owner, for messages."""
+        owner = f"process {self.pid}" if self.pid else "an unknown process"
+        return f"{owner} at {self.address}" if self.address else owner
+
+    @property
+    def size(self) -> str:
+        """Size, for messages."""
+        return f"{self.nbytes / 2**20:.0f} MiB"
+
+    @property
+    def remedy(self) -> str:
+        """Remedy for a dead one."""
+        recover = f"fdcache serve --socket {self.address} takes it over; " if self.address else ""
+        return f"{recover}fdcache reset arena removes it"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignArena:
+    """An arena of another user. This user cannot find out if its service is alive."""
+
+    name: str
+    nbytes: int
+    uid: int
+
+
+def find_arenas(directory: Path) -> list[FoundArena]:
+    """Return the arenas in a directory that this user may read; none if it does not exist."""
+    return [each for each in _arenas(directory) if isinstance(each, FoundArena)]
+
+
+def foreign_arenas(directory: Path) -> list[ForeignArena]:
+    """Return the arenas in a directory that this user may not read."""
+    return [each for each in _arenas(directory) if isinstance(each, ForeignArena)]
+
+
+def _arenas(directory: Path) -> Iterator[FoundArena | ForeignArena]:
+    if not is_directory(directory):
+        return
+    files: dict[str, list[Path]] = {}
+    for path in directory.glob("fdcache-*"):
+        if match := _FILE.fullmatch(path.name):
+            files.setdefault(match[1], []).append(path)
+    for name, paths in sorted(files.items()):
+        nbytes, owner = 0, None
+        for path in paths:
+            try:
+                status = path.stat()
+            except (FileNotFoundError, PermissionError):
+                continue  # removed meanwhile, or the directory may be listed and not entered
+            nbytes += status.st_size
+            if status.st_uid != os.geteuid() and not os.access(path, os.R_OK | os.W_OK):
+                owner = status.st_uid
+        yield _look_at(directory, name, nbytes) if owner is None else ForeignArena(name, nbytes, owner)
+
+
+def _look_at(directory: Path, name: str, nbytes: int) -> FoundArena:
+    path = directory / f"fdcache-{name}.arena"
+    try:
+        manifest = decode_manifest(path.read_bytes()) or NO_MANIFEST
+    except OSError:
+        manifest = NO_MANIFEST
+    with _locked(path) as got:
+        return FoundArena(name, directory, nbytes, manifest.pid, manifest.address, alive=not got)
+
+
+@contextmanager
+def _locked(manifest: Path) -> Iterator[bool]:
+    """Lock the manifest meanwhile. Yields False if a live service holds it, True otherwise and if there is none."""
+    try:
+        fd = os.open(manifest, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(fd)
+
+
+def remove_arena(arena: FoundArena) -> None:
+    """Remove the files of a dead arena. Raises ``ServiceRunningError`` with the process id if it is alive by now."""
+    manifest = arena.directory / f"fdcache-{arena.name}.arena"
+    with _locked(manifest) as got:
+        if not got:
+            raise ServiceRunningError(f"{manifest}: the arena belongs to {arena.words}, which is alive")
+        for path in arena.directory.glob(f"fdcache-{arena.name}-*"):
+            if path.is_file():
+                path.unlink(missing_ok=True)
+        manifest.unlink(missing_ok=True)
