@@ -17,6 +17,7 @@ import zmq
 from fdcache.errors import ConfigurationError, ProtocolError, TransferError
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import Watch
+from fdcache.settings.kinds import is_port
 from fdcache.transfer.messages import (
     NO_BOOT,
     AnyMessage,
@@ -55,7 +56,7 @@ def rank_address(address: str | None, rank: int) -> str:
         raise ConfigurationError(
             f"FDCACHE_TRANSFER_ADDRESS={address}: peers connect to this address; write the host by which they reach it"
         )
-    if scheme == "tcp" and host and port.isdecimal() and 0 < int(port) + rank < 65536:
+    if scheme == "tcp" and host and is_port(port) and 0 < int(port) + rank < 65536:
         return f"tcp://{host}:{int(port) + rank}"
     if scheme == "ipc" and rest.startswith("/"):
         return f"ipc://{rest}.{rank}"
