@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from typer.core import TyperGroup
-
 from fdcache_cli.app import Command, new_group
 
 COMMANDS = (
@@ -43,7 +41,7 @@ def find_command(arguments: Sequence[str]) -> Callable[[], object]:
         return partial(app, arguments, prog_name="fdcache")
     command: Any = chosen.load()
     name, rest = f"fdcache {chosen.name}", arguments[1:]
-    inner = command.get_command(None, rest[0]) if rest and isinstance(command, TyperGroup) else None
+    inner = command.get_command(None, rest[0]) if rest and hasattr(command, "get_command") else None
     if inner is not None:
         command, name, rest = inner, f"{name} {rest[0]}", rest[1:]
     return partial(command, rest, prog_name=name)
