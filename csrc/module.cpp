@@ -17,7 +17,14 @@ NB_MODULE(_core, module) {
     fdcache::bind_slab(module);
     fdcache::bind_swap_plan(module);
     fdcache::bind_cuda(module);
+#ifdef NDEBUG
+    // Frames of an exception or of a daemon thread keep objects alive until the process ends, which loses
+    // nothing.
+    nanobind::set_leak_warnings(false);
+#endif
     module.def(
         "set_leak_warnings", [](bool on) { nanobind::set_leak_warnings(on); }, nanobind::arg("on"),
-        "Report on stderr the native objects that are left when the process ends, or not.");
+        "Report on stderr the native objects that are left when the process ends, or not. Release builds do "
+        "not, "
+        "unless this turns it on.");
 }

@@ -51,11 +51,11 @@ def _with_addresses(words: Sequence[str]) -> Iterator[str]:
             yield ""
 
 
-def new_app(**options: Any) -> typer.Typer:
+def new_app(*, completion: bool = False, **options: Any) -> typer.Typer:
     """Return a Typer application with plain help and no tracebacks of its own."""
     return typer.Typer(
         rich_markup_mode=None,
-        add_completion=False,
+        add_completion=completion,
         pretty_exceptions_enable=False,
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -63,8 +63,16 @@ def new_app(**options: Any) -> typer.Typer:
     )
 
 
-def new_group(commands: Sequence[Command], help: str) -> typer.Typer:  # noqa: A002
-    """Return a group that prints its help from a table and imports a command only to run it."""
+def new_group(
+    commands: Sequence[Command],
+    help: str,  # noqa: A002
+    *,
+    completion: bool = False,
+) -> typer.Typer:
+    """Return a group that prints its help from a table and imports a command only to run it.
+
+    ``completion`` adds the options that install the completion of a shell.
+    """
     table = {command.name: command for command in commands}
 
     class LazyGroup(TyperGroup):
@@ -83,7 +91,7 @@ def new_group(commands: Sequence[Command], help: str) -> typer.Typer:  # noqa: A
             with formatter.section("Commands"):
                 formatter.write_dl([(command.name, command.help) for command in commands])
 
-    app = new_app(cls=LazyGroup, help=help)
+    app = new_app(cls=LazyGroup, help=help, completion=completion)
 
     @app.callback()
     def group() -> None:

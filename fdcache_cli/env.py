@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COMMANDS = (
     Command(
         "show",
-        "fdcache_cli.env_show",
+        __name__,
         "show",
         "Show the settings in effect, here or in a service, and where they come from.",
         ServerCommand,
@@ -51,6 +51,51 @@ class Format(StrEnum):
     HELM = "helm"
     MARKDOWN = "markdown"
     JSON_SCHEMA = "json-schema"
+
+
+def show(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Describe these settings in full.")
+    ] = None,
+    *,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Show the settings of this running service. Default address: FDCACHE_SERVER, else the default socket.",
+        ),
+    ] = None,
+    group: Annotated[str | None, typer.Option(help="Only one group, such as cache.")] = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only settings that differ from their default.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Every setting, including the engine's.")] = False,
+    used: Annotated[bool, typer.Option("--used", help="Only settings with an effect in fdcache.")] = False,
+    json: Json = False,
+    show_secrets: Annotated[
+        bool, typer.Option("--show-secrets", help="Unmask secrets; on a terminal only.")
+    ] = False,
+) -> None:
+    """Show the settings in effect, here or in a running service, and where they come from.
+
+    The table omits settings without an effect in fdcache that are at their default; --all and --json show them.
+    Options of `fdcache serve` change settings in the service alone; if one runs here, the differences are listed.
+
+    Example: `fdcache env show FDCACHE_HOST_MEMORY` lists every place where it was set, and which one wins.
+    """
+    if show_secrets and server is not None:
+        raise typer.BadParameter(
+            "a service reveals no secrets; leave --server out", param_hint="--show-secrets"
+        )
+    if show_secrets and not output.on_terminal():
+        raise typer.BadParameter("secrets are shown on a terminal only")
+    from fdcache_cli.env_show import Choice, show_environment, show_service
+
+    choice = Choice(tuple(names or ()), group, changed, used, everything or json)
+    if server is not None:
+        show_service(server, choice, json=json)
+    else:
+        show_environment(choice, json=json, show_secrets=show_secrets)
 
 
 def check(

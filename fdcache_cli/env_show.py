@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import typer
 
@@ -18,62 +17,33 @@ from fdcache_cli import errors, output
 from fdcache_cli.running_service import RunningService, ask_service, find_service
 
 
-def show(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Describe these settings in full.")
-    ] = None,
-    *,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[ADDRESS]",
-            help="Show the settings of this running service. Default address: FDCACHE_SERVER, else the default socket.",
-        ),
-    ] = None,
-    group: Annotated[str | None, typer.Option(help="Only one group, such as cache.")] = None,
-    changed: Annotated[
-        bool, typer.Option("--changed", help="Only settings that differ from their default.")
-    ] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Every setting, including the engine's.")] = False,
-    used: Annotated[bool, typer.Option("--used", help="Only settings with an effect in fdcache.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
-    show_secrets: Annotated[
-        bool, typer.Option("--show-secrets", help="Unmask secrets; on a terminal only.")
-    ] = False,
-) -> None:
-    """Show the settings in effect, here or in a running service, and where they come from.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which settings are shown, and whether in full."""
 
-    The table omits settings without an effect in fdcache that are at their default; --all and --json show them.
-    Options of `fdcache serve` change settings in the service alone; if one runs here, the differences are listed.
+    names: tuple[str, ...]
+    """Those to describe in full; empty for a table."""
+    group: str | None
+    changed: bool
+    used: bool
+    everything: bool
 
-    Example: `fdcache env show FDCACHE_HOST_MEMORY` lists every place where it was set, and which one wins.
-    """
-    if show_secrets and server is not None:
-        raise typer.BadParameter(
-            "a service reveals no secrets; leave --server out", param_hint="--show-secrets"
-        )
-    if show_secrets and not output.on_terminal():
-        raise typer.BadParameter("secrets are shown on a terminal only")
 
-    pick = partial(
-        choose, names=names or [], group=group, changed=changed, used=used, everything=everything or json
-    )
-    if server is not None:
-        from fdcache_cli.service_view import connect
+def show_service(server: str, choice: Choice, *, json: bool) -> None:
+    """Show the settings of a running service."""
+    from fdcache_cli.service_view import connect
 
-        with connect(server) as client:
-            service = ask_service(client)
-        _print(
-            Report(service.settings),
-            pick(service.settings),
-            _record(service),
-            detailed=bool(names),
-            json=json,
-        )
-        return
+    with connect(server) as client:
+        service = ask_service(client)
+    chosen = choose(service.settings, choice)
+    _print(Report(service.settings), chosen, _record(service), detailed=bool(choice.names), json=json)
+
+
+def show_environment(choice: Choice, *, json: bool, show_secrets: bool) -> None:
+    """Show the settings in effect here, and those that the options of a running service override."""
     found = read_settings()
     settings = effective_values(found.settings, found.rejected)
-    chosen = pick(settings)
+    chosen = choose(settings, choice)
     running = find_service(found.settings)
     overrides = running.overrides(settings) if running else {}
     report = Report(
@@ -82,8 +52,8 @@ def show(
     record = None
     if running is not None:
         record = {**_record(running), "overrides": [_override(*each) for each in overrides.items()]}
-    _print(report, chosen, record, detailed=bool(names), json=json)
-    if running and not (names or json):
+    _print(report, chosen, record, detailed=bool(choice.names), json=json)
+    if running and not (choice.names or json):
         sys.stderr.write(f"note: {service_note(running, overrides)}\n")
     errors.print_problems(found.errors, sys.stderr)
     if found.errors:
@@ -139,32 +109,25 @@ def _print(
         output.print_table(Report.HEADER, [report.row(each) for each in chosen])
 
 
-def choose(
-    settings: Mapping[str, EffectiveValue],
-    names: Sequence[str],
-    *,
-    group: str | None,
-    changed: bool,
-    used: bool,
-    everything: bool,
-) -> list[Variable]:
-    """Select variables of ``settings`` by the options of ``show``; raise ``BadParameter`` for an unknown name."""
+def choose(settings: Mapping[str, EffectiveValue], choice: Choice) -> list[Variable]:
+    """Select variables of ``settings``; raise ``BadParameter`` for an unknown name or group."""
     renamed = {alias: variable.name for variable in VARIABLES.values() for alias in variable.aliases}
-    names = [renamed.get(name, name) for name in names]
+    names = [renamed.get(name, name) for name in choice.names]
     for name in names:
         if name not in VARIABLES:
             raise typer.BadParameter(f"there is no setting {name}{_hint(name, VARIABLES)}")
+    group = choice.group
     if group is not None and group not in GROUPS:
         raise typer.BadParameter(f"there is no group {group}{_hint(group, GROUPS)}: {', '.join(GROUPS)}")
     chosen = [VARIABLES[name] for name in names or VARIABLES if name in settings]
-    if not (names or group or changed or used or everything):
+    if not (names or group or choice.changed or choice.used or choice.everything):
         return [v for v in chosen if v.used_in or settings[v.name].changed]
     return [
         variable
         for variable in chosen
         if (group is None or variable.group == group)
-        and (not changed or settings[variable.name].changed)
-        and (not used or variable.used_in)
+        and (not choice.changed or settings[variable.name].changed)
+        and (not choice.used or variable.used_in)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -18,17 +19,38 @@ BAD_CONFIGURATION = 78  # EX_CONFIG of sysexits.h
 INTERRUPTED = 130
 
 
-def guard(command: Callable[[], object]) -> None:
-    """Run ``command``; print an error that fdcache raised on purpose without a traceback, and exit."""
+class OutputError(FdcacheError):
+    """Standard output cannot be written."""
+
+
+def guard(command: Callable[[], object]) -> NoReturn:
+    """Run ``command`` and exit with its status. Errors raised on purpose are printed without a traceback."""
     warnings.formatwarning = _format_warning
+    status = _status_of(command)
+    sys.exit(_status_of(sys.stdout.flush) or status)
+
+
+def _status_of(command: Callable[[], object]) -> int:
     try:
         command()
-    except ConfigurationError as error:
-        fail(str(error), BAD_CONFIGURATION)
     except FdcacheError as error:
-        fail(str(error), FAILED)
+        print_error(str(error))
+        if isinstance(error, OutputError):
+            _discard(1)
+        return BAD_CONFIGURATION if isinstance(error, ConfigurationError) else FAILED
+    except BrokenPipeError:
+        _discard(1)
+        return FAILED
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        return INTERRUPTED
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _discard(stream: int) -> None:
+    """Discard what a standard stream still buffers, which cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
@@ -37,9 +59,18 @@ def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
 
 def fail(message: str, status: int) -> NoReturn:
     """Print each line of ``message`` on standard error and exit with ``status``."""
-    for line in message.splitlines():
-        sys.stderr.write(f"error: {line}\n")
+    print_error(message)
     sys.exit(status)
+
+
+def print_error(message: str) -> None:
+    """Print each line of ``message`` on standard error, unless that is closed or full."""
+    try:
+        for line in message.splitlines():
+            sys.stderr.write(f"error: {line}\n")
+        sys.stderr.flush()
+    except OSError:  # the exit status remains
+        _discard(2)
 
 
 def print_problems(problems: Iterable[Problem], stream: TextIO) -> None:

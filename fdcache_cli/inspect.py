@@ -1,58 +1,39 @@
-"""``fdcache inspect``: the tiers, clients, transfers, namespaces and tenants of a service in tables."""
+"""``fdcache inspect``: its commands and their options. What they show is imported when they run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import typer
 
-from fdcache.service.wire.client_views import ClientFigures, ClientView, TransferView
-from fdcache.service.wire.protocol import to_number
-from fdcache.service.wire.views import NamedTenantView, NamespaceView, TiersView
-from fdcache.settings.kinds import readable_size
-from fdcache_cli import inspect_plot, output
 from fdcache_cli.app import Command, new_group, refuse_options_of_group
-from fdcache_cli.service_view import (
-    Json,
-    NamespaceOption,
-    PlotOption,
-    ServerOption,
-    TierRow,
-    WatchOption,
-    ask,
-    connect,
-    reported,
-    show_live,
-    table,
-    tier_rows,
-)
+from fdcache_cli.options import Json, NamespaceOption, PlotOption, ServerOption, WatchOption
 
 COMMANDS = (
     Command("tiers", __name__, "tiers", "Slots and blocks of each tier."),
-    Command("tree", "fdcache_cli.inspect_blocks", "tree", "The hottest prefixes."),
+    Command("tree", __name__, "tree", "The hottest prefixes."),
     Command("clients", __name__, "clients", "Engines that use the service, and what each holds."),
     Command("transfers", __name__, "transfers", "Copies in flight, and bytes copied so far."),
     Command("namespaces", __name__, "namespaces", "Memory and hits of each model."),
     Command("tenants", __name__, "tenants", "Blocks and quota of each tenant."),
     Command(
         "eviction",
-        "fdcache_cli.inspect_eviction",
+        __name__,
         "eviction",
         "How often blocks are used again, by class and age.",
     ),
-    Command("block", "fdcache_cli.inspect_blocks", "block", "Find a block by the beginning of its hash."),
+    Command("block", __name__, "block", "Find a block by the beginning of its hash."),
     Command(
         "explain",
-        "fdcache_cli.inspect_blocks",
+        __name__,
         "explain",
         "Why a prompt was a hit or a miss, block by block.",
     ),
     Command(
         "storage",
-        "fdcache_cli.inspect_storage",
+        __name__,
         "storage",
         "Storage of a service, or with PATH the files in a directory.",
     ),
@@ -70,138 +51,6 @@ app = new_group(
 )
 
 
-Lines = tuple[list[str], list[list[str]]]
-"""Header and rows of a table."""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A view of the service: the type of its answer, the lines of its table, and its picture.
-
-    ``details``: the lines of a second table, which is left out if it has no rows.
-    """
-
-    what: str
-    answer: Any
-    lines: Callable[[Any], Lines]
-    draw: Callable[[Any, Path], None]
-    details: Callable[[Any], Lines] | None = None
-
-    def print_tables(self, answer: Any) -> None:
-        """Print an answer of the service."""
-        output.print_table(*self.lines(answer))
-        if self.details is not None and (details := self.details(answer))[1]:
-            output.print_line()
-            output.print_table(*details)
-
-    def show(
-        self, server: str | None, *, json: bool, watch: bool, plot: Path | None, **arguments: Any
-    ) -> None:
-        """Ask the service, and print a table or JSON, or draw a picture."""
-        if plot is not None:
-            inspect_plot.check_plot(plot, json, watch)
-        with connect(server) as client:
-            if plot is not None:
-                self.draw(ask(client, self.answer, self.what, **arguments)[0], plot)
-                return
-
-            def show() -> None:
-                if json:
-                    output.print_json(client.ask(self.what, **arguments))
-                else:
-                    self.print_tables(ask(client, self.answer, self.what, **arguments)[0])
-
-            show_live(show, watch)
-
-
-def _client_lines(clients: list[ClientView]) -> Lines:
-    return table(
-        clients,
-        ClientView,
-        prompt_tokens=lambda client: reported(ClientFigures.of(client.figures).lookup_tokens),
-        found=lambda client: _found(ClientFigures.of(client.figures)),
-        requests=lambda client: reported(ClientFigures.of(client.figures).live_requests),
-    )
-
-
-def _found(figures: ClientFigures) -> str:
-    shares = figures.hit_shares()
-    return f"{sum(shares.values()):.1%}" if shares else "-"
-
-
-def _transfer_lines(transfers: list[TransferView]) -> Lines:
-    return table(
-        transfers,
-        TransferView,
-        to_device=lambda transfer: _copied(transfer, "host_to_device"),
-        to_host=lambda transfer: _copied(transfer, "device_to_host"),
-        hand_overs=_in_hand_over,
-    )
-
-
-def _in_hand_over(transfer: TransferView) -> str:
-    blocks = {
-        "to peers": transfer.sending_blocks,
-        "from peers": transfer.fetching_blocks,
-        "held": transfer.held_blocks,
-    }
-    found = [f"{to_number(count):g} {what}" for what, count in blocks.items() if to_number(count) > 0]
-    return ", ".join(found)
-
-
-def _handover_lines(transfers: list[TransferView]) -> Lines:
-    header = ["client", "hand-overs", "peer", "result", "number", "blocks", "bytes", "waited", "moved"]
-    rows = [
-        [
-            transfer.client,
-            each.direction,
-            each.peer or "none",
-            each.result.replace("_", " "),
-            f"{each.transfers:,}",
-            f"{each.blocks:,}",
-            readable_size(each.bytes),
-            f"{each.waited_seconds:.3f} s",
-            f"{each.moved_seconds:.3f} s",
-        ]
-        for transfer in transfers
-        for each in sorted(transfer.handovers, key=lambda each: (each.direction, each.peer, each.result))
-    ]
-    return header, rows
-
-
-def _copied(transfer: TransferView, direction: str) -> str:
-    copied = transfer.copied.get(direction)
-    if copied is None:
-        return ""
-    speed = f" at {copied.bytes / copied.seconds / 1e9:.1f} GB/s" if copied.seconds else ""
-    return readable_size(copied.bytes) + speed
-
-
-TIERS = View(
-    "tiers",
-    TiersView,
-    lambda tiers: table(tier_rows(tiers), TierRow),
-    lambda tiers, path: inspect_plot.plot_tiers(tier_rows(tiers), path),
-)
-CLIENTS = View("clients", list[ClientView], _client_lines, inspect_plot.plot_clients)
-TRANSFERS = View(
-    "transfers", list[TransferView], _transfer_lines, inspect_plot.plot_transfers, _handover_lines
-)
-NAMESPACES = View(
-    "namespaces",
-    list[NamespaceView],
-    lambda namespaces: table(namespaces, NamespaceView),
-    inspect_plot.plot_namespaces,
-)
-TENANTS = View(
-    "tenants",
-    list[NamedTenantView],
-    lambda tenants: table(tenants, NamedTenantView),
-    inspect_plot.plot_tenants,
-)
-OVERVIEW = (TIERS, CLIENTS, TRANSFERS)
-
-
 @app.callback(invoke_without_command=True, no_args_is_help=False)
 def inspect(
     context: typer.Context,
@@ -214,23 +63,9 @@ def inspect(
     if context.invoked_subcommand is not None:
         refuse_options_of_group(context)
         return
-    with connect(server) as client:
+    from fdcache_cli.inspect_views import show_overview
 
-        def show() -> None:
-            answers = {view.what: ask(client, view.answer, view.what) for view in OVERVIEW}
-            if json:
-                output.print_json({what: answer for what, (_, answer) in answers.items()})
-                return
-            for view in OVERVIEW:
-                answer = answers[view.what][0]
-                output.print_line(view.what)
-                if view.lines(answer)[1]:
-                    view.print_tables(answer)
-                else:
-                    output.print_line("  none")
-                output.print_line()
-
-        show_live(show, watch)
+    show_overview(server, json=json, watch=watch)
 
 
 def tiers(
@@ -240,6 +75,8 @@ def tiers(
 
     Evictable blocks are ready blocks without users: they make room for others.
     """
+    from fdcache_cli.inspect_views import TIERS
+
     TIERS.show(server, json=json, watch=watch, plot=plot)
 
 
@@ -251,6 +88,8 @@ def clients(
     Slots are those that an engine may copy into, runs those that it may be loading. Prompt tokens, and the share of
     them that was found in any tier, are as the engine reports them.
     """
+    from fdcache_cli.inspect_views import CLIENTS
+
     CLIENTS.show(server, json=json, watch=watch, plot=plot)
 
 
@@ -263,6 +102,8 @@ def transfers(
     result, and the seconds that they waited and moved bytes. Held blocks are slots of fetches that no request waits
     for any more. Sends with the result "expired" are leases that ran out.
     """
+    from fdcache_cli.inspect_views import TRANSFERS
+
     TRANSFERS.show(server, json=json, watch=watch, plot=plot)
 
 
@@ -270,6 +111,8 @@ def namespaces(
     server: ServerOption = None, *, json: Json = False, watch: WatchOption = False, plot: PlotOption = None
 ) -> None:
     """Show the namespaces: the blocks of one model, revision and rank count, their memory and their hits."""
+    from fdcache_cli.inspect_views import NAMESPACES
+
     NAMESPACES.show(server, json=json, watch=watch, plot=plot)
 
 
@@ -285,4 +128,115 @@ def tenants(
 
     A tenant has its name if FDCACHE_TENANT_QUOTAS gives it one, else the beginning of its key.
     """
+    from fdcache_cli.inspect_views import TENANTS
+
     TENANTS.show(server, json=json, watch=watch, plot=plot, namespace=namespace)
+
+
+def eviction(
+    server: ServerOption = None,
+    *,
+    namespace: NamespaceOption = None,
+    json: Json = False,
+    watch: WatchOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """Show what each tier has learned of reuse, for FDCACHE_EVICTION=learned.
+
+    A row for each class of blocks, by what they were in the last request that used them. A column for each age since
+    then: the share of the blocks reaching it that were used again at it. A dash: no block has been that old. Counts
+    fade with a half-life of one hour, and go on after an eviction for a while.
+    """
+    from fdcache_cli.inspect_eviction import show_eviction
+
+    show_eviction(server, namespace, json=json, watch=watch, plot=plot)
+
+
+def tree(
+    server: ServerOption = None,
+    *,
+    namespace: NamespaceOption = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of hottest blocks.")] = 30,
+    json: Json = False,
+    watch: WatchOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """Draw the hottest blocks and their ancestors as a tree of prefixes."""
+    from fdcache_cli.inspect_blocks import show_tree
+
+    show_tree(server, namespace, limit, json=json, watch=watch, plot=plot)
+
+
+def block(
+    prefix: Annotated[str, typer.Argument(metavar="HASH", help="At least 4 hexadecimal digits.")],
+    server: ServerOption = None,
+    *,
+    json: Json = False,
+) -> None:
+    """Find a block by the beginning of its hash, also one that was evicted: then with the reason and the time."""
+    if not re.fullmatch(r"[0-9a-fA-F]{4,64}", prefix):
+        raise typer.BadParameter("give 4 to 64 hexadecimal digits", param_hint="HASH")
+    from fdcache_cli.inspect_blocks import show_block
+
+    show_block(server, prefix, json=json)
+
+
+def explain(
+    tokens: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Token ids: a JSON list, or numbers and spaces.", exists=True),
+    ],
+    server: ServerOption = None,
+    *,
+    namespace: Annotated[
+        str, typer.Option(help="Beginning of the namespace's name; needed if there are several.")
+    ] = "",
+    tenant: Annotated[str | None, typer.Option(help="Tenant of the prompt.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="Adapter id of the prompt.")] = None,
+    lookahead: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="FDCACHE_LOOKAHEAD_TOKENS of the engine, for draft layers. Default: that variable here, else 0.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show for each block of a prompt where it is, or why and since when it is missing."""
+    from fdcache_cli.inspect_blocks import show_explanation
+
+    show_explanation(server, tokens, namespace, tenant, adapter, lookahead, json=json)
+
+
+def storage(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="PATH",
+            help="Directory of a local storage, or one of its files. Without it, the storage of a running service.",
+        ),
+    ] = None,
+    server: ServerOption = None,
+    *,
+    verify: Annotated[bool, typer.Option("--verify", help="Read and check every record.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Refresh the view of a service every second until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Show the storage of a running service, or with PATH the files of a local storage. Changes nothing.
+
+    With PATH no service is needed, and the exit status is 1 if a record, a header or a file is damaged.
+    """
+    from fdcache_cli.inspect_storage import show_files, show_service
+
+    if path is None:
+        if verify:
+            raise typer.BadParameter("it reads files; give PATH", param_hint="--verify")
+        show_service(server, json_output, watch)
+        return
+    if watch:
+        raise typer.BadParameter("it is for a service; PATH is read once", param_hint="--watch")
+    if server is not None:
+        raise typer.BadParameter("it is for a service; PATH is read without one", param_hint="--server")
+    show_files(path, verify, json_output)

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
@@ -14,32 +14,18 @@ import typer
 from fdcache.service.client.connection import Client
 from fdcache.service.wire.client_views import ClientFigures, ClientView
 from fdcache.service.wire.views import BlockView, ExplainedBlock, ExplainView, TreeNode
+from fdcache.settings.kinds import readable_size
 from fdcache.tiers.statistics import LoadDecision
 from fdcache_cli import inspect_plot, output
-from fdcache_cli.service_view import (
-    Json,
-    NamespaceOption,
-    PlotOption,
-    ServerOption,
-    WatchOption,
-    ask,
-    connect,
-    seconds,
-    show_live,
-    table,
-)
+from fdcache_cli.service_view import ask, connect, seconds, show_live, table
+
+_LARGEST_PROMPT = 64 << 20
 
 
-def tree(
-    server: ServerOption = None,
-    *,
-    namespace: NamespaceOption = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of hottest blocks.")] = 30,
-    json: Json = False,
-    watch: WatchOption = False,
-    plot: PlotOption = None,
+def show_tree(
+    server: str | None, namespace: str | None, limit: int, *, json: bool, watch: bool, plot: Path | None
 ) -> None:
-    """Draw the hottest blocks and their ancestors as a tree of prefixes."""
+    """Draw the hottest blocks and their ancestors, as text or as a picture."""
     if plot is not None:
         inspect_plot.check_plot(plot, json, watch)
     with connect(server) as client:
@@ -98,15 +84,8 @@ def draw_tree(nodes: Sequence[TreeNode]) -> list[str]:
     return lines
 
 
-def block(
-    prefix: Annotated[str, typer.Argument(metavar="HASH", help="At least 4 hexadecimal digits.")],
-    server: ServerOption = None,
-    *,
-    json: Json = False,
-) -> None:
-    """Find a block by the beginning of its hash, also one that was evicted: then with the reason and the time."""
-    if not re.fullmatch(r"[0-9a-fA-F]{4,64}", prefix):
-        raise typer.BadParameter("give 4 to 64 hexadecimal digits", param_hint="HASH")
+def show_block(server: str | None, prefix: str, *, json: bool) -> None:
+    """Show the blocks whose hash begins with ``prefix``."""
     with connect(server) as client:
         blocks, answer = ask(client, list[BlockView], "block", hash=prefix)
     if json:
@@ -117,33 +96,23 @@ def block(
         output.print_line(f"no block that begins with {prefix} is there, and none is known to have left")
 
 
-def explain(
-    tokens: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="Token ids: a JSON list, or numbers and spaces.", exists=True),
-    ],
-    server: ServerOption = None,
+def show_explanation(
+    server: str | None,
+    tokens: Path,
+    namespace: str,
+    tenant: str | None,
+    adapter: str | None,
+    lookahead: int | None,
     *,
-    namespace: Annotated[
-        str, typer.Option(help="Beginning of the namespace's name; needed if there are several.")
-    ] = "",
-    tenant: Annotated[str | None, typer.Option(help="Tenant of the prompt.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="Adapter id of the prompt.")] = None,
-    lookahead: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="FDCACHE_LOOKAHEAD_TOKENS of the engine, for draft layers. Default: that variable here, else 0.",
-        ),
-    ] = None,
-    json: Json = False,
+    json: bool,
 ) -> None:
-    """Show for each block of a prompt where it is, or why and since when it is missing."""
+    """Show for each block of a prompt where it is, or why it is missing."""
     from fdcache.service.wire.address import load_settings
 
+    prompt = _read_tokens(tokens)
     ahead = load_settings({"FDCACHE_LOOKAHEAD_TOKENS": lookahead}).cache.lookahead_tokens
     with connect(server) as client:
-        explained, answer = explain_tokens(client, namespace, _read_tokens(tokens), tenant, ahead, adapter)
+        explained, answer = explain_tokens(client, namespace, prompt, tenant, ahead, adapter)
         clients, _ = ask(client, list[ClientView], "clients")
     decisions = decisions_on(clients, {each.hash for each in explained.blocks})
     if json:
@@ -230,11 +199,16 @@ def _ago(when: float) -> str:
 
 def _read_tokens(path: Path) -> list[int]:
     try:
-        text = path.read_text().strip()
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_PROMPT + 1)
+        text = content.decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path} cannot be read as text: {error}", param_hint="--tokens") from error
+    if len(content) > _LARGEST_PROMPT:
+        wrong = f"{path} has more than {readable_size(_LARGEST_PROMPT)}, which is no prompt"
+        raise typer.BadParameter(wrong, param_hint="--tokens")
     words = text.strip("[]").replace(",", " ").split()
-    wrong = next((word for word in words if not re.fullmatch(r"\d{1,10}", word, re.ASCII)), None)
-    if wrong is not None:
-        raise typer.BadParameter(f"{path}: {wrong[:40]!r} is not a token id", param_hint="--tokens")
+    wrong_word = next((word for word in words if not re.fullmatch(r"\d{1,10}", word, re.ASCII)), None)
+    if wrong_word is not None:
+        raise typer.BadParameter(f"{path}: {wrong_word[:40]!r} is not a token id", param_hint="--tokens")
     return [int(word) for word in words]

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from fdcache.service.wire.views import ReuseView
 from fdcache.tiers.reuse import GROUPS, ReuseReport, chance
 from fdcache_cli import inspect_plot, output
-from fdcache_cli.service_view import (
-    Json,
-    NamespaceOption,
-    PlotOption,
-    ServerOption,
-    WatchOption,
-    ask,
-    connect,
-    show_live,
-)
+from fdcache_cli.service_view import ask, connect, show_live
 
 _AGES_OF_A_COLUMN = 3
 
 
-def eviction(
-    server: ServerOption = None,
-    *,
-    namespace: NamespaceOption = None,
-    json: Json = False,
-    watch: WatchOption = False,
-    plot: PlotOption = None,
+def show_eviction(
+    server: str | None, namespace: str | None, *, json: bool, watch: bool, plot: Path | None
 ) -> None:
-    """Show what each tier has learned of reuse, for FDCACHE_EVICTION=learned.
-
-    A row for each class of blocks, by what they were in the last request that used them. A column for each age since
-    then: the share of the blocks reaching it that were used again at it. A dash: no block has been that old. Counts
-    fade with a half-life of one hour, and go on after an eviction for a while.
-    """
+    """Show what each tier has learned of reuse."""
     if plot is not None:
         inspect_plot.check_plot(plot, json, watch)
     with connect(server) as client:

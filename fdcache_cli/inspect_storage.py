@@ -4,53 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from fdcache.errors import StorageError
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
 from fdcache.settings.kinds import readable_size
 from fdcache_cli import errors, output
 from fdcache_cli.output import progress_bars
-from fdcache_cli.service_view import ServerOption, ask, connect, show_live, table
-
-
-def storage(
-    path: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="PATH",
-            help="Directory of a local storage, or one of its files. Without it, the storage of a running service.",
-        ),
-    ] = None,
-    server: ServerOption = None,
-    *,
-    verify: Annotated[bool, typer.Option("--verify", help="Read and check every record.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Refresh the view of a service every second until Ctrl-C.")
-    ] = False,
-) -> None:
-    """Show the storage of a running service, or with PATH the files of a local storage. Changes nothing.
-
-    With PATH no service is needed, and the exit status is 1 if a record, a header or a file is damaged.
-    """
-    if path is None:
-        if verify:
-            raise typer.BadParameter("it reads files; give PATH", param_hint="--verify")
-        _show_service(server, json_output, watch)
-        return
-    if watch:
-        raise typer.BadParameter("it is for a service; PATH is read once", param_hint="--watch")
-    if server is not None:
-        raise typer.BadParameter("it is for a service; PATH is read without one", param_hint="--server")
-    _show_files(path, verify, json_output)
-
+from fdcache_cli.service_view import ask, connect, show_live, table
 
 # --- a service ---------------------------------------------------------------------------------------------
 
 
-def _show_service(server: str | None, json: bool, watch: bool) -> None:
+def show_service(server: str | None, json: bool, watch: bool) -> None:
+    """Show the storage of a running service."""
     with connect(server) as client:
 
         def show() -> None:
@@ -83,13 +52,17 @@ def _print_service(found: StorageView | None) -> None:
 _HEADER = ("NAMESPACE", "MODEL", "RANKS", "BLOCKS", "OF", "BYTES", "DEPTH", "AGE", "UNREACHABLE", "CORRUPT")
 
 
-def _show_files(path: Path, verify: bool, json: bool) -> None:
+def show_files(path: Path, verify: bool, json: bool) -> None:
+    """Show the files of a local storage; exit with 1 if one is damaged."""
     from fdcache.service.wire.address import load_settings
     from fdcache.storage.calibration import load_storage_speed
-    from fdcache.storage.offline import read_file, slab_files, summarize
+    from fdcache.storage.offline import GIVE_FOLDER, read_file, slab_files, summarize
 
+    found = slab_files(path)
+    if verify and not found:
+        raise StorageError(f"{path}: there are no storage files to verify; {GIVE_FOLDER}")
     with progress_bars() as advance:
-        files = [read_file(file, verify=verify, on_progress=advance) for file in slab_files(path)]
+        files = [read_file(file, verify=verify, on_progress=advance) for file in found]
     summary = summarize(files, verified=verify)
     folder = path if path.is_dir() else path.parent
     speed = load_storage_speed(folder, load_settings({}).transfer.calibration_dir)
@@ -105,6 +78,9 @@ def _show_files(path: Path, verify: bool, json: bool) -> None:
 
 
 def _print_files(path: Path, summary: dict[str, Any]) -> None:
+    if not summary["namespaces"] and not summary["damaged_files"]:
+        output.print_line(f"{path}: there are no storage files")
+        return
     checked = "all checked" if summary["verified"] else "records not checked; --verify checks them"
     output.print_line(
         f"{path}: {summary['blocks']:,} blocks, {readable_size(summary['bytes'])}, "

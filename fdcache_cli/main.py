@@ -1,50 +1,48 @@
-"""Entry point of the command line, and the table of its commands."""
+"""Entry point of the command line. It imports the rest once Ctrl-C and closed streams can do no harm."""
 
+import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from fdcache import __version__
-from fdcache_cli import errors
-from fdcache_cli.app import Command, new_group
-
-COMMANDS = (
-    Command(
-        "init",
-        "fdcache_cli.init",
-        "init",
-        "Check this machine, prepare it, and measure its GPU links.",
-    ),
-    Command("env", "fdcache_cli.env", "app", "Show, check and convert the settings."),
-    Command("serve", "fdcache_cli.serve", "serve", "Serve one host tier to all engines of this node."),
-    Command("inspect", "fdcache_cli.inspect", "app", "Look into a running service, or into files on disk."),
-    Command(
-        "replay",
-        "fdcache_cli.replay",
-        "replay",
-        "Replay a workload through the real cache and report.",
-    ),
-    Command("reset", "fdcache_cli.reset", "app", "Drop cached blocks, of a running service or on disk."),
-)
-
-app = new_group(
-    COMMANDS,
-    help="fdcache: the KV-cache layer of an LLM serving engine. Start with `fdcache init --check`. "
-    "`fdcache --version` prints the version.",
-)
+from fdcache_cli import errors, streams
 
 
 def run() -> None:
     """Run the command line. Exit status: 0, 1 (failed), 2 (wrong usage), 78 (bad configuration) or 130 (Ctrl-C)."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    arguments = sys.argv[1:]
+    streams.prepare()
+    with _ends_at_once():
+        command = _find_command(sys.argv[1:])
+    errors.guard(command)
+
+
+def _find_command(arguments: list[str]) -> Callable[[], object]:
     if arguments == ["--version"]:
-        sys.stdout.write(f"fdcache {__version__}\n")
+        return _print_version
+    from fdcache_cli.commands import find_command
+
+    return find_command(arguments)
+
+
+def _print_version() -> None:
+    from fdcache import __version__
+
+    sys.stdout.write(f"fdcache {__version__}\n")
+
+
+@contextmanager
+def _ends_at_once() -> Iterator[None]:
+    """End the process at the first Ctrl-C: while modules are imported, an exception may be printed or swallowed."""
+    former = signal.getsignal(signal.SIGINT)
+    if former is not signal.default_int_handler:
+        yield
         return
-    # A command runs without its group: Typer would load pydantic to read the group's options.
-    chosen = next((command for command in COMMANDS if arguments[:1] == [command.name]), None)
-    if chosen is None:
-        errors.guard(lambda: app(arguments, prog_name="fdcache"))
-    else:
-        errors.guard(lambda: chosen.load()(arguments[1:], prog_name=f"fdcache {chosen.name}"))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(errors.INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 if __name__ == "__main__":

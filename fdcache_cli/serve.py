@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fdcache.errors import ConfigurationError
-from fdcache.settings import Settings, Sourced
-from fdcache.settings.kinds import format_size
 from fdcache_cli import output
 from fdcache_cli.errors import print_problems
 from fdcache_cli.output import Advance, progress_bars
@@ -19,6 +17,7 @@ from fdcache_cli.output import Advance, progress_bars
 if TYPE_CHECKING:
     from fdcache.service.server.http_server import HttpServer
     from fdcache.service.server.lifecycle import Server
+    from fdcache.settings import Settings, Sourced
 
 
 def serve(
@@ -70,10 +69,7 @@ def serve(
 
     Example: `fdcache serve --host-memory 40GiB --storage /var/lib/fdcache`
     """
-    from fdcache.service.server import process
-    from fdcache.service.server.lifecycle import Server
     from fdcache.service.server.preflight import require_ready
-    from fdcache.service.server.process import ended_by_signals
     from fdcache.service.wire.address import load_settings
 
     settings = load_settings(
@@ -92,11 +88,15 @@ def serve(
             f"FDCACHE_STORAGE={settings.storage_tier.connector} keeps no files; give --storage DIR",
             param_hint="--storage-size",
         )
+    require_ready(settings)
     if check:
-        require_ready(settings)
         print_problems(settings.warnings, sys.stderr)
         output.print_line(f"the settings are valid; fingerprint {settings.fingerprint}")
         return
+    from fdcache.service.server import process
+    from fdcache.service.server.lifecycle import Server
+    from fdcache.service.server.process import ended_by_signals
+
     print_problems(settings.misspelt, sys.stderr)
     process.configure(settings)
     process.raise_descriptor_limit()
@@ -150,6 +150,8 @@ def _storage_arguments(storage: str | None, size: str | None) -> dict[str, Sourc
 
 
 def _option(option: str, value: object) -> Sourced:
+    from fdcache.settings import Sourced
+
     return Sourced(f"{option} of fdcache serve", value)
 
 
@@ -160,7 +162,8 @@ def _print_ready() -> None:
 
 def _print_summary(server: Server, settings: Settings, web: HttpServer | None) -> None:
     from fdcache.service.server.arenas import find_arenas
-    from fdcache.service.server.lifecycle import parse_http
+    from fdcache.service.server.endpoints import parse_http
+    from fdcache.settings.kinds import format_size
 
     arena = server.arena
     http = parse_http(settings.server.http_address)
@@ -185,6 +188,8 @@ def _print_summary(server: Server, settings: Settings, web: HttpServer | None) -
 
 
 def _storage_row(settings: Settings) -> str:
+    from fdcache.settings.kinds import format_size
+
     tier = settings.storage_tier
     if not tier.is_on:
         return "none"

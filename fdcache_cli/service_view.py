@@ -1,4 +1,4 @@
-"""Shared by the commands that ask a service: options, connection, live views, and tables of records."""
+"""Shared by the commands that ask a service: connection, live views, and tables of records."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
-import typer
 
 from fdcache.errors import ProtocolError, ServiceUnavailableError
 from fdcache.service.client.connection import Client
@@ -24,26 +22,6 @@ from fdcache.settings.kinds import readable_size
 from fdcache_cli import output
 from fdcache_cli.errors import print_problems
 from fdcache_cli.running_service import is_served
-
-Json = Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")]
-ServerOption = Annotated[
-    str | None,
-    typer.Option(
-        "--server",
-        metavar="ADDRESS",
-        help="Address of the service, such as ipc:///run/fdcache/fdcache.sock. Default: FDCACHE_SERVER, else the "
-        "default socket.",
-    ),
-]
-WatchOption = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
-PlotOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Draw a picture, such as tiers.png or .svg (needs fdcache[plot])."),
-]
-NamespaceOption = Annotated[
-    str | None,
-    typer.Option(help="Beginning of a namespace's name, as `fdcache inspect namespaces` lists it."),
-]
 
 _REFRESH_SECONDS = 1.0
 _CLEAR = "\x1b[2J\x1b[H"

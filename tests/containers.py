@@ -92,7 +92,7 @@ def _service(name: str, told: dict[str, Any], folder: Folders) -> Container:
     }
     mounts["/run/secrets"] = folder(f"{name}-secrets")
     for secret in told.get("secrets", []):
-        (mounts["/run/secrets"] / secret).write_text("a-key")
+        _write_key(mounts["/run/secrets"] / secret)
     for volume in told["volumes"]:
         source, path = re.sub(r"\$\{.*?\}", "host", volume).split(":")[:2]
         mounts[path] = folder(f"volume-{source}")
@@ -136,7 +136,7 @@ def _volume(pod: str, volume: dict[str, Any], folder: Folders) -> Path:
     node = volume.get("hostPath")
     made = folder(f"node{node['path']}" if node else f"{pod}-{volume['name']}")
     for item in volume.get("secret", {}).get("items", []):
-        (made / item["path"]).write_text("a-key")
+        _write_key(made / item["path"])
     return made
 
 
@@ -158,3 +158,8 @@ def _merge(base: Any, change: Any) -> Any:
 
 
 __all__ = ["ROOT", "Container", "compose", "kubernetes"]
+
+
+def _write_key(path: Path) -> None:
+    path.write_text("a-key")
+    path.chmod(0o440)

@@ -8,7 +8,6 @@ import os
 import weakref
 from typing import Protocol
 
-from fdcache import _core
 from fdcache.errors import FdcacheError, ForkedProcessError
 
 logger = logging.getLogger(__name__)
@@ -73,6 +72,3 @@ def _close_all() -> None:
             owner.shutdown(_SECONDS_AT_EXIT)
         except FdcacheError as error:
             logger.warning("the process exits with copies in flight: %s", error)
-    if left:
-        # Frames of the exception or of daemon threads may still refer to them.
-        _core.set_leak_warnings(False)

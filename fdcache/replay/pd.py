@@ -57,22 +57,26 @@ _RANDOM_FAULTS = (FaultKind.KILL, FaultKind.STOP, FaultKind.ABORT, FaultKind.RES
 def parse_ranks(text: str) -> tuple[int, int]:
     """Read ``2:1``, the ranks of prefill and decode. Raises ``ReplayOptionError``."""
     prefill, _, decode = text.partition(":")
-    if not (prefill.isdecimal() and decode.isdecimal() and int(prefill) and int(decode)):
+    if not (_is_count(prefill) and _is_count(decode) and int(prefill) and int(decode)):
         raise ReplayOptionError(
             "--pd-ranks", f"{text!r} is none; write the ranks of prefill and decode, as in 2:1"
         )
     return int(prefill), int(decode)
 
 
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
 def parse_faults(text: str) -> dict[FaultKind, int]:
     """Read ``200``, in equal parts of all but flip, or ``kill=5,flip=3``. Raises ``ReplayOptionError``."""
-    if text.isdecimal():
+    if _is_count(text):
         count = int(text)
         return {kind: count // 4 + (index < count % 4) for index, kind in enumerate(_RANDOM_FAULTS)}
     faults = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
-        if name not in list(FaultKind) or not number.isdecimal():
+        if name not in list(FaultKind) or not _is_count(number):
             kinds = ", ".join(FaultKind)
             raise ReplayOptionError(
                 "--faults", f"{part!r} is none; write 200, or kinds of {kinds} as in kill=5,flip=3"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from fdcache.errors import TraceError
 from fdcache.replay.workloads import OUTPUT_STREAMS, WorkItem
 
 TRACE_BLOCK_TOKENS = 512
+_LONGEST_LINE = 64 << 20
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _TraceId = Annotated[int, msgspec.Meta(ge=0, lt=OUTPUT_STREAMS)]
@@ -43,9 +45,12 @@ def read_trace(path: Path, limit: int | None = None) -> Iterator[WorkItem]:
     try:
         with path.open("rb") as lines:
             index = 0
-            for number, text in enumerate(lines, start=1):
+            for number, text in enumerate(iter(partial(lines.readline, _LONGEST_LINE + 1), b""), start=1):
                 if index == limit:
                     return
+                if len(text) > _LONGEST_LINE:
+                    wrong = f"it has more than {_LONGEST_LINE >> 20} MiB"
+                    raise TraceError(f"{path}, line {number}, field the whole line: {wrong}")
                 if text.strip():
                     yield _item(index, _decode(text, path, number))
                     index += 1

@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 from pydantic import GetCoreSchemaHandler, PlainSerializer, SecretStr
 from pydantic_core import CoreSchema, core_schema
 
+from fdcache.machine.session import expand_home
+
 Schema = Mapping[str, object]
 
 MASK = "********"
@@ -96,17 +98,20 @@ Text = Annotated[str, TEXT]
 # --- paths and addresses ------------------------------------------------------------------------------------
 
 
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux
+
+
 def parse_path(value: object) -> Path:
-    """Parse a path as written."""
-    return value if isinstance(value, Path) else Path(parse_text(value))
+    """Parse a path as written, of a length that the system takes."""
+    path = value if isinstance(value, Path) else Path(parse_text(value))
+    if len(bytes(path)) > _LONGEST_PATH or any(len(part.encode()) > _LONGEST_NAME for part in path.parts):
+        raise ValueError("too long")
+    return path
 
 
 def parse_home_path(value: object) -> Path:
     """Parse a path and expand ``~``."""
-    try:
-        return parse_path(value).expanduser()
-    except RuntimeError as error:
-        raise ValueError("a home folder that cannot be found") from error
+    return expand_home(parse_path(value))
 
 
 def parse_path_or_none(value: object) -> Path | None:
@@ -141,11 +146,18 @@ Url = Annotated[str, URL, PlainSerializer(mask_url, when_used="json")]
 # --- numbers ------------------------------------------------------------------------------------------------
 
 
+def _ascii(value: Any) -> Any:
+    """Refuse digits of other scripts, which ``int`` and ``float`` read."""
+    if isinstance(value, str) and not value.isascii():
+        raise ValueError("not ASCII")
+    return value
+
+
 def parse_integer(value: object) -> int:
     """Parse a 64-bit integer; a bool is refused."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError("not an integer")
-    number = int(value)
+    number = int(_ascii(value))
     if abs(number) >= 2**63:
         raise ValueError("not a 64-bit integer")
     return number
@@ -155,7 +167,10 @@ def parse_number(value: object) -> float:
     """Parse a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("not a number")
-    number = float(value)
+    try:
+        number = float(_ascii(value))
+    except OverflowError:  # of an integer
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError("not a finite number")
     return number
@@ -172,6 +187,11 @@ def parse_port(value: object) -> int:
     if not 1 <= port <= 65535:
         raise ValueError("not a port")
     return port
+
+
+def is_port(text: str) -> bool:
+    """Return True for the digits of a port; 0 is any free port."""
+    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535
 
 
 def parse_power_of_two(value: object) -> int:
@@ -207,13 +227,15 @@ _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([kmgt]?|[kmgt]i)b?)", re.IGNORECASE | re.ASCII)
 _SHARE = re.compile(r"(0?\.\d+)|(\d+(?:\.\d+)?) *%", re.ASCII)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_LONGEST = 64
+"""Characters of a number with a unit; ``Decimal`` cannot multiply one of a million digits."""
 
 
 def parse_size(value: object) -> int:
     """Parse a number of bytes: ``1073741824``, ``512MiB`` or ``8Gi`` (1024s), ``4GB`` or ``4G`` (1000s)."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) and len(value) <= _LONGEST else None
     if match is None or ("." in match[1] and not match[2]):
         raise ValueError("not a size")
     unit = match[2].lower()
@@ -233,7 +255,7 @@ def parse_memory(value: object) -> int | float:
 
 def parse_megabytes(value: object) -> int:
     """Parse a size in whole MiB, the unit of a plain number."""
-    if isinstance(value, int) or (isinstance(value, str) and value.strip().isdigit()):
+    if isinstance(value, int) or (isinstance(value, str) and value.isascii() and value.strip().isdigit()):
         return parse_integer(value)
     size = parse_size(value)
     if size % 2**20:
@@ -300,21 +322,30 @@ Megabytes = Annotated[int, MEGABYTES]
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) *(ms|s|m|h|d)", re.ASCII)
-_TIME = "a number with an optional unit, such as 30, 30s, 500ms, 2m or 1h"
+_TIME = "a number with an optional unit, such as 30, 30s, 500ms, 2m or 1h, up to 36500d"
+_LONGEST_SECONDS = 36_500 * 86_400
+"""A hundred years, which clocks and system calls can count."""
 
 
 def parse_duration(value: object, unit: str = "s") -> float:
-    """Parse a duration into a number of ``unit``: a plain number, or one followed by ms, s, m, h or d."""
+    """Parse a duration into a number of ``unit``: a plain number, or one followed by ms, s, m, h or d.
+
+    Raises:
+        ValueError: it is no duration, or longer than a hundred years.
+    """
     match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        return parse_number(value)
-    return parse_number(match[1]) * _SECONDS[match[2]] / _SECONDS[unit]
+    number = parse_number(value if match is None else match[1])
+    if match is not None:
+        number = number * _SECONDS[match[2]] / _SECONDS[unit]
+    if abs(number) * _SECONDS[unit] > _LONGEST_SECONDS:
+        raise ValueError("longer than a hundred years")
+    return number
 
 
 def _whole_duration(unit: str) -> Callable[[object], int]:
     def parse(value: object) -> int:
         number = parse_duration(value, unit)
-        if not math.isfinite(number) or number != int(number):
+        if number != int(number):
             raise ValueError("not a whole number")
         return int(number)
 
@@ -326,7 +357,7 @@ WHOLE_SECONDS = Kind("duration", "a duration in whole seconds", _TIME, _whole_du
 MILLISECONDS = Kind(
     "duration",
     "a duration in whole milliseconds",
-    "a number of milliseconds, or one with a unit, such as 500, 500ms or 2s",
+    "a number of milliseconds, or one with a unit, such as 500, 500ms or 2s, up to 36500d",
     _whole_duration("ms"),
 )
 Seconds = Annotated[float, SECONDS]

@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from fdcache.settings.checks import suggest
 from fdcache.settings.kinds import FLAG, HOME_PATH, INTEGERS
 from fdcache.settings.loading import read_secrets, rejection
-from fdcache.settings.problems import Problem, SettingsError
+from fdcache.settings.problems import Problem, SettingsError, Severity
 from fdcache.settings.sources import (
     ENV_FILE,
     FILE_SUFFIX,
@@ -148,8 +148,9 @@ def _look_up(variable: Variable) -> Any:
     layers, found = _file_layers(os.environ.get(ENV_FILE), os.environ.get(SECRETS_DIRECTORY))
     problems = list(found)
     winner = next(candidates(variable, (environment_layer(_texts(variable)), *layers), problems), None)
-    if problems:
-        raise SettingsError(problems)
+    errors = [problem for problem in problems if problem.severity is Severity.ERROR]
+    if errors:
+        raise SettingsError(errors)
     if winner is None:
         return old_default(variable)
     if winner.name != variable.name:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fdcache.errors import ConfigurationError
+from fdcache.settings.kinds import printable
 
 
 class Severity(StrEnum):
@@ -40,7 +41,7 @@ class Problem:
         else:
             pairs = zip(self.variables, self.sources, strict=True)
             concerned = ", ".join(f"{name} ({source})" for name, source in pairs)
-        return f"{concerned}: {self.wrong}; {self.right}"
+        return printable(f"{concerned}: {self.wrong}; {self.right}")
 
 
 class SettingsError(ConfigurationError, ValueError):

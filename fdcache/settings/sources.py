@@ -8,7 +8,9 @@ the name and place of a value, the values that lost and misspelt names would be 
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from io import StringIO
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from dotenv.parser import parse_stream
 
-from fdcache.settings.problems import Problem, disagreement, error
+from fdcache.settings.problems import Problem, disagreement, error, warning
 from fdcache.settings.variable import Variable
 
 ENV_FILE = "FDCACHE_ENV_FILE"
@@ -52,10 +54,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Sourced:
-    """A value and the place it comes from, such as an option or a line of a file."""
+    """A value and the place it comes from, such as an option or a line of ``file``."""
 
     place: str
     value: object = field(repr=False)
+    file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +91,21 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
 def dotenv_layer(path: Path, problems: list[Problem]) -> Layer:
     """Read a dotenv file; the last assignment of a name counts. Problems are appended to ``problems``."""
     values: dict[str, Sourced] = {}
-    try:
-        content = read_text(path)
-    except (OSError, ValueError) as reason:
-        problems.append(_unreadable(ENV_FILE, path, reason))
-        content = ""
+    lines: dict[str, int] = {}
+    content = _read_setting(ENV_FILE, path, problems) or ""
     for entry in parse_dotenv(content):
         place = f"{path}:{entry.line}"
         if entry.text is None:
             wrong = "it is not of the form NAME=value, or a quote is not closed"
             remedy = "write NAME=value, and quote a value that contains # or quotes"
             problems.append(error(ENV_FILE, place, wrong, remedy))
-        elif entry.text:
-            values[entry.name] = Sourced(place, entry.text)
+            continue
+        if entry.name in lines:
+            wrong = f"line {lines[entry.name]} sets it too, and the last line counts"
+            problems.append(warning(entry.name, place, wrong, "remove one of them"))
+        lines[entry.name] = entry.line
+        if entry.text:
+            values[entry.name] = Sourced(place, entry.text, path)
         else:
             values.pop(entry.name, None)
     return Layer(Source.DOTENV, values)
@@ -117,6 +122,8 @@ def secrets_layer(directory: Path, known: Iterable[str], problems: list[Problem]
     except OSError as reason:
         problems.append(_unreadable(SECRETS_DIRECTORY, directory, reason))
         present = []
+    else:
+        problems += _writable_by_others(SECRETS_DIRECTORY, directory)
     known = frozenset(known)
     for name in present:
         path = directory / name
@@ -124,13 +131,9 @@ def secrets_layer(directory: Path, known: Iterable[str], problems: list[Problem]
             if name.startswith(PREFIXES):
                 values[name] = Sourced(str(path), None)
             continue
-        try:
-            text = _value_in(path)
-        except (OSError, ValueError) as reason:
-            problems.append(_unreadable(name, path, reason))
-            continue
+        text = _read_setting(name, path, problems)
         if text:
-            values[name] = Sourced(str(path), text)
+            values[name] = Sourced(str(path), text.rstrip("\r\n"), path)
     return Layer(Source.SECRETS, values)
 
 
@@ -146,6 +149,8 @@ def candidates(variable: Variable, layers: Iterable[Layer], problems: list[Probl
             if layer.source in (Source.ENVIRONMENT, Source.DOTENV):
                 value = _or_from_file(name, value, layer, problems)
             if value is not None:
+                if variable.secret and value.file is not None:
+                    problems += _readable_by_others(name, value.place, value.file)
                 yield Candidate(layer.source, name, value.place, value.value)
 
 
@@ -159,12 +164,8 @@ def _or_from_file(name: str, value: Sourced | None, layer: Layer, problems: list
         problems.append(disagreement(places, wrong, "unset one of them"))
         return value
     path = Path(str(pointer.value))
-    try:
-        text = _value_in(path)
-    except (OSError, ValueError) as reason:
-        problems.append(_unreadable(name + FILE_SUFFIX, path, reason))
-        return None
-    return Sourced(f"{path}, named by {name}{FILE_SUFFIX}", text) if text else None
+    text = (_read_setting(name + FILE_SUFFIX, path, problems) or "").rstrip("\r\n")
+    return Sourced(f"{path}, named by {name}{FILE_SUFFIX}", text, path) if text else None
 
 
 def read_text(path: Path) -> str:
@@ -188,8 +189,30 @@ def read_text(path: Path) -> str:
         raise ValueError("it is not UTF-8 text") from None
 
 
-def _value_in(path: Path) -> str:
-    return read_text(path).rstrip("\r\n")
+def _read_setting(name: str, path: Path, problems: list[Problem]) -> str | None:
+    """Read a file that ``name`` names; None, with a problem, if it cannot be read."""
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as reason:
+        problems.append(_unreadable(name, path, reason))
+        return None
+    problems += _writable_by_others(name, path)
+    return text
+
+
+def _writable_by_others(name: str, path: Path) -> Iterator[Problem]:
+    """Yield a warning for a file that every user can change, or a folder whose files every user can replace."""
+    with suppress(OSError):  # it was removed meanwhile
+        mode = path.stat().st_mode
+        if mode & stat.S_IWOTH and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+            yield warning(name, str(path), "every user of this machine can change it", f"chmod o-w {path}")
+
+
+def _readable_by_others(name: str, place: str, path: Path) -> Iterator[Problem]:
+    with suppress(OSError):
+        if path.stat().st_mode & stat.S_IROTH:
+            wrong = "it is a secret, and every user of this machine can read the file"
+            yield warning(name, place, wrong, f"chmod o-r {path}")
 
 
 def _unreadable(name: str, path: Path, reason: Exception) -> Problem:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from fdcache.errors import ConnectorNotFoundError, StorageError, StorageGoneError
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
-from fdcache.storage.connector import BlockStorage, ConnectorContext, StorageConnector
+
+if TYPE_CHECKING:
+    from fdcache.storage.connector import BlockStorage, ConnectorContext, StorageConnector
 
 ENTRY_POINTS = "fdcache.storage_connectors"
 """Entry-point group in which a package names its connectors, each a ``ConnectorFactory``."""
 
-ConnectorFactory = Callable[[ConnectorContext], StorageConnector]
+ConnectorFactory = Callable[["ConnectorContext"], "StorageConnector"]
 
 
 def open_storage(context: ConnectorContext) -> BlockStorage | None:
@@ -87,6 +90,8 @@ def _find(name: str) -> EntryPoint:
 
 
 def _load(found: EntryPoint, context: ConnectorContext) -> StorageConnector:
+    from fdcache.storage.connector import StorageConnector
+
     try:
         factory = found.load()
     except ImportError as error:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from fdcache.errors import ConnectorNotFoundError, StorageError, StorageGoneError
 from fdcache.settings.cache import MooncakeSettings
-from fdcache.settings.kinds import parse_list, parse_size
+from fdcache.settings.kinds import is_port, parse_list, parse_size
 from fdcache.storage.connector import Outcome
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def _local_name(name: str, master: str) -> str:
 
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not is_port(port):
         raise StorageError(
             f"MOONCAKE_MASTER_SERVER_ADDR={address}: write host and port, such as master:50051"
         )

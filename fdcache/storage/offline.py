@@ -30,6 +30,9 @@ from fdcache.storage.slab_format import (
 )
 from fdcache.storage.slab_health import IN_A_ROW
 
+GIVE_FOLDER = "give the FDCACHE_STORAGE_DIR of the engine"
+"""The remedy for a folder without storage files."""
+
 _CHECK_STEP = 512
 _THREADS = 4
 
@@ -82,10 +85,10 @@ class Damaged:
 
 def slab_files(path: Path) -> list[Path]:
     """Return the slab files in a folder, or the one file at ``path``. Raises ``StorageError`` when there is neither."""
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113 (a name that is too long is no error)
         return [path]
-    if not path.is_dir():
-        raise StorageError(f"{path}: no such folder or file; give the FDCACHE_STORAGE_DIR of the engine")
+    if not os.path.isdir(path):  # noqa: PTH112
+        raise StorageError(f"{path}: no such folder or file; {GIVE_FOLDER}")
     return sorted(path.glob(f"fdcache-*{SUFFIX}"))
 
 
@@ -107,6 +110,10 @@ def read_file(
             corrupt = _check(slab, path, slots, on_progress) if verify else np.empty(0, np.int32)
     except StorageFormatError as error:
         return Damaged(path, str(error))
+    except StorageError:
+        raise
+    except OSError as error:
+        raise storage_error(error.errno or errno.EIO, path) from error
     finally:
         os.close(fd)
     depths = _depths(hashes, parents)

@@ -10,6 +10,7 @@ from socket import AF_UNIX, socket
 
 from fdcache.errors import ConfigurationError, TransferError
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
+from fdcache.settings.kinds import is_port
 
 _ANY_HOST = ("*", "0.0.0.0", "[::]")
 
@@ -26,7 +27,7 @@ def rank_address(address: str | None, rank: int) -> str:
         raise ConfigurationError(
             f"FDCACHE_TRANSFER_ADDRESS={address}: peers connect to this address; write the host by which they reach it"
         )
-    if scheme == "tcp" and host and port.isdecimal() and 0 < int(port) + rank < 65536:
+    if scheme == "tcp" and host and is_port(port) and 0 < int(port) + rank < 65536:
         return f"tcp://{host}:{int(port) + rank}"
     if scheme == "ipc" and rest.startswith("/"):
         return f"ipc://{rest}.{rank}"

@@ -118,7 +118,7 @@ class TestServe:
             *("--host-memory", "4MiB", "--socket", f"ipc://{tmp_path}/run/s.sock"),
             FDCACHE_ARENA_DIR=str(tmp_path),
         )
-        assert done.returncode == 1
+        assert done.returncode == 78
         assert "FDCACHE_STORAGE_DIR" in done.stderr
         assert "Traceback" not in done.stderr
         assert list(tmp_path.glob("fdcache-*")) == []

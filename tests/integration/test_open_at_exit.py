@@ -15,7 +15,8 @@ import sys, threading
 from pathlib import Path
 from fdcache.settings.cache import MooncakeSettings
 from fdcache.settings.cache import StorageTierSettings
-from fdcache.storage.factory import ConnectorContext, open_storage
+from fdcache.storage.connector import ConnectorContext
+from fdcache.storage.factory import open_storage
 from tests.swaps import Worker, plan, uniform_layout
 
 how, directory = sys.argv[1:]
@@ -66,3 +67,53 @@ def test_a_process_that_ends_with_its_controller_open_says_nothing_of_leaks(tmp_
         assert done.returncode == 1 and done.stderr.endswith("ValueError: the engine has a bug\n")
     else:
         assert (done.returncode, done.stdout, done.stderr) == (0, "END\n", "")
+
+
+KEPT = """
+import sys, threading
+from fdcache import CacheManager, CacheSettings, _core
+from tests.swaps import uniform_layout
+
+if sys.argv[1] == "on":
+    _core.set_leak_warnings(True)
+manager = CacheManager(CacheSettings(device_blocks=64, host_memory="1MiB"), uniform_layout())
+threading.Thread(target=lambda kept: threading.Event().wait(), args=(manager,), daemon=True).start()
+raise ValueError("the engine has a bug")
+"""
+
+REPLAYED = """
+import sys
+from fdcache import _core
+from fdcache_cli.main import run
+
+_core.set_leak_warnings(True)
+sys.argv = ["fdcache", "replay", "--requests", "20", "--storage", sys.argv[1], "--storage-size", "1MiB"]
+run()
+"""
+
+
+def ends(program: str, argument: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, argument],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_error_is_the_last_line_though_a_thread_keeps_a_manager() -> None:
+    done = ends(KEPT, "off")
+    assert "nanobind" not in done.stderr
+    assert done.stderr.endswith("ValueError: the engine has a bug\n")
+
+
+def test_what_is_left_at_the_end_is_reported_on_demand() -> None:
+    done = ends(KEPT, "on")
+    assert "nanobind: leaked" in done.stderr and "fdcache._core" in done.stderr
+
+
+def test_a_replay_leaves_no_native_object(tmp_path: Path) -> None:
+    done = ends(REPLAYED, str(tmp_path))
+    assert (done.returncode, "nanobind" in done.stderr) == (0, False), done.stderr

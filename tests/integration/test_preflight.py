@@ -102,14 +102,14 @@ def test_serve_refuses_an_invalid_log_directory(folder: str, tmp_path: Path) -> 
     done = fdcache("serve", FD_LOG_DIR=folder, FDCACHE_RUNTIME_DIR=str(tmp_path / "run"))
     assert done.returncode == 78
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: FD_LOG_DIR: {folder} cannot be written")
+    assert line.startswith(f"error: FD_LOG_DIR (environment): {folder} cannot be created")
 
 
 def test_serve_names_the_variable_of_a_relative_runtime_directory() -> None:
     done = fdcache("serve", FDCACHE_RUNTIME_DIR="relative")
     assert done.returncode == 78
     assert done.stderr.startswith(
-        "error: FDCACHE_RUNTIME_DIR: address 'ipc://relative/fdcache.sock': the path must"
+        "error: FDCACHE_RUNTIME_DIR (environment): address 'ipc://relative/fdcache.sock': the path must"
     )
 
 
@@ -130,5 +130,43 @@ def test_serve_refuses_an_arena_directory_that_cannot_be_written(folder: str, tm
     done = fdcache("serve", FDCACHE_ARENA_DIR=folder, FDCACHE_RUNTIME_DIR=str(tmp_path / "run"))
     assert (done.returncode, done.stderr.splitlines()[1:]) == (78, [])
     assert done.stderr.startswith(
-        f"error: FDCACHE_ARENA_DIR: {folder} cannot be written by this user; choose another"
+        f"error: FDCACHE_ARENA_DIR (environment): {folder} cannot be written by this user; choose another"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "variable"),
+    [
+        (("--host-memory", "1MiB"), {"FDCACHE_NUMA_NODE": "5000"}, "FDCACHE_NUMA_NODE (environment)"),
+        (("--host-memory", "5"), {}, "FDCACHE_HOST_MEMORY (--host-memory of fdcache serve)"),
+        ((), {"FDCACHE_HOST_MEMORY": "5"}, "FDCACHE_HOST_MEMORY (environment)"),
+        (
+            ("--host-memory", "1MiB", "--storage", "/proc/x"),
+            {},
+            "FDCACHE_STORAGE_DIR (--storage of fdcache serve)",
+        ),
+        (
+            ("--host-memory", "1MiB", "--storage", "nosuch"),
+            {},
+            "FDCACHE_STORAGE (--storage of fdcache serve)",
+        ),
+        (
+            ("--host-memory", "1MiB", "--http", "127.0.0.1:\u00b2"),
+            {},
+            "FDCACHE_HTTP_ADDRESS (--http of fdcache serve)",
+        ),
+        (
+            ("--host-memory", "1MiB", "--socket", "~no-such-user/x"),
+            {},
+            "FDCACHE_SERVER (--socket of fdcache serve)",
+        ),
+    ],
+)
+def test_serve_ends_with_the_status_of_a_bad_configuration(
+    options: tuple[str, ...], environ: dict[str, str], variable: str, tmp_path: Path
+) -> None:
+    places = {"FDCACHE_RUNTIME_DIR": str(tmp_path / "run"), "FDCACHE_ARENA_DIR": str(tmp_path)}
+    done = fdcache("serve", "--http", "off", *options, **places, **environ)
+    assert done.returncode == 78
+    assert done.stderr.startswith(f"error: {variable}: "), done.stderr
+    assert list(tmp_path.iterdir()) == []

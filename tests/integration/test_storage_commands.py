@@ -164,6 +164,20 @@ def test_wrong_usage_is_refused_with_the_reason(folder: Path) -> None:
     assert "no such folder" in fdcache("inspect", "storage", folder / "nowhere", status=1)
 
 
+def test_nothing_to_verify_is_no_success(tmp_path: Path) -> None:
+    for options in ((), ("--json",)):
+        said = fdcache("inspect", "storage", tmp_path, "--verify", *options, status=1)
+        assert said == (
+            f"error: {tmp_path}: there are no storage files to verify; give the FDCACHE_STORAGE_DIR of the engine\n"
+        )
+    assert fdcache("inspect", "storage", tmp_path) == f"{tmp_path}: there are no storage files\n"
+
+
+def test_a_file_that_never_ends_is_no_prompt(tmp_path: Path) -> None:
+    said = fdcache("inspect", "explain", "--tokens", "/dev/zero", status=2)
+    assert "/dev/zero has more than 64MiB, which is no prompt" in said
+
+
 def test_inspect_counts_unreachable_blocks(folder: Path) -> None:
     store = open_store(folder, LAYOUT)
     store.erase(np.array([4], np.int32))

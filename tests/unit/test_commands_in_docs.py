@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fdcache_cli.main import COMMANDS
+from fdcache_cli.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]

@@ -106,3 +106,8 @@ def test_a_trace_without_a_request_is_reported(tmp_path: Path, lines: tuple[str,
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"absent\.jsonl: the trace cannot be read: No such file"):
         list(read_trace(tmp_path / "absent.jsonl"))
+
+
+def test_a_line_that_never_ends_is_reported() -> None:
+    with pytest.raises(TraceError, match=r"/dev/zero, line 1, .* more than 64 MiB"):
+        next(read_trace(Path("/dev/zero")))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fdcache.service.server.lifecycle import endpoints, parse_http
+from fdcache.service.server.endpoints import endpoints, parse_http
 from fdcache.settings import Settings
 from fdcache.settings.kinds import parse_duration, parse_size
 from tests.unit.test_settings_docs import CONTAINER, UID, settings_of

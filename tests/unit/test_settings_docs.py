@@ -167,6 +167,7 @@ def settings_of(environ: dict[str, str], secrets: list[str], folder: Path, limit
     """Load the settings of a container with these variables, secrets and memory limit."""
     for name in secrets:
         (folder / name).write_text("a-key")
+        (folder / name).chmod(0o440)
     found = read_settings({**environ, "FDCACHE_SECRETS_DIR": str(folder)})
     outside = [problem for problem in found.problems if "FDCACHE_HOST_MEMORY" not in problem.variables]
     assert outside == []

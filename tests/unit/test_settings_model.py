@@ -303,3 +303,35 @@ def test_each_name_belongs_to_one_variable() -> None:
     variables = [variable for members in GROUPS.values() for variable in members]
     names = [name for variable in variables for name in (variable.name, *variable.aliases)]
     assert sorted(names) == sorted(KNOWN_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("FDCACHE_DEVICE_BLOCKS", "\uff11\uff12"),
+        ("FDCACHE_TENANT_QUOTA", "\uff10.5"),
+        ("FDCACHE_DRAIN_TIMEOUT", "\uff13"),
+        ("FDCACHE_HOST_MEMORY", "\uff18GiB"),
+        ("FDCACHE_RANKS", "\u0663"),
+    ],
+)
+def test_digits_of_other_scripts_are_no_number(name: str, text: str) -> None:
+    assert not VARIABLES[name].accepts(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 308 + "d", "1e308d", "36501d", "1e10", "9" * 309 + "d"])
+def test_a_duration_ends_within_a_hundred_years(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"FDCACHE_DRAIN_TIMEOUT .* is not a duration; .* up to 36500d"):
+        Settings.load(environ={"FDCACHE_DRAIN_TIMEOUT": text})
+    assert Settings.load(environ={"FDCACHE_DRAIN_TIMEOUT": "36500d"}).server.drain_timeout == 36500 * 86400
+
+
+def test_a_home_of_an_unknown_user_is_no_path() -> None:
+    for name in ("FD_CONFIG_ROOT", "FDCACHE_CALIBRATION_DIR"):
+        assert not VARIABLES[name].accepts("~no-such-user/x")
+
+
+def test_a_path_is_not_longer_than_the_system_takes() -> None:
+    assert VARIABLES["FD_LOG_DIR"].accepts("/" + "a" * 255)
+    assert not VARIABLES["FD_LOG_DIR"].accepts("/" + "a" * 256)
+    assert not VARIABLES["FD_LOG_DIR"].accepts("/a" * 2048)

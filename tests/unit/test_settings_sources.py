@@ -338,3 +338,61 @@ def test_open_quote_does_not_take_in_the_secret_below_it(tmp_path: Path) -> None
     found = read_settings({"FDCACHE_ENV_FILE": str(env_file)})
     assert [problem.source for problem in found.errors] == [f"{env_file}:1"]
     assert found.settings.value("FD_API_KEY")[0].get_secret_value() == "hunter2"
+
+
+def warnings_of(environ: dict[str, str]) -> list[str]:
+    found = read_settings(environ)
+    assert found.errors == ()
+    return [str(problem) for problem in found.settings.warnings]
+
+
+def test_a_name_twice_in_a_dotenv_file_is_a_warning_with_both_lines(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.env", f"{NAME}=first\nFD_DEBUG=1\n{NAME}=second\n")
+    environ = {"FDCACHE_ENV_FILE": str(file)}
+    assert read_settings(environ).settings.tracing.service_name == "second"
+    assert warnings_of(environ) == [
+        f"{NAME} ({file}:3): line 1 sets it too, and the last line counts; remove one of them"
+    ]
+
+
+@pytest.mark.parametrize("name", ["FDCACHE_ENV_FILE", f"{NAME}_FILE"])
+def test_a_file_that_every_user_can_change_is_a_warning(name: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.env", f"{NAME}=x\n")
+    file.chmod(0o644)
+    assert warnings_of({name: str(file)}) == []
+    file.chmod(0o646)
+    assert warnings_of({name: str(file)}) == [
+        f"{name} ({file}): every user of this machine can change it; chmod o-w {file}"
+    ]
+
+
+def test_a_secrets_directory_that_every_user_can_change_is_a_warning(tmp_path: Path) -> None:
+    folder = write(tmp_path / "secrets" / NAME, "x").parent
+    folder.chmod(0o777)
+    (warning,) = warnings_of({"FDCACHE_SECRETS_DIR": str(folder)})
+    assert "every user of this machine can change it" in warning
+    folder.chmod(0o1777)  # as Kubernetes mounts it: nobody replaces the files of others
+    assert warnings_of({"FDCACHE_SECRETS_DIR": str(folder)}) == []
+
+
+def test_a_secret_in_a_file_that_every_user_can_read_is_a_warning(tmp_path: Path) -> None:
+    key = write(tmp_path / "secrets" / "FD_API_KEY", "k1")
+    dotenv = write(tmp_path / "a.env", "FD_DEBUG=1\nFD_API_KEY=k1\n")
+    ways = {
+        "FDCACHE_SECRETS_DIR": (key.parent, key, str(key)),
+        "FD_API_KEY_FILE": (key, key, f"{key}, named by FD_API_KEY_FILE"),
+        "FDCACHE_ENV_FILE": (dotenv, dotenv, f"{dotenv}:2"),
+    }
+    for name, (value, file, place) in ways.items():
+        file.chmod(0o644)
+        assert warnings_of({name: str(value)}) == [
+            f"FD_API_KEY ({place}): it is a secret, and every user of this machine can read the file; chmod o-r {file}"
+        ]
+        file.chmod(0o640)
+        assert warnings_of({name: str(value)}) == []
+
+
+def test_other_settings_may_be_readable_by_every_user(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.env", f"{NAME}=x\n")
+    file.chmod(0o644)
+    assert warnings_of({"FDCACHE_ENV_FILE": str(file)}) == []

@@ -3,94 +3,27 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from fdcache.errors import ConfigurationError, HostMemoryError
 from fdcache.machine.memory import huge_page_problem, node_cores
-from fdcache.service.server import http_address
-from fdcache.service.server.arena import Arena, Manifest, MemoryKind, arena_name
+from fdcache.service.server.arena import Arena, Manifest, MemoryKind, arena_name, check_arena_dir
 from fdcache.service.server.arenas import find_arenas
+from fdcache.service.server.endpoints import endpoints
 from fdcache.service.server.loop import ServiceLoop, SocketLock
 from fdcache.service.server.process import notify, notify_status
 from fdcache.service.server.service import Service
 from fdcache.service.server.storage import ServiceStorage
 from fdcache.service.server.views import Views
-from fdcache.service.wire.address import (
-    SCHEME,
-    default_address,
-    is_directory,
-    is_read_only,
-    make_runtime_dir,
-    require_socket,
-    socket_path,
-)
+from fdcache.service.wire.address import make_runtime_dir, require_socket, socket_path
 from fdcache.service.wire.liveness import live_processes
-from fdcache.settings import Settings, Source
+from fdcache.settings import Settings
 from fdcache.settings.effective import effective_values
 
 log = logging.getLogger("fdcache.service.server")
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    """Addresses of a service; ``http`` is None when it is off."""
-
-    address: str
-    http: tuple[str, int] | None
-
-
-def endpoints(settings: Settings, address: str | None = None) -> Endpoints:
-    """Return the addresses in force. Raises ``ConfigurationError`` for one that cannot be served."""
-    chosen = address or settings.cache.server or default_address(settings.server.runtime_dir)
-    try:
-        path = socket_path(chosen)
-    except ConfigurationError as error:
-        if address is None and settings.source("FDCACHE_SERVER") is Source.DEFAULT:
-            raise ConfigurationError(f"FDCACHE_RUNTIME_DIR: {error}") from error
-        raise
-    http = parse_http(settings.server.http_address)
-    require_keys(http, settings)
-    return Endpoints(f"{SCHEME}{path}", http)
-
-
-def require_keys(http: tuple[str, int] | None, settings: Settings) -> None:
-    """Raise ``ConfigurationError`` for an address that other machines reach without an API key."""
-    if http is not None:
-        http_address.require_keys(http[0], settings.service.api_keys)
-
-
-def check_arena_dir(settings: Settings) -> None:
-    """Raise ``ConfigurationError`` unless the arena directory exists and this user can write to it."""
-    if problem := arena_folder_problem(settings):
-        raise ConfigurationError("FDCACHE_ARENA_DIR: " + "; ".join(problem))
-
-
-def arena_folder_problem(settings: Settings) -> tuple[str, str] | None:
-    """Return what is wrong with the arena directory, and the remedy."""
-    folder = settings.server.arena_dir
-    if not is_directory(folder):
-        return f"{folder} is not a directory", "mount a tmpfs there"
-    if not os.access(folder, os.W_OK | os.X_OK) or is_read_only(folder):
-        return f"{folder} cannot be written by this user", "choose another one, a tmpfs such as /dev/shm"
-    return None
-
-
-def parse_http(text: str) -> tuple[str, int] | None:
-    """Return host and port of HOST:PORT; None for off. Raises ``ConfigurationError``."""
-    if text.lower() in {"off", "none"}:
-        return None
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
-        raise ConfigurationError(
-            f"FDCACHE_HTTP_ADDRESS: {text!r} is not HOST:PORT, such as 127.0.0.1:9470, or off"
-        )
-    return host.strip("[]"), int(port)
 
 
 class Server:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from fdcache.errors import ConfigurationError, HostMemoryError, StorageError
 from fdcache.machine.memory import available_memory, numa_nodes
-from fdcache.service.server.arena import arena_name, extent_bytes
+from fdcache.service.server.arena import arena_folder_problem, arena_name, extent_bytes
 from fdcache.service.server.arenas import FoundArena, find_arenas
-from fdcache.service.server.lifecycle import arena_folder_problem, parse_http, require_keys
+from fdcache.service.server.endpoints import parse_http, require_keys
 from fdcache.service.wire.address import (
     default_address,
     is_directory,
@@ -214,4 +214,5 @@ def _writable_problem(directory: Path) -> tuple[str, str] | None:
 
 def nearest_directory(path: Path) -> Path:
     """Return the directory itself, or the nearest one above it that exists."""
-    return path if is_directory(path) else nearest_directory(path.absolute().parent)
+    absolute = path.absolute()
+    return next(each for each in (path, *absolute.parents) if is_directory(each))

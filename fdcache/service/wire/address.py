@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fdcache.errors import ConfigurationError
-from fdcache.machine.session import user_runtime_dir
+from fdcache.machine.session import expand_home, user_runtime_dir
 from fdcache.settings import Problem, Settings, SettingsError
 from fdcache.settings.loading import read_settings
 from fdcache.settings.sources import FILE_SUFFIX
@@ -43,7 +43,12 @@ def socket_path(address: str) -> Path:
         raise ConfigurationError(
             f"address {address!r}: a service is reachable on its own node only; write ipc:///directory/name.sock"
         )
-    path = Path(text).expanduser()
+    try:
+        path = expand_home(Path(text))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"address {address!r}: {error}; begin it with /, as in /run/fdcache/x.sock"
+        ) from None
     if not path.is_absolute():
         raise ConfigurationError(
             f"address {address!r}: the path must be absolute; begin it with /, as in /run/fdcache/x.sock"
