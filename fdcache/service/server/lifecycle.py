@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from fdcache.errors import ConfigurationError, HostMemoryError
+from fdcache.errors import HostMemoryError
 from fdcache.machine.memory import huge_page_problem, node_cores
 from fdcache.service.server.arena import Arena, Manifest, MemoryKind, arena_name, check_arena_dir
 from fdcache.service.server.arenas import find_arenas
