@@ -631,6 +631,8 @@ class HintAnswer(enum.Enum):
 
     NO_BLOCK = 3
 
+    REPLACED = 4
+
 class HintFate(enum.IntEnum):
     """What became of a block with a hint."""
 
@@ -980,13 +982,13 @@ class Tier(LowerTier):
         hashes: Annotated[
             NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
         ],
-        kind: HintKind,
-        value: float = 0.0,
-        all: bool = False,
-    ) -> HintAnswer:
+        hints: Sequence[tuple[HintKind, float, int, int, bool]],
+    ) -> list[tuple[HintAnswer, int, int]]:
         """
-        Take what a client says of blocks of one path, until their next use: of those that no other
-        path goes through, or of ``all``. ``value``: seconds, or a priority of 1 to 100.
+        Take what a client says of blocks of one path, until their next use. A hint is (kind, seconds or
+        a priority of 1 to 100, first block, block after the last, True: only of those that nobody else
+        has). The last one about a block holds. Return for each its answer, its first block and their
+        number.
         """
 
     def hint_fates(

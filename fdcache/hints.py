@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,9 @@ from fdcache.errors import HintError
 
 MOST_HINTS = 16
 """Most hints of a request."""
+
+LONGEST_ID = 256
+"""Most characters of a hint's ``id``."""
 
 LONGEST_SECONDS = 30 * 86_400.0
 """Longest time of a hint."""
@@ -70,6 +73,8 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.priority is not None and not 1 <= self.priority <= 100:
             raise HintError(f"hint priority {self.priority}: give 1 to 100")
+        if len(self.id) > LONGEST_ID:
+            raise HintError(f"hint id {self.id[:16]!r}...: give at most {LONGEST_ID} characters")
         if self.start < 0 or (self.end is not None and self.end <= self.start):
             raise HintError(f"hint start {self.start}, end {self.end}: give tokens with 0 <= start < end")
         if self.output and (self.start or self.end is not None):
@@ -115,6 +120,15 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
     def keeps(self) -> bool:
         """True if blocks are to stay for it."""
         return self.kind not in (HintKind.ONCE, HintKind.RELEASE)
+
+
+class GivenHint(NamedTuple):
+    """A hint about blocks ``start`` to ``stop`` of the path of a request that has ended."""
+
+    request_id: str
+    hint: Hint
+    start: int
+    stop: int
 
 
 class HintStatus(StrEnum):
@@ -175,7 +189,9 @@ def read_hints(request_id: str, extra: object) -> tuple[list[Hint], list[HintOut
             hints.append(hint)
         else:
             refused.append(
-                HintOutcome(request_id=request_id, id=name, status=HintStatus.REFUSED, reason=reason)
+                HintOutcome(
+                    request_id=request_id, id=name[:LONGEST_ID], status=HintStatus.REFUSED, reason=reason
+                )
             )
         if len(refused) == MOST_HINTS:
             break

@@ -96,7 +96,7 @@ REQUESTS: list[protocol.Request] = [
     protocol.Publish(_ONE32, bytes(32), _HASH, b"\1", _ONE64),
     protocol.Missed(1, _HASH, _ONE32),
     protocol.LoadEnded(_ONE32, _HASH, b"\1"),
-    protocol.Hints([HintGiven(1, HintKind.RETAIN, _HASH, seconds=60.0)]),
+    protocol.Hints(_HASH, [HintGiven(1, HintKind.RETAIN, 0, 1, seconds=60.0)]),
     protocol.Heartbeat(b"{}"),
     protocol.Bye(),
     protocol.Ask("stats"),

@@ -43,8 +43,8 @@ struct Demotion {
     bool is_always_copied = false;  // every evicted entry is copied there, as far as it has room
 };
 
-// What became of a hint.
-enum class HintAnswer : std::uint8_t { kTaken, kNotLearning, kOverBudget, kNoBlock };
+// What became of a hint. `kReplaced`: later hints of the call are about all its blocks.
+enum class HintAnswer : std::uint8_t { kTaken, kNotLearning, kOverBudget, kNoBlock, kReplaced };
 
 // Where a block is that a hint was taken for: waiting in the tier, used since then, evicted to make room, or
 // gone without a trace: removed, or evicted long ago.
@@ -96,11 +96,8 @@ class EvictionOrder {
     // A use of entries of one path ended, given from the end of the path on; `end` is null if no more is
     // known.
     virtual void use(std::span<const Slot>, const RequestEnd *) {}
-    // What a client says of entries of one path, given from the end of the path on: of those of them that no
-    // other path goes through, or of `all`.
-    virtual HintAnswer hint(std::span<const Slot>, const Hint &, bool /* all */) {
-        return HintAnswer::kNotLearning;
-    }
+    // What a client says of entries of one path, given from the end of the path on.
+    virtual HintAnswer hint(std::span<const Slot>, const Hint &) { return HintAnswer::kNotLearning; }
     // `slot`: kNoSlot if the block is no entry.
     virtual HintFate fate(Slot, const Digest &) { return HintFate::kGone; }
     // What was learned of reuse; null for policies that keep no such tables.

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "tier/eviction.hpp"
 #include "tier/reuse_tables.hpp"
 
 namespace fdcache {
@@ -20,6 +21,19 @@ struct Hint {
 
     // True if blocks are to stay for it.
     bool keeps() const { return kind != HintKind::kOnce && kind != HintKind::kRelease; }
+};
+
+// A hint about the blocks `start` to `stop` of a path; `own`: about those that no other path goes through.
+struct HintRange {
+    Hint hint;
+    std::size_t start, stop;
+    bool own;
+};
+
+// `blocks` were hinted, from the one at `first` on, some between them perhaps by later hints of the call.
+struct HintTaken {
+    HintAnswer answer;
+    std::uint32_t first = 0, blocks = 0;
 };
 
 // The classes of hints: what they say, and how often the block was used before.

@@ -190,27 +190,27 @@ LearnedOrder::Comparison LearnedOrder::compare(const Block &block, bool is_found
 
 // Data corrects what a hint says, through the class of its blocks; the budget bounds what it costs until
 // then.
-HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint, bool all) {
-    std::size_t own = path.size();
-    if (!all)
-        for (own = 0; own < path.size() && children(path[own]) <= (own ? 1u : 0u); ++own) continue;
-    if (!own) return HintAnswer::kNoBlock;
+HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint) {
     if (hint.keeps()) {
-        const std::span<const Slot> hinted = path.first(own);
-        const auto more = std::count_if(hinted.begin(), hinted.end(),
-                                        [this](Slot slot) { return !is_kept(blocks_[slot]); });
+        const auto more = std::ranges::count_if(path, [this](Slot slot) { return !is_kept(blocks_[slot]); });
         const double kept = static_cast<double>(kept_) + static_cast<double>(more);
         if (kept > kHintBudget * static_cast<double>(blocks_.size())) return HintAnswer::kOverBudget;
     }
-    for (const Slot slot : path.first(own)) {
+    const Block *before = nullptr;  // mostly used as often, at the same time
+    std::uint8_t kind = 0;
+    for (const Slot slot : path) {
         Block &block = blocks_[slot];
         if (!block.is_tracked) touch(slot, {true, 0}, false);
-        // Its age goes on from its last use.
-        Hint since = hint;
-        if (hint.kind == HintKind::kRetain || hint.kind == HintKind::kReturn)
-            since.value += (now_ - block.last_ms) / 1000.0;
+        if (!before || before->last_ms != block.last_ms || before->hits != block.hits) {
+            // Its age goes on from its last use.
+            Hint since = hint;
+            if (hint.kind == HintKind::kRetain || hint.kind == HintKind::kReturn)
+                since.value += (now_ - block.last_ms) / 1000.0;
+            kind = static_cast<std::uint8_t>(ReuseTables::kFirstHint + HintClasses::of(since, block.hits));
+        }
+        before = &block;
         kept_ -= is_kept(block);
-        block.kind = static_cast<std::uint8_t>(ReuseTables::kFirstHint + HintClasses::of(since, block.hits));
+        block.kind = kind;
         kept_ += is_kept(block);
         rank_again(slot);
     }

@@ -36,7 +36,7 @@ class LearnedOrder final : public LeafOrder {
         __builtin_prefetch(&blocks_[slot], 1);
         ghosts_.prefetch(digest);
     }
-    HintAnswer hint(std::span<const Slot> path, const Hint &hint, bool all) override;
+    HintAnswer hint(std::span<const Slot> path, const Hint &hint) override;
     HintFate fate(Slot slot, const Digest &digest) override;
     void resize(std::uint32_t slots) override;
     void clear() override;

@@ -208,9 +208,9 @@ class Tier : public LowerTier {
     // is known of the request.
     bool finish(LeaseId lease, const RequestEnd *end = nullptr);
 
-    // What a client says of the READY ones of these blocks of one path, in path order: of those among them
-    // that no other path goes through, or of `all`.
-    HintAnswer hint(std::span<const Digest> hashes, const Hint &hint, bool all);
+    // What a client says of the READY ones of these blocks of one path, in path order. Each block takes the
+    // last hint about it.
+    std::vector<HintTaken> hint(std::span<const Digest> hashes, std::span<const HintRange> hints);
     // What became of blocks that a hint was taken for.
     std::vector<HintFate> hint_fates(std::span<const Digest> hashes) const;
 
@@ -387,6 +387,9 @@ class Tier : public LowerTier {
                  std::vector<Slot> &table);
     bool make_way(std::uint32_t count, BlockList *evicted);
     void evict_held(Slot slot);
+    Slot end_of_run(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const;
+    bool fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const;
+    std::size_t first_own(std::span<const Digest> hashes, std::span<const Slot> run) const;
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
                                  BlockList *evicted);
     void take_pending(LeaseId lease, std::span<const Digest> parents, std::span<const Digest> hashes,

@@ -85,7 +85,8 @@ void bind_tier(nb::module_ &module) {
         .value("TAKEN", HintAnswer::kTaken)
         .value("NOT_LEARNING", HintAnswer::kNotLearning)
         .value("OVER_BUDGET", HintAnswer::kOverBudget)
-        .value("NO_BLOCK", HintAnswer::kNoBlock);
+        .value("NO_BLOCK", HintAnswer::kNoBlock)
+        .value("REPLACED", HintAnswer::kReplaced);
     nb::enum_<HintFate>(module, "HintFate", nb::is_arithmetic(), "What became of a block with a hint.")
         .value("WAITING", HintFate::kWaiting)
         .value("USED", HintFate::kUsed)
@@ -377,12 +378,23 @@ void bind_tier(nb::module_ &module) {
             "slots"_a, "Return withheld slots to use.")
         .def(
             "hint",
-            [](Tier &tier, const HashesIn &hashes, HintKind kind, double value, bool all) {
-                return tier.hint(digests_of(hashes), Hint{kind, value}, all);
+            [](Tier &tier, const HashesIn &hashes,
+               const std::vector<std::tuple<HintKind, double, std::size_t, std::size_t, bool>> &hints) {
+                std::vector<HintRange> ranges;
+                for (const auto &[kind, value, start, stop, own] : hints)
+                    ranges.push_back({{kind, value}, start, stop, own});
+                std::vector<std::tuple<HintAnswer, std::uint32_t, std::uint32_t>> answers;
+                for (const auto &[answer, first, blocks] : tier.hint(digests_of(hashes), ranges))
+                    answers.emplace_back(answer, first, blocks);
+                return answers;
             },
-            "hashes"_a, "kind"_a, "value"_a = 0.0, "all"_a = false,
-            "Take what a client says of blocks of one path, until their next use: of those that no other\n"
-            "path goes through, or of ``all``. ``value``: seconds, or a priority of 1 to 100.")
+            "hashes"_a, "hints"_a,
+            "Take what a client says of blocks of one path, until their next use. A hint is (kind, seconds "
+            "or\n"
+            "a priority of 1 to 100, first block, block after the last, True: only of those that nobody "
+            "else\n"
+            "has). The last one about a block holds. Return for each its answer, its first block and their\n"
+            "number.")
         .def(
             "hint_fates",
             [](const Tier &tier, const HashesIn &hashes) {

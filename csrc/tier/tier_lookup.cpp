@@ -21,49 +21,61 @@ MatchRun Tier::match(LeaseId lease, std::span<const Digest> hashes, std::size_t 
 bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start, std::size_t known,
                    std::vector<Slot> &table) {
     Lease &lease = current_lease(lease_id);
-    // READY entries are closed under prefixes, so the end of the run is found by bisection.
-    std::size_t low = start, high = hashes.size();
+    std::size_t stop = 0;
+    const Slot last = end_of_run(hashes, start, stop);
+    const bool pending = stop < hashes.size() && presence_of(hashes[stop]) == Presence::kPending;
+    if (last == kNoSlot) return pending;
+    const std::size_t first = table.size(), count = stop - start;
+    make_room(lease.slots, count);
+    make_room(table, count);
+    table.resize(first + count);
+    const std::span<Slot> run = std::span(table).subspan(first);
+    if (!fill_run(last, hashes.subspan(start, count), run)) {
+        table.resize(first);
+        throw std::invalid_argument("hashes are not one path");
+    }
+    pin_path(lease, run, known > start ? known - start : 0);
+    return pending;
+}
+
+// Returns the last of the leading READY blocks from `start` on, kNoSlot if there is none, and sets `stop` to
+// the position after it. READY entries are closed under prefixes, so it is found by bisection.
+Slot Tier::end_of_run(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const {
+    std::size_t high = hashes.size();
     Slot last = kNoSlot;
-    while (low < high) {
-        const std::size_t middle = low + (high - low) / 2;
+    for (stop = start; stop < high;) {
+        const std::size_t middle = stop + (high - stop) / 2;
         ++lookups_;
         const Slot slot = find_ready(hashes[middle]);
         if (slot == kNoSlot) {
             high = middle;
         } else {
             last = slot;
-            low = middle + 1;
+            stop = middle + 1;
         }
     }
-    const bool pending = low < hashes.size() && presence_of(hashes[low]) == Presence::kPending;
-    if (last == kNoSlot) return pending;
-    // Pin only blocks that have these hashes, whatever the hashes are.
-    bool one_path = entries_[last].depth >= low - start - 1;
-    const std::size_t first = table.size(), count = low - start;
-    make_room(lease.slots, count);
-    make_room(table, count);
-    table.resize(first + count);
-    const std::span<Slot> run = std::span(table).subspan(first);
-    for (std::size_t i = count; one_path && i-- > 0;) {
+    return last;
+}
+
+// Sets `run` to the path that ends at `last`. Returns false unless its blocks have these hashes, whatever the
+// hashes are.
+bool Tier::fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const {
+    bool one_path = entries_[last].depth + std::size_t{1} >= run.size();
+    for (std::size_t i = run.size(); one_path && i-- > 0;) {
         run[i] = last;
-        one_path = digests_[last] == hashes[start + i];
+        one_path = digests_[last] == hashes[i];
         const Slot parent = entries_[last].parent;
         if (last >= kAhead && parent == last - 1) {
             // A run of neighbours, as most paths have: the next entry need not wait for this one.
             prefetch_entry(last - kAhead);
             --last;
         } else {
-            if (i >= 2 * kAhead) index_.prefetch(hashes[start + i - 2 * kAhead]);
-            if (i >= kAhead) prefetch_entry(index_.guess(hashes[start + i - kAhead]));
+            if (i >= 2 * kAhead) index_.prefetch(hashes[i - 2 * kAhead]);
+            if (i >= kAhead) prefetch_entry(index_.guess(hashes[i - kAhead]));
             last = parent;
         }
     }
-    if (!one_path) {
-        table.resize(first);
-        throw std::invalid_argument("hashes are not one path");
-    }
-    pin_path(lease, run, known > start ? known - start : 0);
-    return pending;
+    return one_path;
 }
 
 Presence Tier::presence_of(const Digest &hash) const {

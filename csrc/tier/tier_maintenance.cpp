@@ -75,15 +75,51 @@ void Tier::evict_above(std::uint32_t slots) {
         least_generation_ = std::max(least_generation_, entries_[slot].generation);
 }
 
-HintAnswer Tier::hint(std::span<const Digest> hashes, const Hint &hint, bool all) {
+// Each block is visited once for all hints that keep it, since a client may give many for one path.
+std::vector<HintTaken> Tier::hint(std::span<const Digest> hashes, std::span<const HintRange> hints) {
     std::lock_guard lock(mutex_);
-    if (!order_->tables()) return HintAnswer::kNotLearning;
+    std::vector<HintTaken> taken(hints.size(), {HintAnswer::kNoBlock});
+    if (!order_->tables()) {
+        std::ranges::fill(taken, HintTaken{HintAnswer::kNotLearning});
+        return taken;
+    }
+    std::size_t stop = 0;
+    const Slot last = end_of_run(hashes, 0, stop);
+    std::vector<Slot> run(stop);
+    if (last == kNoSlot || !fill_run(last, hashes, run)) return taken;
+    const std::size_t own = first_own(hashes, run);
+    std::vector<bool> has_hint(stop);
+    std::size_t left = stop;
     std::vector<Slot> path;
-    for (auto hash = hashes.rbegin(); hash != hashes.rend(); ++hash)
-        if (const Slot slot = find_ready(*hash); slot != kNoSlot) path.push_back(slot);
-    if (path.empty()) return HintAnswer::kNoBlock;
     order_->set_time(now_ms());
-    return order_->hint(path, hint, all);
+    for (std::size_t i = hints.size(); i-- > 0;) {
+        const auto &[hint, start, end, is_own] = hints[i];
+        const std::size_t first = is_own ? std::max(start, own) : start, after = std::min(end, stop);
+        if (first >= after) continue;
+        path.clear();
+        for (std::size_t at = left ? after : first; at-- > first;)
+            if (!has_hint[at]) path.push_back(run[at]);
+        taken[i].answer = path.empty() ? HintAnswer::kReplaced : order_->hint(path, hint);
+        if (taken[i].answer != HintAnswer::kTaken) continue;
+        taken[i] = {HintAnswer::kTaken, static_cast<std::uint32_t>(first),
+                    static_cast<std::uint32_t>(path.size())};
+        left -= path.size();
+        std::fill(has_hint.begin() + static_cast<std::ptrdiff_t>(first),
+                  has_hint.begin() + static_cast<std::ptrdiff_t>(after), true);
+    }
+    return taken;
+}
+
+// Returns the position of the first block of a run that nobody else has: no request runs on it, and no other
+// path goes through it. The block after the run may be on its way.
+std::size_t Tier::first_own(std::span<const Digest> hashes, std::span<const Slot> run) const {
+    std::size_t first = run.size();
+    std::uint32_t children = first < hashes.size() && index_.find(hashes[first]) != kNoSlot;
+    for (; first > 0; --first, children = 1) {
+        const Entry &entry = entries_[run[first - 1]];
+        if (entry.pins || entry.children > children) break;
+    }
+    return first;
 }
 
 std::vector<HintFate> Tier::hint_fates(std::span<const Digest> hashes) const {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from fdcache.errors import HintError
 from fdcache.groups import record_keys
-from fdcache.hints import Hint, HintOutcome
+from fdcache.hints import GivenHint, Hint, HintOutcome
 from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import HashArray
 from fdcache.tiers.hint_book import HintBook
@@ -34,21 +34,21 @@ class RequestHints:
 
         That is the outcome in the tiers of this process, if there are any.
         """
-        outcomes = []
-        for hint in hints:
-            if not isinstance(hint, Hint):
-                raise HintError(f"hints: {type(hint).__name__} is not a Hint")
-            self.figures.given += 1
-            pages = hashes[hint.blocks(prompt_tokens, self._block_size)]
-            concerned = record_keys(pages, self._num_groups)
-            sent = self._service.give(request_id, hint, concerned) if self._service is not None else None
-            if self._book is not None:
-                outcomes.append(self._book.take(request_id, hint, concerned))
-            elif sent is not None:
-                outcomes.append(sent)
-            if sent is not None:
-                self.figures.count(sent)
-        return outcomes
+        given = [self._given(request_id, hint, len(hashes), prompt_tokens) for hint in hints]
+        if not given:
+            return []
+        self.figures.given += len(given)
+        path = record_keys(hashes, self._num_groups)
+        sent = self._service.give(path, given) if self._service is not None else []
+        for outcome in sent:
+            self.figures.count(outcome)
+        return self._book.take(path, given) if self._book is not None else sent
+
+    def _given(self, request_id: str, hint: Hint, num_blocks: int, prompt_tokens: int) -> GivenHint:
+        if not isinstance(hint, Hint):
+            raise HintError(f"hints: {type(hint).__name__} is not a Hint")
+        start, stop, _ = hint.blocks(prompt_tokens, self._block_size).indices(num_blocks)
+        return GivenHint(request_id, hint, start * self._num_groups, stop * self._num_groups)
 
     @property
     def has_open(self) -> bool:

@@ -7,12 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from operator import itemgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache._core import HintAnswer, HintFate
 from fdcache._core import HintKind as NativeKind
-from fdcache.hints import EARLY_REASONS, Hint, HintKind, HintOutcome, HintStatus
+from fdcache.hints import EARLY_REASONS, GivenHint, Hint, HintKind, HintOutcome, HintStatus
 from fdcache.metadata import HashArray
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import HintFigures
@@ -22,6 +24,12 @@ MOST_OPEN = 4096
 
 MOST_OUTCOMES = 4096
 """Outcomes that wait to be taken; of more the oldest are dropped."""
+
+MOST_SETTLED = 64
+"""Hints whose outcome one call finds out; the others wait for the next one."""
+
+SAMPLE = 32
+"""Most blocks of a hint that are looked up when its time is over, and tell of those between them."""
 
 _PRIORITY_SECONDS = 3600.0
 """Time after which the outcome of a priority is told, which has no end of its own."""
@@ -38,25 +46,34 @@ _STATUS = {
     HintAnswer.NOT_LEARNING: HintStatus.IGNORED,
     HintAnswer.OVER_BUDGET: HintStatus.OVER_BUDGET,
     HintAnswer.NO_BLOCK: HintStatus.NO_BLOCK,
+    HintAnswer.REPLACED: HintStatus.NO_BLOCK,
 }
-_BEST_FIRST = (HintAnswer.TAKEN, HintAnswer.OVER_BUDGET, HintAnswer.NO_BLOCK, HintAnswer.NOT_LEARNING)
+_BEST_FIRST = (
+    HintAnswer.TAKEN,
+    HintAnswer.OVER_BUDGET,
+    HintAnswer.REPLACED,
+    HintAnswer.NO_BLOCK,
+    HintAnswer.NOT_LEARNING,
+)
+_REPLACED = "later hints are about all its blocks"
 
 
 @dataclass(slots=True, order=True)
 class _Open:
-    """A hint that was taken to keep blocks until ``due``."""
+    """A hint that was taken to keep ``blocks`` until ``due``; ``sample`` has the hashes of some of them."""
 
     due: float
     number: int
     request_id: str = field(compare=False)
     hint: Hint = field(compare=False)
-    hashes: HashArray = field(compare=False)
+    blocks: int = field(compare=False)
+    sample: HashArray = field(compare=False)
 
 
 class HintBook:
     """The hints in force in some tiers; ``pools`` returns those that there are, from the top down.
 
-    ``figures`` count the outcomes.
+    ``figures`` count the outcomes. A hint is remembered by a sample of its blocks, whatever their number.
     """
 
     def __init__(
@@ -74,23 +91,41 @@ class HintBook:
         """True if no further hint is watched."""
         return len(self._open) >= MOST_OPEN
 
-    def take(self, request_id: str, hint: Hint, concerned: HashArray) -> HintOutcome:
-        """Apply a hint about blocks of a request that has ended, and return its outcome as it is now."""
-        answers = [
-            pool.hint(concerned, _NATIVE[hint.kind], hint.value, hint.has_range)
-            for pool in self._pools()
-            if len(concerned)
+    def take(self, path: HashArray, given: Sequence[GivenHint]) -> list[HintOutcome]:
+        """Apply hints about blocks of one path, whose requests have ended; return the outcome of each as it is now.
+
+        A block takes the last hint about it.
+        """
+        said = [
+            (_NATIVE[each.hint.kind], each.hint.value, each.start, each.stop, not each.hint.has_range)
+            for each in given
         ]
+        answers = [pool.hint(path, said) for pool in self._pools()] if len(path) else []
+        return [self._taken(path, each, [found[i] for found in answers]) for i, each in enumerate(given)]
+
+    def _taken(
+        self, path: HashArray, given: GivenHint, found: list[tuple[HintAnswer, int, int]]
+    ) -> HintOutcome:
+        answers = {answer for answer, *_ in found}
         answer = next((each for each in _BEST_FIRST if each in answers), HintAnswer.NO_BLOCK)
-        status = _STATUS[answer]
-        blocks = 0
-        if status is HintStatus.TAKEN:
-            taken = self.waiting(concerned)
-            blocks = len(taken)
+        hint, blocks = given.hint, 0
+        if answer == HintAnswer.TAKEN:
+            _, first, blocks = max((each for each in found if each[0] == answer), key=itemgetter(2))
             if hint.keeps and not self.is_full:
                 due = self._clock() + (hint.seconds or _PRIORITY_SECONDS)
-                heapq.heappush(self._open, _Open(due, next(self._numbers), request_id, hint, taken))
-        outcome = HintOutcome(request_id=request_id, id=hint.id, kind=hint.kind, status=status, blocks=blocks)
+                step = (blocks + SAMPLE - 1) // SAMPLE
+                sample = path[first : first + blocks][::-step].copy()  # with the last one, which goes first
+                heapq.heappush(
+                    self._open, _Open(due, next(self._numbers), given.request_id, hint, blocks, sample)
+                )
+        outcome = HintOutcome(
+            request_id=given.request_id,
+            id=hint.id,
+            kind=hint.kind,
+            status=_STATUS[answer],
+            blocks=blocks,
+            reason=_REPLACED if answer == HintAnswer.REPLACED else "",
+        )
         self.figures.count(outcome)
         return outcome
 
@@ -113,12 +148,19 @@ class HintBook:
         return bool(self._open)
 
     def settle(self) -> None:
-        """Find out what became of the hints whose time is over."""
+        """Find out what became of the hints whose time is over, the first ``MOST_SETTLED`` of them."""
         if not self._open:
             return
         now = self._clock()
-        while self._open and self._open[0].due <= now:
-            self._outcomes.append(self._settled(heapq.heappop(self._open)))
+        due: list[_Open] = []
+        while self._open and self._open[0].due <= now and len(due) < MOST_SETTLED:
+            due.append(heapq.heappop(self._open))
+        if not due:
+            return
+        fates = self._fates(np.concatenate([each.sample for each in due]))
+        ends = np.cumsum([len(each.sample) for each in due])
+        for each, found in zip(due, np.split(fates, ends[:-1]), strict=True):
+            self._outcomes.append(_settled(each, found))
             self.figures.count(self._outcomes[-1])
 
     def take_outcomes(self) -> list[HintOutcome]:
@@ -128,24 +170,24 @@ class HintBook:
         self._outcomes.clear()
         return outcomes
 
-    def _settled(self, found: _Open) -> HintOutcome:
-        fates = self._fates(found.hashes)
-        evicted = int(np.count_nonzero(fates == int(HintFate.EVICTED)))
-        gone = int(np.count_nonzero(fates == int(HintFate.GONE)))
-        lost = evicted + gone
-        return HintOutcome(
-            request_id=found.request_id,
-            id=found.hint.id,
-            kind=found.hint.kind,
-            status=HintStatus.EVICTED_EARLY if lost else HintStatus.KEPT,
-            blocks=len(found.hashes),
-            lost=lost,
-            reason="" if not lost else EARLY_REASONS[evicted < gone],
-        )
-
     def _fates(self, hashes: HashArray) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Return the best fate of each block in any tier: they come in that order."""
         fates: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.full(len(hashes), int(HintFate.GONE), np.uint8)
         for pool in self._pools():
             fates = np.minimum(fates, pool.hint_fates(hashes))
         return fates
+
+
+def _settled(given: _Open, fates: NDArray[np.uint8]) -> HintOutcome:
+    evicted = int(np.count_nonzero(fates == int(HintFate.EVICTED)))
+    gone = int(np.count_nonzero(fates == int(HintFate.GONE)))
+    lost = -(-(evicted + gone) * given.blocks // len(fates))
+    return HintOutcome(
+        request_id=given.request_id,
+        id=given.hint.id,
+        kind=given.hint.kind,
+        status=HintStatus.EVICTED_EARLY if lost else HintStatus.KEPT,
+        blocks=given.blocks,
+        lost=lost,
+        reason="" if not lost else EARLY_REASONS[evicted < gone],
+    )

@@ -13,7 +13,7 @@ import msgspec
 from fdcache import _core
 from fdcache._core import CopyReservation, PlannedBackups
 from fdcache.errors import ConfigurationError, HashingError
-from fdcache.hints import Hint, HintOutcome
+from fdcache.hints import GivenHint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
@@ -87,8 +87,8 @@ NOTHING = HostMatch(0)
 class SharedHints(Protocol):
     """Hints for tiers that belong to a service."""
 
-    def give(self, request_id: str, hint: Hint, hashes: HashArray) -> HintOutcome:
-        """Send a hint about blocks of a path; return SENT, or why it cannot be sent."""
+    def give(self, path: HashArray, given: Sequence[GivenHint]) -> list[HintOutcome]:
+        """Send hints about blocks of a path; return SENT for each, or why it cannot be sent."""
 
     def take_outcomes(self) -> list[HintOutcome]:
         """Return what the service has told since the last call."""

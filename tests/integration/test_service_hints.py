@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fdcache.hints import Hint, HintOutcome, HintStatus
+from fdcache.hints import Hint, HintKind, HintOutcome, HintStatus
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.offload import OffloadManager
 from fdcache.service.server.metrics import render
@@ -125,7 +125,12 @@ def metrics(service: LocalService) -> str:
 
 
 def test_metrics_count_hints_of_namespaces_and_clients(service: LocalService, engine: Engine) -> None:
-    engine.manager.hint(Request("r", PROMPT), [Hint.retain(0.05), Hint.retain(3600)])
+    half = len(PROMPT) // 2
+    hints = [
+        Hint(kind=HintKind.RETAIN, seconds=0.05, end=half),
+        Hint(kind=HintKind.RETAIN, seconds=3600, start=half),
+    ]
+    engine.manager.hint(Request("r", PROMPT), hints)
     later(engine.manager, 3)
     text = metrics(service)
     namespace = engine.layout.fingerprint.hex()[:16]

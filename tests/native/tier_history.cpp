@@ -380,8 +380,11 @@ class TierHistory : TierPair {
         const Hint said{bytes_.pick(std::array{HintKind::kOnce, HintKind::kRelease, HintKind::kRetain,
                                                HintKind::kReturn, HintKind::kPriority}),
                         static_cast<double>(bytes_.below(3))};
-        const bool all = bytes_.below(2);
-        tier_.hint(hashes, said, all);
+        const bool own = bytes_.below(2);
+        const std::size_t start = bytes_.below(3), stop = start + bytes_.below(6);
+        const std::array hints{HintRange{said, 0, hashes.size(), own}, HintRange{said, start, stop, !own}};
+        for (const HintTaken &taken : tier_.hint(hashes, hints))
+            expect(taken.first + taken.blocks <= hashes.size(), "hinted blocks are of the path");
         expect(tier_.hint_fates(hashes).size() == hashes.size(), "a fate for each block");
     }
 

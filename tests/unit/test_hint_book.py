@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
 from fdcache.replay.points import ImmediateRanks
 from fdcache.settings.cache import CacheSettings, EvictionPolicy
+from fdcache.tiers.hint_book import MOST_SETTLED, SAMPLE
 from tests.tier_help import hash_list
 
 BLOCK = 4
@@ -86,6 +88,32 @@ class TestOrder:
         assert world.cached([*head, *prompt(2, 2)]) == 4
         assert world.cached([*head, *prompt(3, 2)]) == 2
 
+    @pytest.mark.parametrize("own", [2, 0])
+    def test_blocks_that_others_run_on_are_not_released(self, world: World, own: int) -> None:
+        head = prompt(1, 2)
+        world.serve([*head, *prompt(2, 2)])
+        running = Request("running", [*head, *prompt(2, 2), *prompt(4, 1)])
+        world.manager.match_prefix([running])
+        assert world.manager.allocate_device_blocks([(running, running.num_tokens)])[0].ok
+        world.manager.commit([(running, running.num_tokens)])
+        (outcome,) = world.serve([*head, *prompt(3, own)], Hint.release()).hint_outcomes
+        taken = HintStatus.TAKEN if own else HintStatus.NO_BLOCK
+        assert (outcome.status, outcome.blocks) == (taken, own)
+
+    def test_the_last_hint_about_a_block_holds(self, world: World) -> None:
+        hints = [Hint.release(), Hint.retain(300), Hint(kind=HintKind.RETAIN, seconds=300, end=2 * BLOCK)]
+        request = world.serve(prompt(1), *hints, Hint(kind=HintKind.RELEASE, start=2 * BLOCK))
+        assert [(each.status, each.blocks) for each in request.hint_outcomes] == [
+            (HintStatus.NO_BLOCK, 0),
+            (HintStatus.NO_BLOCK, 0),
+            (HintStatus.TAKEN, 2),
+            (HintStatus.TAKEN, 2),
+        ]
+        assert "later hints" in request.hint_outcomes[0].reason
+        for name in (2, 3, 4, 5):
+            world.serve(prompt(name))
+        assert world.cached(prompt(1)) == 2
+
     def test_a_range_is_taken_as_it_is_said(self, world: World) -> None:
         world.serve(prompt(1), Hint(kind=HintKind.RETAIN, seconds=300, end=2 * BLOCK))
         for name in (2, 3, 4, 5):
@@ -156,6 +184,46 @@ class TestOutcomes:
         assert world.serve(prompt(4), Hint.retain(300)).hint_outcomes[0].status is HintStatus.TAKEN
         assert world.manager.get_stats().hints.outcomes == {"taken": 3, "over_budget": 1}
 
+    def test_a_watched_hint_takes_no_more_memory_for_a_long_path(self) -> None:
+        world = World(blocks=20_000)
+        paths = [prompt(1, 8000)[: 4000 * BLOCK], prompt(10_000, 8)]
+        for path in paths:
+            world.serve(path)
+        taken = []
+        for path in paths:
+            request = Request("over", path)
+            world.manager.hint(request, [Hint.retain(300)])
+            tracemalloc.start()
+            for _ in range(200):
+                world.manager.hint(request, [Hint.retain(300)])
+            taken.append(tracemalloc.get_traced_memory()[0] / 200)
+            tracemalloc.stop()
+        assert max(taken) < 4096
+
+    def test_hints_fall_due_a_bounded_number_at_a_step_and_all_are_told(self, world: World) -> None:
+        world.serve(prompt(1))
+        for number in range(3 * MOST_SETTLED):
+            world.manager.hint(Request(str(number), prompt(1)), [Hint.retain(100)])
+        world.now += 200
+        kept = []
+        for _ in range(4):
+            world.manager.take_plans()
+            kept.append(world.manager.get_stats().hints.outcomes.get("kept", 0))
+        assert kept == [MOST_SETTLED, 2 * MOST_SETTLED, 3 * MOST_SETTLED, 3 * MOST_SETTLED]
+        told = {each.request_id for each in world.manager.take_hint_outcomes()}
+        assert told == {str(number) for number in range(3 * MOST_SETTLED)}
+
+    def test_a_sample_tells_how_many_blocks_of_a_long_path_were_evicted(self) -> None:
+        world = World(blocks=1000)
+        world.serve(prompt(1, 400)[: 400 * BLOCK], Hint.retain(100))
+        running = Request("large", prompt(10_000, 800))
+        world.manager.match_prefix([running])
+        assert world.manager.allocate_device_blocks([(running, 800 * BLOCK)])[0].ok
+        world.now += 200
+        (outcome,) = world.manager.take_hint_outcomes()
+        assert (outcome.status, outcome.blocks) == (HintStatus.EVICTED_EARLY, 400)
+        assert abs(outcome.lost - 200) <= 400 / SAMPLE
+
     @pytest.mark.parametrize("policy", [EvictionPolicy.LRU, EvictionPolicy.SLRU])
     def test_a_policy_that_does_not_learn_ignores_hints(self, policy: EvictionPolicy) -> None:
         world = World(policy=policy)
@@ -189,13 +257,13 @@ def test_data_corrects_hints_that_are_wrong() -> None:
         use(path)
     told, others = paths[:4], paths[4:]
     for path in told:
-        tier.hint(path, _core.HintKind.ONCE)
+        tier.hint(path, [(_core.HintKind.ONCE, 0.0, 0, len(path), True)])
     assert first_to_go() == {each for path in told for each in hash_list(path)}
     for _ in range(60):
         milliseconds += 20_000
         for path in told:
             use(path)
-            tier.hint(path, _core.HintKind.ONCE)
+            tier.hint(path, [(_core.HintKind.ONCE, 0.0, 0, len(path), True)])
     milliseconds += 20_000
     tier.set_clock(milliseconds)
     use(told[0])

@@ -10,7 +10,7 @@ from fdcache.hashing import hash_blocks
 from fdcache.hints import EARLY_REASONS, MOST_HINTS, HintKind, HintStatus
 from fdcache.metadata import CacheLevel, HashArray
 from fdcache.service.server.hints import NamespaceHints
-from fdcache.service.wire.protocol import HintGiven
+from fdcache.service.wire.protocol import HintGiven, Hints
 from fdcache.tiers.pool import BlockPool
 
 SLOTS = 32
@@ -47,8 +47,8 @@ class World:
         self, rows: HashArray, kind: HintKind = HintKind.RETAIN, session: int = 1, number: int = 1
     ) -> tuple[HintStatus, int]:
         seconds = 60.0 if kind in (HintKind.RETAIN, HintKind.RETURN) else None
-        given = HintGiven(number, kind, rows.tobytes(), seconds=seconds)
-        (result,) = self.hints.take(session, [given])
+        given = HintGiven(number, kind, 0, len(rows), seconds=seconds)
+        (result,) = self.hints.take(session, Hints(rows.tobytes(), [given]))
         assert result.number == number
         return result.status, result.blocks
 
@@ -94,15 +94,15 @@ def test_hints_for_nothing_or_a_policy_that_does_not_learn_change_nothing(world:
 
 def test_what_contradicts_itself_is_refused_and_the_rest_taken(world: World) -> None:
     rows = world.store(1)
-    bad = HintGiven(1, HintKind.RETAIN, rows.tobytes())
-    good = HintGiven(2, HintKind.ONCE, rows.tobytes())
-    results = world.hints.take(1, [bad, good])
+    bad = HintGiven(1, HintKind.RETAIN, 0, 4)
+    good = HintGiven(2, HintKind.ONCE, 0, 4)
+    results = world.hints.take(1, Hints(rows.tobytes(), [bad, good]))
     assert [each.status for each in results] == [HintStatus.REFUSED, HintStatus.TAKEN]
     assert "seconds" in results[0].reason
-    results = world.hints.take(1, [good] * (MOST_HINTS + 1))
+    results = world.hints.take(1, Hints(rows.tobytes(), [good] * (MOST_HINTS + 1)))
     assert results[-1].status is HintStatus.REFUSED
     with pytest.raises(ProtocolError, match="hashes"):
-        world.hints.take(1, [HintGiven(1, HintKind.ONCE, b"short")])
+        world.hints.take(1, Hints(b"short", [good]))
 
 
 def test_half_of_a_tenants_quota_may_stay_for_hints() -> None:

@@ -219,6 +219,7 @@ class TestLoads:
 
 REMOVALS: dict[str, Callable[[HostPool], object]] = {
     "reserve": lambda pool: pool.reserve(pool.open_lease(), 4),
+    "evict_copied": lambda pool: pool.evict_copied(0),
     "reserve_copies": lambda pool: pool.reserve_copies(0, rows(ROOT), rows(B[0])),
     "publish": lambda pool: pool.publish(
         pool.open_lease(), rows(), rows(), ints(), np.empty(0, np.uint8), np.empty(0, np.uint64)
@@ -260,8 +261,8 @@ class TestHostPool:
         removing = {name for name in vars(HostPool) if not name.startswith("_")} - {"open_table"}
         assert removing == set(REMOVALS)
         keeping = {
-            "available", "ancestry", "check_integrity", "coldest", "commit", "complete", "contains", "find",
-            "finish", "give_back", "hint", "hint_fates", "hold", "hottest", "idle", "load_reuse", "match",
+            "above_copies", "available", "ancestry", "check_integrity", "coldest", "commit", "complete", "contains",
+            "find", "finish", "give_back", "hint", "hint_fates", "hold", "hottest", "idle", "load_reuse", "match",
             "mirror", "node", "open_lease", "quarantine", "record_events", "release", "restore", "reuse",
             "save_reuse", "set_below", "set_clock", "set_tenant_limit", "starting_with", "stats", "take_events",
             "tenant_entries", "unhold", "withhold",

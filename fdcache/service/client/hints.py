@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from itertools import count
 
-from fdcache.hints import Hint, HintOutcome, HintStatus
+from fdcache.hints import MOST_HINTS, GivenHint, Hint, HintOutcome, HintStatus
 from fdcache.metadata import HashArray
 from fdcache.service.client.session import Session, SessionKeeper
 from fdcache.service.wire.protocol import MAX_BLOCKS, HintGiven, HintResult, Hints
@@ -29,25 +30,24 @@ class RemoteHints:
         self._waiting: OrderedDict[int, tuple[Session, str, Hint]] = OrderedDict()
         self._outcomes: deque[HintOutcome] = deque(maxlen=MOST_WAITING)
 
-    def give(self, request_id: str, hint: Hint, hashes: HashArray) -> HintOutcome:
-        """Send a hint about these blocks of a path; return SENT, or why it cannot be sent."""
+    def give(self, path: HashArray, given: Sequence[GivenHint]) -> list[HintOutcome]:
+        """Send hints about blocks of a path, up to ``MOST_HINTS``; return SENT for each, or why it cannot be sent."""
         session = self._sessions.session
         if session is None:
-            return _outcome(request_id, hint, HintResult(0, HintStatus.IGNORED, reason=_NO_SERVICE))
-        number = next(self._numbers)
-        given = HintGiven(
-            number=number,
-            kind=hint.kind,
-            hashes=hashes[:MAX_BLOCKS].tobytes(),
-            seconds=hint.seconds,
-            priority=hint.priority,
-            whole=hint.has_range,
-        )
-        self._waiting[number] = (session, request_id, hint)
-        if len(self._waiting) > MOST_WAITING:
-            self._waiting.popitem(last=False)
-        self._sessions.outbox.add(session, Hints([given]))
-        return _outcome(request_id, hint, HintResult(number, HintStatus.SENT))
+            ignored = HintResult(0, HintStatus.IGNORED, reason=_NO_SERVICE)
+            return [_outcome(each.request_id, each.hint, ignored) for each in given]
+        outcomes = []
+        for first in range(0, len(given), MOST_HINTS):
+            part = [(next(self._numbers), each) for each in given[first : first + MOST_HINTS]]
+            for number, each in part:
+                self._waiting[number] = (session, each.request_id, each.hint)
+                if len(self._waiting) > MOST_WAITING:
+                    self._waiting.popitem(last=False)
+                outcomes.append(_outcome(each.request_id, each.hint, HintResult(number, HintStatus.SENT)))
+            stop = min(max(each.stop for _, each in part), MAX_BLOCKS)
+            hints = [_sent(number, each) for number, each in part]
+            self._sessions.outbox.add(session, Hints(path[:stop].tobytes(), hints))
+        return outcomes
 
     def take_outcomes(self) -> list[HintOutcome]:
         """Return the outcomes that the service has told since the last call, each once."""
@@ -66,6 +66,19 @@ class RemoteHints:
         taken = list(self._outcomes)
         self._outcomes.clear()
         return taken
+
+
+def _sent(number: int, given: GivenHint) -> HintGiven:
+    hint = given.hint
+    return HintGiven(
+        number=number,
+        kind=hint.kind,
+        start=given.start,
+        stop=given.stop,
+        seconds=hint.seconds,
+        priority=hint.priority,
+        whole=hint.has_range,
+    )
 
 
 def _outcome(request_id: str, hint: Hint, result: HintResult) -> HintOutcome:

@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache.errors import HintError
-from fdcache.hints import MOST_HINTS, Hint, HintOutcome, HintStatus
+from fdcache.hints import MOST_HINTS, GivenHint, Hint, HintOutcome, HintStatus
 from fdcache.metadata import HashArray
-from fdcache.service.wire.protocol import HintGiven, HintResult, hashes_from
+from fdcache.service.wire.protocol import HintGiven, HintResult, Hints, hashes_from
 from fdcache.tiers.hint_book import HintBook
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import HintFigures
@@ -38,29 +39,35 @@ class NamespaceHints:
         self._book = HintBook(pools, clock, self.figures)
         self._kept: defaultdict[int, list[HashArray]] = defaultdict(list)  # by tenants with a limit
 
-    def take(self, session: int, given: Sequence[HintGiven]) -> list[HintResult]:
+    def take(self, session: int, message: Hints) -> list[HintResult]:
         """Apply hints of a client; return the outcome of each as it is now. Raises ``ProtocolError`` for bad hashes."""
-        return [self._take(session, each, is_extra=i >= MOST_HINTS) for i, each in enumerate(given)]
-
-    def _take(self, session: int, given: HintGiven, *, is_extra: bool) -> HintResult:
-        hashes = hashes_from(given.hashes)
-        self.figures.given += 1
-        try:
-            if is_extra:
-                raise HintError(f"a message may have {MOST_HINTS} hints")
-            end = 1 if given.whole else None  # any range: the hashes are those of the range
-            hint = Hint(kind=given.kind, seconds=given.seconds, priority=given.priority, end=end)
-        except HintError as error:
-            return self._refused(given, HintStatus.REFUSED, str(error))
-        limit = self._limit_of(hashes) if hint.keeps and len(hashes) else None
-        if limit is not None and not self._has_room(*limit, hashes):
-            return self._refused(
-                given, HintStatus.OVER_BUDGET, "half of the tenant's quota stays for hints already"
-            )
-        outcome = self._book.take(f"{session}/{given.number}", hint, hashes)
-        if limit is not None and outcome.status is HintStatus.TAKEN:
-            self._kept[limit[0]].append(self._book.waiting(hashes))
-        return _result(given.number, outcome)
+        path = hashes_from(message.hashes)
+        self.figures.given += len(message.hints)
+        results: list[HintResult | None] = []
+        accepted: list[GivenHint] = []
+        limit, kept = self._limit_of(path) if len(path) else None, np.zeros(len(path), np.bool_)
+        for i, each in enumerate(message.hints):
+            hint = _hint(each, is_extra=i >= MOST_HINTS)
+            start, stop = min(each.start, len(path)), min(each.stop, len(path))
+            refused = self._refused(each, HintStatus.REFUSED, hint) if isinstance(hint, str) else None
+            if isinstance(hint, Hint) and hint.keeps and limit is not None:
+                more = kept.copy()
+                more[start:stop] = True
+                if self._has_room(*limit, path[more]):
+                    kept = more
+                else:
+                    reason = "half of the tenant's quota stays for hints already"
+                    refused = self._refused(each, HintStatus.OVER_BUDGET, reason)
+            if isinstance(hint, Hint) and refused is None:
+                accepted.append(GivenHint(f"{session}/{each.number}", hint, start, stop))
+            results.append(refused)
+        outcomes = iter(self._book.take(path, accepted))
+        if limit is not None and kept.any():
+            self._kept[limit[0]].append(self._book.waiting(path[kept]))
+        return [
+            _result(each.number, next(outcomes)) if result is None else result
+            for each, result in zip(message.hints, results, strict=True)
+        ]
 
     def _refused(self, given: HintGiven, status: HintStatus, reason: str) -> HintResult:
         self.figures.count(HintOutcome(request_id="", kind=given.kind, status=status))
@@ -69,11 +76,13 @@ class NamespaceHints:
     def _has_room(self, tenant: int, most: int, hashes: HashArray) -> bool:
         """Return True if these blocks of a tenant, too, may stay for hints; those used since do not count."""
         room = int(_SHARE * most)
+        if len(hashes) > room:
+            return False
         if sum(map(len, self._kept[tenant])) + len(hashes) <= room:
             return True
-        kept = np.unique(np.concatenate([*self._kept[tenant], hashes[:0]]), axis=0)
-        self._kept[tenant] = [self._book.waiting(kept)]
-        return len(np.unique(np.concatenate([*self._kept[tenant], hashes]), axis=0)) <= room
+        known = np.concatenate([*self._kept[tenant], hashes[:0]])
+        self._kept[tenant] = [self._book.waiting(known[_first_of_each(known)])]
+        return len(_first_of_each(np.concatenate([*self._kept[tenant], hashes]))) <= room
 
     def settle(self) -> dict[int, list[HintResult]]:
         """Return what became of hints whose time is over, by the session of their client."""
@@ -86,6 +95,22 @@ class NamespaceHints:
     def forget(self, session: int) -> None:
         """Forget the open hints of a client that has gone. What they said of blocks holds until its time is over."""
         self._book.forget(lambda request_id: request_id.startswith(f"{session}/"))
+
+
+def _hint(given: HintGiven, *, is_extra: bool) -> Hint | str:
+    """Return a client's hint, or what is wrong with it."""
+    try:
+        if is_extra:
+            raise HintError(f"a message may have {MOST_HINTS} hints")
+        end = 1 if given.whole else None  # any range: the message has that of the blocks
+        return Hint(kind=given.kind, seconds=given.seconds, priority=given.priority, end=end)
+    except HintError as error:
+        return str(error)
+
+
+def _first_of_each(hashes: HashArray) -> NDArray[np.intp]:
+    """Return the positions of distinct hashes, which differ in their first 8 bytes."""
+    return np.unique(np.ascontiguousarray(hashes[:, :8]).view(np.uint64), return_index=True)[1]
 
 
 def _result(number: int, outcome: HintOutcome) -> HintResult:

@@ -69,6 +69,11 @@ class HostPool(BlockPool):
         with self._closed():
             return super().reserve(lease, count)
 
+    def evict_copied(self, count: int) -> BlockList | None:
+        """See ``Tier.evict_copied``."""
+        with self._closed():
+            return super().evict_copied(count)
+
     def reserve_copies(
         self, lease: int, parents: HashArray, hashes: HashArray, below_pending: bool = False
     ) -> CopyReservation:

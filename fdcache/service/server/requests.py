@@ -217,4 +217,4 @@ def load_ended(client: Client, request: LoadEnded) -> Answer:
 def hints(client: Client, request: Hints) -> Answer:
     """Take what a client knows of the reuse of blocks; the blocks that it has pinned by itself count as used before."""
     client.take_runs()
-    return Hinted(client.namespace.hints.take(client.session, request.hints))
+    return Hinted(client.namespace.hints.take(client.session, request))

@@ -116,22 +116,24 @@ class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
 
 
 class HintGiven(msgspec.Struct, frozen=True):
-    """A hint about blocks of one path, in path order; ``number`` is the client's. The rest is as in ``Hint``.
+    """A hint about blocks ``start`` to ``stop`` of a path; ``number`` is the client's. The rest is as in ``Hint``.
 
-    ``whole``: it is about all of the blocks, not only those that no other path goes through.
+    ``whole``: it is about all of the blocks, not only those that nobody else has.
     """
 
     number: int
     kind: HintKind
-    hashes: bytes
+    start: Count
+    stop: Count
     seconds: float | None = None
     priority: int | None = None
     whole: bool = False
 
 
 class Hints(msgspec.Struct, frozen=True, tag="hints"):
-    """Tell what is known of the reuse of blocks, up to ``MOST_HINTS`` at once."""
+    """Tell what is known of the reuse of blocks of one path, in path order, by up to ``MOST_HINTS`` hints."""
 
+    hashes: bytes
     hints: list[HintGiven]
 
 
