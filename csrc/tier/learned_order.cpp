@@ -77,6 +77,7 @@ void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> di
         count(block, false, i < *held);
         shadow_.leave(block.last_ms);
     }
+    judge(path.size());
 }
 
 void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
@@ -133,8 +134,12 @@ void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
     for (std::size_t i = 0; i < path.size(); ++i) touch(path[i], features, i < tail_);
     tables_.path(path.size());
     shadow_.trim(idle_);
+    judge(path.size());
+}
+
+void LearnedOrder::judge(std::size_t path) {
     // In the middle of a path a block counts this much.
-    const double middle = 1 + depth_value_ * static_cast<double>(path.size()) / 2;
+    const double middle = 1 + depth_value_ * static_cast<double>(path) / 2;
     const bool was_given = trust_.is_given();
     trust_.judge(tables_.mean_path() * middle, static_cast<double>(slots()));
     if (trust_.is_given() != was_given) owe(1);

@@ -125,6 +125,7 @@ class LearnedOrder final : public LeafOrder {
     void touch(Slot slot, const Features &features, bool is_last);
     void begin_use(Block &block, bool is_below);
     void count(Block &block, bool is_found, bool is_below);
+    void judge(std::size_t path);
     Comparison compare(const Block &block, bool is_found) const;
     void learn();
 
