@@ -1332,7 +1332,7 @@ class CopyOut:
     def __init__(self, writes_back: bool, least_hits: int, clean_reserve: int) -> None: ...
     @property
     def num_blocks(self) -> int:
-        """Number of device blocks that there is room for."""
+        """Number of device blocks that were offered at any time."""
 
     @property
     def num_known(self) -> int:

@@ -127,7 +127,7 @@ class Streaming(OffloadEngine):
 
 @pytest.fixture
 def streams_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Storage with a path of eight blocks, two to a read. A module that needs it names it ``folder``."""
+    """Storage with a path of eight blocks; each read brings two. A module that needs it names it ``folder``."""
     writer = OffloadEngine(layout=LAYOUT, folder=tmp_path)
     writer.stored("first", PROMPT, list(range(BLOCKS)))
     writer.settle()

@@ -32,8 +32,7 @@ void CopyOut::offered(const std::shared_ptr<const DevicePath> &path, std::size_t
 // Enters what was offered, and queues what the policy wants on the host now.
 void CopyOut::take_offers(const BackupTarget &target) {
     if (offers_.empty()) return;
-    Ids ids = contents_.add(offers_);
-    offers_.clear();
+    Ids ids = contents_.add(std::exchange(offers_, {}));
     if (writes_back_) return;
     std::erase_if(ids, [this](DeviceBlock id) { return contents_[id].is_queued; });
     keep_wanted(ids, target);

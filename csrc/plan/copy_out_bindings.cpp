@@ -121,7 +121,7 @@ void bind_copy_out(nb::module_ &module) {
         .def(nb::init<bool, std::uint32_t, std::size_t>(), "writes_back"_a, "least_hits"_a, "clean_reserve"_a)
         .def_prop_ro(
             "num_blocks", [](const CopyOut &self) { return self.contents().num_blocks(); },
-            "Number of device blocks that there is room for.")
+            "Number of device blocks that were offered at any time.")
         .def_prop_ro(
             "num_known", [](const CopyOut &self) { return self.contents().num_known(); },
             "Number of device blocks whose content is known.")

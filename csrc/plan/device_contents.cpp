@@ -5,8 +5,6 @@
 namespace fdcache {
 namespace {
 
-constexpr std::size_t kLeastBlocks = 64;
-
 void forget_block(DeviceContents::Block &block) {
     block.is_known = block.is_queued = block.is_dropped = false;
     block.path.reset();
@@ -25,16 +23,16 @@ std::optional<Digest> DevicePath::parent_of(std::size_t i) const {
 }
 
 std::size_t DeviceContents::num_known() const {
-    return static_cast<std::size_t>(std::ranges::count_if(blocks_, &Block::is_known));
+    std::size_t known = 0;
+    for (const std::unique_ptr<Part> &part : parts_)
+        if (part) known += static_cast<std::size_t>(std::ranges::count_if(*part, &Block::is_known));
+    return known;
 }
 
 std::vector<DeviceBlock> DeviceContents::add(std::span<const Offer> offers) {
     std::vector<DeviceBlock> entered;
     ++round_;
-    for (const Offer &offer : offers) {
-        grow(offer);
-        enter(offer, entered);
-    }
+    for (const Offer &offer : offers) enter(offer, entered);
     return entered;
 }
 
@@ -43,9 +41,10 @@ void DeviceContents::enter(const Offer &offer, std::vector<DeviceBlock> &entered
     for (std::size_t i = offer.start; i < offer.stop; ++i) {
         const DeviceBlock id = offer.path->ids[i];
         if (id == kNoBlock) continue;
-        Block &block = (*this)[id];
+        Block &block = seen(id);
         const Digest &hash = offer.path->hashes[i];
         const bool is_new = !block.is_known || block.hash != hash;
+        num_blocks_ += !block.hits;
         const std::uint32_t hits = is_new ? 0 : block.hits;
         block.hits = std::max(hits + (i >= offer.counted), std::uint32_t{1});
         block.is_dropped &= !is_new;
@@ -54,7 +53,7 @@ void DeviceContents::enter(const Offer &offer, std::vector<DeviceBlock> &entered
         block.path = offer.path;
         block.depth = static_cast<std::uint32_t>(i);
         block.is_known = true;
-        if (is_first(id)) entered.push_back(id);
+        if (is_first(block)) entered.push_back(id);
     }
 }
 
@@ -62,7 +61,7 @@ std::vector<DeviceBlock> DeviceContents::known_of(std::span<const DeviceBlock> i
     std::vector<DeviceBlock> known;
     ++round_;
     for (const DeviceBlock id : ids)
-        if (has_seen(id) && (*this)[id].is_known && is_first(id)) known.push_back(id);
+        if (has_seen(id) && (*this)[id].is_known && is_first((*this)[id])) known.push_back(id);
     return known;
 }
 
@@ -72,7 +71,8 @@ void DeviceContents::forget(std::span<const DeviceBlock> ids) {
 }
 
 void DeviceContents::forget_all() {
-    for (Block &block : blocks_) forget_block(block);
+    for (const std::unique_ptr<Part> &part : parts_)
+        if (part) std::ranges::for_each(*part, forget_block);
 }
 
 std::vector<DeviceBlock> DeviceContents::ancestors(DeviceBlock id) const {
@@ -89,14 +89,12 @@ std::vector<DeviceBlock> DeviceContents::ancestors(DeviceBlock id) const {
     return above;
 }
 
-void DeviceContents::grow(const Offer &offer) {
-    const auto first = offer.path->ids.begin();
-    const DeviceBlock most = *std::max_element(first + static_cast<std::ptrdiff_t>(offer.start),
-                                               first + static_cast<std::ptrdiff_t>(offer.stop));
-    if (most == kNoBlock || has_seen(most)) return;
-    const std::size_t size = std::max({static_cast<std::size_t>(most) + 1, 2 * blocks_.size(), kLeastBlocks});
-    blocks_.resize(size);
-    last_.resize(size);
+// The block of a device block that may not have been seen before.
+DeviceContents::Block &DeviceContents::seen(DeviceBlock id) {
+    const std::size_t part = static_cast<std::size_t>(id) / kPart;
+    if (part >= parts_.size()) parts_.resize(part + 1);
+    if (!parts_[part]) parts_[part] = std::make_unique<Part>();
+    return (*this)[id];
 }
 
 }  // namespace fdcache

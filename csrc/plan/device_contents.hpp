@@ -2,6 +2,7 @@
 // says which ones it gives away.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -44,23 +45,34 @@ class DeviceContents {
         std::uint32_t depth = 0;    // position in the path
         std::uint32_t hits = 0;     // requests that have offered the block
         std::uint64_t read_by = 0;  // the last plan that copies out of the device block
+        std::uint64_t listed = 0;   // the last round that it was listed in
         bool is_known = false;
         bool is_queued = false;   // for a copy
         bool is_dropped = false;  // it was counted as one that the host had no room for
     };
 
-    // Number of device blocks that there is room for: all that were offered at any time have it.
-    std::size_t num_blocks() const { return blocks_.size(); }
+    DeviceContents() = default;
+    DeviceContents(DeviceContents &&) = default;
+
+    // Number of device blocks that were offered at any time.
+    std::size_t num_blocks() const { return num_blocks_; }
     std::size_t num_known() const;
 
-    Block &operator[](DeviceBlock id) { return blocks_[static_cast<std::size_t>(id)]; }
-    const Block &operator[](DeviceBlock id) const { return blocks_[static_cast<std::size_t>(id)]; }
+    // Of a device block that was seen.
+    Block &operator[](DeviceBlock id) {
+        const auto i = static_cast<std::size_t>(id);
+        return (*parts_[i / kPart])[i % kPart];
+    }
+    const Block &operator[](DeviceBlock id) const { return const_cast<DeviceContents &>(*this)[id]; }
 
     // Enters offered blocks and returns their device blocks, each once.
     std::vector<DeviceBlock> add(std::span<const Offer> offers);
     // The device blocks whose content is known, each once, in order. Others may be unknown or never seen.
     std::vector<DeviceBlock> known_of(std::span<const DeviceBlock> ids);
-    bool has_seen(DeviceBlock id) const { return static_cast<std::size_t>(id) < blocks_.size(); }
+    bool has_seen(DeviceBlock id) const {
+        const std::size_t part = static_cast<std::size_t>(id) / kPart;
+        return part < parts_.size() && parts_[part];
+    }
     // These device blocks have another content now.
     void forget(std::span<const DeviceBlock> ids);
     // Copies in flight still read the device blocks.
@@ -69,14 +81,16 @@ class DeviceContents {
     std::vector<DeviceBlock> ancestors(DeviceBlock id) const;
 
   private:
-    void enter(const Offer &offer, std::vector<DeviceBlock> &entered);
-    void grow(const Offer &offer);
-    bool is_first(DeviceBlock id) {
-        return std::exchange(last_[static_cast<std::size_t>(id)], round_) != round_;
-    }
+    // An engine may offer any number: a large one takes a table of 4 MiB at most, and one part.
+    static constexpr std::size_t kPart = 4096;
+    using Part = std::array<Block, kPart>;
 
-    std::vector<Block> blocks_;
-    std::vector<std::uint64_t> last_;  // by device block: the round that it was listed in
+    void enter(const Offer &offer, std::vector<DeviceBlock> &entered);
+    Block &seen(DeviceBlock id);
+    bool is_first(Block &block) const { return std::exchange(block.listed, round_) != round_; }
+
+    std::vector<std::unique_ptr<Part>> parts_;
+    std::size_t num_blocks_ = 0;
     std::uint64_t round_ = 0;
 };
 

@@ -21,13 +21,15 @@ def device_ids_of(values: object, *, with_none: bool = False) -> Int32Array:
     if isinstance(values, np.ndarray) and _core.are_block_ids(values, least):
         return values
     try:
-        ids = np.ascontiguousarray(values, np.int32)
+        given = np.asarray(values)
+        ids = np.ascontiguousarray(given, np.int32)
     except (TypeError, ValueError, OverflowError) as error:
         raise PlanError(
             f"device_ids: {error}; pass the numbers of device blocks as an int32 array"
         ) from error
-    if not _core.are_block_ids(ids, least):
-        raise PlanError(f"device_ids must be a list of device blocks, numbers from {least} on")
+    are_integers = given.dtype.kind in "iu" or not given.size
+    if not (are_integers and np.array_equal(ids, given) and _core.are_block_ids(ids, least)):
+        raise PlanError(f"device_ids must be a list of device blocks, int32 numbers from {least} on")
     return ids
 
 

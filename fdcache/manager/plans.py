@@ -177,10 +177,25 @@ class Plans:
         self._ledger.require_rank(rank)
 
     def lose_rank(self, rank: int) -> list[LoadOutcome]:
-        """Fail what this rank has not reported; return the loads that end. Raises ``PlanError`` for an unknown rank."""
+        """Fail what this rank has not reported, and copies that were not sent: they read or fill memory that is gone.
+
+        Return the loads that end. Raises ``PlanError`` for an unknown rank.
+        """
         ended = [outcome for flight in self._ledger.lose_rank(rank) for outcome in self._complete(flight)]
+        for plan in (self.open, self.ahead, self._background):
+            ended += self._drop(plan, rank)
         self._tiers.complete_early(self._counters)
         return ended
+
+    def _drop(self, plan: OpenPlan, rank: int) -> list[LoadOutcome]:
+        """Fail the copies of a plan that was not sent. The step still waits for what plans in flight read."""
+        after = plan.take_after()
+        dropped = None if plan.is_empty else self._ledger.send(plan, self._clock())
+        plan.after = after
+        if dropped is None:
+            return []
+        self._requests.send_loads(dropped)
+        return [each for flight in self._ledger.drop(dropped, rank) for each in self._complete(flight)]
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads of plans whose deadline has passed since the last call."""

@@ -161,6 +161,7 @@ _STORAGE_GRACE = 1.0
 """Seconds after a storage task's timeout in which its report is in time."""
 _PEER_GRACE = 1.0
 """Seconds after a fetch's timeout in which its report is in time."""
+_IS_GONE = "its process is gone"
 
 
 class SwapInFlight:
@@ -473,8 +474,16 @@ class PlanLedger(PlanTable):
         self.require_rank(rank)
         for flight in self.plans.values():
             if flight.waits_for(rank):
-                flight.fail(rank, "its process is gone")
+                flight.fail(rank, _IS_GONE)
         return [ended for flight in list(self.plans.values()) for ended in self._take_if_finished(flight)]
+
+    def drop(self, plan: TransferPlan, rank: int) -> list[InFlightPlan]:
+        """Fail a plan that no rank gets, as a rank is dead; return it."""
+        flight = self.plans[plan.plan_id]
+        for each in range(self.num_ranks):
+            flight.stop_waiting(each)
+        flight.fail(rank, _IS_GONE)
+        return self._take_if_finished(flight)
 
     def newly_overdue(self, now: float) -> list[InFlightPlan]:
         """Return plans whose deadline has passed since the last call. They stay in flight: reports free their slots."""

@@ -487,12 +487,6 @@ def test_another_request_with_the_same_id_ends_the_first(engine: OffloadEngine) 
     engine.manager.finish(second)
 
 
-@pytest.mark.parametrize("wrong", [[[1, 2]], [-1], ["a"], None])
-def test_device_blocks_that_are_none_are_refused_by_name(engine: OffloadEngine, wrong: Any) -> None:
-    with pytest.raises(PlanError, match="device_ids"):
-        engine.manager.evicted(wrong)
-
-
 def test_without_a_host_tier_there_is_no_manager() -> None:
     with pytest.raises(ConfigurationError, match="FDCACHE_HOST_MEMORY"):
         OffloadManager(CacheSettings(), LAYOUT)
