@@ -29,7 +29,7 @@ void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::
             const bool ready = entries_[present].state == SlotState::kReady;
             status = ready ? ReserveStatus::kReady : ReserveStatus::kPending;
             if (ready) kept.add(present);
-        } else if (wanted.find(hashes[i]) != Positions::kNone) {
+        } else if (wanted.find(hashes[i]) != Positions::kNone || orphans_.find(hashes[i]) != kNoSlot) {
             status = ReserveStatus::kPending;
         } else if (wanted.find(parents[i]) == Positions::kNone) {
             const Slot parent = resolve_parent(parents[i]);
@@ -104,6 +104,7 @@ void Tier::end_hold(Slot slot) {
 }
 
 void Tier::begin_hold(Slot slot) {
+    if (entries_[slot].orphan) orphans_.set_idle(slot, false);
     ++entries_[slot].holds;
     ++holds_;
     refresh(slot);
@@ -120,6 +121,7 @@ bool Tier::complete_copy(Slot slot, bool copied, std::uint64_t checksum, std::ui
     if (copied && parent_ready) {
         entry.checksum = checksum;
         add_entry(slot, now);
+        if (!orphans_.empty()) adopt_orphans(slot, now);
         return true;
     }
     drop_pending(slot);

@@ -9,6 +9,7 @@ import numpy as np
 
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageScan, StorageTask, SwapPurpose
+from fdcache.plans.blocks import NO_BLOCKS
 from fdcache.plans.ledger import InFlightPlan, Mask, StorageOrders, SwapInFlight
 from fdcache.settings.cache import CacheSettings, Eviction, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
@@ -21,6 +22,9 @@ from fdcache.tiers.storage_reads import StorageReads
 from fdcache.tiers.storage_writes import StorageWrites
 
 _BY_USE = Eviction()
+
+_MOST_AWAITED = 64
+"""Missing blocks that are looked for at once."""
 
 
 def make_index(
@@ -68,6 +72,8 @@ class StorageTier:
         self.host = host
         self.index = index
         self.orders = StorageOrders()
+        self.awaited: HashArray = NO_BLOCKS.hashes
+        """Missing blocks that others in the storage wait for: some of them, others after each ``plan_work``."""
         self.reads = StorageReads(
             host,
             index,
@@ -96,8 +102,9 @@ class StorageTier:
 
     def plan_work(self, writing: int, *, may_read: bool = True, may_write: bool = True) -> None:
         """Order writes and reads that may begin now; ``writing`` blocks are in flight to storage."""
+        self.awaited = self.index.awaited(_MOST_AWAITED)
         if may_write:
-            self.writes.plan(writing)
+            self.writes.plan(writing, self.awaited)
         if may_read:
             self.reads.advance()
         self.orders.cancelled += self.reads.take_unneeded()
