@@ -948,6 +948,10 @@ class Tier(LowerTier):
         Return up to ``count`` missing blocks that orphans wait for; the next call goes on with others.
         """
 
+    @property
+    def num_orphans(self) -> int:
+        """Number of orphans."""
+
     def drop_orphans(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
         """Evict every orphan; return the slots."""
 

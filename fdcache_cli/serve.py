@@ -64,6 +64,7 @@ def serve(
     from fdcache.service.server.preflight import require_ready
     from fdcache.service.server.process import ended_by_signals
     from fdcache.service.wire.address import load_settings
+    from fdcache.settings.logs import log_crashes
 
     settings = load_settings(
         {
@@ -87,6 +88,7 @@ def serve(
         return
     print_problems(settings.misspelt, sys.stderr)
     process.configure(settings)
+    log_crashes()
     server = Server(settings)
     signals = ended_by_signals(lambda: server.is_serving, lambda force: server.stop(force=force))
     with signals, progress_bars() as advance:

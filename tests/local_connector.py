@@ -74,7 +74,9 @@ class LocalConnector:
         with self._lock:
             bad, no_room = (written.outcomes == each for each in (Outcome.BAD_SLOT, Outcome.NO_ROOM))
             self.pool.end_writes(taken.slots, written.ok, written.checksums, bad, no_room)
-        if (taken.status == IS_PENDING).any() and written.ok.all():  # orphans, which have joined their parents
+        if (
+            taken.status == IS_PENDING
+        ).any() and written.ok.all():  # orphans, which have joined their parents
             rest = self.put(batch, timeout, cancel)
             return replace(rest, moved_bytes=rest.moved_bytes + written.moved_bytes)
         outcomes = np.full(len(batch), Outcome.ERROR, np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,6 +21,8 @@ from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
 from fdcache.tiers.storage_reads import StorageReads
 from fdcache.tiers.storage_writes import StorageWrites
+
+log = logging.getLogger(__name__)
 
 _BY_USE = Eviction()
 
@@ -125,6 +128,8 @@ class StorageTier:
         Release the slots that it held, make the blocks that arrived findable, and let reads and writes go on.
         """
         assert isinstance(flight.plan, StorageTask)
+        if log.isEnabledFor(logging.DEBUG):
+            self._tell(flight)
         for purpose, result in flight.swaps.items():
             self._counters.count_copies(purpose, result.num_copied, len(result.swap))
             self._counters.bad_storage_slots += int(result.bad_slots.sum())
@@ -132,6 +137,22 @@ class StorageTier:
                 self._complete_write(result)
             else:
                 self._complete_read(result)
+
+    @staticmethod
+    def _tell(flight: InFlightPlan) -> None:
+        for purpose, result in flight.swaps.items():
+            log.debug(
+                "storage task %d: %s of %d of %d blocks; %d lost, %d corrupt, %d in bad slots, %d without room; %s",
+                flight.plan.plan_id,
+                purpose.value,
+                result.num_copied,
+                len(result.swap),
+                *(
+                    int(mask.sum())
+                    for mask in (result.lost, result.corrupt, result.bad_slots, result.no_room)
+                ),
+                "; ".join(flight.errors) or "no error",
+            )
 
     def _complete_write(self, result: SwapInFlight) -> None:
         swap = result.swap

@@ -88,10 +88,10 @@ class StorageWrites:
         room = self._most_at_once() - in_flight
         if room <= 0 or not self._index.is_open:
             return
-        first = self._awaited(awaited, room)
-        queued = self._next_queued(room - len(first))
+        lacking = self._awaited(awaited, room)
+        queued = self._next_queued(room - len(lacking))
         wanted = self._coldest(room) if self._writes_back and not len(queued) else queued
-        slots = np.concatenate((first.slots, wanted.slots))
+        slots = np.concatenate((lacking.slots, wanted.slots))
         if not len(slots):
             return
         blocks = with_absent_ancestors(self._host, slots, self._index.is_absent)

@@ -16,7 +16,6 @@ from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters, TierUsage
 from fdcache.tiers.storage import StorageTier, make_index
 from fdcache.tiers.storage_index import StoragePool
-from tests.service_help import until
 from tests.storage_engine import BLOCK, LAYOUT, Engine, counters, store_a_path, tokens_of
 from tests.storage_help import MIB, parents_of, path_hashes
 
@@ -118,8 +117,7 @@ def test_a_block_computed_while_its_record_was_read_in_vain_is_stored_again(tmp_
         engine.manager.apply(engine.controller.poll())
     engine.store.gate.set()
     engine.settle()
-    until(lambda: engine.settle() or storage(engine).ready == 8, "the lost block is stored again")
-    assert storage(engine).orphans == 0
+    assert (storage(engine).ready, storage(engine).orphans) == (8, 0)
     engine.manager.request_finish([reader])
     engine.close()
 
@@ -187,9 +185,13 @@ def test_a_block_that_the_host_has_already_is_stored_for_those_that_wait_for_it(
     assert order.swap.purpose is SwapPurpose.STORE
     assert order.swap.hash_values.tolist() == path[2:3].tolist()
     pool = tier.pool
-    assert pool is not None
+    assert isinstance(pool, StoragePool)
     pool.end_writes(
-        order.swap.dst_block_ids, np.array([True]), np.zeros(1, np.uint64), np.array([False]), np.array([False])
+        order.swap.dst_block_ids,
+        np.array([True]),
+        np.zeros(1, np.uint64),
+        np.array([False]),
+        np.array([False]),
     )
     assert (pool.contains(path) == 1).all()
     pool.verify()
