@@ -190,6 +190,8 @@ class TierStats:
     @property
     def withheld(self) -> int: ...
     @property
+    def orphans(self) -> int: ...
+    @property
     def pins(self) -> int: ...
     @property
     def holds(self) -> int: ...
@@ -942,13 +944,15 @@ class Tier(LowerTier):
             NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
         ]
         | None = None,
+        keep_orphans: bool = False,
     ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
         """
         Create entries for blocks whose bytes are there already, in free slots and any order; 1
         for each one created.
 
         Of equal hashes the newest by ``times`` counts, or the first. Later content of any slot
-        gets a generation above ``generation`` and all those given. Releases the GIL: do not
+        gets a generation above ``generation`` and all those given. ``keep_orphans``: blocks without
+        a parent keep their slots and become entries once it is there. Releases the GIL: do not
         change the arrays meanwhile.
         """
 
@@ -956,13 +960,32 @@ class Tier(LowerTier):
         self,
         slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
         quarantine: bool = False,
+        keep_orphans: bool = False,
     ) -> BlockList:
-        """Take slots in use out of use for good, once nothing uses them."""
+        """
+        Remove READY entries and everything below them. ``quarantine`` takes the slots out of use
+        for good. ``keep_orphans``: blocks below become orphans, which keep their slots until room is
+        needed and are entries again once their parent is.
+        """
+
+    def awaited(self, count: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+        """
+        Return up to ``count`` missing blocks that orphans wait for; the next call goes on with others.
+        """
+
+    @property
+    def num_orphans(self) -> int:
+        """Number of orphans."""
+
+    def drop_orphans(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """Evict every orphan; return the slots."""
 
     def quarantine(
         self,
         slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    ) -> None: ...
+    ) -> None:
+        """Take slots in use out of use for good, once nothing uses them."""
+
     def withhold(
         self,
         slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],

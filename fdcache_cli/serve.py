@@ -71,6 +71,7 @@ def serve(
     """
     from fdcache.service.server.preflight import require_ready
     from fdcache.service.wire.address import load_settings
+    from fdcache.settings.logs import log_crashes
 
     settings = load_settings(
         {
@@ -99,6 +100,7 @@ def serve(
 
     print_problems(settings.misspelt, sys.stderr)
     process.configure(settings)
+    log_crashes()
     process.raise_descriptor_limit()
     server = Server(settings)
     signals = ended_by_signals(lambda: server.is_serving, lambda force: server.stop(force=force))

@@ -232,7 +232,7 @@ def _storage_row(storage: StorageView) -> TierRow:
         of=f"{storage.connector}, {storage.state}, {readable_size(storage.bytes or 0)}",
         blocks=capacity,
         ready=blocks,
-        free=max(capacity - blocks - storage.quarantined - storage.withheld, 0),
+        free=max(capacity - blocks - storage.quarantined - storage.withheld - storage.orphans, 0),
         writing=storage.writing_blocks,
         evictions=storage.evictions,
     )

@@ -12,7 +12,7 @@ from fdcache import _core
 from fdcache.metadata import HashArray
 from fdcache.storage.connector import BatchResult, Outcome, RecordBatch, RunResult, StorageStats
 from fdcache.storage.slab import SlabStore
-from fdcache.tiers.pool import IS_READY, READY, RESERVED
+from fdcache.tiers.pool import IS_PENDING, IS_READY, READY, RESERVED
 from fdcache.tiers.storage_index import StoragePool, restore
 
 
@@ -74,6 +74,11 @@ class LocalConnector:
         with self._lock:
             bad, no_room = (written.outcomes == each for each in (Outcome.BAD_SLOT, Outcome.NO_ROOM))
             self.pool.end_writes(taken.slots, written.ok, written.checksums, bad, no_room)
+        if (
+            taken.status == IS_PENDING
+        ).any() and written.ok.all():  # orphans, which have joined their parents
+            rest = self.put(batch, timeout, cancel)
+            return replace(rest, moved_bytes=rest.moved_bytes + written.moved_bytes)
         outcomes = np.full(len(batch), Outcome.ERROR, np.uint8)
         outcomes[taken.status == IS_READY] = Outcome.OK
         outcomes[mine] = written.outcomes

@@ -148,7 +148,7 @@ class Engine:
         for tier in (stats.device, stats.host, stats.storage):
             assert tier is not None
             assert tier.pins == tier.holds == tier.leases == 0
-            assert tier.writing == tier.quarantined + tier.withheld
+            assert tier.writing == tier.quarantined + tier.withheld + tier.orphans
         self.controller.shutdown()
 
 

@@ -297,8 +297,12 @@ void Tier::free_slot(Slot slot) {
 void Tier::free_if_unused(Slot slot) {
     const Entry &entry = entries_[slot];
     if (entry.state == SlotState::kWriting && !entry.findable && !entry.pins && !entry.holds &&
-        !entry.children)
-        free_slot(slot);
+        !entry.children) {
+        if (entry.orphan)
+            orphans_.set_idle(slot, true);
+        else
+            free_slot(slot);
+    }
 }
 
 // Makes a WRITING slot findable below `parent`. The caller sets the pins or holds that protect it.
@@ -470,6 +474,7 @@ void Tier::evict_coldest(std::size_t count, BlockList *evicted) {
 // slots form short runs, evicts ahead of need, in growing batches, up to the spare share: with more free
 // slots, runs are longer.
 void Tier::take_runs(std::uint32_t count, BlockList *evicted) {
+    if (count > free_.size()) evict_orphans(count - free_.size());
     const std::size_t short_of = count > free_.size() ? count - free_.size() : 0;
     const std::size_t left = free_.size() + short_of - count;
     const auto spare = static_cast<std::size_t>(spare_ * static_cast<double>(entries_.size()));

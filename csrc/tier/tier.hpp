@@ -5,6 +5,9 @@
 // (not findable: it is being computed, it duplicates an entry, or a reset removed it).
 //
 // Two reference counts protect a slot: pins, owned by leases, and holds, owned by copies from plan to report.
+// An *orphan* is a former entry whose parent is missing: its slot is WRITING and cannot be found, and it
+// becomes an entry again when its parent does. Orphans are evicted before entries.
+//
 // An entry is *used* while it is pinned or pending, or has a used child. Entries that are not used are in the
 // eviction order, by the end of their last use. An entry is *busy*, and is not evicted, while it is used or
 // held, or has a busy child: a copy from an entry protects it without counting as a use.
@@ -32,6 +35,7 @@
 #include "tier/hash_index.hpp"
 #include "tier/hints.hpp"
 #include "tier/large_vector.hpp"
+#include "tier/orphans.hpp"
 #include "tier/presence.hpp"
 #include "tier/reuse_tables.hpp"
 #include "tier/tenants.hpp"
@@ -165,7 +169,7 @@ struct TierEvent {
 };
 
 struct TierStats {
-    std::uint32_t slots, free, writing, ready, pending, evictable, quarantined, withheld;
+    std::uint32_t slots, free, writing, ready, pending, evictable, quarantined, withheld, orphans;
     std::uint64_t pins, holds, leases, epoch, evictions, lookups, memory_bytes;
 };
 
@@ -281,11 +285,18 @@ class Tier : public LowerTier {
     // Creates entries from a scan, in free slots, and returns 1 for each one created. Skips blocks without a
     // parent and hashes that are present. The entries join the eviction order as the warmest, ordered by the
     // newest block of their subtree. Later content of any slot gets a generation above `generation` and all
-    // those found.
-    std::vector<std::uint8_t> restore(const FoundEntries &found, std::uint32_t generation = 0);
+    // those found. `keep_orphans`: blocks without a parent become orphans.
+    std::vector<std::uint8_t> restore(const FoundEntries &found, std::uint32_t generation = 0,
+                                      bool keep_orphans = false);
     // Removes bad READY entries and everything below them, in use or not, and returns them. `quarantine`
-    // takes the slots themselves (not those below) out of use for good.
-    BlockList discard(std::span<const Slot> slots, bool quarantine);
+    // takes the slots themselves (not those below) out of use for good. `keep_orphans`: the READY entries
+    // below become orphans. Bad orphans are removed alone.
+    BlockList discard(std::span<const Slot> slots, bool quarantine, bool keep_orphans = false);
+    // The missing blocks that orphans wait for, at most `count`; the call goes on where the last one ended.
+    std::vector<Digest> awaited(std::size_t count);
+    std::uint32_t num_orphans() const;
+    // Evicts every orphan, and returns the slots.
+    std::vector<Slot> drop_orphans();
     // Takes slots in use out of use for good, once nothing uses them.
     void quarantine(std::span<const Slot> slots);
     // Takes slots in use out of use until `give_back`, once nothing uses them.
@@ -347,6 +358,7 @@ class Tier : public LowerTier {
         bool busy : 1 = false;
         bool withheld : 1 = false;
         bool quarantined : 1 = false;
+        bool orphan : 1 = false;
 
         // Holds that no copy ends.
         std::uint32_t kept() const { return std::uint32_t{withheld} + std::uint32_t{quarantined}; }
@@ -397,7 +409,7 @@ class Tier : public LowerTier {
     std::size_t make_entries(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                              std::span<const Slot> slots, std::vector<CommitStatus> *status);
     Presence presence_of(const Digest &hash) const;
-    std::uint32_t room() const { return free_.size() + order_->size(); }
+    std::uint32_t room() const { return free_.size() + orphans_.idle() + order_->size(); }
 
     Lease &lease_of(LeaseId lease);
     Lease &current_lease(LeaseId lease);
@@ -436,6 +448,10 @@ class Tier : public LowerTier {
     void order_remove(Slot slot);
     void order_set_busy(Slot slot, bool busy);
     bool make_tenant_room(Tenant tenant, Slot parent);
+    void keep_below(const std::vector<Slot> &named, const std::vector<Slot> &doomed);
+    void adopt_orphans(Slot slot);
+    void end_orphan(Slot slot);
+    void evict_orphans(std::uint32_t count);
     void begin_hold(Slot slot);
     void end_hold(Slot slot);
     bool complete_copy(Slot slot, bool copied, std::uint64_t checksum);
@@ -460,6 +476,7 @@ class Tier : public LowerTier {
     std::unique_ptr<EvictionOrder> order_;
     const bool learns_;  // the eviction order is told of arrivals and uses
     Tenants tenants_;
+    Orphans orphans_;
     FreeRuns free_;
     const double spare_;
     // Of one reservation; kept for their memory.

@@ -326,7 +326,7 @@ void bind_tier(nb::module_ &module) {
             [](Tier &tier, const VectorIn<std::int32_t> &slots, const VectorIn<std::uint32_t> &generations,
                const HashesIn &hashes, const HashesIn &parents, const VectorIn<std::uint64_t> &checksums,
                const std::optional<VectorIn<std::uint64_t>> &times, std::uint32_t generation,
-               const std::optional<VectorIn<std::uint32_t>> &tenants) {
+               const std::optional<VectorIn<std::uint32_t>> &tenants, bool keep_orphans) {
                 for (const std::size_t size :
                      {generations.shape(0), hashes.shape(0), parents.shape(0), checksums.shape(0)})
                     require_equal(slots.shape(0), size);
@@ -341,33 +341,42 @@ void bind_tier(nb::module_ &module) {
                 std::vector<std::uint8_t> restored;
                 {
                     const nb::gil_scoped_release release;
-                    restored = tier.restore(found, generation);
+                    restored = tier.restore(found, generation, keep_orphans);
                 }
                 return to_numpy<std::uint8_t>(std::move(restored));
             },
             "slots"_a, "generations"_a, "hashes"_a, "parents"_a, "checksums"_a, "times"_a = nb::none(),
-            "generation"_a = 0, "tenants"_a = nb::none(),
+            "generation"_a = 0, "tenants"_a = nb::none(), "keep_orphans"_a = false,
             "Create entries for blocks whose bytes are there already, in free slots and any order; 1\n"
             "for each one created.\n\n"
             "Of equal hashes the newest by ``times`` counts, or the first. Later content of any slot\n"
-            "gets a generation above ``generation`` and all those given. Releases the GIL: do not\n"
+            "gets a generation above ``generation`` and all those given. ``keep_orphans``: blocks without\n"
+            "a parent keep their slots and become entries once it is there. Releases the GIL: do not\n"
             "change the arrays meanwhile.")
         .def(
             "discard",
-            [](Tier &tier, const VectorIn<std::int32_t> &slots, bool quarantine) {
+            [](Tier &tier, const VectorIn<std::int32_t> &slots, bool quarantine, bool keep_orphans) {
                 const auto given = slots_of(slots);
                 const std::vector<Slot> discarded(given.begin(), given.end());
                 const nb::gil_scoped_release release;
-                return tier.discard(discarded, quarantine);
+                return tier.discard(discarded, quarantine, keep_orphans);
             },
-            "slots"_a, "quarantine"_a = false,
+            "slots"_a, "quarantine"_a = false, "keep_orphans"_a = false,
             "Remove READY entries and everything below them. ``quarantine`` takes the slots out of use\n"
-            "for good.",
-            "Take slots in use out of use for good, once nothing uses them.")
+            "for good. ``keep_orphans``: blocks below become orphans, which keep their slots until room is\n"
+            "needed and are entries again once their parent is.")
+        .def(
+            "awaited", [](Tier &tier, std::size_t count) { return hashes_to_numpy(tier.awaited(count)); },
+            "count"_a,
+            "Return up to ``count`` missing blocks that orphans wait for; the next call goes on with others.")
+        .def_prop_ro("num_orphans", &Tier::num_orphans, "Number of orphans.")
+        .def(
+            "drop_orphans", [](Tier &tier) { return to_numpy<std::int32_t>(tier.drop_orphans()); },
+            "Evict every orphan; return the slots.")
         .def(
             "quarantine",
             [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.quarantine(slots_of(slots)); },
-            "slots"_a)
+            "slots"_a, "Take slots in use out of use for good, once nothing uses them.")
         .def(
             "withhold",
             [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.withhold(slots_of(slots)); },

@@ -29,7 +29,7 @@ void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::
             const bool ready = entries_[present].state == SlotState::kReady;
             status = ready ? ReserveStatus::kReady : ReserveStatus::kPending;
             if (ready) kept.add(present);
-        } else if (wanted.find(hashes[i]) != Positions::kNone) {
+        } else if (wanted.find(hashes[i]) != Positions::kNone || orphans_.find(hashes[i]) != kNoSlot) {
             status = ReserveStatus::kPending;
         } else if (wanted.find(parents[i]) == Positions::kNone) {
             const Slot parent = resolve_parent(parents[i]);
@@ -107,6 +107,7 @@ void Tier::end_hold(Slot slot) {
 
 void Tier::begin_hold(Slot slot) {
     Entry &entry = entries_[slot];
+    if (entry.orphan) orphans_.set_idle(slot, false);
     above_copies_ -= entry.is_above_copies();
     ++entry.holds;
     above_copies_ += entry.is_above_copies();
@@ -125,6 +126,7 @@ bool Tier::complete_copy(Slot slot, bool copied, std::uint64_t checksum) {
     if (copied && parent_ready) {
         entry.checksum = checksum;
         add_entry(slot);
+        if (!orphans_.empty()) adopt_orphans(slot);
         return true;
     }
     drop_pending(slot);

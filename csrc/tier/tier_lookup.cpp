@@ -209,6 +209,7 @@ TierStats Tier::stats() const {
     stats.pins = pins_;
     stats.quarantined = quarantined_;
     stats.withheld = withheld_;
+    stats.orphans = orphans_.size();
     stats.holds = holds_ - quarantined_ - withheld_;
     stats.leases = leases_.size();
     stats.epoch = epoch_;

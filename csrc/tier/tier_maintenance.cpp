@@ -14,6 +14,7 @@ void Tier::reset() {
     order_->clear();
     tenants_.clear();
     ++epoch_;
+    for (const Slot slot : orphans_.slots()) end_orphan(slot);
     for (Slot slot = 0; slot < entries_.size(); ++slot) {
         if (entries_[slot].state == SlotState::kFree) continue;
         make_anonymous(slot);
@@ -33,8 +34,14 @@ std::uint32_t Tier::resize(std::uint32_t slots) {
     const auto old = static_cast<std::uint32_t>(entries_.size());
     std::uint32_t in_use = 0;
     for (Slot slot = slots; slot < old; ++slot)
-        in_use += entries_[slot].state == SlotState::kWriting || entries_[slot].busy;
+        in_use +=
+            (entries_[slot].state == SlotState::kWriting && !orphans_.is_idle(slot)) || entries_[slot].busy;
     if (in_use) return in_use;
+    for (const Slot slot : orphans_.slots()) {
+        if (slot < slots) continue;
+        end_orphan(slot);
+        free_if_unused(slot);
+    }
     if (slots < old)
         evict_above(slots);
     else
@@ -199,8 +206,8 @@ std::vector<std::string> Tier::check_integrity() const {
     for (const FreeRuns::Run &run : free_.runs())
         for (Slot slot = run.first; slot < run.first + run.count; ++slot) ++listed[slot];
 
-    std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, unused = 0, evictable = 0, withheld = 0,
-                  quarantined = 0, above_copies = 0;
+    std::uint32_t orphans = 0, free = 0, writing = 0, ready = 0, findable = 0, unused = 0, evictable = 0,
+                  withheld = 0, quarantined = 0, above_copies = 0;
     std::uint64_t holds = 0;
     std::vector<std::uint32_t> of_tenant(tenants_.size());
     for (Slot slot = 0; slot < slots; ++slot) {
@@ -225,8 +232,12 @@ std::vector<std::string> Tier::check_integrity() const {
                name + "pending but no copy is to complete it");
         if (!entry.findable) {
             expect(!order_->holds(slot), name + "evictable but not in the table");
-            expect(entry.state == SlotState::kFree || entry.pins || entry.holds || entry.children,
+            expect(entry.state == SlotState::kFree || entry.pins || entry.holds || entry.children ||
+                       entry.orphan,
                    name + "neither free nor owned");
+            expect(!entry.orphan || orphans_.find(digests_[slot]) == slot, name + "its orphan is unknown");
+            expect(!entry.orphan || index_.find(digests_[slot]) == kNoSlot, name + "an orphan and an entry");
+            orphans += entry.orphan;
             continue;
         }
         expect(index_.find(digests_[slot]) == slot, name + "its hash leads elsewhere");
@@ -296,6 +307,9 @@ std::vector<std::string> Tier::check_integrity() const {
     expect(!mirror_ || mirror_->size() == ready_, "mirror and entries disagree");
     expect(holds == holds_, "hold counter is wrong");
     expect(above_copies == above_copies_, "counter of entries above copies is wrong");
+    expect(orphans == orphans_.size(), "orphans have been lost or gained");
+    for (const Digest &parent : orphans_.parents())
+        expect(find_ready(parent) == kNoSlot, "an orphan's parent is there");
     expect(withheld == withheld_ && quarantined == quarantined_,
            "counter of withheld or quarantined slots is wrong");
     expect(std::accumulate(pins.begin(), pins.end(), std::uint64_t{0}) == pins_, "pin counter is wrong");

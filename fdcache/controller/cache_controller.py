@@ -24,7 +24,7 @@ from fdcache.errors import (
 from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
-from fdcache.settings import Settings
+from fdcache.settings import Settings, logs
 from fdcache.settings.cache import TransferSettings, Verify
 from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import BlockStorage, ConnectorContext, PlacedStorage, StorageStats
@@ -94,6 +94,7 @@ class CacheController:
         settings = settings or Settings.load()
         settings.check_layout(layout)
         require_host_tier(settings)
+        logs.follow(settings)
         log_misspelt(settings.misspelt)
         made = device(settings.transfer) if callable(device) else device
         controller = cls(settings.transfer, layout, rank=rank, device=made)

@@ -19,7 +19,7 @@ from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.plans import Plans
 from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose
-from fdcache.settings import Settings
+from fdcache.settings import Settings, logs
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import ConnectorContext, StorageConnector
@@ -265,6 +265,7 @@ def settings_for(layout: KVLayout, settings: Settings | None) -> Settings:
     settings = settings or Settings.load()
     settings.check_layout(layout)
     require_host_tier(settings)
+    logs.follow(settings)
     log_misspelt(settings.misspelt)
     return settings
 

@@ -12,6 +12,7 @@ from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
 from fdcache.errors import RequestStateError, TransferError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
+from fdcache.manager import story
 from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.handover import Handovers, PeerTerms
@@ -178,6 +179,7 @@ class CacheManager(TierManager[Request]):
                 for request in requests:
                     self._matcher.prefetch(request)
 
+    @story.tells(story.matched)
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Pin the longest cached prefix of each request, without its last token.
 
@@ -243,6 +245,7 @@ class CacheManager(TierManager[Request]):
             for each in given:
                 if each.failure is AllocationFailure.NO_BLOCKS:
                     self._give_way()
+            story.allocated((request for request, _ in demands), given)
             return given
 
     def _give_way(self) -> None:
@@ -307,6 +310,7 @@ class CacheManager(TierManager[Request]):
             raise TransferError("hand-overs are off: set FDCACHE_TRANSFER, for instance to ipc")
         return self._handovers
 
+    @story.tells(story.plans_sent)
     def take_plans(self) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
 
@@ -377,6 +381,7 @@ class CacheManager(TierManager[Request]):
                 self._give_way()
             return result
 
+    @story.tells(story.loads_ended)
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Count the ranks' reports; return the loads that ended with them.
 
@@ -390,6 +395,7 @@ class CacheManager(TierManager[Request]):
             self._choices.record(reports)
             return outcomes
 
+    @story.tells(story.loads_ended)
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""
         with self._lock:
@@ -412,6 +418,7 @@ class CacheManager(TierManager[Request]):
             for request in requests:
                 if request.hints and not preempted:
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
+        story.finished((request.request_id for request in requests), preempted=preempted)
 
     # --- the whole cache ----------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import msgspec
 from fdcache._core import MatchForms
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
+from fdcache.manager import story
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.loads_ahead import LoadsAhead
 from fdcache.manager.requests import LiveRequests, Request, Unanswered
@@ -77,6 +78,7 @@ class PrefixMatcher:
         if self._fetches is not None and self._fetches.is_on and self._requests.may_prefetch(request):
             number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
             self._fetches.begin(number, hashes, self._on_device, self._choices.reads_for(request))
+            story.reads_wanted(request.request_id, len(hashes))
 
     def forget(self, requests: list[Request]) -> None:
         """Forget requests that have ended."""

@@ -13,6 +13,7 @@ import msgspec
 from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
+from fdcache.manager import story
 from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.cost import NO_PRIORS, Priors
@@ -163,6 +164,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._set_time()
             self._requests.begin_fetch(self._requests.track(request), whole_prompt)
 
+    @story.tells(story.offload_matched)
     def match(
         self, request: OffloadRequest, device_tokens: int, *, whole_prompt: bool = False
     ) -> OffloadMatch:
@@ -223,6 +225,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 stored = tracked.from_storage
                 planned = self._requests.plan_load(tracked, ids, self._plans.open)
                 self._has_planned = True
+                story.load_planned(request.request_id, planned)
                 stored = min(stored, planned)
                 self._counters.storage_hit_tokens += self._tokens(stored)
                 self._counters.host_hit_tokens += self._tokens(planned - stored)
@@ -283,6 +286,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._requests.finish(request)
             if request.hints:
                 request.hint_outcomes, request.hints = self.hint(request, request.hints), ()
+        story.finished((request.request_id,))
 
     def _give_away(self, ids: Int32Array) -> None:
         if self._copies.given_away(ids, self._plans.open, self._plans.ledger):
@@ -305,6 +309,7 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     # --- plans and reports --------------------------------------------------------------------------------
 
+    @story.tells(story.plans_sent)
     def take_plans(self, *, is_patient: bool = False) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
 
@@ -346,6 +351,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             return self._loads.loads_of(plan_id)
 
+    @story.tells(story.loads_ended)
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Count the ranks' reports; return the loads that ended with them.
 
@@ -362,6 +368,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 self._copies.copies_ended()
             return self._loads.take_outcomes()
 
+    @story.tells(story.loads_ended)
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once, and unpin matches that nothing has asked for lately.
 

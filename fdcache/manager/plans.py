@@ -109,6 +109,7 @@ class Plans:
         backups, storage, ledger = self._backups, self._storage, self._ledger
         self._tiers.complete_early(self._counters)
         if backups is not None:
+            self._tiers.queue_awaited()
             backups.plan_background(self._background, ledger.blocks_in_flight(SwapPurpose.BACKUP))
         if storage is not None:
             storage.plan_work(ledger.blocks_in_flight(SwapPurpose.STORE))

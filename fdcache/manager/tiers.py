@@ -29,7 +29,7 @@ from fdcache.tiers.early_copies import EarlyCopies
 from fdcache.tiers.events import CacheEvent, events_of
 from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
 from fdcache.tiers.host import HostCache, HostTier, LocalHostTier, complete_copies
-from fdcache.tiers.pool import HOST_SPARE, BlockPool
+from fdcache.tiers.pool import ABSENT, HOST_SPARE, READY, BlockPool
 from fdcache.tiers.reuse import Reports, ReuseReport
 from fdcache.tiers.statistics import Counters, MemoryUsage
 from fdcache.tiers.storage import StorageTier, make_index
@@ -102,6 +102,9 @@ class LowerTiers:
                 self._end_reads(result)
                 ended = self.early.admit(result) if self.early is not None else result
             self._complete_copies(ended, counters)
+
+    def queue_awaited(self) -> None:
+        """Queue backups of blocks that others in the storage wait for, where the device cache is known by hash."""
 
     def complete_early(self, counters: Counters) -> None:
         """End the copies to the host that waited for copies above them."""
@@ -216,6 +219,19 @@ class Tiers(LowerTiers):
             self._complete_handover(flight, counters)
         else:
             super().complete(flight, counters)
+
+    def queue_awaited(self) -> None:
+        """Queue backups of blocks that others in the storage wait for.
+
+        The write policy does not: they may have few hits, or count as copied since their record was being read.
+        """
+        storage, backups, host = self.storage, self.backups, self.host
+        if storage is None or not len(storage.awaited) or backups is None or host is None:
+            return
+        awaited = storage.awaited
+        wanted = (self.device.contains(awaited) == READY) & (host.contains(awaited) == ABSENT)
+        if wanted.any() and backups.queued < len(awaited):
+            backups.enqueue(awaited[wanted])
 
     def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
         """Make fetched blocks findable. Sent blocks stay what they are."""

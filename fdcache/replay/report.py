@@ -132,7 +132,8 @@ def build_report(
         host_evictions=stats.host.evictions if stats.host else 0,
         stores_dropped=stats.counters.stores_dropped,
         leaked_slots=sum(
-            tier.blocks - tier.free - tier.ready - tier.quarantined - tier.withheld for tier in tiers
+            tier.blocks - tier.free - tier.ready - tier.quarantined - tier.withheld - tier.orphans
+            for tier in tiers
         ),
         leaked_pins=sum(tier.pins + tier.holds + tier.leases for tier in tiers)
         + manager.shared_blocks_in_use,

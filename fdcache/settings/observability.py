@@ -24,21 +24,21 @@ class LoggingSettings(Group):
         Path("log"),
         "Folder of log files.",
         old=OldType.TEXT,
-        used_in=(Component.SERVE, Component.INIT),
+        used_in=(Component.SERVE, Component.INIT, Component.MANAGER, Component.CONTROLLER),
     )
     level: LogLevel | None = variable(
         "FD_LOG_LEVEL",
         None,
         "Log level, which overrides FD_DEBUG.",
         old=OldType.TEXT,
-        used_in=(Component.SERVE,),
+        used_in=(Component.SERVE, Component.MANAGER, Component.CONTROLLER),
     )
     debug: Flag = variable(
         "FD_DEBUG",
         False,
         "Log at debug level.",
         old=OldType.INT,
-        used_in=(Component.SERVE,),
+        used_in=(Component.SERVE, Component.MANAGER, Component.CONTROLLER),
     )
     requests: Flag = variable("FD_LOG_REQUESTS", True, "Log each request.", old=OldType.INT, live=True)
     requests_detail: Integer = variable(
@@ -66,7 +66,7 @@ class LoggingSettings(Group):
         old=OldType.TEXT,
         ge=0,
         unit="days",
-        used_in=(Component.SERVE,),
+        used_in=(Component.SERVE, Component.MANAGER, Component.CONTROLLER),
     )
     console_metrics: Flag = variable(
         "FD_CONSOLE_SCHEDULER_METRICS",

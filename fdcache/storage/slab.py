@@ -32,7 +32,7 @@ from fdcache.storage.slab_file import (
 from fdcache.storage.slab_format import file_name, slots_for
 from fdcache.storage.slab_health import DiskRoom, RecordFaults, SlabHealth
 
-logger = logging.getLogger("fdcache.storage")
+logger = logging.getLogger(__name__)
 
 _Blocks = tuple[Int32Array, UInt32Array, UInt32Array, HashArray, HashArray, UInt64Array, UInt64Array]
 """Slots, generations, host generations, hashes, parents; addresses of records and headers."""

@@ -21,7 +21,7 @@ from fdcache.storage.connector import StorageState
 from fdcache.storage.slab_file import storage_error
 from fdcache.storage.slab_format import SUFFIX
 
-logger = logging.getLogger("fdcache.storage")
+logger = logging.getLogger(__name__)
 
 IN_A_ROW = 4
 """Distinct records that fail, with no success between them, before the medium counts as failing."""

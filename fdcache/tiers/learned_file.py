@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fdcache import _core
 
-log = logging.getLogger("fdcache.tiers")
+log = logging.getLogger(__name__)
 
 _MAGIC = b"fdcache-reuse\0\0\0"
 _VERSION = 1

@@ -19,9 +19,10 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 class TierUsage(msgspec.Struct, frozen=True):
     """Blocks of one tier at one moment, by state. The only list of a tier's figures.
 
-    ``writing`` includes ``pending``, ``quarantined`` and ``withheld``; ``evictable`` is part of ``ready``.
+    ``writing`` includes ``pending``, ``quarantined``, ``withheld`` and ``orphans``; ``evictable`` is part of ``ready``.
     ``quarantined`` slots held a corrupt record or cannot be read or written, and are never used again. ``withheld``
-    slots have no room on the disk for now.
+    slots have no room on the disk for now. ``orphans`` are stored blocks that cannot be found until a block above them
+    is stored again.
     """
 
     blocks: int = 0
@@ -37,6 +38,7 @@ class TierUsage(msgspec.Struct, frozen=True):
     evictions: int = 0
     quarantined: int = 0
     withheld: int = 0
+    orphans: int = 0
 
     @classmethod
     def of(cls, stats: TierStats) -> TierUsage:

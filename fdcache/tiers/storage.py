@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageScan, StorageTask, SwapPurpose
+from fdcache.plans.blocks import NO_BLOCKS
 from fdcache.plans.ledger import InFlightPlan, Mask, StorageOrders, SwapInFlight
 from fdcache.settings.cache import CacheSettings, Eviction, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
@@ -20,7 +22,12 @@ from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
 from fdcache.tiers.storage_reads import StorageReads
 from fdcache.tiers.storage_writes import StorageWrites
 
+log = logging.getLogger(__name__)
+
 _BY_USE = Eviction()
+
+_MOST_AWAITED = 64
+"""Missing blocks that are looked for at once."""
 
 
 def make_index(
@@ -68,6 +75,8 @@ class StorageTier:
         self.host = host
         self.index = index
         self.orders = StorageOrders()
+        self.awaited: HashArray = NO_BLOCKS.hashes
+        """Missing blocks that others in the storage wait for: some of them, others after each ``plan_work``."""
         self.reads = StorageReads(
             host,
             index,
@@ -96,8 +105,9 @@ class StorageTier:
 
     def plan_work(self, writing: int, *, may_read: bool = True, may_write: bool = True) -> None:
         """Order writes and reads that may begin now; ``writing`` blocks are in flight to storage."""
+        self.awaited = self.index.awaited(_MOST_AWAITED)
         if may_write:
-            self.writes.plan(writing)
+            self.writes.plan(writing, self.awaited)
         if may_read:
             self.reads.advance()
         self.orders.cancelled += self.reads.take_unneeded()
@@ -118,6 +128,8 @@ class StorageTier:
         Release the slots that it held, make the blocks that arrived findable, and let reads and writes go on.
         """
         assert isinstance(flight.plan, StorageTask)
+        if log.isEnabledFor(logging.DEBUG):
+            self._tell(flight)
         for purpose, result in flight.swaps.items():
             self._counters.count_copies(purpose, result.num_copied, len(result.swap))
             self._counters.bad_storage_slots += int(result.bad_slots.sum())
@@ -125,6 +137,22 @@ class StorageTier:
                 self._complete_write(result)
             else:
                 self._complete_read(result)
+
+    @staticmethod
+    def _tell(flight: InFlightPlan) -> None:
+        for purpose, result in flight.swaps.items():
+            log.debug(
+                "storage task %d: %s of %d of %d blocks; %d lost, %d corrupt, %d in bad slots, %d without room; %s",
+                flight.plan.plan_id,
+                purpose.value,
+                result.num_copied,
+                len(result.swap),
+                *(
+                    int(mask.sum())
+                    for mask in (result.lost, result.corrupt, result.bad_slots, result.no_room)
+                ),
+                "; ".join(flight.errors) or "no error",
+            )
 
     def _complete_write(self, result: SwapInFlight) -> None:
         swap = result.swap

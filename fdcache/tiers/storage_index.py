@@ -24,7 +24,7 @@ from fdcache.metadata import (
     UInt32Array,
     UInt64Array,
 )
-from fdcache.plans.blocks import Blocks
+from fdcache.plans.blocks import NO_BLOCKS, Blocks
 from fdcache.storage.connector import RunResult, StorageConnector
 from fdcache.tiers.pool import ABSENT, NO_PARENT, BlockPool
 
@@ -33,6 +33,9 @@ Mask = NDArray[np.bool_]
 
 class StoragePool(BlockPool):
     """The slots of slab files as a tier. A bad slot is never used again.
+
+    Blocks whose ancestor is lost become orphans: they keep their slots until room is needed, and are found again once
+    the ancestor is stored anew.
 
     Slab files are sparse. When the disk has no room for a record, the slots that never held one are withheld, and
     new blocks replace the coldest blocks in the other slots. One withheld slot is tried again every ``retry_after``
@@ -83,12 +86,15 @@ class StoragePool(BlockPool):
             self._give_back(self._step)
 
     def end_reads(self, slots: Int32Array, lost: Mask, unusable: Mask) -> None:
-        """Release the slots of a read. Lost blocks are forgotten; unusable slots are not used again."""
+        """Release the slots of a read. Lost blocks are forgotten; unusable slots are not used again.
+
+        The blocks below them become orphans.
+        """
         # While they are still held, the slots cannot have been given to other blocks.
         if unusable.any():
-            self.discard(slots[unusable], True)
+            self.discard(slots[unusable], True, keep_orphans=True)
         if lost.any():
-            self.discard(slots[lost])
+            self.discard(slots[lost], keep_orphans=True)
         self.unhold(slots)
 
     def end_writes(
@@ -134,7 +140,7 @@ class StoragePool(BlockPool):
 def restore(pool: BlockPool, scans: Sequence[StorageScan]) -> int:
     """Enter the blocks that every rank holds in the same slot and generation; return how many.
 
-    A block without its parent cannot be found and is not counted.
+    A block without its parent becomes an orphan, and is not counted.
     """
     if not scans:
         return 0
@@ -149,6 +155,7 @@ def restore(pool: BlockPool, scans: Sequence[StorageScan]) -> int:
         first.parents[common],
         first.checksums[common],
         first.written_ms[common],
+        keep_orphans=True,
     )
     return int(ready.sum())
 
@@ -198,7 +205,10 @@ class StorageIndex(Protocol):
         """End reads: forget lost blocks, and unusable ones together with their slots."""
 
     def is_absent(self, hashes: HashArray) -> Mask:
-        """Return a mask of the blocks that are neither stored nor being written."""
+        """Return a mask of the blocks that are neither stored nor being written. Orphans count as absent."""
+
+    def awaited(self, most: int) -> HashArray:
+        """Return missing blocks that orphans wait for, others in each call, until all have had their turn."""
 
     def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
         """Reserve slots for blocks, parents first: a status per block, and slots of the reserved ones."""
@@ -282,8 +292,15 @@ class LocalIndex:
         """Return a mask of the blocks that are neither stored nor pending."""
         return np.asarray(self.pool.contains(hashes) == ABSENT)
 
+    def awaited(self, most: int) -> HashArray:
+        """Return missing blocks that orphans wait for."""
+        return self.pool.awaited(most) if self.pool.num_orphans else NO_BLOCKS.hashes
+
     def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
-        """Reserve slots, evicting the coldest blocks; without enough room the last blocks get none."""
+        """Reserve slots, evicting the coldest blocks; without enough room the last blocks get none.
+
+        Orphans among the blocks have a slot, and count as pending: they are stored once their parent is.
+        """
         self.pool.grow_if_due()
         count = len(blocks)
         while count:
@@ -304,9 +321,9 @@ class LocalIndex:
 
     def reset(self) -> int:
         """Forget every block; return how many."""
-        forgotten = self.pool.stats().ready
+        forgotten = self.pool.stats()
         self.pool.reset()
-        return forgotten
+        return forgotten.ready + forgotten.orphans
 
     @staticmethod
     def make(
@@ -394,6 +411,10 @@ class RemoteIndex:
     def is_absent(self, hashes: HashArray) -> Mask:
         """Return a mask of the blocks that this engine has not begun to store."""
         return np.array([row.tobytes() not in self._known for row in hashes], np.bool_)
+
+    def awaited(self, most: int) -> HashArray:
+        """Return nothing: the store knows no parents."""
+        return NO_BLOCKS.hashes
 
     def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
         """Accept every block: the store makes room."""

@@ -6,6 +6,7 @@ something, and is looked at again when that has come and not before: a step cost
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -20,6 +21,8 @@ from fdcache.tiers.pool import ABSENT, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import StorageIndex, question
 from fdcache.tiers.waiting_fetches import Fetch, Read, ReadJudge, WaitingFetches
+
+log = logging.getLogger(__name__)
 
 _NO_CHECKSUMS = np.empty(0, np.uint64)
 
@@ -421,6 +424,7 @@ class StorageReads:
         fetch.stop = start + count
         fetch.deadline += count * self._block_bytes / fetch.bandwidth
         self._counters.blocks_requested_from_storage += count
+        log.debug("read of %d blocks ordered, behind %d blocks in flight", count, fetch.ahead)
 
 
 def _leading(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fdcache.metadata import HashArray, SwapPurpose
-from fdcache.plans.blocks import BlockQueue, Blocks
+from fdcache.plans.blocks import NO_BLOCKS, BlockQueue, Blocks
 from fdcache.plans.ledger import StorageOrders, SwapInFlight
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.tiers.pool import NO_PARENT, RESERVED, BlockPool, with_absent_ancestors
@@ -78,18 +78,23 @@ class StorageWrites:
         if self._writes_back and len(hashes):
             self._counters.stores_dropped += int(self._index.is_absent(hashes).sum())
 
-    def plan(self, in_flight: int) -> None:
-        """Order the writes that may begin now; ``in_flight`` blocks are being written."""
-        if not (self._writes_back or self._queue or len(self._backlog)):
+    def plan(self, in_flight: int, awaited: HashArray = NO_BLOCKS.hashes) -> None:
+        """Order the writes that may begin now; ``in_flight`` blocks are being written.
+
+        ``awaited`` blocks, for which others in the storage wait, go first, as far as the host has them.
+        """
+        if not (self._writes_back or self._queue or len(self._backlog) or len(awaited)):
             return  # the usual case
         room = self._most_at_once() - in_flight
         if room <= 0 or not self._index.is_open:
             return
-        queued = self._next_queued(room)
+        lacking = self._awaited(awaited, room)
+        queued = self._next_queued(room - len(lacking))
         wanted = self._coldest(room) if self._writes_back and not len(queued) else queued
-        if not len(wanted):
+        slots = np.concatenate((lacking.slots, wanted.slots))
+        if not len(slots):
             return
-        blocks = with_absent_ancestors(self._host, wanted.slots, self._index.is_absent)
+        blocks = with_absent_ancestors(self._host, slots, self._index.is_absent)
         later = []
         if self.is_refused:
             # A write takes the place of another block: a storage that takes nothing is tried with one block.
@@ -153,6 +158,11 @@ class StorageWrites:
     def _enqueue(self, hashes: HashArray) -> None:
         if len(hashes):
             self._counters.stores_dropped += self._queue.add(hashes)
+
+    def _awaited(self, awaited: HashArray, room: int) -> Blocks:
+        if not len(awaited) or not self._index.has_room:
+            return NO_BLOCKS
+        return Blocks.of(self._host.find(awaited[self._index.is_absent(awaited)])).select(slice(room))
 
     def _next_queued(self, room: int) -> Blocks:
         wanted = self._queue.take(room)

@@ -21,7 +21,7 @@ import pytest
 from fdcache.errors import ServiceError
 from fdcache.service.client.connection import Client, Connection
 from fdcache.service.server import process
-from fdcache.settings import Settings
+from fdcache.settings import Settings, logs
 from tests.service_engine import BLOCK, Engine, ready_blocks
 from tests.service_help import TIMEOUT, ServiceProcess, arguments, until
 
@@ -130,7 +130,7 @@ def test_control_characters_in_names_are_escaped() -> None:
     record = logging.LogRecord(
         "fdcache.service.server", logging.WARNING, "", 0, "client %s is silent", ("a\x1b[2J\nERROR b",), None
     )
-    line = process.TextFormatter("%(levelname)s %(message)s").format(record)
+    line = logs.TextFormatter("%(levelname)s %(message)s").format(record)
     assert line == r"WARNING client a\x1b[2J\nERROR b is silent"
 
 

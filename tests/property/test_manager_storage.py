@@ -16,6 +16,7 @@ from fdcache.manager import CacheManager, MatchStatus
 from fdcache.metadata import SwapPurpose
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.storage.slab_format import slots_for
+from fdcache.tiers.pool import READY
 from fdcache.tiers.storage_index import LocalIndex
 from fdcache.tiers.storage_reads import GroupSize
 from tests.property.engine_model import BLOCK, Engine
@@ -216,7 +217,7 @@ class StorageMachine(ManagerMachine):
         storage = self.engine.manager.get_stats().storage
         assert storage is not None
         assert (storage.pins, storage.holds, storage.leases) == (0, 0, 0)
-        assert storage.writing == storage.quarantined + storage.withheld
+        assert storage.writing == storage.quarantined + storage.withheld + storage.orphans
         assert storage.free + storage.evictable + storage.writing == storage.blocks
         reads = self.engine.manager._tiers.storage.reads  # type: ignore[union-attr]
         assert reads.blocks_in_flight == 0
@@ -224,6 +225,17 @@ class StorageMachine(ManagerMachine):
         reads.advance()
         assert reads.is_idle
         self.every_entry_is_in_every_file()
+        self.no_orphan_waits_for_a_block_that_the_host_has()
+
+    def no_orphan_waits_for_a_block_that_the_host_has(self) -> None:
+        host = self.engine.manager._host
+        if host is None or any(rank.disk.room is not None for rank in self.engine.ranks):
+            return
+        for _ in range(20):
+            if not self.index.has_room or not (host.contains(self.index.awaited(1000)) == READY).any():
+                return
+            self.come_to_rest()
+        raise AssertionError("a block that others in the storage wait for is not stored")
 
     def every_request_gets_its_turn(self) -> None:
         """With any policy and any failures, each request is matched once the disks have worked."""

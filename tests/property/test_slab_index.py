@@ -32,6 +32,7 @@ class SlabIndexMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="fdcache-test"))
         self.records = HostRecords(LAYOUT, 8)
         self.stored: set[Path_] = set()
+        self.orphans: set[Path_] = set()
         self.damaged: set[Path_] = set()
         self.open()
 
@@ -45,7 +46,19 @@ class SlabIndexMachine(RuleBasedStateMachine):
 
     def forget_below(self, path: Path_) -> None:
         self.stored = {one for one in self.stored if one[: len(path)] != path}
-        self.damaged &= self.stored
+        self.damaged &= self.stored | self.orphans
+
+    def lose(self, path: Path_) -> None:
+        """Forget a block; those below it wait for it."""
+        below = {one for one in self.stored if one[: len(path)] == path}
+        self.stored -= below
+        self.orphans = (self.orphans | below) - {path}
+        self.damaged.discard(path)
+
+    def adopt(self) -> None:
+        while joined := {one for one in self.orphans if one[:-1] in self.stored}:
+            self.stored |= joined
+            self.orphans -= joined
 
     def rows(self, path: Path_) -> HashArray:
         return hashes(chain(*path))
@@ -55,6 +68,8 @@ class SlabIndexMachine(RuleBasedStateMachine):
         result = self.connector.put(self.records.fill(self.rows(path)), 10)
         assert result.ok.all()
         self.stored |= {path[: depth + 1] for depth in range(len(path))}
+        self.orphans -= self.stored
+        self.adopt()
 
     @rule(path=PATHS)
     def get(self, path: Path_) -> None:
@@ -74,7 +89,7 @@ class SlabIndexMachine(RuleBasedStateMachine):
         assert result.outcomes.tolist() == expected
         for depth, outcome in enumerate(expected):
             if outcome is Outcome.CORRUPT:
-                self.forget_below(path[: depth + 1])
+                self.lose(path[: depth + 1])
 
     @rule(path=PATHS)
     def delete(self, path: Path_) -> None:
@@ -84,14 +99,14 @@ class SlabIndexMachine(RuleBasedStateMachine):
 
     @rule(path=PATHS, at=st.integers(0, 200))
     def damage(self, path: Path_, at: int) -> None:
-        if path not in self.stored:
+        if path not in self.stored or path in self.damaged:
             return
         slot = int(self.connector.pool.find(self.rows(path)[-1:]).slots[0])
         store = self.connector.store
         with store.path.open("r+b") as file:
             offset = store.file.superblock.record_offset + slot * LAYOUT.record_bytes + at
             byte = os.pread(file.fileno(), 1, offset)
-            os.pwrite(file.fileno(), bytes([byte[0] ^ (1 if path not in self.damaged else 3)]), offset)
+            os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), offset)
         self.damaged.add(path)
 
     @rule()
@@ -103,6 +118,7 @@ class SlabIndexMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         assert self.connector.clear(10) >= len(self.stored)
         self.stored.clear()
+        self.orphans.clear()
         self.damaged.clear()
 
     @invariant()
@@ -111,9 +127,10 @@ class SlabIndexMachine(RuleBasedStateMachine):
             return
         assert self.connector.pool.check_integrity() == []
         assert self.connector.pool.stats().ready == len(self.stored)
+        assert self.connector.pool.stats().orphans == len(self.orphans)
         for path in self.stored:
             assert self.connector.exists(self.rows(path), 10).length == len(path)
 
 
 TestSlabIndex = SlabIndexMachine.TestCase
-TestSlabIndex.settings = settings(max_examples=25, stateful_step_count=25)
+TestSlabIndex.settings = settings(max_examples=40, stateful_step_count=25)

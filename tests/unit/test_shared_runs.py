@@ -261,9 +261,10 @@ class TestHostPool:
         removing = {name for name in vars(HostPool) if not name.startswith("_")} - {"open_table"}
         assert removing == set(REMOVALS)
         keeping = {
-            "above_copies", "available", "ancestry", "check_integrity", "coldest", "commit", "complete", "contains",
-            "find", "finish", "give_back", "hint", "hint_fates", "hold", "hottest", "idle", "load_reuse", "match",
-            "mirror", "node", "open_lease", "quarantine", "record_events", "release", "restore", "reuse",
+            "above_copies", "available", "ancestry", "awaited", "check_integrity", "coldest", "commit", "complete",
+            "contains", "drop_orphans", "find", "finish", "give_back", "hint", "hint_fates", "hold", "hottest", "idle",
+            "load_reuse", "match", "mirror", "node", "num_orphans", "open_lease", "quarantine", "record_events",
+            "release", "restore", "reuse",
             "save_reuse", "set_below", "set_clock", "set_tenant_limit", "starting_with", "stats", "take_events",
             "tenant_entries", "unhold", "withhold",
         }  # fmt: skip

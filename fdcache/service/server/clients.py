@@ -33,7 +33,7 @@ from fdcache.tiers.fetches import FetchTable
 from fdcache.tiers.statistics import Traffic
 from fdcache.tiers.storage_reads import StorageReads
 
-log = logging.getLogger("fdcache.service.server")
+log = logging.getLogger(__name__)
 
 MAX_CLIENTS = 1024
 MAX_RUNS = 65536

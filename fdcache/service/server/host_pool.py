@@ -100,10 +100,10 @@ class HostPool(BlockPool):
         with self._closed():
             return super().drop(hashes)
 
-    def discard(self, slots: Int32Array, quarantine: bool = False) -> BlockList:
+    def discard(self, slots: Int32Array, quarantine: bool = False, keep_orphans: bool = False) -> BlockList:
         """See ``Tier.discard``."""
         with self._closed():
-            return super().discard(slots, quarantine)
+            return super().discard(slots, quarantine, keep_orphans)
 
     def reset(self) -> None:
         """See ``Tier.reset``."""

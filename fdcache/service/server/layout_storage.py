@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from fdcache._core import RecordTable
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose, TransferReport
 from fdcache.plans.ledger import InFlightPlan, PlanLedger
@@ -254,9 +256,10 @@ class LayoutStorage:
         return coldest[:first]
 
     def forget(self, slots: Int32Array) -> int:
-        """Forget blocks and all that continue them, in the files too; return how many."""
+        """Forget blocks and all that continue them, and the orphans, in the files too; return how many."""
         assert isinstance(self.index, LocalIndex)
-        gone = self.index.pool.discard(slots).slots
+        pool = self.index.pool
+        gone = np.concatenate((pool.discard(slots).slots, pool.drop_orphans()))
         if len(gone):
             self.resets += 1
             for queue in self.queues:

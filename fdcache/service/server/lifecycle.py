@@ -21,7 +21,7 @@ from fdcache.service.wire.liveness import live_processes
 from fdcache.settings import Settings
 from fdcache.settings.effective import effective_values
 
-log = logging.getLogger("fdcache.service.server")
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 

@@ -17,7 +17,7 @@ from fdcache.service.wire.protocol import Recall
 from fdcache.settings.cache import Eviction
 from fdcache.settings.server import ServerSettings
 
-log = logging.getLogger("fdcache.service.server")
+log = logging.getLogger(__name__)
 
 _HOLD_SECONDS = 2.5
 """Longer than a client waits before it asks again, after it was granted too little or was turned away."""

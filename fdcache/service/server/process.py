@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import resource
 import signal
@@ -10,17 +9,13 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from logging.handlers import TimedRotatingFileHandler
-from pathlib import Path
 from types import FrameType
 
-from fdcache.errors import ConfigurationError
 from fdcache.machine.session import notify_socket
-from fdcache.settings import Settings, Source
-from fdcache.settings.kinds import printable
+from fdcache.settings import Settings, logs
 from fdcache.settings.server import LogFormat
 
-log = logging.getLogger("fdcache.service.server")
+log = logging.getLogger(__name__)
 
 
 def notify(*states: str, timeout: float = 5.0) -> None:
@@ -79,41 +74,6 @@ def ended_by_signals(is_serving: Callable[[], bool], stop: Callable[[bool], None
             signal.signal(number, handler)
 
 
-class JsonFormatter(logging.Formatter):
-    """Formats a record as one line of JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return time, level, logger, message, and the traceback if there is one."""
-        fields = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            fields["error"] = self.formatException(record.exc_info)
-        return json.dumps(fields)
-
-
-class TextFormatter(logging.Formatter):
-    """Formats a record as one line of text. Control characters in names are escaped."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the line without the traceback."""
-        record.message = printable(record.message)
-        return super().formatMessage(record)
-
-
-def _log_file(directory: Path, backup_count: int) -> TimedRotatingFileHandler:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return TimedRotatingFileHandler(directory / "fdcache-serve.log", when="D", backupCount=backup_count)
-    except OSError as error:
-        raise ConfigurationError(
-            f"FD_LOG_DIR: {directory} cannot be written: {error.strerror}; choose another directory"
-        ) from error
-
-
 def raise_descriptor_limit() -> None:
     """Let this process open as many files as it may: clients take several each, and ZeroMQ aborts without one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -128,19 +88,4 @@ def configure(settings: Settings) -> None:
     """
     chosen = settings.server.log_format
     as_text = sys.stderr.isatty() if chosen is LogFormat.AUTO else chosen is LogFormat.TEXT
-    formatter = TextFormatter("%(asctime)s %(levelname)s %(message)s") if as_text else JsonFormatter()
-    handlers: list[logging.Handler] = [logging.StreamHandler()]
-    if settings.source("FD_LOG_DIR") is not Source.DEFAULT:
-        directory = settings.logging.directory
-        handlers.append(_log_file(directory, settings.logging.backup_count))
-    logger = logging.getLogger("fdcache")
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-    for handler in handlers:
-        handler.setFormatter(formatter)
-        logger.addHandler(handler)
-    level = settings.logging.level
-    debug = level == "DEBUG" or (level is None and settings.logging.debug)
-    logger.setLevel(logging.DEBUG if debug else logging.INFO)
-    logger.propagate = False
+    logs.take_over(settings, "fdcache-serve", as_text=as_text)

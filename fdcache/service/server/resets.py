@@ -176,11 +176,12 @@ def _reset_storage(storage: LayoutStorage, order: ResetOrder) -> StorageResetVie
         if not order.dry_run:
             storage.reset()
         return StorageResetView(storage.id, None, None)
+    stored = index.pool.stats()
     if order.older_than:
         slots = storage.idle_slots(order.older_than)
-        blocks = len(slots) if order.dry_run else storage.forget(slots)
+        blocks = len(slots) + stored.orphans if order.dry_run else storage.forget(slots)
     else:
-        blocks = index.pool.stats().ready if order.dry_run else storage.reset()
+        blocks = stored.ready + stored.orphans if order.dry_run else storage.reset()
     return StorageResetView(storage.id, blocks, blocks * storage.layout.record_bytes * storage.layout.tp_size)
 
 

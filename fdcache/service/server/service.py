@@ -56,7 +56,7 @@ from fdcache.tiers.pool import EVENT_CLEARED
 from fdcache.tiers.statistics import ReadTotals
 from fdcache.tiers.storage_reads import StorageReads
 
-log = logging.getLogger("fdcache.service.server")
+log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 5.0
 """Between two looks at the files of the arena."""
@@ -133,23 +133,26 @@ class Service:
             kind = type(request).__name__.lower()
             return self._carry_out(identity, frame.session, request)
         except RefusalError as refusal:
-            self.totals.refused += 1
-            return Refused(refusal.code, str(refusal))
+            return self._refused(frame, kind, refusal.code, refusal)
         except (ProtocolError, ValueError, IndexError) as error:
-            self.totals.refused += 1
-            return Refused("malformed", str(error))
+            return self._refused(frame, kind, "malformed", error)
         except FdcacheError as error:
-            self.totals.refused += 1
-            return Refused(type(error).__name__, str(error))
+            return self._refused(frame, kind, type(error).__name__, error)
         except Exception as error:
             # A fault of the service. It must not end the loop, which serves others.
-            self.totals.refused += 1
             if (fault := (kind, type(error).__name__)) not in self._faults:
                 self._faults.add(fault)  # logged once: a client may repeat it any number of times
                 log.exception("a request failed: %s", kind)
-            return Refused("internal", f"{kind}: {fault[1]}: {error}; the service's log has the traceback")
+            failed = RuntimeError(f"{kind}: {fault[1]}: {error}; the service's log has the traceback")
+            return self._refused(frame, kind, "internal", failed)
         finally:
             self.totals.latencies.observe(kind, time.perf_counter() - began)
+
+    def _refused(self, frame: RequestFrame, kind: str, code: str, error: Exception) -> Refused:
+        self.totals.refused += 1
+        # The text of the error may repeat what the client sent, which may be a secret.
+        log.debug("session %d: %s refused: %s", frame.session, kind, code)
+        return Refused(code, str(error))
 
     def _carry_out(self, identity: bytes, session: int, request: object) -> Answer:
         if isinstance(request, Ask):

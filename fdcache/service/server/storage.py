@@ -25,7 +25,7 @@ from fdcache.settings import Settings
 from fdcache.settings.cache import Verify
 from fdcache.storage.factory import require_connector
 
-log = logging.getLogger("fdcache.service.server")
+log = logging.getLogger(__name__)
 
 _OPENERS = 2
 

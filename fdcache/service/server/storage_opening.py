@@ -20,7 +20,7 @@ from fdcache.storage.slab_format import SUFFIX, file_name, read_layout, read_sup
 from fdcache.tiers.storage import make_index
 from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
 
-log = logging.getLogger("fdcache.service.server")
+log = logging.getLogger(__name__)
 
 _MOST_AT_START = 16
 _LOG_SECONDS = 5.0

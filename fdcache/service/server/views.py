@@ -440,6 +440,7 @@ def _storage_view(storage: LayoutStorage) -> NamespaceStorageView:
         bytes=pool.ready * layout.record_bytes * layout.tp_size if pool else None,
         quarantined=pool.quarantined if pool else 0,
         withheld=pool.withheld if pool else 0,
+        orphans=pool.orphans if pool else 0,
         evictions=pool.evictions if pool else 0,
         restored_blocks=storage.restored,
         queued_blocks=storage.queued,

@@ -138,6 +138,14 @@ class StoredBlocks(msgspec.Struct):
             column="no room",
         ),
     ] = 0
+    orphans: Annotated[
+        int,
+        shown(
+            "Blocks that wait for a block above them to be stored again.",
+            gauge("fdcache_storage_orphan_blocks"),
+            column="orphans",
+        ),
+    ] = 0
     evictions: Annotated[int, shown("Blocks evicted.", counter("fdcache_storage_evicted_blocks"))] = 0
     queued_blocks: Annotated[
         int,
