@@ -112,7 +112,7 @@ class Server:
         self.arena = Arena(settings.server.arena_dir, arena_name(self._socket), self.endpoints.address)
         self.service = Service(settings.server, self.arena, self._socket.parent, settings.cache.evicts)
         self.views = Views(self.service, effective_values(settings), settings.fingerprint)
-        self.service.answer_tool = self.views.answer
+        self.service.answer_tool = self.views.slices
         self.recovered = 0
         self._lock: SocketLock | None = None
         self._loop: ServiceLoop | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import STOCK_DIVISOR, Namespace
 from fdcache.service.server.namespaces import Namespaces
 from fdcache.service.server.storage import ServiceStorage
+from fdcache.service.server.tools import Question, ToolQueue
 from fdcache.service.wire.protocol import (
     FETCHED,
     Alive,
@@ -45,6 +47,7 @@ from fdcache.service.wire.protocol import (
     Register,
     Registered,
     RequestFrame,
+    ToolAnswer,
     decode_request,
     int32_from,
     int64_from,
@@ -57,6 +60,9 @@ from fdcache.tiers.statistics import ReadTotals
 from fdcache.tiers.storage_reads import StorageReads
 
 log = logging.getLogger("fdcache.service.server")
+
+_LARGE = 2 << 20
+"""Larger messages without a session can only be questions of tools; they are decoded in their turn."""
 
 Send = Callable[[bytes, Answer], bool]
 """Sends a notice to a client's routing id; False if its queue is full."""
@@ -80,7 +86,8 @@ class Service:
         self.draining = False
         self.has_urgent_events = False
         """True after a reset: clients must receive its events before the next answer."""
-        self.answer_tool: Callable[[Ask], Answer] = lambda ask: Refused("unknown", "no views here")
+        self.answer_tool: Callable[[Ask], Iterator[bytes]] = lambda ask: iter(())
+        self.tools = ToolQueue(self._slices, self.totals)
         self._handlers: dict[type, Callable[..., Answer]] = {
             Match: self._match,
             Prefetch: self._prefetch,
@@ -117,13 +124,25 @@ class Service:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def handle(self, identity: bytes, frame: RequestFrame) -> Answer:
-        """Carry out one request. Errors of the client become a ``Refused`` answer."""
+    def handle(self, identity: bytes, frame: RequestFrame) -> Answer | None:
+        """Carry out one request, or return None for a question of a tool, which waits in ``tools``.
+
+        Errors of the client become a ``Refused`` answer.
+        """
         self.totals.requests += 1
         began = time.perf_counter()
         kind = "malformed"
         try:
+            size = memoryview(frame.body).nbytes
+            if not frame.session and size > _LARGE:
+                kind = "question"
+                self.tools.add(identity, Question(frame.id, size, partial(_question, frame)))
+                return None
             request = decode_request(frame)
+            if isinstance(request, Ask) and not (request.what == "reset" and frame.session in self.clients):
+                kind = "question"
+                self.tools.add(identity, Question(frame.id, size, lambda: request))
+                return None
             kind = type(request).__name__.lower()
             return self._carry_out(identity, frame.session, request)
         except RefusalError as refusal:
@@ -136,11 +155,12 @@ class Service:
             self.totals.refused += 1
             return Refused(type(error).__name__, str(error))
         finally:
-            self.totals.latencies.observe(kind, time.perf_counter() - began)
+            if kind != "question":
+                self.totals.latencies.observe(kind, time.perf_counter() - began)
 
     def _carry_out(self, identity: bytes, session: int, request: object) -> Answer:
         if isinstance(request, Ask):
-            return self._answer_tool(request)
+            return ToolAnswer(b"".join(self._slices(request)))
         if isinstance(request, Register):
             return self._register(identity, request)
         if isinstance(request, Attach):
@@ -164,13 +184,19 @@ class Service:
             storage=self.storage is not None,
         )
 
-    def _answer_tool(self, request: Ask) -> Answer:
-        if request.what == "reset":
-            self.open_tables(False)  # no client begins a load while a reset finds out who loads
+    def _slices(self, ask: Ask) -> Iterator[bytes]:
+        """Yield the answer to a tool, or to an engine that resets its namespace, in slices."""
+        self.open_tables(ask.what != "reset")  # no client begins a load while a reset finds out who loads
         self.clients.take_runs()
-        answer = self.answer_tool(request)
-        self.open_tables()
-        return answer
+        slices = self.answer_tool(ask)
+        while True:
+            try:
+                part = next(slices)
+            except StopIteration:
+                return
+            finally:
+                self.open_tables()
+            yield part
 
     def open_tables(self, allowed: bool = True) -> None:
         """Let clients pin by themselves what they find, except where every look-up has to find nothing now."""
@@ -307,3 +333,11 @@ class Service:
                 for client in self.clients.of(namespace):
                     if client.wants_events or vital.any():
                         send(client.identity, everything if client.wants_events else resets)
+
+
+def _question(frame: RequestFrame) -> Ask:
+    """Decode a large question. Raises ``ProtocolError``."""
+    request = decode_request(frame)
+    if not isinstance(request, Ask):
+        raise RefusalError("malformed", f"a {type(request).__name__.lower()} of more than {_LARGE} bytes")
+    return request

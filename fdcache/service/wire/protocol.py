@@ -282,9 +282,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class ToolAnswer(msgspec.Struct, frozen=True, tag="told"):
-    """Answer to a tool, a JSON value."""
+    """Answer to a tool, a JSON value, or a part of it if ``more`` parts follow with the same id."""
 
     value: bytes
+    more: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
