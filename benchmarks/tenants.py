@@ -23,13 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.machine import machine
-from benchmarks.serve import BLOCK, Engine, carry_out, engine, layout, registered
+from benchmarks.serve import BLOCK, Engine, engine, layout, registered
 from benchmarks.waits import service
+from fdcache.controller.cache_controller import CacheController
 from fdcache.hashing import TokenBlocks, root_hash
-from fdcache.manager import MatchResult, Request
+from fdcache.manager import CacheManager, MatchResult, Request
 from fdcache.service.client.connection import Client
 from fdcache.service.wire.protocol import Match, Matched
-from fdcache.settings.cache import WritePolicy
+from fdcache.settings.cache import CacheSettings, TransferSettings, WritePolicy
 
 BLOCKS = 8
 LEAST_P = 0.001
@@ -44,17 +45,33 @@ def prompt(number: int) -> NDArray[np.int32]:
     return np.full(BLOCKS * BLOCK + 1, number, np.int32)
 
 
-def store(user: Engine, client: Client, number: int) -> None:
-    """Compute a prompt of the other tenant and store its blocks."""
-    manager, request = user.manager, Request(f"s{number}", prompt(number), tenant=OTHER)
+def store_all(address: str, prompts: int) -> None:
+    """Let an engine compute and store the prompts of the other tenant."""
+    settings = CacheSettings(server=address, device_blocks=64, write_policy=WritePolicy.WRITE_THROUGH)
     tokens = BLOCKS * BLOCK + 1
-    manager.match_prefix([request])
-    manager.allocate_device_blocks([(request, tokens)])
-    manager.apply([carry_out(plan, user.arena) for plan in manager.take_plans()])
-    manager.commit([(request, tokens)])
-    manager.request_finish([request])
-    while ready(client) < (number + 1) * BLOCKS:
-        manager.apply([carry_out(plan, user.arena) for plan in manager.take_plans()])
+    with (
+        CacheManager(settings, layout()) as manager,
+        CacheController(TransferSettings(), layout()) as worker,
+        Client(address, timeout=60) as client,
+    ):
+        worker.initialize_kv_cache(manager.num_device_blocks)
+        worker.initialize_host_cache(manager.host_cache)
+
+        def copy() -> None:
+            plans = manager.take_plans()
+            for plan in plans:
+                worker.submit_swap_tasks(plan)
+            manager.apply(report for _ in plans for report in worker.wait_reports(30))
+
+        for number in range(prompts):
+            request = Request(f"{number}", prompt(2 * number), tenant=OTHER)
+            manager.match_prefix([request])
+            manager.allocate_device_blocks([(request, tokens)])
+            copy()
+            manager.commit([(request, tokens)])
+            manager.request_finish([request])
+            while ready(client) < (number + 1) * BLOCKS:
+                copy()
 
 
 def ready(client: Client) -> int:
@@ -108,11 +125,11 @@ def message(directory: Path) -> Iterator[LookUp]:
 def measure(look_up: LookUp, prompts: int, rounds: int) -> tuple[Times, Times, Times]:
     """Return the times of own misses, of misses of what the other tenant has, and of that tenant's hits."""
     cases = [(number, OWN) for number in range(2 * prompts)] * rounds
-    cases += [(number, OTHER) for number in range(prompts)] * rounds
+    cases += [(number, OTHER) for number in range(0, 2 * prompts, 2)] * rounds
     random.Random(7).shuffle(cases)
     times: tuple[list[float], ...] = ([], [], [])
     for number, tenant in cases:
-        kind = 2 if tenant == OTHER else 1 if number < prompts else 0
+        kind = 2 if tenant == OTHER else 0 if number % 2 else 1
         times[kind].append(look_up(number, tenant))
     nobody, others, hits = (np.array(each) * 1e6 for each in times)
     return nobody, others, hits
@@ -170,12 +187,7 @@ def main() -> int:
             folder.mkdir(mode=0o700)
             given = settings if storage else {"FDCACHE_HOST_MEMORY": settings["FDCACHE_HOST_MEMORY"]}
             with service(folder, **given) as (address, _):
-                with (
-                    engine("storing", WritePolicy.WRITE_THROUGH, server=address) as first,
-                    Client(address, timeout=60) as client,
-                ):
-                    for number in range(options.prompts):
-                        store(first, client, number)
+                store_all(address, options.prompts)
                 below = ", with storage" if storage else ""
                 with engine("looking", WritePolicy.WRITE_THROUGH, server=address) as user:
                     good &= print_rows(
