@@ -129,8 +129,8 @@ client connects a DEALER and needs no routing id. A message is one frame of at m
 
 **Envelope.** Frames are msgpack. A request is the array `[version, session, id, body]`: the session is that of
 `registered`, 0 without one; the client counts ids from 1. An answer is `[version, id, body]` with the id of its
-request. With id 0 it is a notice, which no request asked for. Answers come in the order of the requests; those to `ask`
-come in an order of their own, later than answers to requests that were sent after it, and long ones in several messages.
+request. With id 0 it is a notice, which no request asked for. Answers come in the order of the requests. Those to `ask`
+have an order of their own: they may come after answers to later requests, and long ones come in several messages.
 
 **Bodies** are maps: `type` names the message, the other keys are its fields, in any order. A field with a default may
 be left out; unknown ones are ignored. Numbers in fields of bytes are little-endian. A look-up has at most

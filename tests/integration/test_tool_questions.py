@@ -113,8 +113,9 @@ class TestLongAnswers:
             clients = answer["clients"] if what == "stats" else answer
             if what in ("stats", "clients"):
                 assert [each["session"] for each in clients] == [f"{each.session:x}" for each in lines]
-            for each in (*lines, *lives):
-                each.close()
+            for line, live in zip(lines, lives, strict=True):
+                line.close()
+                live.close()
 
 
 class TestOrder:
@@ -171,7 +172,7 @@ class TestOrder:
     def test_questions_of_one_client_are_answered_in_order(self, service: LocalService) -> None:
         line = Connection(service.address)
         numbers = [line.send(each) for each in (explain(5_000), Ask("config"), Ask("nothing"), explain(1))]
-        answered = []
+        answered: list[int] = []
         while len(answered) < len(numbers):
             got = line.receive(TIMEOUT)
             assert got is not None
@@ -202,7 +203,7 @@ class TestBounds:
             assert service.process is not None
             engine = Engine(service.address)
             process = psutil.Process(service.process.pid)
-            line = zmq.Context.instance().socket(zmq.DEALER)
+            line: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
             line.setsockopt(zmq.RCVHWM, 1)
             line.setsockopt(zmq.LINGER, 0)
             line.connect(service.address)
@@ -224,7 +225,7 @@ class TestBounds:
         tmp_path.chmod(0o700)
         server = Server(Settings.load(environ={}, arguments=arguments(tmp_path)))
         server.start()  # and it does not run
-        line = zmq.Context.instance().socket(zmq.DEALER)
+        line: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         line.setsockopt(zmq.SNDHWM, 1)
         line.setsockopt(zmq.LINGER, 0)
         line.connect(f"ipc://{tmp_path}/fdcache.sock")
@@ -237,8 +238,8 @@ class TestBounds:
         server.close()
 
     def test_an_outbox_is_bounded_in_bytes_and_keeps_the_order(self) -> None:
-        context = zmq.Context.instance()
-        router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+        router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         for each in (router, dealer):
             each.setsockopt(zmq.LINGER, 0)
             each.setsockopt(zmq.SNDHWM, 2)

@@ -137,13 +137,11 @@ class BlockViews:
 
 def _nodes(namespace: Namespace, limit: int) -> Iterator[TreeNode]:
     """Yield the hottest blocks of a namespace and their ancestors, without those that have left meanwhile."""
-    if namespace.tier is None:
+    if (tier := namespace.tier) is None:
         return
-    blocks = namespace.tier.ancestry(namespace.tier.hottest(limit).slots)
+    blocks = tier.ancestry(tier.hottest(limit).slots)
     for slot, key, parent in zip(blocks.slots.tolist(), blocks.hashes, blocks.parents, strict=True):
-        if namespace.tier is None:
-            return
-        node = namespace.tier.node(slot)
+        node = tier.node(slot)
         if node.findable and node.hash == key.tobytes():
             yield TreeNode(
                 namespace=namespace.id,

@@ -38,7 +38,8 @@ class Guard:
         try:
             self._check(Headers(scope=scope))
             body = await _read(receive)
-            if scope["path"] not in _PROBES and self._in_progress >= MAX_REQUESTS:
+            is_counted = scope["path"] not in _PROBES
+            if is_counted and self._in_progress >= MAX_REQUESTS:
                 raise HTTPException(
                     503, f"{MAX_REQUESTS} requests are in progress; try again", {"Retry-After": "1"}
                 )
@@ -46,11 +47,11 @@ class Guard:
             headers = {**(refusal.headers or {}), "Connection": "close"}  # what follows is not read
             await JSONResponse({"detail": refusal.detail}, refusal.status_code, headers)(scope, receive, send)
             return
-        self._in_progress += 1
+        self._in_progress += is_counted
         try:
             await self._app(scope, _after(body, receive), send)
         finally:
-            self._in_progress -= 1
+            self._in_progress -= is_counted
 
     def _check(self, headers: Headers) -> None:
         """Raise ``HTTPException`` for a request that no client of the service sends."""
