@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import zmq
@@ -15,11 +16,13 @@ import zmq
 from fdcache.errors import RefusedError, ServiceUnavailableError
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.service.client.connection import Client, Connection
+from fdcache.service.server.block_views import BLOCKS_A_SLICE
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.server.outbox import MAX_BYTES, Outbox, Sent
 from fdcache.service.server.tools import MAX_QUESTIONS, PART_BYTES
 from fdcache.service.wire.protocol import (
     MAX_FRAME,
+    VERSION,
     Alive,
     Answer,
     Ask,
@@ -31,7 +34,7 @@ from fdcache.service.wire.protocol import (
 )
 from fdcache.service.wire.views import ServiceView
 from fdcache.settings import Settings
-from tests.service_engine import BLOCK, PROMPT, Engine, ready_blocks
+from tests.service_engine import BLOCK, PROMPT, Engine, layout, ready_blocks
 from tests.service_help import TIMEOUT, LocalService, arguments, local_service, service_process, until
 from tests.service_line import register
 
@@ -93,10 +96,20 @@ class TestLongAnswers:
             service.ask("explain", namespace="", hashes=[*unknown(20_000), "x" * 64])
         assert len(service.ask("explain", namespace="", hashes=unknown(3))["blocks"]) == 3
 
-    def test_a_large_message_that_is_no_question_is_refused(self, service: LocalService) -> None:
+    def test_large_messages_of_engines_are_no_questions(self, service: LocalService) -> None:
         line = Connection(service.address)
-        with pytest.raises(RefusedError, match="heartbeat of more than"):
-            line.call(Heartbeat(bytes(3 << 20)), TIMEOUT)
+        live = register(line, service.directory)
+        assert isinstance(line.call(Heartbeat(bytes(3 << 20)), TIMEOUT)[0], Alive)
+        line.close()
+        live.close()
+
+    def test_a_large_malformed_question_is_refused(self, service: LocalService) -> None:
+        line = Connection(service.address)
+        body = {"type": "ask", "what": 7, "arguments": {"hashes": unknown(5_000)}}
+        line.socket.send(msgspec.msgpack.encode((VERSION, 0, 1, body)))
+        answer = receive(line)
+        assert isinstance(answer, Refused)
+        assert answer.code == "malformed"
         line.close()
 
     @pytest.mark.parametrize("what", ["stats", "namespaces", "clients", "tenants", "transfers", "tree"])
@@ -116,6 +129,32 @@ class TestLongAnswers:
             for line, live in zip(lines, lives, strict=True):
                 line.close()
                 live.close()
+
+
+def test_blocks_that_leave_between_two_slices_are_left_out(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    server = Server(Settings.load(environ={}, arguments=arguments(tmp_path)))
+    server.start()  # and it does not run: slices are made here
+    namespace = server.service.namespaces.open(layout())
+    count = BLOCKS_A_SLICE + 10
+    while namespace.num_slots < count:
+        assert namespace.grow()
+    assert namespace.tier is not None
+    hashes = np.random.default_rng(1).integers(1, 256, (count, 32), np.uint8)
+    lease = namespace.tier.open_lease()
+    slots = namespace.tier.reserve(lease, count).slots
+    nothing, ones, sums = np.zeros_like(hashes), np.ones(count, np.uint8), np.zeros(count, np.uint64)
+    namespace.tier.publish(lease, nothing, hashes, slots, ones, sums)
+    namespace.tier.release(lease)
+    slices = server.views.slices(Ask("tree", {"limit": 1000}))
+    parts = [next(slices)]
+    namespace.reset()
+    while namespace.shrink():
+        pass
+    assert not namespace.num_slots
+    nodes = msgspec.json.decode(b"".join([*parts, *slices]))
+    assert len({each["hash"] for each in nodes}) == len(nodes) == BLOCKS_A_SLICE
+    server.close()
 
 
 class TestOrder:

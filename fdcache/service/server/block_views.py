@@ -141,6 +141,8 @@ def _nodes(namespace: Namespace, limit: int) -> Iterator[TreeNode]:
         return
     blocks = tier.ancestry(tier.hottest(limit).slots)
     for slot, key, parent in zip(blocks.slots.tolist(), blocks.hashes, blocks.parents, strict=True):
+        if slot >= namespace.num_slots:  # the namespace has shrunk since
+            continue
         node = tier.node(slot)
         if node.findable and node.hash == key.tobytes():
             yield TreeNode(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -51,6 +50,7 @@ from fdcache.service.wire.protocol import (
     decode_request,
     int32_from,
     int64_from,
+    is_question,
 )
 from fdcache.service.wire.views import ServiceTotals
 from fdcache.settings.cache import Eviction
@@ -61,8 +61,8 @@ from fdcache.tiers.storage_reads import StorageReads
 
 log = logging.getLogger("fdcache.service.server")
 
-_LARGE = 2 << 20
-"""Larger messages without a session can only be questions of tools; they are decoded in their turn."""
+_LARGE = 64 << 10
+"""Larger questions are decoded in their turn."""
 
 Send = Callable[[bytes, Answer], bool]
 """Sends a notice to a client's routing id; False if its queue is full."""
@@ -134,9 +134,9 @@ class Service:
         kind = "malformed"
         try:
             size = memoryview(frame.body).nbytes
-            if not frame.session and size > _LARGE:
+            if size > _LARGE and is_question(frame):
                 kind = "question"
-                self.tools.add(identity, Question(frame.id, size, partial(_question, frame)))
+                self.tools.add(identity, Question(frame.id, size, lambda: decode_request(frame)))
                 return None
             request = decode_request(frame)
             if isinstance(request, Ask) and not (request.what == "reset" and frame.session in self.clients):
@@ -333,11 +333,3 @@ class Service:
                 for client in self.clients.of(namespace):
                     if client.wants_events or vital.any():
                         send(client.identity, everything if client.wants_events else resets)
-
-
-def _question(frame: RequestFrame) -> Ask:
-    """Decode a large question. Raises ``ProtocolError``."""
-    request = decode_request(frame)
-    if not isinstance(request, Ask):
-        raise RefusalError("malformed", f"a {type(request).__name__.lower()} of more than {_LARGE} bytes")
-    return request

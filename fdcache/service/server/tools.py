@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from fdcache.errors import FdcacheError
+from fdcache.errors import FdcacheError, ProtocolError
 from fdcache.service.server.outbox import Sent
-from fdcache.service.wire.protocol import Answer, Ask, RefusalError, Refused, ToolAnswer
+from fdcache.service.wire.protocol import Answer, Ask, RefusalError, Refused, Request, ToolAnswer
 from fdcache.service.wire.views import ServiceTotals
 
 log = logging.getLogger("fdcache.service.server")
@@ -31,7 +31,7 @@ class Question:
 
     number: int
     size: int
-    read: Callable[[], Ask]
+    read: Callable[[], Request]
 
 
 @dataclass(slots=True)
@@ -109,12 +109,16 @@ class ToolQueue:
         began = time.perf_counter()
         try:
             if tool.slices is None:
-                tool.slices = self._slices(tool.questions[0].read())
+                question = tool.questions[0].read()
+                assert isinstance(question, Ask), question
+                tool.slices = self._slices(question)
             tool.part += next(tool.slices)
         except StopIteration:
             tool.is_complete = True
         except RefusalError as refusal:
             tool.refusal = Refused(refusal.code, str(refusal))
+        except ProtocolError as error:
+            tool.refusal = Refused("malformed", str(error))
         except FdcacheError as error:
             tool.refusal = Refused(type(error).__name__, str(error))
         except Exception:
