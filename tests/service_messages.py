@@ -129,7 +129,8 @@ client connects a DEALER and needs no routing id. A message is one frame of at m
 
 **Envelope.** Frames are msgpack. A request is the array `[version, session, id, body]`: the session is that of
 `registered`, 0 without one; the client counts ids from 1. An answer is `[version, id, body]` with the id of its
-request. With id 0 it is a notice, which no request asked for. Answers come in the order of the requests.
+request. With id 0 it is a notice, which no request asked for. Answers come in the order of the requests. Those to `ask`
+have an order of their own: they may come after answers to later requests, and long ones come in several messages.
 
 **Bodies** are maps: `type` names the message, the other keys are its fields, in any order. A field with a default may
 be left out; unknown ones are ignored. Numbers in fields of bytes are little-endian. A look-up has at most
@@ -152,6 +153,8 @@ _CODES = """## Refusals
 | `no_memory` | the service has no memory for the layout, or for the client's ring |
 | `not_yours` | slots that were not granted to this session |
 | `unknown` | `ask`: there is no such question |
+| `busy` | `ask`: too many questions of this connection wait already: read their answers |
+| `internal` | `ask`: the service failed to answer; its log has the cause |
 
 Other codes are the names of fdcache's exceptions, such as `LayoutError` for a layout that cannot be registered.
 """

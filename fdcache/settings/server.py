@@ -60,7 +60,8 @@ class ServerSettings(Group):
     http_address: Text = variable(
         "FDCACHE_HTTP_ADDRESS",
         "127.0.0.1:9470",
-        "HOST:PORT of probes, metrics and views, or off. An address other than loopback requires FD_API_KEY.",
+        "HOST:PORT of probes, metrics, views and commands, or off. An address that other machines reach requires "
+        "FD_API_KEY.",
     )
     recover: Flag = variable("FDCACHE_RECOVER", True, "Recover the arena of an earlier service.")
     discard: Flag = variable(
@@ -89,7 +90,8 @@ class ServerSettings(Group):
     tenant_quota: Number = variable(
         "FDCACHE_TENANT_QUOTA",
         1.0,
-        "Maximum share of a layout's blocks for one tenant. Beyond it a tenant evicts its own blocks.",
+        "Maximum share of a layout's blocks for one tenant. Beyond it a tenant evicts its own blocks; with 1 it may "
+        "evict those of all others.",
         gt=0,
         le=1,
     )

@@ -137,8 +137,14 @@ class TestOtherSites:
         assert web.send("GET", "/v1/stats", {"Origin": origin}) == 403
         assert web.state == "ready"
 
+    @pytest.mark.parametrize("site", ["cross-site", "same-site"])
+    def test_another_page_embeds_nothing_and_may_link(self, web: Web, site: str) -> None:
+        image = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors"}
+        assert web.send("GET", "/v1/stats", image) == 403
+        assert web.send("GET", "/docs", {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate"}) == 200
+
     def test_the_own_page_may(self, web: Web) -> None:
-        own = {"Origin": f"http://127.0.0.1:{web.port}"}
+        own = {"Origin": f"http://127.0.0.1:{web.port}", "Sec-Fetch-Site": "same-origin"}
         assert web.send("POST", "/v1/resume", own | web.bearer) == 200
 
     @pytest.mark.parametrize("path", ["/healthz", "/metrics", "/v1/stats", "/docs", "/v1/nothing"])
@@ -329,6 +335,23 @@ class TestAddress:
     def test_a_name_without_an_address_is_refused(self, tmp_path: Path, host: str) -> None:
         with pytest.raises(ConfigurationError, match=f"FDCACHE_HTTP_ADDRESS: {host} has no address"):
             endpoints(self.settings(tmp_path, f"{host}:1"))
+
+    def test_an_address_that_others_reach_has_any_name_and_needs_a_key(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("fdcache.service.server.http_server.make_app", partial(make_app, timeout=0.2))
+        server = HttpServer(f"ipc://{tmp_path}/none.sock", ("k",), "0.0.0.0", 0)
+        server.start()
+        try:
+            for path, key, status in (("/healthz", "", 200), ("/metrics", "", 401), ("/metrics", "k", 503)):
+                line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT)
+                headers = {"Host": "cache.example:9470"} | ({"Authorization": f"Bearer {key}"} if key else {})
+                line.request("GET", path, headers=headers)
+                assert line.getresponse().status == status
+                line.close()
+        finally:
+            server.stop()
+        assert list(tmp_path.iterdir()) == []
 
     def test_the_address_that_was_bound_decides(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="reachable from other machines"):

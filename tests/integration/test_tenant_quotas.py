@@ -9,11 +9,14 @@ import pytest
 from fastapi.testclient import TestClient
 
 from fdcache.hashing import NO_TENANT, TokenBlocks, root_hash, tenant_key
-from fdcache.manager import EngineClient
+from fdcache.manager import EngineClient, Request
+from fdcache.service.client.connection import Connection
 from fdcache.service.server.http import make_app
+from fdcache.service.wire.protocol import Bye, Match
 from tests.integration.test_engine_client import Blocks, array
 from tests.service_engine import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout, ready_blocks
-from tests.service_help import LocalService, local_service, until
+from tests.service_help import TIMEOUT, LocalService, local_service, until
+from tests.service_line import ints, numbers, register
 
 QUOTAS = {
     "FDCACHE_HOST_MEMORY": "512KiB",
@@ -80,6 +83,59 @@ def test_without_quotas_a_flood_takes_everything(tmp_path: Path) -> None:
         flood(service, engine, "batch", 400)
         engine.close()
         assert found(service, PROMPT, "quiet") == 0
+
+
+@pytest.mark.parametrize("storage", [False, True], ids=["host", "with storage"])
+def test_what_another_tenant_has_is_a_miss_like_any_other(tmp_path: Path, storage: bool) -> None:
+    """The answers, the work of the service and the counters are the same, so that a time has nothing to tell."""
+    below = {
+        "FDCACHE_STORAGE": "local",
+        "FDCACHE_STORAGE_DIR": str(tmp_path / "storage"),
+        "FDCACHE_STORAGE_SIZE": "4MiB",
+    }
+    with local_service(tmp_path, **(below if storage else {})) as service:
+        engine = Engine(service.address)
+        engine.serve(PROMPT, "other")
+        until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+        until(lambda: not storage or service.ask("storage")["blocks"] == 10, "those in storage, too")
+        engine.close()
+        curious = Engine(service.address)
+        nobody_has_it = [token + 10_000 for token in PROMPT]
+
+        def look_up(tokens: list[int]) -> tuple[object, ...]:
+            before = work(service)
+            request = Request("curious", tokens, tenant="curious")
+            found = curious.manager.match_prefix([request])[0]
+            curious.manager.request_finish([request])
+            until(lambda: work(service)[1] != before[1], "the service has counted it")
+            asked, missed = work(service)
+            return found, asked - before[0], missed - before[1], asked_of_the_service(service, request)
+
+        seen = look_up(PROMPT)
+        assert seen == look_up(nobody_has_it)
+        assert seen[2] == 10, "each block is a miss"
+        curious.close()
+        assert found(service, PROMPT, "other") == 10
+
+
+def work(service: LocalService) -> tuple[int, int]:
+    """Return the look-ups that were sent to the service, and the blocks that were never stored."""
+    kinds = service.ask("stats")["totals"]["latencies"]["kinds"]
+    counted = sum(sum(each["counts"]) for kind, each in kinds.items() if kind in ("match", "prefetch"))
+    (namespace,) = service.ask("namespaces")
+    return counted, namespace["totals"]["missed"]["not_stored"]
+
+
+def asked_of_the_service(service: LocalService, request: Request) -> object:
+    """Return the answer to a message that looks up the blocks of a request."""
+    line = Connection(service.address)
+    live = register(line, service.directory)
+    hashes = request.block_hashes
+    answer, _ = line.call(Match(numbers(1), ints(len(hashes)), ints(0), hashes.tobytes()), TIMEOUT)
+    line.call(Bye(), TIMEOUT)
+    line.close()
+    live.close()
+    return answer
 
 
 def test_a_named_quota_is_shown_by_name_and_in_the_metrics(service: LocalService) -> None:

@@ -80,18 +80,25 @@ class Connection:
     def call(self, body: Request, timeout: float) -> tuple[Answer, list[Answer]]:
         """Send a request and wait for its answer; also return late answers to earlier requests.
 
-        Raises ``ServiceUnavailableError`` when no answer arrived in time, ``RefusedError`` when it was a refusal.
+        ``timeout`` is the time for each part of an answer that comes in parts. Raises ``ServiceUnavailableError`` when
+        none arrived in time, ``RefusedError`` when it was a refusal.
         """
         deadline = time.monotonic() + timeout
         number = self.send(body)
         late: list[Answer] = []
+        parts: list[bytes] = []
         while (left := deadline - time.monotonic()) > 0 and (got := self.receive(left + 0.001)) is not None:
             if got[0] != number:
                 late.append(got[1])
                 continue
             if isinstance(got[1], Refused):
                 raise RefusedError(got[1].code, got[1].message)
-            return got[1], late
+            if not isinstance(got[1], ToolAnswer):
+                return got[1], late
+            parts.append(got[1].value)
+            if not got[1].more:
+                return ToolAnswer(b"".join(parts)), late
+            deadline = time.monotonic() + timeout
         raise ServiceUnavailableError(
             f"{self.address}: no answer within {timeout:g} s; is `fdcache serve` running?"
         )

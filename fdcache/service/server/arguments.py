@@ -39,10 +39,15 @@ def choice(arguments: Arguments, name: str, among: Sequence[str], default: str) 
     return str(value)
 
 
-def hashes_of_path(texts: Any) -> HashArray:
-    """Return the hashes of a path, given in hexadecimal. Raises ``ArgumentError``."""
+def check_path(texts: Any) -> list[str]:
+    """Return the hashes of a path, not decoded yet. Raises ``ArgumentError`` for what is no list of this length."""
     if not isinstance(texts, list) or len(texts) > MAX_HASHES:
         raise ArgumentError(f"hashes: give a list of up to {MAX_HASHES} hashes in hexadecimal")
+    return texts
+
+
+def hashes_of_path(texts: list[str]) -> HashArray:
+    """Return the hashes of a path, given in hexadecimal. Raises ``ArgumentError``."""
     try:
         data = b"".join(bytes.fromhex(text) for text in texts)
     except ValueError as error:

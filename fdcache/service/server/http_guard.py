@@ -38,7 +38,8 @@ class Guard:
         try:
             self._check(Headers(scope=scope))
             body = await _read(receive)
-            if scope["path"] not in _PROBES and self._in_progress >= MAX_REQUESTS:
+            is_counted = scope["path"] not in _PROBES
+            if is_counted and self._in_progress >= MAX_REQUESTS:
                 raise HTTPException(
                     503, f"{MAX_REQUESTS} requests are in progress; try again", {"Retry-After": "1"}
                 )
@@ -46,18 +47,19 @@ class Guard:
             headers = {**(refusal.headers or {}), "Connection": "close"}  # what follows is not read
             await JSONResponse({"detail": refusal.detail}, refusal.status_code, headers)(scope, receive, send)
             return
-        self._in_progress += 1
+        self._in_progress += is_counted
         try:
             await self._app(scope, _after(body, receive), send)
         finally:
-            self._in_progress -= 1
+            self._in_progress -= is_counted
 
     def _check(self, headers: Headers) -> None:
         """Raise ``HTTPException`` for a request that no client of the service sends."""
         host, origin = headers.get("host"), headers.get("origin")
         if self._host is not None and host is not None and not self._is_own(host):
             raise HTTPException(421, "Host: name the service by its address, such as 127.0.0.1")
-        if origin is not None and (host is None or _host_of(origin) != host.lower()):
+        is_foreign = origin is not None and (host is None or _host_of(origin) != host.lower())
+        if is_foreign or _is_embedded(headers):
             raise HTTPException(403, "Origin: pages of other sites may not send requests")
         length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdecimal()) or int(length) > MAX_BODY:
@@ -69,6 +71,12 @@ class Guard:
         except ValueError:
             return False
         return name in {"localhost", self._host} or is_loopback_number(name or "")
+
+
+def _is_embedded(headers: Headers) -> bool:
+    """Return True if a browser says that a page of another site asks, and not a user who follows a link."""
+    by_others = headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}
+    return by_others and headers.get("sec-fetch-mode") != "navigate"
 
 
 def _host_of(url: str) -> str:

@@ -45,7 +45,7 @@ class Server:
         self.arena = Arena(settings.server.arena_dir, name, self.endpoints.address, kind)
         self.service = Service(settings.server, self.arena, self._socket.parent, settings.cache.evicts)
         self.views = Views(self.service, effective_values(settings), settings.fingerprint)
-        self.service.answer_tool = self.views.answer
+        self.service.answer_tool = self.views.slices
         self.recovered = 0
         self._found: Manifest | None = None
         self._lock: SocketLock | None = None

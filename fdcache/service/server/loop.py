@@ -15,6 +15,7 @@ from pathlib import Path
 import zmq
 
 from fdcache.errors import ConfigurationError, ProtocolError, ServiceRunningError
+from fdcache.service.server.outbox import Outbox, Sent
 from fdcache.service.server.service import Service
 from fdcache.service.wire.address import SCHEME, require_socket, socket_problem
 from fdcache.service.wire.protocol import MAX_FRAME, Answer, Refused, decode_request_frame, encode_answer
@@ -23,7 +24,8 @@ log = logging.getLogger("fdcache.service.server")
 
 _TICK_SECONDS = 0.05
 _MAX_BATCH = 256
-_HIGH_WATER_MARK = 4096
+_QUEUED_BY_ZMQ = 4
+"""Messages of up to ``MAX_FRAME`` that ZeroMQ keeps for a client in each direction. What does not fit waits there."""
 _MOST_RESERVED = 256
 """Descriptors that are kept for files, at most an eighth of the limit."""
 
@@ -77,13 +79,14 @@ class ServiceLoop:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.SNDHWM, _QUEUED_BY_ZMQ)
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_BY_ZMQ)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._is_bound = False
         self._has_faults = False
+        self._outbox = Outbox(self._socket)
 
     def bind(self) -> None:
         """Create the socket, for this user only."""
@@ -109,15 +112,20 @@ class ServiceLoop:
             if now >= tick_at:
                 self.service.tick(self._send_notice)
                 self._accept_while_descriptors_last()
+                self.service.tools.retry()
                 self._on_tick()
                 tick_at = now + _TICK_SECONDS
-            ready = dict(poller.poll(max(0, int((tick_at - now) * 1000))))
+            ready = dict(poller.poll(0 if self.service.tools else max(0, int((tick_at - now) * 1000))))
             if storage is not None and storage.wake_fd in ready:
                 os.eventfd_read(storage.wake_fd)
                 self.service.work()
             for _ in range(_MAX_BATCH):
                 if not self._serve_one():
                     break
+            self._outbox.flush()
+            if self.service.tools:
+                self.service.tools.work(self._send_part)
+                self._send_urgent_events()
 
     def _accept_while_descriptors_last(self) -> None:
         """Take no new connections while descriptors are short: ZeroMQ ends the process that has none for the next."""
@@ -183,18 +191,23 @@ class ServiceLoop:
         except ProtocolError as error:
             self.service.totals.refused += 1
             answer = Refused("malformed", str(error))
-        if self.service.has_urgent_events:
-            self.service.send_events(self._send_notice)
+        if answer is None:  # a tool's question, which is answered in its turn
+            return
+        self._send_urgent_events()
         if not self._send(identity, number, answer):
             self.service.on_undelivered(session, answer)
 
+    def _send_urgent_events(self) -> None:
+        if self.service.has_urgent_events:
+            self.service.send_events(self._send_notice)
+
     def _send(self, identity: bytes, number: int, answer: Answer) -> bool:
         """Send without waiting. Return False if the client's queue is full or the client is gone."""
-        try:
-            self._socket.send_multipart([identity, encode_answer(number, answer)], zmq.NOBLOCK)
-        except (zmq.Again, zmq.ZMQError):
-            return False
-        return True
+        return self._outbox.send(identity, encode_answer(number, answer)) is Sent.TAKEN
+
+    def _send_part(self, identity: bytes, number: int, answer: Answer) -> Sent:
+        self._send_urgent_events()
+        return self._outbox.send(identity, encode_answer(number, answer), may_wait=False)
 
     def _send_notice(self, identity: bytes, answer: Answer) -> bool:
         return self._send(identity, 0, answer)

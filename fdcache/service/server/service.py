@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import STOCK_DIVISOR, Namespace
 from fdcache.service.server.namespaces import Namespaces
 from fdcache.service.server.storage import ServiceStorage
+from fdcache.service.server.tools import Question, ToolQueue
 from fdcache.service.wire.protocol import (
     FETCHED,
     Alive,
@@ -45,9 +46,11 @@ from fdcache.service.wire.protocol import (
     Register,
     Registered,
     RequestFrame,
+    ToolAnswer,
     decode_request,
     int32_from,
     int64_from,
+    is_question,
 )
 from fdcache.service.wire.views import ServiceTotals
 from fdcache.settings.cache import Eviction
@@ -60,6 +63,9 @@ log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 5.0
 """Between two looks at the files of the arena."""
+
+_LARGE = 64 << 10
+"""Larger questions are decoded in their turn."""
 
 Send = Callable[[bytes, Answer], bool]
 """Sends a notice to a client's routing id; False if its queue is full."""
@@ -86,7 +92,8 @@ class Service:
         self._lost_files: set[str] = set()
         self.has_urgent_events = False
         """True after a reset: clients must receive its events before the next answer."""
-        self.answer_tool: Callable[[Ask], Answer] = lambda ask: Refused("unknown", "no views here")
+        self.answer_tool: Callable[[Ask], Iterator[bytes]] = lambda ask: iter(())
+        self.tools = ToolQueue(self._slices, self.totals)
         self._handlers: dict[type, Callable[..., Answer]] = {
             Match: self._match,
             Prefetch: self._prefetch,
@@ -123,13 +130,25 @@ class Service:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def handle(self, identity: bytes, frame: RequestFrame) -> Answer:
-        """Carry out one request. Errors of the client become a ``Refused`` answer."""
+    def handle(self, identity: bytes, frame: RequestFrame) -> Answer | None:
+        """Carry out one request, or return None for a question of a tool, which waits in ``tools``.
+
+        Errors of the client become a ``Refused`` answer.
+        """
         self.totals.requests += 1
         began = time.perf_counter()
         kind = "malformed"
         try:
+            size = memoryview(frame.body).nbytes
+            if size > _LARGE and is_question(frame):
+                kind = "question"
+                self.tools.add(identity, Question(frame.id, size, lambda: decode_request(frame)))
+                return None
             request = decode_request(frame)
+            if isinstance(request, Ask) and not (request.what == "reset" and frame.session in self.clients):
+                kind = "question"
+                self.tools.add(identity, Question(frame.id, size, lambda: request))
+                return None
             kind = type(request).__name__.lower()
             return self._carry_out(identity, frame.session, request)
         except RefusalError as refusal:
@@ -146,7 +165,8 @@ class Service:
             failed = RuntimeError(f"{kind}: {fault[1]}: {error}; the service's log has the traceback")
             return self._refused(frame, kind, "internal", failed)
         finally:
-            self.totals.latencies.observe(kind, time.perf_counter() - began)
+            if kind != "question":
+                self.totals.latencies.observe(kind, time.perf_counter() - began)
 
     def _refused(self, frame: RequestFrame, kind: str, code: str, error: Exception) -> Refused:
         self.totals.refused += 1
@@ -156,7 +176,7 @@ class Service:
 
     def _carry_out(self, identity: bytes, session: int, request: object) -> Answer:
         if isinstance(request, Ask):
-            return self._answer_tool(request)
+            return ToolAnswer(b"".join(self._slices(request)))
         if isinstance(request, Register):
             return self._register(identity, request)
         if isinstance(request, Attach):
@@ -182,13 +202,19 @@ class Service:
             storage=self.storage is not None,
         )
 
-    def _answer_tool(self, request: Ask) -> Answer:
-        if request.what == "reset":
-            self.open_tables(False)  # no client begins a load while a reset finds out who loads
+    def _slices(self, ask: Ask) -> Iterator[bytes]:
+        """Yield the answer to a tool, or to an engine that resets its namespace, in slices."""
+        self.open_tables(ask.what != "reset")  # no client begins a load while a reset finds out who loads
         self.clients.take_runs()
-        answer = self.answer_tool(request)
-        self.open_tables()
-        return answer
+        slices = self.answer_tool(ask)
+        while True:
+            try:
+                part = next(slices)
+            except StopIteration:
+                return
+            finally:
+                self.open_tables()
+            yield part
 
     def open_tables(self, allowed: bool = True) -> None:
         """Let clients pin by themselves what they find, except where every look-up has to find nothing now."""

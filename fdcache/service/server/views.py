@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from fdcache import __version__
 from fdcache._core import Tier
-from fdcache.metadata import HashArray, SwapPurpose
+from fdcache.metadata import SwapPurpose
 from fdcache.service.server.arguments import (
     ArgumentError,
     Arguments,
-    hashes_of_path,
     number,
     select_namespace,
     select_namespaces,
 )
+from fdcache.service.server.block_views import BlockViews
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.resets import reset
 from fdcache.service.server.service import Service
+from fdcache.service.server.slices import in_batches, json_list, json_object
 from fdcache.service.wire.client_views import ClientFigures, ClientView, CopiedView, TransferView
-from fdcache.service.wire.protocol import Answer, Ask, Refused, ToolAnswer
+from fdcache.service.wire.protocol import Ask, RefusalError
 from fdcache.service.wire.records import total
 from fdcache.service.wire.storage_views import (
     LoadingView,
@@ -36,10 +38,7 @@ from fdcache.service.wire.storage_views import (
 )
 from fdcache.service.wire.views import (
     ArenaView,
-    BlockView,
     ConfigView,
-    ExplainedBlock,
-    ExplainView,
     MemoryTiersView,
     NamedTenantView,
     NamespaceTierView,
@@ -49,15 +48,14 @@ from fdcache.service.wire.views import (
     StateView,
     TenantView,
     TiersView,
-    TreeNode,
 )
 from fdcache.settings.effective import EffectiveValue
 from fdcache.storage.connector import StorageState, StorageStats
 from fdcache.tiers.reuse import ReuseReport
 from fdcache.tiers.storage_index import LocalIndex
 
-MAX_TREE = 1000
 MAX_TENANTS = 100_000
+CLIENTS_A_SLICE, NAMESPACES_A_SLICE, TENANTS_A_SLICE = 8, 8, 256
 _TENANTS_SHOWN = 20
 """Tenants of each namespace in ``namespaces`` and the metrics: there may be very many."""
 _WORST_FIRST = (StorageState.OFF, StorageState.READ_ONLY, StorageState.FULL, StorageState.READY)
@@ -66,25 +64,26 @@ _WORST_FIRST = (StorageState.OFF, StorageState.READ_ONLY, StorageState.FULL, Sto
 class Views:
     """Answers ``Ask`` requests. It runs in the service's thread and reads its state directly.
 
-    ``answer(Ask("tree", {"limit": 10}))`` returns the ten hottest blocks, encoded in a ``ToolAnswer``.
+    ``b"".join(views.slices(Ask("tree", {"limit": 10})))`` is a JSON list of the ten hottest blocks.
     """
 
     def __init__(self, service: Service, config: Mapping[str, EffectiveValue], fingerprint: str) -> None:
         self._service = service
         self._config = config
         self._fingerprint = fingerprint
+        blocks = BlockViews(service)
         self._answers: dict[str, Callable[[Arguments], Any]] = {
             "stats": lambda arguments: self.stats(),
             "tiers": lambda arguments: self.tiers(),
             "storage": lambda arguments: self.storage(),
-            "namespaces": lambda arguments: self.namespaces(),
-            "clients": lambda arguments: self.clients(),
-            "tenants": self.tenants,
-            "transfers": lambda arguments: self.transfers(),
+            "namespaces": lambda arguments: json_list(in_batches(self.namespaces(), NAMESPACES_A_SLICE)),
+            "clients": lambda arguments: json_list(in_batches(self.clients(), CLIENTS_A_SLICE)),
+            "tenants": lambda arguments: json_list(in_batches(self.tenants(arguments), TENANTS_A_SLICE)),
+            "transfers": lambda arguments: json_list(in_batches(self.transfers(), CLIENTS_A_SLICE)),
             "eviction": self.eviction,
-            "tree": self.tree,
-            "block": self.block,
-            "explain": self.explain,
+            "tree": blocks.tree,
+            "block": blocks.block,
+            "explain": blocks.explain,
             "layout": self.layout,
             "config": lambda arguments: self.config(),
             "reset": lambda arguments: reset(self._service, arguments),
@@ -93,39 +92,57 @@ class Views:
             "integrity": lambda arguments: check_integrity(self._service),
         }
 
-    def answer(self, ask: Ask) -> Answer:
-        """Carry out a view or command."""
+    def slices(self, ask: Ask) -> Iterator[bytes]:
+        """Carry out a view or command and yield its answer, JSON, in parts. Raises ``RefusalError``.
+
+        Each part takes a moment; requests of engines may be carried out between two of them.
+        """
         if ask.what not in self._answers:
-            return Refused("unknown", f"{ask.what!r} is none of {', '.join(self._answers)}")
+            raise RefusalError("unknown", f"{ask.what!r} is none of {', '.join(self._answers)}")
         try:
-            return ToolAnswer(msgspec.json.encode(self._answers[ask.what](ask.arguments)))
+            answer = self._answers[ask.what](ask.arguments)
+            if isinstance(answer, Iterator):
+                yield from answer
+            else:
+                yield msgspec.json.encode(answer)
         except ArgumentError as error:
-            return Refused("malformed", str(error))
+            raise RefusalError("malformed", str(error)) from error
 
     # --- the service --------------------------------------------------------------------------------------
 
-    def stats(self) -> ServiceView:
-        """Return the whole service."""
+    def stats(self) -> Iterator[bytes]:
+        """Yield the whole service, a ``ServiceView``."""
         service = self._service
-        namespaces = self.namespaces()
-        return ServiceView(
+        namespaces, clients = [], []
+        for some in in_batches(self.namespaces(), NAMESPACES_A_SLICE):
+            namespaces += some
+            yield b""
+        for few in in_batches(self.clients(), CLIENTS_A_SLICE):
+            clients += few
+            yield b""
+        view = ServiceView(
             version=__version__,
             state=service.state,
             uptime_seconds=time.time() - service.started,
             config_fingerprint=self._fingerprint,
             waiting_for_earlier=len(service.clients.earlier),
             totals=service.totals,
-            tiers=MemoryTiersView(self._arena(namespaces), self._devices()),
+            tiers=MemoryTiersView(self._arena(namespaces), _devices(clients)),
             storage=self.storage(),
             namespaces=namespaces,
-            clients=self.clients(),
+            clients=clients,
         )
+        lists = {
+            "namespaces": in_batches(namespaces, NAMESPACES_A_SLICE),
+            "clients": in_batches(clients, CLIENTS_A_SLICE),
+        }
+        yield from json_object(**{name: getattr(view, name) for name in view.__struct_fields__} | lists)
 
     def tiers(self) -> TiersView:
         """Return the host, device and storage tiers."""
-        return TiersView(self._arena(self.namespaces()), self._devices(), self.storage())
+        return TiersView(self._arena(self.namespaces()), _devices(self.clients()), self.storage())
 
-    def _arena(self, namespaces: list[NamespaceView]) -> ArenaView:
+    def _arena(self, namespaces: Iterable[NamespaceView]) -> ArenaView:
         arena = self._service.arena
         return total(
             (each.tier for each in namespaces),
@@ -135,13 +152,6 @@ class Views:
             extents=arena.manifest.extents,
             free_extents=arena.num_free,
         )
-
-    def _devices(self) -> list[dict[str, Any]]:
-        return [
-            {**device, "client": client.name}
-            for client in self._service.clients.values()
-            if (device := client.reported().get("device"))
-        ]
 
     def config(self) -> ConfigView:
         """Return the settings in force by name, each with every value that was given for it. Secrets are masked."""
@@ -153,9 +163,9 @@ class Views:
 
     # --- namespaces and tenants ---------------------------------------------------------------------------
 
-    def namespaces(self) -> list[NamespaceView]:
-        """Return every namespace."""
-        return [self._namespace(each) for each in self._service.namespaces.values()]
+    def namespaces(self) -> Iterator[NamespaceView]:
+        """Yield every namespace."""
+        return (self._namespace(each) for each in list(self._service.namespaces.values()))
 
     def _namespace(self, namespace: Namespace) -> NamespaceView:
         storage = self._service.storage_of(namespace)
@@ -171,7 +181,7 @@ class Views:
             clients=len(self._service.clients.of(namespace)),
             unverified=len(namespace.unverified),
             tier=_tier_view(namespace),
-            tenants=_tenant_views(namespace, _TENANTS_SHOWN),
+            tenants=list(_tenant_views(namespace, _TENANTS_SHOWN)),
             totals=namespace.history.totals,
             storage=_storage_view(storage) if storage is not None else None,
         )
@@ -180,14 +190,15 @@ class Views:
         """Return the layout of a namespace."""
         return msgspec.json.decode(select_namespace(self._service, arguments).layout.to_json())
 
-    def tenants(self, arguments: Arguments) -> list[NamedTenantView]:
-        """Return the tenants with the most blocks, by namespace."""
+    def tenants(self, arguments: Arguments) -> Iterator[NamedTenantView]:
+        """Yield the tenants with the most blocks, by namespace."""
         limit = int(number(arguments, "limit", 100, 1, MAX_TENANTS))
-        return [
+        chosen = select_namespaces(self._service, arguments)
+        return (
             NamedTenantView(namespace=namespace.id, **msgspec.structs.asdict(each))
-            for namespace in select_namespaces(self._service, arguments)
+            for namespace in chosen
             for each in _tenant_views(namespace, limit)
-        ]
+        )
 
     # --- storage ------------------------------------------------------------------------------------------
 
@@ -212,10 +223,10 @@ class Views:
 
     # --- clients ------------------------------------------------------------------------------------------
 
-    def clients(self) -> list[ClientView]:
-        """Return every client."""
+    def clients(self) -> Iterator[ClientView]:
+        """Yield every client."""
         now = time.monotonic()
-        return [
+        return (
             ClientView(
                 session=f"{client.session:x}",
                 name=client.name,
@@ -234,15 +245,14 @@ class Views:
                 device_resets_applied=client.device_resets_applied,
                 figures=client.reported(),
             )
-            for client in self._service.clients.values()
-        ]
+            for client in list(self._service.clients.values())
+        )
 
-    def transfers(self) -> list[TransferView]:
-        """Return what each client may copy, has queued and has copied."""
-        found = []
-        for client in self._service.clients.values():
+    def transfers(self) -> Iterator[TransferView]:
+        """Yield what each client may copy, has queued and has copied."""
+        for client in list(self._service.clients.values()):
             figures = client.reported()
-            found.append(
+            yield (
                 TransferView(
                     client=client.name,
                     writable_slots=len(client.stock),
@@ -259,7 +269,6 @@ class Views:
                     },
                 )
             )
-        return found
 
     def eviction(self, arguments: Arguments) -> list[ReuseView]:
         """Return what the orders of eviction have learned: host and storage tiers, and those that clients report."""
@@ -282,116 +291,10 @@ class Views:
                 ]
         return found
 
-    # --- blocks -------------------------------------------------------------------------------------------
 
-    def tree(self, arguments: Arguments) -> list[TreeNode]:
-        """Return the hottest blocks, each with its ancestors, parents first."""
-        limit = int(number(arguments, "limit", 30, 1, MAX_TREE))
-        found = []
-        for namespace in select_namespaces(self._service, arguments):
-            tier = namespace.tier
-            if tier is None:
-                continue
-            blocks = tier.ancestry(tier.hottest(limit).slots)
-            for slot, parent in zip(blocks.slots.tolist(), blocks.parents, strict=True):
-                node = tier.node(slot)
-                found.append(
-                    TreeNode(
-                        namespace=namespace.id,
-                        hash=node.hash.hex(),
-                        parent=parent.tobytes().hex() if parent.any() else None,
-                        depth=node.depth,
-                        hits=node.hits,
-                        children=node.children,
-                        pins=node.pins,
-                        idle_seconds=node.idle_seconds,
-                    )
-                )
-        return found
-
-    def block(self, arguments: Arguments) -> list[BlockView]:
-        """Return the blocks whose hash begins with ``hash``, at least 4 hexadecimal digits."""
-        prefix = str(arguments.get("hash", "")).lower()
-        if not 4 <= len(prefix) <= 64 or any(letter not in "0123456789abcdef" for letter in prefix):
-            raise ArgumentError("hash: give 4 to 64 hexadecimal digits")
-        return [
-            block
-            for namespace in select_namespaces(self._service, arguments)
-            for block in self._blocks_of(namespace, prefix)
-        ]
-
-    def _blocks_of(self, namespace: Namespace, prefix: str) -> list[BlockView]:
-        tier, found = namespace.tier, []
-        if tier is not None:
-            for slot in tier.starting_with(bytes.fromhex(prefix[: len(prefix) // 2 * 2])).slots.tolist():
-                node = tier.node(slot)
-                if node.hash.hex().startswith(prefix):
-                    found.append(
-                        BlockView(
-                            namespace=namespace.id,
-                            tenant=namespace.tenants.name_of(node.tenant),
-                            hash=node.hash.hex(),
-                            slot=slot,
-                            generation=node.generation,
-                            depth=node.depth,
-                            children=node.children,
-                            pins=node.pins,
-                            hits=node.hits,
-                            stored_at=time.time() - node.ready_seconds,
-                            idle_seconds=node.idle_seconds,
-                            checksum=f"{node.checksum:016x}",
-                            unverified=slot in namespace.unverified,
-                        )
-                    )
-        found += [
-            BlockView(namespace=namespace.id, hash=key.hex(), reason=reason, left_at=when)
-            for key, when, reason in namespace.history.evictions.starting_with(prefix)
-        ]
-        # Storage finds whole hashes only: those found above, or the one that was given in full.
-        candidates = found or ([BlockView(namespace.id, prefix)] if len(prefix) == 64 else [])
-        if candidates:
-            stored = self._stored(namespace, hashes_of_path([each.hash for each in candidates]))
-            for each in candidates:
-                each.stored = bytes.fromhex(each.hash) in stored
-        return [each for each in candidates if each in found or each.stored]
-
-    def explain(self, arguments: Arguments) -> ExplainView:
-        """Return where each block of a path is. ``hashes`` are hexadecimal, in path order."""
-        namespace = select_namespace(self._service, arguments)
-        hashes = hashes_of_path(arguments.get("hashes"))
-        namespace.collect_events()
-        tier, evictions = namespace.tier, namespace.history.evictions
-        slots: dict[bytes, int] = {}
-        if tier is not None:
-            found = tier.find(hashes)
-            slots = {
-                row.tobytes(): slot for row, slot in zip(found.hashes, found.slots.tolist(), strict=True)
-            }
-        stored = self._stored(namespace, hashes)
-        blocks = []
-        for position, row in enumerate(hashes):
-            key = row.tobytes()
-            block = ExplainedBlock(position=position, hash=key.hex(), tier=None)
-            if tier is not None and key in slots:
-                node = tier.node(slots[key])
-                block.tier, block.slot, block.hits = "host", node.slot, node.hits
-                block.stored_at, block.idle_seconds = time.time() - node.ready_seconds, node.idle_seconds
-            elif key in stored:
-                block.tier = "storage"
-                block.left_host_at, _ = evictions.find(key)
-            else:
-                block.left_at, block.reason = evictions.find(key)
-            blocks.append(block)
-        broken_at = next((block.position for block in blocks if block.tier is None), None)
-        return ExplainView(namespace.id, blocks, broken_at)
-
-    def _stored(self, namespace: Namespace, hashes: HashArray) -> set[bytes]:
-        """Return the blocks known to be stored; of a shared store, those that went through this service."""
-        storage = self._service.storage_of(namespace)
-        if storage is None:
-            return set()
-        absent = storage.index.is_absent(hashes).tolist()
-        return {row.tobytes() for row, gone in zip(hashes, absent, strict=True) if not gone}
+def _devices(clients: Iterable[ClientView]) -> list[dict[str, Any]]:
+    """Return the device tiers that clients report."""
+    return [{**device, "client": each.name} for each in clients if (device := each.figures.get("device"))]
 
 
 def _tier_view(namespace: Namespace) -> NamespaceTierView:
@@ -401,22 +304,20 @@ def _tier_view(namespace: Namespace) -> NamespaceTierView:
     return NamespaceTierView(**{name: getattr(stats, name) for name in NamespaceTierView.__struct_fields__})
 
 
-def _tenant_views(namespace: Namespace, limit: int) -> list[TenantView]:
-    """Return the tenants with the most blocks."""
+def _tenant_views(namespace: Namespace, limit: int) -> Iterator[TenantView]:
+    """Yield the tenants with the most blocks."""
     if namespace.tier is None:
-        return []
+        return
     tenants = namespace.tenants
-    blocks = sorted(tenants.blocks(namespace.tier).items(), key=lambda each: -each[1])[:limit]
-    return [
-        TenantView(
+    most = heapq.nlargest(limit, tenants.blocks(namespace.tier).items(), key=lambda each: each[1])
+    for key, count in most:
+        yield TenantView(
             tenant=tenants.quotas.name(key),
             blocks=count,
             bytes=count * namespace.slot_bytes,
             quota=tenants.quotas.share(key),
             most_blocks=min(tenants.most_blocks(key), namespace.max_slots),
         )
-        for key, count in blocks
-    ]
 
 
 def _worst_state(states: list[str]) -> str:

@@ -284,9 +284,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class ToolAnswer(msgspec.Struct, frozen=True, tag="told"):
-    """Answer to a tool, a JSON value."""
+    """Answer to a tool, a JSON value, or a part of it if ``more`` parts follow with the same id."""
 
     value: bytes
+    more: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -340,7 +341,14 @@ class AnswerFrame(msgspec.Struct, frozen=True, array_like=True):
     body: msgspec.Raw
 
 
+class _Tag(msgspec.Struct):
+    """The name of a message, of which nothing else is decoded."""
+
+    type: str
+
+
 _encoder = msgspec.msgpack.Encoder()
+_tag = msgspec.msgpack.Decoder(_Tag)
 _request_frame = msgspec.msgpack.Decoder(RequestFrame)
 _answer_frame = msgspec.msgpack.Decoder(AnswerFrame)
 _request = msgspec.msgpack.Decoder(Request)
@@ -363,6 +371,14 @@ def decode_request_frame(data: bytes) -> RequestFrame:
         return _request_frame.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"not a request: {error}") from error
+
+
+def is_question(frame: RequestFrame) -> bool:
+    """Return True for the question of a tool; only its name is decoded, in a fraction of the time."""
+    try:
+        return _tag.decode(frame.body).type == "ask"
+    except (msgspec.DecodeError, RecursionError):
+        return False
 
 
 def decode_request(frame: RequestFrame) -> Request:

@@ -1,0 +1,157 @@
+"""Views of single blocks: the hottest ones, those with a hash, and those of a path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from fdcache.metadata import HashArray
+from fdcache.service.server.arguments import (
+    ArgumentError,
+    Arguments,
+    check_path,
+    hashes_of_path,
+    number,
+    select_namespace,
+    select_namespaces,
+)
+from fdcache.service.server.namespace import Namespace
+from fdcache.service.server.service import Service
+from fdcache.service.server.slices import in_batches, json_list, json_object
+from fdcache.service.wire.views import BlockView, ExplainedBlock, TreeNode
+
+MAX_TREE = 1000
+BLOCKS_A_SLICE = 128
+
+
+class BlockViews:
+    """Answers about blocks, in slices: blocks may come and go between two of them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def tree(self, arguments: Arguments) -> Iterator[bytes]:
+        """Yield the hottest blocks, each with its ancestors, parents first."""
+        limit = int(number(arguments, "limit", 30, 1, MAX_TREE))
+        chosen = select_namespaces(self._service, arguments)
+        return json_list(
+            in_batches((node for each in chosen for node in _nodes(each, limit)), BLOCKS_A_SLICE)
+        )
+
+    def block(self, arguments: Arguments) -> Iterator[bytes]:
+        """Yield the blocks whose hash begins with ``hash``, at least 4 hexadecimal digits."""
+        prefix = str(arguments.get("hash", "")).lower()
+        if not 4 <= len(prefix) <= 64 or any(letter not in "0123456789abcdef" for letter in prefix):
+            raise ArgumentError("hash: give 4 to 64 hexadecimal digits")
+        return json_list(
+            self._blocks_of(namespace, prefix) for namespace in select_namespaces(self._service, arguments)
+        )
+
+    def _blocks_of(self, namespace: Namespace, prefix: str) -> list[BlockView]:
+        tier, found = namespace.tier, []
+        if tier is not None:
+            for slot in tier.starting_with(bytes.fromhex(prefix[: len(prefix) // 2 * 2])).slots.tolist():
+                node = tier.node(slot)
+                if node.hash.hex().startswith(prefix):
+                    found.append(
+                        BlockView(
+                            namespace=namespace.id,
+                            tenant=namespace.tenants.name_of(node.tenant),
+                            hash=node.hash.hex(),
+                            slot=slot,
+                            generation=node.generation,
+                            depth=node.depth,
+                            children=node.children,
+                            pins=node.pins,
+                            hits=node.hits,
+                            stored_at=time.time() - node.ready_seconds,
+                            idle_seconds=node.idle_seconds,
+                            checksum=f"{node.checksum:016x}",
+                            unverified=slot in namespace.unverified,
+                        )
+                    )
+        found += [
+            BlockView(namespace=namespace.id, hash=key.hex(), reason=reason, left_at=when)
+            for key, when, reason in namespace.history.evictions.starting_with(prefix)
+        ]
+        # Storage finds whole hashes only: those found above, or the one that was given in full.
+        candidates = found or ([BlockView(namespace.id, prefix)] if len(prefix) == 64 else [])
+        if candidates:
+            stored = self._stored(namespace, hashes_of_path([each.hash for each in candidates]))
+            for each in candidates:
+                each.stored = bytes.fromhex(each.hash) in stored
+        return [each for each in candidates if each in found or each.stored]
+
+    def explain(self, arguments: Arguments) -> Iterator[bytes]:
+        """Yield where each block of a path is. ``hashes`` are hexadecimal, in path order."""
+        namespace = select_namespace(self._service, arguments)
+        texts = check_path(arguments.get("hashes"))
+        broken: list[int] = []
+
+        def batches() -> Iterator[list[ExplainedBlock]]:
+            for first in range(0, len(texts), BLOCKS_A_SLICE):
+                blocks = self._explained(
+                    namespace, hashes_of_path(texts[first : first + BLOCKS_A_SLICE]), first
+                )
+                broken.extend(block.position for block in blocks if block.tier is None and not broken)
+                yield blocks
+
+        return json_object(
+            namespace=namespace.id, blocks=batches(), broken_at=lambda: broken[0] if broken else None
+        )
+
+    def _explained(self, namespace: Namespace, hashes: HashArray, first: int) -> list[ExplainedBlock]:
+        namespace.collect_events()
+        tier, evictions = namespace.tier, namespace.history.evictions
+        slots: dict[bytes, int] = {}
+        if tier is not None:
+            found = tier.find(hashes)
+            slots = {
+                row.tobytes(): slot for row, slot in zip(found.hashes, found.slots.tolist(), strict=True)
+            }
+        stored = self._stored(namespace, hashes)
+        blocks = []
+        for position, row in enumerate(hashes, first):
+            key = row.tobytes()
+            block = ExplainedBlock(position=position, hash=key.hex(), tier=None)
+            if tier is not None and key in slots:
+                node = tier.node(slots[key])
+                block.tier, block.slot, block.hits = "host", node.slot, node.hits
+                block.stored_at, block.idle_seconds = time.time() - node.ready_seconds, node.idle_seconds
+            elif key in stored:
+                block.tier = "storage"
+                block.left_host_at, _ = evictions.find(key)
+            else:
+                block.left_at, block.reason = evictions.find(key)
+            blocks.append(block)
+        return blocks
+
+    def _stored(self, namespace: Namespace, hashes: HashArray) -> set[bytes]:
+        """Return the blocks known to be stored; of a shared store, those that went through this service."""
+        storage = self._service.storage_of(namespace)
+        if storage is None:
+            return set()
+        absent = storage.index.is_absent(hashes).tolist()
+        return {row.tobytes() for row, gone in zip(hashes, absent, strict=True) if not gone}
+
+
+def _nodes(namespace: Namespace, limit: int) -> Iterator[TreeNode]:
+    """Yield the hottest blocks of a namespace and their ancestors, without those that have left meanwhile."""
+    if (tier := namespace.tier) is None:
+        return
+    blocks = tier.ancestry(tier.hottest(limit).slots)
+    for slot, key, parent in zip(blocks.slots.tolist(), blocks.hashes, blocks.parents, strict=True):
+        if slot >= namespace.num_slots:  # the namespace has shrunk since
+            continue
+        node = tier.node(slot)
+        if node.findable and node.hash == key.tobytes():
+            yield TreeNode(
+                namespace=namespace.id,
+                hash=node.hash.hex(),
+                parent=parent.tobytes().hex() if parent.any() else None,
+                depth=node.depth,
+                hits=node.hits,
+                children=node.children,
+                pins=node.pins,
+                idle_seconds=node.idle_seconds,
+            )
