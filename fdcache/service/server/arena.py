@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
-from fdcache.machine.memory import available_memory, node_cores
+from fdcache.machine.memory import SHARE_OF_MEMORY, available_memory, node_cores
 from fdcache.service.wire.address import is_directory
 
 _PAGE = 4096
@@ -27,7 +27,6 @@ _HUGE_PAGE = 2 << 20
 _FEWEST_EXTENTS = 16
 _SHARE_OF_TABLES = 128  # for presence tables: 32 bytes for each record of 4 KiB or more
 _TOUCH_THREADS = 8
-_SHARE_OF_MEMORY = 4  # by default the arena takes a quarter of the free memory
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -104,7 +103,7 @@ class Arena:
         directory have too little, and then leaves nothing behind.
         """
         self.clean()
-        total = wanted or self.affordable(wanted=None) // _SHARE_OF_MEMORY
+        total = wanted or self.affordable(wanted=None) // SHARE_OF_MEMORY
         size = extent_bytes(total, extent_size, huge_pages)
         count = total // size
         self._check_budget(count * size + count * size // _SHARE_OF_TABLES)
