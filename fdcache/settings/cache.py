@@ -102,7 +102,8 @@ class CacheSettings(Group):
         "FDCACHE_HOST_MEMORY",
         0,
         "Total host memory for blocks: of a service, or of all ranks of an engine in equal parts. With 0 there is no "
-        "host tier, and a service takes a quarter of the free memory. Unset, an engine of vLLM takes its part of as much.",
+        "host tier, and a service takes a quarter of the free memory. Unset, an engine of vLLM takes its part of as "
+        "much.",
         ge=0,
         unit="bytes",
         used_in=(Component.MANAGER, Component.SERVE),
