@@ -33,7 +33,12 @@ def vllm_config(extra: dict[str, object] | None = None, **changed: Any) -> Any:
             seed=0,
         ),
         cache_config=SimpleNamespace(
-            cache_dtype="auto", calculate_kv_scales=False, kv_cache_layout=None, enable_prefix_caching=True
+            cache_dtype="auto",
+            calculate_kv_scales=False,
+            kv_cache_layout=None,
+            enable_prefix_caching=True,
+            block_size=16,
+            user_specified_block_size=True,
         ),
         parallel_config=SimpleNamespace(
             world_size=1,

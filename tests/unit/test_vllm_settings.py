@@ -92,7 +92,8 @@ def check(extra: dict[str, object], outer: Any = None, **changed: Any) -> Any:
         ({"FDCACHE_HOST_MEMROY": "1GiB"}, "FDCACHE_HOST_MEMROY .*FDCACHE_HOST_MEMORY"),
         ({"FDCACHE_HOST_MEMORY": "much"}, "FDCACHE_HOST_MEMORY .*'much'"),
         ({"FDCACHE_HOST_MEMORY": "0"}, "FDCACHE_HOST_MEMORY=0 .*set FDCACHE_HOST_MEMORY"),
-        ({"FDCACHE_HOST_MEMORY": "1GiB", "FDCACHE_RANKS": 2}, "FDCACHE_RANKS=2 .*vLLM has 1"),
+        ({"FDCACHE_HOST_MEMORY": "1GiB", "FDCACHE_RANKS": 2}, "FDCACHE_RANKS=2 .*vLLM has 1; unset it"),
+        ({"FDCACHE_HOST_MEMORY": "1GiB", "FDCACHE_BLOCK_SIZE": 32}, "FDCACHE_BLOCK_SIZE=32 .*vLLM has 16"),
         ({"FDCACHE_HOST_MEMORY": "1GiB", "FDCACHE_STORAGE": "nosuch"}, "FDCACHE_STORAGE=nosuch"),
         (
             {"FDCACHE_SERVER": "ipc:///s", "FDCACHE_STORAGE": "local"},

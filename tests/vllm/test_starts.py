@@ -19,7 +19,7 @@ import pytest
 
 from fdcache.errors import ConfigurationError
 from fdcache.machine.memory import available_memory
-from tests.vllm.engine import connector_config, generate, make_model, running_engine
+from tests.vllm.engine import connector_config, generate, make_model, running_engine, scheduler_of
 from tests.vllm.observed import Observed, settle, told
 
 Answers = list[list[int]]
@@ -103,6 +103,35 @@ def _serve_names(model: Path, prompts: Answers, computed: Answers, names: dict[s
             engine.forget_device()
         assert engine.counters.host_hit_tokens > 0
         engine.assert_nothing_is_held()
+
+
+def test_every_process_of_an_engine_has_the_memory_that_was_chosen(
+    model: Path, prompts: Answers, tmp_path: Path
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1048576 kB\nMemAvailable: 262144 kB\n")
+    in_a_process(_compare_processes, model, prompts, tmp_path)
+
+
+def _compare_processes(model: Path, prompts: Answers, root: Path) -> None:
+    from fdcache.integrations.vllm import settings
+
+    os.environ |= {"FDCACHE_LOAD_OR_RECOMPUTE": "always", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    settings.available_memory = functools.partial(available_memory, root)  # type: ignore[assignment]
+    names = {"kv_connector": "FdcacheConnector", "kv_role": "kv_both"}
+    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with running_engine(model, names, **ranks) as llm:
+        manager = scheduler_of(llm).connector._scheduler.manager
+        first = generate(llm, prompts)
+        assert generate(llm, prompts) == first
+        assert manager.get_stats().counters.host_hit_tokens > 0
+        assert llm.collective_rpc(_memory_of_rank) == [manager.settings.host_memory] * 2 == [64 << 20] * 2
+
+
+def _memory_of_rank(_: Any) -> int:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return int(get_kv_transfer_group()._worker._settings.cache.host_memory)
 
 
 def test_the_plug_in_imports_nothing_of_the_connector_and_may_be_called_again() -> None:

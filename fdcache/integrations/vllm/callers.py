@@ -27,7 +27,7 @@ def configurations() -> Configurations:
     transfers: dict[int, KVTransferConfig] = {}
     in_making = None
     for frame in _frames():
-        for value in frame.f_locals.values():
+        for value in list(frame.f_locals.values()):
             transfer = value.kv_transfer_config if isinstance(value, VllmConfig) else value
             if isinstance(transfer, KVTransferConfig):
                 transfers.pop(id(transfer), None)

@@ -49,7 +49,7 @@ def check_settings(transfer_config: Any, top: Any, vllm_config: Any) -> None:
     """
     settings = given_settings(transfer_config)
     failure_policy(transfer_config, top)
-    if _HOST_MEMORY in _missing(settings):
+    if all(settings.source(name) is Source.DEFAULT for name in (_HOST_MEMORY, _SERVER)):
         _choose_host_memory(transfer_config, top, vllm_config)
         settings = given_settings(transfer_config)
     _require_startable(settings)
@@ -68,9 +68,8 @@ def given_settings(transfer_config: Any, **defaults: object) -> Settings:
     arguments = extra_settings(transfer_config.kv_connector_extra_config)
     try:
         return Settings.load(arguments=arguments, defaults=defaults)
-    except (
-        SettingsError
-    ) as error:  # a ValueError, of which vLLM's configuration would make an error of its own
+    except SettingsError as error:
+        # It is a ValueError, of which vLLM's configuration would make an error of its own.
         raise ConfigurationError(f"FdcacheConnector: {error}") from error
 
 
@@ -99,12 +98,6 @@ def _has_drafts(vllm_config: Any) -> bool:
     return speculative is not None and bool(speculative.use_eagle())
 
 
-def _missing(settings: Settings) -> tuple[str, ...]:
-    """Return the settings of which an engine needs one, if none is given."""
-    names = (_HOST_MEMORY, _SERVER)
-    return names if all(settings.source(name) is Source.DEFAULT for name in names) else ()
-
-
 def _require_startable(settings: Settings) -> None:
     """Raise an error for what no engine could start with."""
     if settings.cache.server is None and not settings.cache.host_memory:
@@ -122,19 +115,22 @@ def _require_startable(settings: Settings) -> None:
 
 def _require_agreement(vllm_config: Any, settings: Settings) -> None:
     """Raise an error for settings that do not go with vLLM's."""
-    ranks, lookahead = "FDCACHE_RANKS", "FDCACHE_LOOKAHEAD_TOKENS"
-    world_size = int(vllm_config.parallel_config.world_size)
-    if settings.source(ranks) is not Source.DEFAULT and settings.deployment.ranks != world_size:
-        raise ConfigurationError(
-            f"{ranks}={settings.deployment.ranks} ({settings.place(ranks)}): vLLM has {world_size} ranks; unset it"
-        )
+    lookahead, cache = "FDCACHE_LOOKAHEAD_TOKENS", vllm_config.cache_config
+    theirs = {"FDCACHE_RANKS": int(vllm_config.parallel_config.world_size)}
+    if getattr(cache, "user_specified_block_size", False):  # else vLLM may still choose another
+        theirs["FDCACHE_BLOCK_SIZE"] = int(cache.block_size)
+    for name, value in theirs.items():
+        if settings.source(name) is not Source.DEFAULT and settings.value(name) != value:
+            raise ConfigurationError(
+                f"{name}={settings.value(name)} ({settings.place(name)}): vLLM has {value}; unset it"
+            )
     is_set = settings.source(lookahead) is not Source.DEFAULT
     if is_set and _has_drafts(vllm_config) and settings.cache.lookahead_tokens < 1:
         raise ConfigurationError(
             f"{lookahead}=0 ({settings.place(lookahead)}): the KV of draft layers depends on the next token; set it to "
             "1"
         )
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+    if getattr(cache, "calculate_kv_scales", False):
         for name, is_on in (
             (_SERVER, settings.cache.server is not None),
             ("FDCACHE_STORAGE", settings.storage_tier.is_on),
