@@ -359,7 +359,7 @@ class TestLoadsAhead:
 def test_options_that_would_have_no_effect_are_refused_by_name_in_scheduler_and_workers(
     changed: dict[str, str], named: str
 ) -> None:
-    config = fd_config(**({"kvcache_storage_backend": changed["backend"]} if "backend" in changed else {}))
+    config = fd_config(kvcache_storage_backend=changed.get("backend"))
     config.scheduler_config = SimpleNamespace(splitwise_role=changed.get("role", "mixed"))
     config.parallel_config.local_engine_worker_queue_port = 1
     with pytest.raises(ConfigurationError, match=named):

@@ -15,6 +15,7 @@ import pytest
 
 from fdcache.errors import ConfigurationError, UnsupportedLayoutError
 from fdcache.integrations.vllm import config, keys, settings
+from fdcache.layout import KVLayout
 from fdcache.manager import OffloadManager
 from tests.vllm_configs import FullAttentionSpec, MambaSpec, SlidingWindowSpec, kv_config, vllm_config
 
@@ -113,7 +114,7 @@ def test_the_longest_prompt_is_part_of_the_revision_where_it_decides_rotary_fact
 
 
 def test_a_copy_of_the_weights_in_another_place_is_the_same_model(tmp_path: Path) -> None:
-    layouts = []
+    layouts: list[KVLayout] = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text("{}")

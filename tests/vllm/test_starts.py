@@ -94,7 +94,7 @@ def _serve_names(model: Path, prompts: Answers, computed: Answers, names: dict[s
     from fdcache.integrations.vllm import settings
 
     os.environ["FDCACHE_LOAD_OR_RECOMPUTE"] = "always"
-    settings.available_memory = functools.partial(available_memory, root)  # type: ignore[assignment]
+    vars(settings)["available_memory"] = functools.partial(available_memory, root)
     with running_engine(model, names) as llm:
         engine = Observed(llm)
         assert engine.manager.settings.host_memory == 64 << 20
@@ -117,7 +117,7 @@ def _compare_processes(model: Path, prompts: Answers, root: Path) -> None:
     from fdcache.integrations.vllm import settings
 
     os.environ |= {"FDCACHE_LOAD_OR_RECOMPUTE": "always", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    settings.available_memory = functools.partial(available_memory, root)  # type: ignore[assignment]
+    vars(settings)["available_memory"] = functools.partial(available_memory, root)
     names = {"kv_connector": "FdcacheConnector", "kv_role": "kv_both"}
     ranks: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with running_engine(model, names, **ranks) as llm:
