@@ -8,6 +8,9 @@ from pathlib import Path
 
 from fdcache.errors import HostMemoryError
 
+SHARE_OF_MEMORY = 4
+"""By default a quarter of the memory that is available holds blocks."""
+
 _NODES = Path("/sys/devices/system/node")
 _HUGE_PAGE_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _HUGE_PAGES_ALLOWED = {"always", "within_size", "advise", "force"}

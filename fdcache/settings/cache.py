@@ -30,6 +30,13 @@ class DeploymentSettings(Group):
         "memory; on the CPU, of the machine's memory divided by the ranks.",
         unit="bytes",
     )
+    weights: Text | None = variable(
+        "FDCACHE_WEIGHTS",
+        None,
+        "Name of the weights, such as llama-3-8b@v2: engines with the same name share blocks, and a later start finds "
+        "them. Give other weights another name. Unset, their files tell.",
+        used_in=(Component.VLLM,),
+    )
 
 
 class WritePolicy(StrEnum):
@@ -95,7 +102,8 @@ class CacheSettings(Group):
         "FDCACHE_HOST_MEMORY",
         0,
         "Total host memory for blocks: of a service, or of all ranks of an engine in equal parts. With 0 there is no "
-        "host tier, and a service takes a quarter of the free memory.",
+        "host tier, and a service takes a quarter of the free memory. Unset, an engine of vLLM takes its part of as "
+        "much.",
         ge=0,
         unit="bytes",
         used_in=(Component.MANAGER, Component.SERVE),

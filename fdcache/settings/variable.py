@@ -47,6 +47,7 @@ class Component(StrEnum):
     SERVE = "serve"
     REPLAY = "replay"
     FASTDEPLOY = "FastDeploy adapter"
+    VLLM = "vLLM connector"
     PADDLE = "Paddle engine"
     INIT = "init"
     COMMANDS = "inspect, reset"

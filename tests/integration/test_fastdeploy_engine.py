@@ -341,17 +341,28 @@ class TestLoadsAhead:
         wired.manager.request_finish(other)
         self.ended(wired, disks[-1], request)
 
-    def test_an_instance_that_decodes_alone_loads_nothing_ahead(
-        self, wired: Wired, disks: list[SlowStore]
-    ) -> None:
-        self.close(wired)
-        wired.config.scheduler_config = SimpleNamespace(splitwise_role="decode")
-        wired.manager = CacheManager(wired.config)
-        wired.controller = CacheController(wired.config, 0, 0)
-        wired.planes = wired.controller.initialize_kv_cache(None, wired.manager.num_gpu_blocks)
-        self.restored(wired)
-        disks[-1].gate.clear()
-        wired.manager.follow_stops(set)
-        request = self.arrived(wired, disks[-1])
-        assert self.loads(wired) == 0
-        self.ended(wired, disks[-1], request)
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"role": "prefill"}, "splitwise_role='prefill'.*--splitwise-role mixed"),
+        ({"role": "decode"}, "splitwise_role='decode'.*--splitwise-role mixed"),
+        (
+            {"backend": "mooncake"},
+            "kvcache_storage_backend='mooncake'.*set FDCACHE_STORAGE=mooncake.*leave out",
+        ),
+        ({"backend": "attention_store"}, "set FDCACHE_STORAGE=attnstore"),
+        ({"backend": "file"}, "set FDCACHE_STORAGE=local and FDCACHE_STORAGE_DIR"),
+    ],
+    ids=lambda given: "-".join(given.values()) if isinstance(given, dict) else "",
+)
+def test_options_that_would_have_no_effect_are_refused_by_name_in_scheduler_and_workers(
+    changed: dict[str, str], named: str
+) -> None:
+    config = fd_config(kvcache_storage_backend=changed.get("backend"))
+    config.scheduler_config = SimpleNamespace(splitwise_role=changed.get("role", "mixed"))
+    config.parallel_config.local_engine_worker_queue_port = 1
+    with pytest.raises(ConfigurationError, match=named):
+        CacheManager(config)
+    with pytest.raises(ConfigurationError, match=named):
+        CacheController(config, 0, 0)

@@ -47,6 +47,8 @@ class Options:
     port: int = 0
     processes: bool = False
     whole_images: bool = False
+    role: str = "mixed"
+    storage_backend: str | None = None
 
 
 @dataclass
@@ -103,6 +105,7 @@ def make_config(options: Options) -> Any:
             "enable_prefix_caching": True,
             "write_policy": options.policy,
             "disable_chunked_mm_input": options.whole_images,
+            "kvcache_storage_backend": options.storage_backend,
         }
     )
     cache.enc_dec_block_num = 1
@@ -115,7 +118,11 @@ def make_config(options: Options) -> Any:
         ),
         load_config=config.LoadConfig({}),
         scheduler_config=SchedulerConfig(
-            {"max_num_seqs": options.seqs, "max_num_batched_tokens": options.budget}
+            {
+                "max_num_seqs": options.seqs,
+                "max_num_batched_tokens": options.budget,
+                "splitwise_role": options.role,
+            }
         ),
         graph_opt_config=config.GraphOptimizationConfig({}),
         speculative_config=config.SpeculativeConfig(speculative),
@@ -127,7 +134,7 @@ def make_scheduler(config: Any, options: Options) -> Any:
     """Return FastDeploy's real scheduler, with the cache manager that it makes itself."""
     from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1
 
-    return ResourceManagerV1(options.seqs, config, options.ranks, "mixed")
+    return ResourceManagerV1(options.seqs, config, options.ranks, options.role)
 
 
 def make_token_processor(config: Any, scheduler: Any, clients: Any) -> Any:

@@ -1,8 +1,7 @@
 """Run scenarios with one cache manager in this process: ``python -m tests.peers.fastdeploy_main MANAGER [RUN ...]``.
 
 A run is a scenario's name, a JSON object of ``scenario`` and options to change, or ``cost:`` with a number of output
-tokens. Prints one JSON object for each. With
-fdcache, FastDeploy loads the plug-in by the environment alone.
+tokens. Prints one JSON object for each. With fdcache, FastDeploy loads the plug-in by the environment alone.
 """
 
 from __future__ import annotations
@@ -50,7 +49,21 @@ def main(manager: str, runs: list[str]) -> None:
             given = json.loads(run) if run.startswith("{") else {"scenario": run}
             name = given.pop("scenario")
             result = play(name, manager, port, **given)
-            print(json.dumps({"scenario": name, **dataclasses.asdict(result)}, default=str), flush=True)  # noqa: T201
+            printed = {
+                "scenario": name,
+                **dataclasses.asdict(result),
+                "tracebacks": tracebacks(Path(folder) / "log"),
+            }
+            print(json.dumps(printed, default=str), flush=True)  # noqa: T201
+
+
+def tracebacks(logs: Path) -> list[str]:
+    """Return the last lines of the tracebacks in FastDeploy's log files so far."""
+    found = []
+    for file in sorted(logs.rglob("*.log")):
+        parts = file.read_text(errors="replace").split("Traceback (most recent call last)")[1:]
+        found += [f"{file.name}: {part.strip()[:600]}" for part in parts]
+    return found
 
 
 if __name__ == "__main__":

@@ -187,6 +187,24 @@ def _images(engine: Engine) -> None:
         _serve(engine, jobs)
 
 
+def _images_stored(engine: Engine) -> None:
+    """Read prompts with images from storage, which a request begins when it is first matched."""
+    prompts = [[*_tokens(i, 20 + i), *[7] * 40, *_tokens(50 + i, 60)] for i in range(4)]
+    for wave in range(2):
+        images = [[(20 + i, 40, "cat")] for i in range(len(prompts))]
+        jobs = [
+            Job(f"{wave}.{i}", prompt, 6, images=given)
+            for i, (prompt, given) in enumerate(zip(prompts, images, strict=True))
+        ]
+        if not wave:
+            _serve(engine, jobs)
+            _wait_for_storage(engine)
+            engine.restart()
+            continue
+        with slow_storage():
+            _serve(engine, jobs)
+
+
 _BASE = Options(blocks=40, host_blocks=128)
 SCENARIOS: dict[str, tuple[Options, Play]] = {
     "shared": (replace(_BASE, policy="write_through_selective"), _shared),
@@ -215,6 +233,10 @@ FDCACHE_ONLY: dict[str, tuple[Options, Play]] = {
     "killed service": (replace(_BASE, blocks=24), _killed_service),
     "restart with storage": (replace(_BASE, blocks=40, policy="write_through"), _restarted),
     "streams alone": (replace(_BASE, blocks=40, policy="write_through"), _streamed_alone),
+    "images in storage": (
+        replace(_BASE, blocks=40, policy="write_through", whole_images=True),
+        _images_stored,
+    ),
     "streams beside others": (replace(_BASE, blocks=60, policy="write_through", delay=3), _streamed),
 }
 """Scenarios that FastDeploy's own manager does not support."""

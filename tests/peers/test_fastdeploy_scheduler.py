@@ -67,6 +67,7 @@ def check(results: dict[str, dict[str, Any]], names: list[str]) -> None:
         assert result["wrong"] == [], name
         assert result["wrong_answers"] == [], name
         assert result["errors"] == [], name
+        assert result["tracebacks"] == [], name
         assert result["finished"] and result["checked"], name
 
 
@@ -103,6 +104,21 @@ def test_the_plug_in_names_the_missing_variable(tmp_path: Path) -> None:
         drive("exact", folder=tmp_path, ENABLE_V1_KVCACHE_MANAGER="0")
 
 
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ({"role": "prefill"}, "splitwise_role='prefill'.*start the instance with --splitwise-role mixed"),
+        ({"storage_backend": "mooncake"}, "'mooncake'.*set FDCACHE_STORAGE=mooncake, and leave out"),
+    ],
+    ids=["role", "storage"],
+)
+def test_an_option_that_fdcache_has_no_part_in_ends_the_start_with_its_remedy(
+    tmp_path: Path, option: dict[str, str], remedy: str
+) -> None:
+    with pytest.raises(AssertionError, match=f"ConfigurationError.*{remedy}"):
+        drive({"scenario": "exact", **option}, folder=tmp_path)
+
+
 def test_blocks_go_on_to_the_device_while_later_ones_are_read(tmp_path: Path) -> None:
     results = drive(
         "streams alone",
@@ -113,6 +129,13 @@ def test_blocks_go_on_to_the_device_while_later_ones_are_read(tmp_path: Path) ->
     check(results, ["streams alone", "streams beside others"])
     assert all(result["ahead"] for result in results.values())
     assert results["streams beside others"]["preempted"]
+
+
+def test_a_request_that_waits_for_storage_is_no_error_in_the_log(tmp_path: Path) -> None:
+    """FastDeploy logs a traceback for each request whose match raises."""
+    results = drive("images in storage", folder=tmp_path, **storage_in(tmp_path, "wait_complete"))
+    check(results, ["images in storage"])
+    assert results["images in storage"]["storage_hits"]
 
 
 @pytest.mark.slow

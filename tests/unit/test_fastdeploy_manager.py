@@ -41,6 +41,15 @@ class TestBlocks:
         assert manager.allocate_device_blocks(fd_request("a", 1), 0) == []
         assert manager.num_free_device_blocks == manager.num_gpu_blocks
 
+    def test_a_negative_number_of_blocks_counts_as_none(self) -> None:
+        """FastDeploy's scheduler asks for what a request lacks, which may be less than nothing."""
+        manager, request = make(total_block_num=100), fd_request("a", 4 * BLOCK)
+        assert manager.can_allocate_gpu_blocks(-3)
+        first = manager.allocate_gpu_blocks(request, 2)
+        assert manager.allocate_gpu_blocks(request, -3) == []
+        assert len({*first, *manager.allocate_gpu_blocks(request, 2)}) == 4
+        assert manager.num_free_device_blocks == 96
+
     def test_can_allocate_up_to_the_number_of_blocks(self) -> None:
         manager = make(total_block_num=100, num_cpu_blocks=50)
         assert manager.can_allocate_device_blocks(100)

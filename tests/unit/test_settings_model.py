@@ -266,7 +266,7 @@ CONSUMERS = {
     "cache": "fdcache/manager fdcache/tiers fdcache/service",
     "server": "fdcache/service/server",
     "transfer": "fdcache/controller fdcache/devices",
-    "deployment": "fdcache_cli/replay.py",
+    "deployment": "fdcache_cli/replay.py fdcache/integrations/vllm",
     "storage_tier": "fdcache",
     "mooncake": "fdcache/storage",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,22 +14,10 @@ import numpy as np
 import pytest
 
 from fdcache.errors import ConfigurationError, UnsupportedLayoutError
-from fdcache.integrations.vllm import config, keys
+from fdcache.integrations.vllm import config, keys, settings
+from fdcache.layout import KVLayout
 from fdcache.manager import OffloadManager
-from fdcache.settings import Source
-from fdcache.settings.cache import WritePolicy
-
-
-class FullAttentionSpec(SimpleNamespace):
-    """A group of layers that attend to all tokens."""
-
-
-class SlidingWindowSpec(SimpleNamespace):
-    """A group of layers that attend to the last tokens."""
-
-
-class MambaSpec(SimpleNamespace):
-    """A group of layers with a state."""
+from tests.vllm_configs import FullAttentionSpec, MambaSpec, SlidingWindowSpec, kv_config, vllm_config
 
 
 @pytest.fixture(autouse=True)
@@ -37,55 +26,6 @@ def _version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("FDCACHE_HOST_MEMORY", "FDCACHE_WRITE_POLICY", "FDCACHE_SERVER"):
         monkeypatch.delenv(name, raising=False)
     yield
-
-
-def vllm_config(extra: dict[str, object] | None = None, **changed: Any) -> Any:
-    """A configuration like vLLM's; ``changed`` replaces attributes by ``section__attribute``."""
-    made = SimpleNamespace(
-        model_config=SimpleNamespace(
-            model="m",
-            revision=None,
-            hf_config=SimpleNamespace(),
-            hf_text_config=SimpleNamespace(num_hidden_layers=4),
-            max_model_len=4096,
-            hf_overrides={},
-            quantization=None,
-            dtype="bfloat16",
-            seed=0,
-        ),
-        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False, kv_cache_layout=None),
-        parallel_config=SimpleNamespace(
-            world_size=1,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            data_parallel_index=0,
-        ),
-        load_config=SimpleNamespace(load_format="auto"),
-        speculative_config=None,
-        attention_config=SimpleNamespace(backend=None),
-        kv_transfer_config=SimpleNamespace(
-            kv_role="kv_both", kv_load_failure_policy="fail", kv_connector_extra_config=extra or {}
-        ),
-    )
-    for name, value in changed.items():
-        section, attribute = name.split("__")
-        setattr(getattr(made, section), attribute, value)
-    return made
-
-
-def kv_config(*kinds: type) -> Any:
-    """KV cache groups of four layers in all, by default one."""
-    kinds = kinds or (FullAttentionSpec,)
-    groups = [
-        SimpleNamespace(
-            layer_names=[f"{i}.{j}" for j in range(4 // len(kinds))],
-            kv_cache_spec=kind(page_size_bytes=65536, block_size=16, sliding_window=128),
-        )
-        for i, kind in enumerate(kinds)
-    ]
-    return SimpleNamespace(kv_cache_groups=groups, num_blocks=10)
 
 
 def request(**changed: Any) -> Any:
@@ -103,15 +43,20 @@ def request(**changed: Any) -> Any:
     return SimpleNamespace(**given | changed)
 
 
-def hashes(given: Any) -> bytes:
+def hashes(source: Any) -> bytes:
     """The block keys of a request, in one string."""
     layout = config.layout_from_config(vllm_config(), kv_config(FullAttentionSpec))
-    made = keys.request_of(given)
+    made = keys.request_of(source)
     assert made is not None
-    settings = config.load_settings(vllm_config({"FDCACHE_HOST_MEMORY": "64MiB"}), layout)
-    with OffloadManager.from_settings(layout, settings) as manager:
+    given = settings.load_settings(vllm_config({"FDCACHE_HOST_MEMORY": "64MiB"}), layout.block_size)
+    with OffloadManager.from_settings(layout, given) as manager:
         manager.prepare([made])
     return made.block_hashes.tobytes()
+
+
+def pooler(sequence: str, token: str = "ALL") -> SimpleNamespace:
+    """A pooler's configuration like vLLM's."""
+    return SimpleNamespace(seq_pooling_type=sequence, tok_pooling_type=token)
 
 
 def test_a_page_of_each_layer_is_one_plane_of_bytes() -> None:
@@ -168,12 +113,50 @@ def test_the_longest_prompt_is_part_of_the_revision_where_it_decides_rotary_fact
     assert revisions["longrope", 4096] != revisions["longrope", 8192]
 
 
+def test_a_copy_of_the_weights_in_another_place_is_the_same_model(tmp_path: Path) -> None:
+    layouts: list[KVLayout] = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+        (tmp_path / folder / "model.safetensors").write_bytes(b"weights")
+        os.utime(tmp_path / folder / "model.safetensors", (len(layouts), len(layouts)))
+        given = vllm_config(model_config__model=str(tmp_path / folder))
+        layouts.append(config.layout_from_config(given, kv_config()))
+    assert layouts[0].fingerprint == layouts[1].fingerprint
+    (tmp_path / "b" / "config.json").write_text("{ }")
+    other = config.layout_from_config(vllm_config(model_config__model=str(tmp_path / "b")), kv_config())
+    assert other.fingerprint != layouts[0].fingerprint
+
+
 def test_weights_replaced_in_place_are_another_revision(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"old")
     before = config.revision_of(vllm_config(model_config__model=str(tmp_path)))
-    weights.write_bytes(b"newer")
-    assert config.revision_of(vllm_config(model_config__model=str(tmp_path))) != before
+    for content in (b"new", b"newer"):
+        weights.write_bytes(content)
+        assert config.revision_of(vllm_config(model_config__model=str(tmp_path))) != before
+
+
+def test_a_name_of_the_weights_stands_for_their_files_and_revision(tmp_path: Path) -> None:
+    """Only what decides how they are computed and packed is left of the rest."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    local, remote = (
+        vllm_config(model_config__model=str(tmp_path)),
+        vllm_config(model_config__model="org/model", model_config__revision="main"),
+    )
+    named = [config.layout_from_config(each, kv_config(), weights="mine@1") for each in (local, remote)]
+    assert named[0].fingerprint == named[1].fingerprint
+    assert named[0].model == "mine@1"
+    others = [
+        config.layout_from_config(local, kv_config(), weights="mine@2"),
+        config.layout_from_config(local, kv_config()),
+        config.layout_from_config(
+            vllm_config(model_config__model=str(tmp_path), model_config__dtype="float16"),
+            kv_config(),
+            weights="mine@1",
+        ),
+    ]
+    assert len({each.fingerprint for each in (named[0], *others)}) == 4
 
 
 @pytest.mark.parametrize(
@@ -254,97 +237,6 @@ def test_what_only_one_group_of_full_attention_can_have_is_refused_by_name(
         config.layout_from_config(made, kv_config(FullAttentionSpec, SlidingWindowSpec))
 
 
-def loaded(extra: dict[str, object], **changed: Any) -> Any:
-    made = vllm_config(extra, **changed)
-    return config.load_settings(made, config.layout_from_config(made, kv_config()))
-
-
-def test_the_extra_configuration_is_above_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FDCACHE_HOST_MEMORY", "1GiB")
-    monkeypatch.setenv("FDCACHE_WRITE_POLICY", "write_back")
-    settings = loaded({"FDCACHE_HOST_MEMORY": "2GiB"})
-    assert settings.render("FDCACHE_HOST_MEMORY") == "2GiB"
-    assert settings.cache.write_policy is WritePolicy.WRITE_BACK
-    assert settings.place("FDCACHE_HOST_MEMORY") != settings.place("FDCACHE_WRITE_POLICY")
-    assert settings.source("FDCACHE_HOST_MEMORY") is not Source.DEFAULT
-
-
-def test_blocks_are_written_through_unless_the_user_says_otherwise() -> None:
-    assert loaded({"FDCACHE_HOST_MEMORY": "1GiB"}).cache.write_policy is WritePolicy.WRITE_THROUGH
-
-
-def test_data_parallel_engines_have_folders_of_their_own() -> None:
-    """The files of local storage have one owner; other stores are shared."""
-    for storage, folders in (("local", ["/s", "/s/engine-1", "/s/engine-2"]), ("mooncake", ["/s"] * 3)):
-        given: dict[str, object] = {
-            "FDCACHE_HOST_MEMORY": "1GiB",
-            "FDCACHE_STORAGE": storage,
-            "FDCACHE_STORAGE_DIR": "/s",
-            "MOONCAKE_MASTER_SERVER_ADDR": "master:50051",
-        }
-        found = []
-        for index in range(3):
-            engine = vllm_config(given, parallel_config__data_parallel_index=index)
-            settings = config.load_settings(engine, config.layout_from_config(engine, kv_config()))
-            found.append(str(settings.storage_tier.directory))
-        assert found == folders
-
-
-def test_the_settings_in_force_are_told_with_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FDCACHE_HOST_MEMORY", "1GiB")
-    monkeypatch.setenv("FDCACHE_EVICTION", "slru")
-    layout = config.layout_from_config(vllm_config(), kv_config())
-    settings = config.load_settings(vllm_config({"FDCACHE_HOST_MEMORY": "2GiB"}), layout)
-    told = config.settings_in_force(settings).split(", ")
-    assert {
-        "FDCACHE_HOST_MEMORY=2GiB (kv_connector_extra_config)",
-        "FDCACHE_EVICTION=slru (environment)",
-        "FDCACHE_BLOCK_SIZE=16 (default)",
-    } <= set(told)
-    assert not any(each.startswith("FDCACHE_VERIFY=") for each in told)
-
-
-def test_an_unknown_name_of_the_extra_configuration_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match=r"FDCACHE_HOST_MEMROY .*FDCACHE_HOST_MEMORY"):
-        loaded({"FDCACHE_HOST_MEMROY": "1GiB"})
-
-
-def test_scales_made_at_run_time_are_not_shared() -> None:
-    with pytest.raises(ConfigurationError, match=r"FDCACHE_SERVER .*calculate_kv_scales"):
-        loaded({"FDCACHE_SERVER": "ipc:///run/fdcache.sock"}, cache_config__calculate_kv_scales=True)
-    loaded({"FDCACHE_HOST_MEMORY": "1GiB"}, cache_config__calculate_kv_scales=True)
-
-
-@pytest.mark.parametrize(
-    ("given", "extra", "chosen"),
-    [
-        ("fail", None, "recompute"),
-        ("recompute", None, "recompute"),
-        ("fail", "fail", "fail"),
-        ("recompute", "fail", "fail"),
-    ],
-)
-def test_failed_loads_are_recomputed_unless_the_user_chose(
-    given: str, extra: str | None, chosen: str
-) -> None:
-    """vLLM's own option has "fail" as its default and does not tell who gave it."""
-    named: dict[str, object] = {} if extra is None else {"kv_load_failure_policy": extra}
-    transfer = SimpleNamespace(kv_load_failure_policy=given, kv_connector_extra_config=named)
-    config.choose_failure_policy(transfer)
-    assert transfer.kv_load_failure_policy == chosen
-    assert not config.extra_settings(named)
-
-
-def test_a_failure_policy_that_vllm_does_not_have_is_refused() -> None:
-    transfer = SimpleNamespace(
-        kv_load_failure_policy="fail", kv_connector_extra_config={"kv_load_failure_policy": "retry"}
-    )
-    with pytest.raises(
-        ConfigurationError, match="kv_load_failure_policy='retry'; set it to 'recompute' or 'fail'"
-    ):
-        config.choose_failure_policy(transfer)
-
-
 @pytest.mark.parametrize(
     "changed", [{"prompt_embeds": np.zeros(1)}, {"resumable": True}], ids=lambda c: next(iter(c))
 )
@@ -370,7 +262,16 @@ def test_an_adapter_that_is_trained_anew_into_its_folder_is_another(tmp_path: Pa
         [sys.executable, "-m", keys.__name__, "chat", tmp_path], capture_output=True, text=True, check=True
     )
     assert printed.stdout == f"{keys.adapter_id('chat', str(tmp_path))}\n"
-    assert printed.stdout.startswith(f"4:chat{tmp_path}@")
+    assert printed.stdout.startswith("4:chat@")
+
+
+def test_a_copy_of_an_adapter_is_the_same(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_model.safetensors").write_bytes(b"weights")
+        os.utime(tmp_path / folder / "adapter_model.safetensors", (1, ord(folder)))
+    assert keys.adapter_id("chat", str(tmp_path / "a")) == keys.adapter_id("chat", str(tmp_path / "b"))
+    assert keys.adapter_id("chat", str(tmp_path / "a")) != keys.adapter_id("other", str(tmp_path / "a"))
 
 
 def test_an_adapter_is_known_by_name_and_path_and_a_salt_is_the_tenant() -> None:
@@ -396,3 +297,46 @@ def test_a_request_with_prompt_logprobs_reads_nothing() -> None:
     made = keys.request_of(request(skip_reading_prefix_cache=True))
     assert made is not None
     assert made.device_only
+
+
+@pytest.mark.parametrize(
+    ("changed", "spec", "reason"),
+    [
+        ({}, {}, None),
+        (
+            {
+                "model_config__pooler_config": pooler("LAST"),
+                "model_config__is_prefix_caching_supported": True,
+            },
+            {},
+            None,
+        ),
+        *(
+            (
+                {"model_config__pooler_config": given, "model_config__is_prefix_caching_supported": False},
+                {},
+                f"with {kind} pooling every token",
+            )
+            for kind, given in (
+                ("MEAN", pooler("MEAN")),
+                ("CLS", pooler("CLS")),
+                ("STEP", pooler("LAST", "STEP")),
+                ("this model's", pooler("LAST")),
+            )
+        ),
+        ({}, {"non_causal": True}, "attends to later ones"),
+        ({"cache_config__enable_prefix_caching": False}, {}, "enable_prefix_caching"),
+    ],
+    ids=["generation", "LAST", "MEAN", "CLS", "STEP", "encoder", "non-causal", "off"],
+)
+def test_blocks_are_cached_only_where_another_request_has_a_use_for_them(
+    changed: dict[str, Any], spec: dict[str, Any], reason: str | None
+) -> None:
+    groups = kv_config()
+    vars(groups.kv_cache_groups[0].kv_cache_spec).update(spec)
+    found = config.why_not_cached(vllm_config(**changed), groups)
+    assert found == reason if reason is None else reason in str(found)
+
+
+def test_a_model_without_a_kv_cache_has_no_blocks() -> None:
+    assert config.why_not_cached(vllm_config(), SimpleNamespace(kv_cache_groups=[])) is not None

@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "fdcache_test_platform",
+    "VLLM_PLUGINS": "fdcache_test_platform,fdcache",
 }
 
 
@@ -78,6 +78,16 @@ def make_model(folder: Path, seed: int = 0, num_layers: int = 3, **config: Any) 
     )
     (folder / "config.json").write_text(json.dumps(_MODEL | {"num_hidden_layers": num_layers} | config))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    return folder
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer of single numbers into a model's folder."""
+    from tokenizers import Tokenizer, models
+
+    words = {str(token): token for token in range(512)}
+    Tokenizer(models.WordLevel(words, unk_token="0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder
 
 

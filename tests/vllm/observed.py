@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,19 +20,40 @@ from tests.vllm.engine import generate, scheduler_of
 _MOST_STEPS = 5000
 
 
+def told(records: Sequence[logging.LogRecord], text: str) -> list[str]:
+    """Return the messages that contain a text, each record once, however many handlers have had it."""
+    found = {id(each): each.getMessage() for each in records if text in each.getMessage()}
+    return list(found.values())
+
+
+def settle(llm: Any) -> None:
+    """Step until no request is left and no copy is in flight."""
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(_MOST_STEPS):
+        scheduler = core.scheduler
+        if not (scheduler.has_requests() or core.batch_queue or scheduler.connector.has_pending_push_work()):
+            return
+        core.step_fn()
+    raise AssertionError("copies do not end")
+
+
 class Observed:
     """An engine, its scheduler, and both sides of its connector."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, *, index: int | None = None) -> None:
+        """``index``: of fdcache's connector among those of an outer one."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        def inner(connector: Any) -> Any:
+            return connector if index is None else connector._connectors[index]
 
         self.llm = llm
         self.core = llm.llm_engine
         self.scheduler = scheduler_of(llm)
-        self.connector = self.scheduler.connector
+        self.connector = inner(self.scheduler.connector)
         self.side: SchedulerSide = self.connector._scheduler
         self.manager: OffloadManager = self.side.manager
-        self.worker_connector = get_kv_transfer_group()
+        self.worker_connector = inner(get_kv_transfer_group())
         self.worker: WorkerSide = self.worker_connector._worker
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.model = runner.model
@@ -92,12 +114,7 @@ class Observed:
 
     def settle(self) -> None:
         """Step until no copy is in flight."""
-        core = self.core.engine_core.engine_core
-        for _ in range(_MOST_STEPS):
-            if not (self.scheduler.has_requests() or core.batch_queue or self.manager.has_pending_work):
-                return
-            core.step_fn()
-        raise AssertionError("copies do not end")
+        settle(self.llm)
 
     def forget_device(self) -> None:
         """Empty vLLM's own prefix cache, so that only the connector has the blocks."""

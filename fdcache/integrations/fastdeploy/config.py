@@ -21,6 +21,16 @@ _BLOCKS, _MEMORY = "FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY"
 _ALTERNATIVES = {_BLOCKS: (_MEMORY,), "FDCACHE_HOST_MEMORY": ("FDCACHE_SERVER",)}
 """Variables that decide a tier's size in place of another."""
 
+_MIXED = "mixed"
+"""FastDeploy's role of an instance that both prefills and decodes."""
+
+_STORAGES = {
+    "file": "FDCACHE_STORAGE=local and FDCACHE_STORAGE_DIR",
+    "mooncake": "FDCACHE_STORAGE=mooncake",
+    "attention_store": "FDCACHE_STORAGE=attnstore",
+}
+"""What stands for FastDeploy's storage backends."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -128,8 +138,10 @@ def load_settings(
     token, so a match then looks one token ahead. By default a match does not wait for another request's copy
     (``FDCACHE_DEFER_TIMEOUT``).
 
-    Raises ``SettingsError`` for an invalid value, ``ConfigurationError`` naming a missing attribute.
+    Raises ``SettingsError`` for an invalid value, ``ConfigurationError`` naming a missing attribute, and for an option
+    of FastDeploy's for which fdcache has none.
     """
+    require_supported(config)
     theirs = {} if cache is not None else _cache_config(config, layout)
     lookahead = 1 if layout.num_draft_layers else 0
     own = {
@@ -152,6 +164,23 @@ def load_settings(
         groups["deployment"] = settings.deployment.model_copy(update={"device_memory": None})
         settings = settings.without_sources("cache")
     return settings.model_copy(update={name: group for name, group in groups.items() if group is not None})
+
+
+def require_supported(config: Any) -> None:
+    """Raise ``ConfigurationError`` for options of FastDeploy's that would have no effect, with what to set instead."""
+    role = getattr(getattr(config, "scheduler_config", None), "splitwise_role", None) or _MIXED
+    if role != _MIXED:
+        raise ConfigurationError(
+            f"splitwise_role={role!r}: fdcache hands no blocks from prefill to decode instances of FastDeploy; start "
+            f"the instance with --splitwise-role {_MIXED}, or remove fdcache from FD_PLUGINS"
+        )
+    backend = getattr(getattr(config, "cache_config", None), "kvcache_storage_backend", None)
+    if backend:
+        ours = _STORAGES.get(str(backend), "FDCACHE_STORAGE")
+        raise ConfigurationError(
+            f"kvcache_storage_backend={backend!r}: FastDeploy's storage is not used with fdcache, which has its own; "
+            f"set {ours}, and leave out --kvcache-storage-backend"
+        )
 
 
 def settings_from_config(config: Any, layout: KVLayout) -> CacheSettings:

@@ -31,8 +31,6 @@ from fdcache.settings import Settings
 logger = logging.getLogger(__name__)
 
 _MARK = "fdcache:"
-_MIXED = "mixed"
-"""FastDeploy's role of an instance that both prefills and decodes."""
 
 _CONNECT_SECONDS = 60.0
 _REPORT_SECONDS = 0.01
@@ -88,14 +86,14 @@ class CacheManager(Manager):
     """
 
     def __init__(self, config: Any) -> None:
-        role = getattr(getattr(config, "scheduler_config", None), "splitwise_role", _MIXED)
-        super().__init__(config, loads_ahead=self._has_quiet_workers if role == _MIXED else False)
+        super().__init__(config, loads_ahead=self._has_quiet_workers)
         self._stopping: Callable[[], Sized] | None = None
         self.link = SchedulerLink(socket_of(config, self._settings), self.core.layout, quantisation(config))
         self._scans: dict[int, StorageScan] = {}
         self._failed: dict[str, Any] = {}
         self._unsound: set[str] = set()
         self._reading: dict[str, tuple[Any, Future[None]]] = {}
+        self._matched: Any = None  # the request that can_match has matched
         self._prefills = PrefillTimes()
 
     def close(self) -> None:
@@ -138,6 +136,9 @@ class CacheManager(Manager):
         Raises ``CacheNotReadyError`` while storage is being read; FastDeploy then tries again later.
         """
         with self._lock:
+            was_matched, self._matched = self._matched is request, None
+            if was_matched:
+                return
             super().match_prefix(request, skip_storage)
             if not request._match_result.deferred:
                 self._unsound.discard(request.request_id)
@@ -146,6 +147,20 @@ class CacheManager(Manager):
             self._hold_back(request)
         raise CacheNotReadyError(f"request {request.request_id!r} waits for blocks; match it again later")
 
+    def can_match(self, request: Any) -> bool:
+        """Match a request just before FastDeploy's scheduler does; return False, and hold it back, while it waits.
+
+        FastDeploy takes an exception of its own call for an error, and logs it with a traceback.
+        """
+        with self._lock:
+            self._matched = None
+            try:
+                self.match_prefix(request)
+            except CacheNotReadyError:
+                return False
+            self._matched = request
+            return True
+
     def request_finish(self, request: Any) -> None:
         """End, abort or preempt a request. Idempotent. A request that waits for storage keeps waiting.
 
@@ -153,6 +168,7 @@ class CacheManager(Manager):
         request, so its tokens count as unsound until its next match.
         """
         with self._lock:
+            self._matched = None
             if request.request_id in self._reading:
                 return
             tracked = self._tracked.get(request.request_id)

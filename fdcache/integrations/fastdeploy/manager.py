@@ -179,8 +179,8 @@ class CacheManager:
         return self.num_free_device_blocks / self.num_gpu_blocks
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
-        """Return True if that many device blocks are free or can be evicted now."""
-        return self.core.can_allocate_device_blocks(num_blocks)
+        """Return True if that many device blocks are free or can be evicted now. A negative number counts as 0."""
+        return self.core.can_allocate_device_blocks(max(num_blocks, 0))
 
     can_allocate_gpu_blocks = can_allocate_device_blocks
 
@@ -242,8 +242,8 @@ class CacheManager:
     def allocate_device_blocks(self, request: Any, num_blocks: int) -> list[int]:
         """Append ``num_blocks`` blocks to the request's table, blocks to load first, and return them; [] without room.
 
-        A request that was not matched neither reuses nor caches blocks. Raises ``RequestStateError`` for fewer blocks
-        than the match found in the host tier.
+        A request that was not matched neither reuses nor caches blocks. A negative number counts as 0. Raises
+        ``RequestStateError`` for fewer blocks than the match found in the host tier.
         """
         with self._lock:
             tracked = self._tracked.get(request.request_id)
@@ -252,7 +252,7 @@ class CacheManager:
                 tracked.matched = self.core.match_prefix([tracked.request])[0].status is MatchStatus.MATCHED
             if not tracked.matched:
                 return []
-            covered = (tracked.blocks + num_blocks) * self.block_size
+            covered = (tracked.blocks + max(num_blocks, 0)) * self.block_size
             allocation = self.core.allocate_device_blocks([(tracked.request, covered)])[0]
             tracked.has_blocks |= allocation.ok
             tracked.blocks += len(allocation.block_ids)

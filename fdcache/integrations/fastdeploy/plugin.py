@@ -1,11 +1,11 @@
 """FastDeploy plug-in: with FD_PLUGINS=fdcache, FastDeploy uses fdcache's cache manager and controller.
 
 FastDeploy calls the entry point ``install`` in the engine's and the workers' processes. It replaces FastDeploy's
-classes by those of ``fastdeploy.engine``. The first manager adapts FastDeploy's scheduler in four points:
+classes by those of ``fastdeploy.engine``. The first manager adapts FastDeploy's scheduler in five points:
 
 - a request whose load failed is preempted;
 - tokens that were sampled after a failed load are dropped before they are sent;
-- a request whose blocks are in storage waits for them;
+- a request whose blocks are in storage waits for them, which is no error in FastDeploy's log;
 - prefills are timed, so that the manager knows which blocks are sooner computed than loaded.
 
 A FastDeploy with other classes or signatures is refused.
@@ -55,6 +55,7 @@ EXPECTED_SIGNATURES: dict[tuple[str, str], tuple[str, ...]] = {
     (_REQUESTS, "BatchRequest.append_evict_metadata"): ("self", "metadata"),
     (_SCHEDULER, "ResourceManagerV1.schedule"): ("self",),
     (_SCHEDULER, "ResourceManagerV1.add_request"): ("self", "request"),
+    (_SCHEDULER, "ResourceManagerV1.get_prefix_cached_blocks"): ("self", "request"),
     (_SCHEDULER, "ResourceManagerV1._prepare_preempt_task"): ("self", "request"),
     (_SCHEDULER, "ResourceManagerV1._free_blocks"): ("self", "request"),
     (_SCHEDULER, "ResourceManagerV1.reschedule_preempt_task"): ("self", "request_id", "process_func"),
@@ -132,10 +133,12 @@ def adapt_scheduler() -> None:
     _refuse_differences(modules)
     scheduler.schedule = _with_preemption(scheduler.schedule)
     scheduler.add_request = _with_storage(scheduler.add_request)
+    scheduler.get_prefix_cached_blocks = _with_waiting(scheduler.get_prefix_cached_blocks)
     tokens = modules[_TOKENS].TokenProcessor
     tokens.postprocess = _with_sound_tokens(tokens.postprocess)
     logger.warning(
-        "fdcache added to %s.ResourceManagerV1.schedule and add_request, and to %s.TokenProcessor.postprocess",
+        "fdcache added to %s.ResourceManagerV1.schedule, add_request and get_prefix_cached_blocks, and to "
+        "%s.TokenProcessor.postprocess",
         _SCHEDULER,
         _TOKENS,
     )
@@ -231,6 +234,16 @@ def _with_storage(add_request: Callable[[Any, Any], None]) -> Callable[[Any, Any
         add_request(self, request)
 
     return add_request_with_storage
+
+
+def _with_waiting(match: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    @functools.wraps(match)
+    def match_or_wait(self: Any, request: Any) -> bool:
+        if isinstance(self.cache_manager, engine.CacheManager) and not self.cache_manager.can_match(request):
+            return False
+        return match(self, request)
+
+    return match_or_wait
 
 
 def _with_sound_tokens(postprocess: Callable[..., None]) -> Callable[..., None]:

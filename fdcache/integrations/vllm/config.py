@@ -1,32 +1,23 @@
-"""Layout and settings from vLLM's configuration, read by attribute name, and what is refused."""
+"""Layout from vLLM's configuration, read by attribute name, and what is refused or not cached."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from fdcache.errors import ConfigurationError
 from fdcache.groups import CacheGroup, windows_of
+from fdcache.integrations.vllm.weights import digest_of
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
-from fdcache.settings import Candidate, Settings, Source, Sourced
-from fdcache.settings.checks import suggest
-from fdcache.settings.tree import KNOWN_NAMES, VARIABLES
 
-logger = logging.getLogger(__name__)
-
-_FILE = "kv_connector_extra_config"
-_FAILURE_POLICY = "kv_load_failure_policy"
 _FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
 _SLIDING_WINDOW = "SlidingWindowSpec"
-_FOLDER = "FDCACHE_STORAGE_DIR"
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
+_OF_EVERY_TOKEN = ("MEAN", "CLS", "STEP")
 
 
 def require_supported(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
@@ -37,9 +28,41 @@ def require_supported(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]
     """
     groups = kv_cache_config.kv_cache_groups
     windows = windows_of([_group_of(group) for group in groups])
-    for wrong, right in chain(_unsupported(vllm_config), _unsupported_groups(vllm_config, groups, windows)):
-        raise ConfigurationError(f"FdcacheConnector: {wrong}; {right}")
+    _refuse(_unsupported(vllm_config, vllm_config.kv_transfer_config))
+    _refuse(_unsupported_groups(vllm_config, groups, windows))
     return windows
+
+
+def require_supported_options(vllm_config: Any, transfer_config: Any) -> None:
+    """Raise the errors of ``require_supported`` that are known before vLLM has loaded the weights."""
+    _refuse(_unsupported(vllm_config, transfer_config))
+
+
+def _refuse(found: Iterable[tuple[str, str]]) -> None:
+    for wrong, right in found:
+        raise ConfigurationError(f"FdcacheConnector: {wrong}; {right}")
+
+
+def why_not_cached(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Return why blocks of this engine have no use for another request, None if they have.
+
+    vLLM then has its own prefix cache off as well. It would end at a hit where every token has to be computed, and
+    answer wrongly where a token attends to later ones.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not specs:
+        return "the model has no KV cache"
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        return "the model has layers in which a token attends to later ones"
+    model = vllm_config.model_config
+    pooler = getattr(model, "pooler_config", None)
+    if pooler is not None and not model.is_prefix_caching_supported:
+        kinds = [str(getattr(pooler, f"{each}_pooling_type", None)) for each in ("seq", "tok")]
+        named = next((kind for kind in kinds if kind in _OF_EVERY_TOKEN), "this model's")
+        return f"with {named} pooling every token of a prompt has to be computed"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "vLLM's prefix caching is off (enable_prefix_caching)"
+    return None
 
 
 def _group_of(group: Any) -> CacheGroup:
@@ -68,8 +91,8 @@ def _unsupported_groups(
         yield "a draft model shares the KV cache with layers of several groups or windows", remedy
 
 
-def _unsupported(vllm_config: Any) -> Iterator[tuple[str, str]]:
-    role = vllm_config.kv_transfer_config.kv_role
+def _unsupported(vllm_config: Any, transfer_config: Any) -> Iterator[tuple[str, str]]:
+    role = transfer_config.kv_role
     if role != "kv_both":
         yield f"kv_role {role!r} would only load or only store", "set it to 'kv_both'"
     parallel = vllm_config.parallel_config
@@ -85,12 +108,15 @@ def _unsupported(vllm_config: Any) -> Iterator[tuple[str, str]]:
         )
 
 
-def layout_from_config(vllm_config: Any, kv_cache_config: Any, packed_by: object = None) -> KVLayout:
+def layout_from_config(
+    vllm_config: Any, kv_cache_config: Any, packed_by: object = None, weights: str | None = None
+) -> KVLayout:
     """Return the layout of vLLM's pages: one plane of bytes for each layer of a rank, or of its largest group.
 
     vLLM's groups take their blocks from one pool, and lie over each other in the same memory.
     Its revision names everything that decides the bytes of a page: the weights, the dtypes, the packing, the ranks.
-    ``packed_by``: what else decides how vLLM packs a page: the GPUs' capability, and its variable.
+    ``packed_by``: what else decides how vLLM packs a page: the GPUs' capability, and its variable. ``weights``: the
+    name of the weights (``FDCACHE_WEIGHTS``), by default what vLLM and their files tell of them.
     Raises the errors of ``require_supported``.
     """
     windows = require_supported(vllm_config, kv_cache_config)
@@ -98,8 +124,8 @@ def layout_from_config(vllm_config: Any, kv_cache_config: Any, packed_by: object
     spec = largest.kv_cache_spec
     return KVLayout.build(
         [PlaneSpec(PlaneKind.KEY, "uint8", (int(spec.page_size_bytes),))],
-        model=str(vllm_config.model_config.model),
-        revision=revision_of(vllm_config, packed_by),
+        model=weights or model_of(vllm_config.model_config),
+        revision=revision_of(vllm_config, packed_by, weights),
         block_size=int(spec.block_size),
         num_layers=len(largest.layer_names),
         tp_size=int(vllm_config.parallel_config.world_size),
@@ -107,19 +133,26 @@ def layout_from_config(vllm_config: Any, kv_cache_config: Any, packed_by: object
     )
 
 
-def revision_of(vllm_config: Any, packed_by: object = None) -> str:
+def model_of(model: Any) -> str:
+    """Return the name of a model: for local weights its kind and the first digits of their digest, not their place."""
+    digest = digest_of(Path(str(model.model)))
+    if digest is None:
+        return str(model.model)
+    return f"{getattr(model.hf_config, 'model_type', 'model')}@{digest[:8]}"
+
+
+def revision_of(vllm_config: Any, packed_by: object = None, weights: str | None = None) -> str:
     """Return a digest of the weights and of what decides how vLLM computes and packs a page.
 
-    Rotary embeddings of the kind "longrope" have other factors from a certain longest prompt on.
+    ``weights`` names them in place of their revision and files. Rotary embeddings of the kind "longrope" have other
+    factors from a certain longest prompt on.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     load, speculative = vllm_config.load_config, vllm_config.speculative_config
     parts = {
         "vllm": version("vllm"),
-        "revision": model.revision,
-        "commit": getattr(model.hf_config, "_commit_hash", None),
-        "files": files_of(Path(str(model.model))),
-        "config": getattr(model, "hf_config_path", None),
+        "weights": weights or _weights_of(model),
+        "config": _place_of(getattr(model, "hf_config_path", None)),
         "overrides": repr(getattr(model, "hf_overrides", None)),
         "quantization": (model.quantization, repr(getattr(model, "quantization_config", None))),
         "dtype": str(model.dtype),
@@ -132,101 +165,22 @@ def revision_of(vllm_config: Any, packed_by: object = None) -> str:
         "backend": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
         "packing": (getattr(cache, "kv_cache_layout", None), str(packed_by)),
         "max_model_len": model.max_model_len if "longrope" in _rope_of(model.hf_text_config) else None,
-        "draft": None if speculative is None else (speculative.method, str(speculative.model)),
+        "draft": None if speculative is None else (speculative.method, _place_of(speculative.model)),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
+def _weights_of(model: Any) -> tuple[object, ...]:
+    digest = digest_of(Path(str(model.model)))
+    if digest is not None:
+        return (digest,)
+    return str(model.model), model.revision, getattr(model.hf_config, "_commit_hash", None)
+
+
+def _place_of(path: object) -> str | None:
+    """Return what names a model or a configuration: the digest of local files, else its name."""
+    return None if path is None else digest_of(Path(str(path))) or str(path)
+
+
 def _rope_of(text_config: Any) -> str:
     return "".join(str(getattr(text_config, name, "")) for name in ("rope_scaling", "rope_parameters"))
-
-
-def files_of(folder: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of each file of local weights, so that weights replaced in place are others."""
-    if not folder.is_dir():
-        return []
-    found = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found]
-
-
-def load_settings(vllm_config: Any, layout: KVLayout) -> Settings:
-    """Load the settings: ``kv_connector_extra_config`` first, then the environment.
-
-    Blocks are copied to the host as soon as they are computed, unless ``FDCACHE_WRITE_POLICY`` says otherwise. Draft
-    layers depend on the next token, so a match then looks one token ahead.
-
-    Raises ``ConfigurationError`` for a name that is no setting, ``SettingsError`` for a wrong value.
-    """
-    speculative = vllm_config.speculative_config
-    drafts = speculative is not None and bool(speculative.use_eagle())
-    settings = Settings.load(
-        arguments=extra_settings(vllm_config.kv_transfer_config.kv_connector_extra_config),
-        defaults={
-            "FDCACHE_BLOCK_SIZE": layout.block_size,
-            "FDCACHE_RANKS": layout.tp_size,
-            "FDCACHE_WRITE_POLICY": "write_through",
-            "FDCACHE_LOOKAHEAD_TOKENS": int(drafts),
-        },
-    )
-    if drafts and settings.cache.lookahead_tokens < 1:
-        place = settings.place("FDCACHE_LOOKAHEAD_TOKENS")
-        raise ConfigurationError(
-            f"FDCACHE_LOOKAHEAD_TOKENS=0 ({place}): the KV of draft layers depends on the next token; set it to 1"
-        )
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        for name, is_on in (
-            ("FDCACHE_SERVER", settings.cache.server is not None),
-            ("FDCACHE_STORAGE", settings.storage_tier.is_on),
-        ):
-            if is_on:
-                raise ConfigurationError(
-                    f"{name} ({settings.place(name)}): calculate_kv_scales makes other scales in each run, so that "
-                    "no other engine can read its blocks; give the model KV scales, or unset the variable"
-                )
-    return _with_own_folder(settings, getattr(vllm_config.parallel_config, "data_parallel_index", 0))
-
-
-def _with_own_folder(settings: Settings, engine: int) -> Settings:
-    """Return the settings of one of several data parallel engines: the files of local storage have one owner."""
-    if not engine or settings.storage_tier.connector != "local":
-        return settings
-    folder = settings.storage_tier.directory / f"engine-{engine}"
-    place = f"{settings.place(_FOLDER)}, with data_parallel_index {engine}"
-    return settings.with_derived({_FOLDER: (Candidate(Source.DERIVED, _FOLDER, place, folder), folder)})
-
-
-def settings_in_force(settings: Settings) -> str:
-    """Return the settings that differ from their defaults with their places, in one line, secrets masked.
-
-    ``fdcache env show`` does not see ``kv_connector_extra_config``.
-    """
-    changed = (name for name in VARIABLES if settings.changed(name))
-    return ", ".join(f"{name}={settings.render(name)} ({settings.place(name)})" for name in changed)
-
-
-def extra_settings(extra: Mapping[str, object]) -> dict[str, Sourced]:
-    """Return the values of ``kv_connector_extra_config`` by variable. Raises ``ConfigurationError`` for other names."""
-    given = {name: value for name, value in extra.items() if name != _FAILURE_POLICY}
-    for name in given:
-        if name not in KNOWN_NAMES:
-            near = suggest(name, KNOWN_NAMES)
-            remedy = f"did you mean {near}?" if near else "`fdcache env show` lists the names"
-            raise ConfigurationError(f"{_FILE}: {name} is no setting; {remedy}")
-    return {name: Sourced(_FILE, value) for name, value in given.items()}
-
-
-def choose_failure_policy(transfer_config: Any) -> None:
-    """Let vLLM compute what cannot be loaded, where it would end the request with an error by default.
-
-    vLLM does not tell its default, 'fail', from one that the user gave: ``kv_connector_extra_config`` does.
-    Raises ``ConfigurationError`` for a policy that vLLM does not have.
-    """
-    policy = transfer_config.kv_connector_extra_config.get(_FAILURE_POLICY)
-    if policy not in (None, "fail", "recompute"):
-        raise ConfigurationError(f"{_FILE}: {_FAILURE_POLICY}={policy!r}; set it to 'recompute' or 'fail'")
-    if policy is None and transfer_config.kv_load_failure_policy == "fail":
-        logger.info(
-            "kv_load_failure_policy is 'recompute': what cannot be loaded is computed, and no request fails for it. "
-            "To let such requests fail, set kv_load_failure_policy to 'fail' in kv_connector_extra_config"
-        )
-    transfer_config.kv_load_failure_policy = policy or "recompute"

@@ -21,15 +21,23 @@ from vllm.platforms import current_platform
 
 from fdcache.errors import ConfigurationError
 from fdcache.hints import HintOutcome
+from fdcache.integrations.vllm.callers import configurations
 from fdcache.integrations.vllm.config import (
-    choose_failure_policy,
     layout_from_config,
-    load_settings,
-    settings_in_force,
+    require_supported_options,
+    why_not_cached,
 )
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata, WorkerReports, WorkerStorage
 from fdcache.integrations.vllm.scheduler import SchedulerSide, table_of
+from fdcache.integrations.vllm.settings import (
+    check_settings,
+    choose_failure_policy,
+    given_settings,
+    load_settings,
+    settings_in_force,
+    warn_of_settings_without_effect,
+)
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide
 from fdcache.manager import OffloadManager
@@ -53,19 +61,29 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_where_vllm_logs()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._events: EventTranslator | None = None
+        if (reason := why_not_cached(vllm_config, kv_cache_config)) is not None:
+            if role is KVConnectorRole.SCHEDULER:
+                logger.warning("blocks are neither stored nor loaded: %s", reason)
+            return
+        self._start(vllm_config, role, kv_cache_config)
+
+    def _start(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Make the side of this process."""
         packed_by = (current_platform.get_device_capability(), envs.VLLM_KV_CACHE_LAYOUT)
-        layout = layout_from_config(vllm_config, kv_cache_config, packed_by)
+        weights = given_settings(self._kv_transfer_config).deployment.weights
+        layout = layout_from_config(vllm_config, kv_cache_config, packed_by, weights)
         if layout.windows and not _REPORTS_REQUESTS:
             raise ConfigurationError(
                 "FdcacheConnector: all layers have a sliding window, and this version of vLLM cannot compute a request "
                 "from its beginning when its load has failed; use vLLM 0.33, or set --disable-sliding-window"
             )
-        settings = load_settings(vllm_config, layout)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        self._events: EventTranslator | None = None
+        settings = load_settings(vllm_config, layout.block_size)
         if role is KVConnectorRole.SCHEDULER:
-            choose_failure_policy(self._kv_transfer_config)
+            choose_failure_policy(self._kv_transfer_config, _top_of(self._kv_transfer_config))
+            warn_of_settings_without_effect(settings)
             logger.info("settings: %s", settings_in_force(settings))
             events = vllm_config.kv_events_config
             self._events = EventTranslator() if events is not None and events.enable_kv_cache_events else None
@@ -203,8 +221,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Plan the copies of the step."""
-        assert self._scheduler is not None
-        return self._scheduler.step(scheduler_output)
+        return NOTHING if self._scheduler is None else self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Count the ranks' reports."""
@@ -284,6 +301,26 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             self._worker.shutdown()
         if self._scheduler is not None:
             self._scheduler.manager.close()
+
+
+def check_configurations() -> None:
+    """Check the configuration that vLLM is making, if it is: long before it loads weights.
+
+    Raises ``ConfigurationError``.
+    """
+    transfers, vllm_config = configurations()
+    own = next((each for each in transfers if each.kv_connector == FdcacheConnector.__name__), None)
+    if own is None or vllm_config is None:
+        return
+    _log_where_vllm_logs()
+    check_settings(own, transfers[-1], vllm_config)
+    if vllm_config.model_config is not None:
+        require_supported_options(vllm_config, own)
+
+
+def _top_of(transfer_config: Any) -> Any:
+    """Return the transfer configuration with the connector in which this one is, itself if there is none."""
+    return (configurations().transfers or [transfer_config])[-1]
 
 
 def _log_where_vllm_logs() -> None:

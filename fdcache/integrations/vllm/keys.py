@@ -8,13 +8,12 @@ prints the id of an adapter, for ``fdcache inspect explain --adapter``.
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
 from pathlib import Path
 from typing import Any
 
 from fdcache.hashing import MultimodalItem
-from fdcache.integrations.vllm.config import files_of
+from fdcache.integrations.vllm.weights import digest_of
 from fdcache.manager import Request
 
 
@@ -45,13 +44,12 @@ def request_of(request: Any) -> Request | None:
 
 
 def adapter_id(name: str, path: str) -> str:
-    """Return the id of an adapter: name and path and, for a local folder, its files' names, sizes and times.
+    """Return the id of an adapter: its name and, for a local folder, the digest of its files, else its path.
 
-    An adapter that is trained anew into its folder is another one.
+    An adapter that is trained anew into its folder is another one; a copy in another place is the same.
     """
-    files = files_of(Path(path).expanduser())
-    state = f"@{hashlib.sha256(repr(files).encode()).hexdigest()[:16]}" if files else ""
-    return f"{len(name)}:{name}{path}{state}"
+    digest = digest_of(Path(path))
+    return f"{len(name)}:{name}{path if digest is None else f'@{digest[:32]}'}"
 
 
 @functools.lru_cache(1024)

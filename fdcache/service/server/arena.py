@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
-from fdcache.machine.memory import available_memory, node_cores
+from fdcache.machine.memory import SHARE_OF_MEMORY, available_memory, node_cores
 from fdcache.service.wire.address import is_directory, is_read_only
 from fdcache.settings import Settings
 
@@ -37,7 +37,6 @@ _HUGE_PAGE = 2 << 20
 _FEWEST_EXTENTS = 16
 _SHARE_OF_TABLES = 128  # for presence tables: 32 bytes for each record of 4 KiB or more
 _TOUCH_THREADS = 8
-_SHARE_OF_MEMORY = 4  # by default the arena takes a quarter of the free memory
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -133,7 +132,7 @@ class Arena:
         directory have too little; older files stay then, unless the system refuses what it has promised.
         """
         held = sum(path.stat().st_size for path, _ in self._files())
-        total = wanted or (self.affordable() + held) // _SHARE_OF_MEMORY
+        total = wanted or (self.affordable() + held) // SHARE_OF_MEMORY
         size = extent_bytes(total, extent_size, self._kind.huge_pages)
         count = total // size
         self._check_budget(count * size, held)
