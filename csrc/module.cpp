@@ -18,13 +18,10 @@ NB_MODULE(_core, module) {
     fdcache::bind_swap_plan(module);
     fdcache::bind_cuda(module);
 #ifdef NDEBUG
-    // Frames of an exception or of a daemon thread keep objects alive until the process ends, which loses
-    // nothing.
+    // Frames of an exception or of a daemon thread keep objects until the process ends. Nothing is lost.
     nanobind::set_leak_warnings(false);
 #endif
     module.def(
         "set_leak_warnings", [](bool on) { nanobind::set_leak_warnings(on); }, nanobind::arg("on"),
-        "Report on stderr the native objects that are left when the process ends, or not. Release builds do "
-        "not, "
-        "unless this turns it on.");
+        "Report on stderr the native objects that are left at exit, or not. Off in release builds.");
 }

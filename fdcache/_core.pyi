@@ -2730,5 +2730,5 @@ def read_sums(host: int, count: int) -> Annotated[NDArray[numpy.uint64], dict(sh
 
 def set_leak_warnings(on: bool) -> None:
     """
-    Report on stderr the native objects that are left when the process ends, or not. Release builds do not, unless this turns it on.
+    Report on stderr the native objects that are left at exit, or not. Off in release builds.
     """

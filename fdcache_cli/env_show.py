@@ -214,6 +214,7 @@ class Report:
             "secret": "yes" if variable.secret else "",
             "group": variable.group,
             "effect": variable.effect,
+            "in fdcache": variable.acts or "",
             "since": variable.since,
             "takes effect": variable.takes_effect.value,
             "old names": ", ".join(variable.aliases),

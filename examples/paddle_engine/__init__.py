@@ -8,6 +8,7 @@ report).
 """
 
 import os
+import zlib  # noqa: F401  (before Paddle, whose releases before 3.0 replace the functions of one that is loaded later)
 
 # A matrix product is reproducible only with a fixed number of threads and independent of its memory's alignment.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,7 +10,7 @@ from paddle import Tensor
 
 from fdcache import KVLayout, PlaneKind
 
-_FP8: Any = paddle.float8_e4m3fn
+_FP8: Any = getattr(paddle, "float8_e4m3fn", None)  # Paddle before 3.0 has none, and allocates no such planes
 _FP8_LIMIT = 448.0
 
 

@@ -84,6 +84,9 @@ def exported(tensor: Any) -> Any:
 
 
 def _module(framework: str) -> ModuleType:
+    importlib.import_module(
+        "zlib"
+    )  # first, since Paddle before 3.0 replaces the functions of one that is loaded later
     try:
         return importlib.import_module(framework)
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ class Gpu:
 
 def import_cupy() -> Any:
     """Import CuPy. Raises ``DeviceError`` naming the package to install, or the folder that CuPy cannot create."""
+    _refuse_replaced_zlib()
     try:
         import cupy
     except ImportError as error:
@@ -46,6 +48,24 @@ def import_cupy() -> Any:
             f"CuPy cannot create its folder of compiled kernels ({error}); set CUPY_CACHE_DIR to a writable folder"
         ) from error
     return cupy
+
+
+def _refuse_replaced_zlib() -> None:
+    """Raise ``DeviceError`` where the functions of zlib, which CuPy uses, are those that Paddle before 3.0 exports.
+
+    They replace those of a zlib module that is loaded later, and calling them ends the process.
+    """
+    paddle = sys.modules.get("paddle")
+    if paddle is None or not str(getattr(paddle, "__version__", "")).startswith("2."):
+        return
+    if "zlib" in sys.builtin_module_names:
+        return
+    first = next(name for name in sys.modules if name == "zlib" or name.startswith("paddle."))
+    if first != "zlib":
+        raise DeviceError(
+            f"Paddle {paddle.__version__} was imported before zlib and replaces its functions, which would end this "
+            "process; import fdcache.integrations.paddle or zlib before paddle, or install Paddle 3.0 or newer"
+        )
 
 
 def visible_gpus() -> list[Gpu]:

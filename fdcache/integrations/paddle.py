@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib  # noqa: F401  (first, since Paddle before 3.0 replaces the functions of a zlib that is loaded later)
 from typing import Any, Never
 
 import paddle

@@ -84,6 +84,7 @@ class AttentionSettings(Group):
         "Attention implementation, which also determines the cache layout.",
         old=OldType.TEXT,
         used_in=(Component.FASTDEPLOY, Component.REPLAY),
+        acts="the planes of the FastDeploy adapter's layout, and of `fdcache replay` without `--layout`",
     )
     deterministic: Flag = variable(
         "FD_DETERMINISTIC_MODE",
@@ -91,6 +92,8 @@ class AttentionSettings(Group):
         "Compute prefills on an aligned grid, for results that repeat bit by bit.",
         old=OldType.BOOL,
         used_in=(Component.MANAGER,),
+        acts="prefixes are reused in steps of `FD_DETERMINISTIC_SPLIT_KV_SIZE`, if `FDCACHE_REUSE_GRID` is 0 or not "
+        "set; the grid of the example engine",
     )
     split_kv_size: PowerOfTwo = variable(
         "FD_DETERMINISTIC_SPLIT_KV_SIZE",
@@ -100,6 +103,7 @@ class AttentionSettings(Group):
         unit="tokens",
         used_in=(Component.MANAGER,),
         checked_against="FDCACHE_BLOCK_SIZE",
+        acts="the grid of deterministic mode, in tokens",
     )
     deterministic_log: Flag = variable(
         "FD_DETERMINISTIC_LOG_MODE",
@@ -107,6 +111,7 @@ class AttentionSettings(Group):
         "Log digests of intermediate results.",
         old=OldType.BOOL,
         used_in=(Component.PADDLE,),
+        acts="the example engine writes a digest of all logits; fdcache itself computes no logits",
     )
 
 

@@ -31,6 +31,7 @@ class ServiceSettings(Group):
         "Keys that authorise a caller.",
         old=OldType.LIST,
         used_in=(Component.SERVE,),
+        acts="the keys of the HTTP interface of `fdcache serve`",
     )
     max_connections: Integer = variable(
         "FD_SUPPORT_MAX_CONNECTIONS", 1024, "Maximum number of connections.", old=OldType.INT, ge=1
@@ -144,6 +145,7 @@ class ServiceSettings(Group):
         None,
         "Suffix of shared-memory names, different for each deployment.",
         used_in=(Component.ENVS,),
+        acts="the suffix that `fdcache.envs.get_unique_name` adds",
     )
 
 
@@ -172,6 +174,7 @@ class SchedulingSettings(Group):
         ge=0,
         unit="blocks",
         used_in=(Component.REPLAY, Component.PADDLE),
+        acts="blocks that a decode allocates at a time, in `replay` and the example engine",
     )
     max_prefill: Flag = variable(
         "FD_ENABLE_MAX_PREFILL", False, "Prefill as much as fits in each step.", old=OldType.INT
@@ -190,6 +193,8 @@ class SchedulingSettings(Group):
         ge=0,
         unit="blocks",
         used_in=(Component.REPLAY, Component.PADDLE),
+        acts="blocks that new requests leave to running ones after a preemption, in `replay` and the "
+        "example engine",
     )
     prefill_reserve_decay: Number = variable(
         "FD_RESERVE_DECAY_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
@@ -198,6 +203,7 @@ class SchedulingSettings(Group):
         old=OldType.FLOAT,
         ge=0,
         used_in=(Component.REPLAY, Component.PADDLE),
+        acts="blocks by which the reserve of running requests shrinks in each step",
     )
     prefill_reserve_minimum: Integer = variable(
         "FD_RESERVE_MIN_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
@@ -207,6 +213,7 @@ class SchedulingSettings(Group):
         ge=0,
         unit="blocks",
         used_in=(Component.REPLAY, Component.PADDLE),
+        acts="blocks to which the reserve of running requests shrinks at most",
     )
     save_preempted_output: Flag = variable(
         "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST",
@@ -214,6 +221,7 @@ class SchedulingSettings(Group):
         "Keep the output blocks of a preempted request in the cache.",
         old=OldType.BOOL,
         used_in=(Component.FASTDEPLOY, Component.REPLAY),
+        acts="0: a preempted request leaves only its prompt in the cache, in the adapter and in `replay`",
     )
 
 
@@ -226,6 +234,7 @@ class EngineCacheSettings(Group):
         "Use cache manager v1.",
         old=OldType.INT,
         used_in=(Component.FASTDEPLOY,),
+        acts="0: the adapter warns that FastDeploy runs its old manager instead",
     )
     parameters: FilePathOrNone = variable(
         "FD_CACHE_PARAMS",
@@ -240,6 +249,7 @@ class EngineCacheSettings(Group):
         "Free the host cache when weights are cleared.",
         old=OldType.INT,
         used_in=(Component.FASTDEPLOY,),
+        acts="1: the adapter's `CacheController` frees the host cache with the device cache",
     )
     exit_timeout: WholeSeconds = variable(
         "FD_CACHE_PROC_EXIT_TIMEOUT",
@@ -249,6 +259,8 @@ class EngineCacheSettings(Group):
         ge=0,
         unit="s",
         used_in=(Component.SERVE, Component.CONTROLLER),
+        acts="`FDCACHE_DRAIN_TIMEOUT` and `FDCACHE_SWAP_DRAIN_TIMEOUT`, where they are not set; 0 applies to the "
+        "former alone, since copies in flight need some time, and is a warning",
     )
     error_limit: Integer = variable(
         "FD_CACHE_PROC_ERROR_COUNT",
@@ -330,6 +342,7 @@ class StorageSettings(Group):
         "Folder of the file storage backend.",
         old=OldType.TEXT,
         used_in=(Component.STORAGE,),
+        acts="the folder of local storage, if `FDCACHE_STORAGE_DIR` is not set",
     )
     bos_access_key: Secret | None = variable(
         "ENCODE_FEATURE_BOS_AK", None, "The access key of the object store.", old=OldType.TEXT

@@ -25,6 +25,7 @@ class LoggingSettings(Group):
         "Folder of log files.",
         old=OldType.TEXT,
         used_in=(Component.SERVE, Component.INIT, Component.MANAGER, Component.CONTROLLER),
+        acts="the folder of log files of `fdcache serve` and of engines, if it is set",
     )
     level: LogLevel | None = variable(
         "FD_LOG_LEVEL",
@@ -32,6 +33,7 @@ class LoggingSettings(Group):
         "Log level, which overrides FD_DEBUG.",
         old=OldType.TEXT,
         used_in=(Component.SERVE, Component.MANAGER, Component.CONTROLLER),
+        acts="the level of the log of `fdcache serve` and of engines",
     )
     debug: Flag = variable(
         "FD_DEBUG",
@@ -39,6 +41,7 @@ class LoggingSettings(Group):
         "Log at debug level.",
         old=OldType.INT,
         used_in=(Component.SERVE, Component.MANAGER, Component.CONTROLLER),
+        acts="1: debug level in `fdcache serve` and in engines, if `FD_LOG_LEVEL` is not set",
     )
     requests: Flag = variable("FD_LOG_REQUESTS", True, "Log each request.", old=OldType.INT, live=True)
     requests_detail: Integer = variable(
@@ -67,6 +70,7 @@ class LoggingSettings(Group):
         ge=0,
         unit="days",
         used_in=(Component.SERVE, Component.MANAGER, Component.CONTROLLER),
+        acts="days for which `fdcache serve` and engines keep log files",
     )
     console_metrics: Flag = variable(
         "FD_CONSOLE_SCHEDULER_METRICS",

@@ -9,6 +9,9 @@ from fdcache.settings.sources import OWN_PREFIX, quote
 from fdcache.settings.tree import GROUPS, VARIABLES
 from fdcache.settings.variable import Variable
 
+ACTIONS = "What FastDeploy's variables do in fdcache"
+"""Heading of a table in the reference page."""
+
 _PASSED_ON = "passed on"
 _UNCOMMENTED = "FDCACHE_PREFIX_CACHING"
 """The one variable that YAML templates set, so that their mapping is not empty."""
@@ -127,6 +130,19 @@ def _effects_table() -> Iterator[str]:
         yield f"- {effect}: {', '.join(f'`{name}`' for name in names)}"
 
 
+def _actions_table() -> Iterator[str]:
+    """Yield a table of what FastDeploy's variables do in fdcache."""
+    yield "These variables of FastDeploy act in fdcache; it passes all others on:"
+    yield ""
+    yield "| Variable | In fdcache | Component |"
+    yield "|---|---|---|"
+    for variable in VARIABLES.values():
+        if variable.used_in and variable.group != "mooncake" and not variable.name.startswith(OWN_PREFIX):
+            text = variable.acts or variable.meaning
+            said = text[:1].upper() + text[1:].rstrip(".")
+            yield f"| `{variable.name}` | {_cell(said)}. | {', '.join(variable.used_in)} |"
+
+
 def _by_effect(variables: Iterable[Variable]) -> list[tuple[str, list[str]]]:
     """Group names by effect, those passed on last."""
     by_effect: dict[str, list[str]] = {}
@@ -157,6 +173,10 @@ def render_markdown() -> str:
         "  nothing else.",
         "",
         *_effects_table(),
+        "",
+        f"## {ACTIONS}",
+        "",
+        *_actions_table(),
     ]
     for group, members in GROUPS.items():
         lines += [

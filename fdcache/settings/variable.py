@@ -108,6 +108,8 @@ class Facts(TypedDict, total=False):
     """Components of fdcache that use it, in place of the group's."""
     checked_against: str
     """The variable with which it may conflict."""
+    acts: str
+    """What it does in fdcache, where the meaning says what it does in the engine."""
     live: bool
     """A changed value takes effect while the process runs."""
     since: str
@@ -160,6 +162,7 @@ class Variable:
     used_in: tuple[Component, ...]
     unit: str | None = None
     checked_against: str | None = None
+    acts: str | None = None
     live: bool = False
     since: str = "0.1.0"
     alias: str | None = None

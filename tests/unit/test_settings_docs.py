@@ -15,7 +15,7 @@ from fdcache.settings.checks import cross_checks
 from fdcache.settings.kinds import parse_duration, parse_size
 from fdcache.settings.legacy import OLD_VARIABLES
 from fdcache.settings.sources import PREFIXES, parse_dotenv
-from fdcache.settings.templates import FORMATS
+from fdcache.settings.templates import ACTIONS, FORMATS
 from fdcache_cli.env import COMMANDS, Format
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +100,7 @@ def test_json_schema_accepts_what_the_settings_accept(settings: dict[str, object
 def test_every_variable_of_the_engine_has_one_effect_in_the_reference_and_the_templates() -> None:
     page, dotenv = FORMATS["markdown"](), FORMATS["dotenv"]()
     for name, variable in OLD_VARIABLES.items():
-        (row,) = re.findall(rf"^\| `{name}` \|.*$", page, flags=re.MULTILINE)
+        *_, row = re.findall(rf"^\| `{name}` \|.*$", page, flags=re.MULTILINE)
         assert row.split(" | ")[4] == variable.effect
         effect = variable.effect if variable.used_in else f"{variable.effect}: no effect in fdcache"
         assert f"# {effect}\n# {name}=" in dotenv
@@ -118,6 +118,42 @@ def test_every_variable_of_the_engine_has_one_effect_in_the_reference_and_the_te
     )
     own = {name for name in VARIABLES if name.startswith("FDCACHE_")}
     assert sorted(others) == sorted(set(VARIABLES) - described - own)
+
+
+def table_of_actions() -> dict[str, str]:
+    """Return what the reference says that each variable of FastDeploy does in fdcache."""
+    page = (ROOT / "docs/reference/environment.md").read_text()
+    section = page.split(f"## {ACTIONS}\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", section, flags=re.MULTILINE))
+
+
+def test_the_reference_says_what_each_variable_of_fastdeploy_does_in_fdcache() -> None:
+    acting = {
+        name
+        for name, variable in VARIABLES.items()
+        if variable.used_in and variable.group != "mooncake" and not name.startswith("FDCACHE_")
+    }
+    table = table_of_actions()
+    assert set(table) == acting
+    for name, text in table.items():
+        known = VARIABLES[name].acts or VARIABLES[name].meaning
+        assert text.rstrip(".").casefold() == known.rstrip(".").casefold()
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "migration.md"])
+def test_guides_link_the_table_of_variables_instead_of_repeating_it(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    anchor = re.sub(r"[^\w -]", "", ACTIONS).lower().replace(" ", "-")
+    assert f"(reference/environment.md#{anchor})" in text
+
+
+def test_migration_page_says_of_variables_that_act_what_the_reference_says() -> None:
+    text = (ROOT / "docs/migration.md").read_text().split("## From the per-rank transfer process")[1]
+    rows = re.findall(r"^\| (`.+?) \| (.+?) \|$", text, flags=re.MULTILINE)
+    table = table_of_actions()
+    told = {name: said for old, said in rows for name in names_in(old) if name in table}
+    assert sorted(told) == ["FD_CACHE_PROC_EXIT_TIMEOUT", "FD_ENABLE_SWAP_SPACE_CLEARING"]
+    assert {name: table[name].rstrip(".") for name in told} == told
 
 
 def test_readme_counts_the_variables_of_fastdeploy() -> None:
