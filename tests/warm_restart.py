@@ -51,6 +51,9 @@ class WarmService(ServiceProcess):
         super().__init__(directory, **{"FDCACHE_HOST_MEMORY": SIZE, "FDCACHE_DISCARD": "0", **settings})
         self.fault = directory.with_name(f"{directory.name}.fault")
 
+    def __enter__(self) -> WarmService:
+        return self
+
     def fill(self) -> None:
         """Store every block of the prompts, in their order."""
         engine = Engine(self.address)
