@@ -190,6 +190,28 @@ def test_namespaces_of_several_ranks_share_what_is_left(tmp_path: Path, size: st
             found_by(service, shape, prompts)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"FDCACHE_EXTENT_SIZE": "64KiB"},
+        {"FDCACHE_EXTENT_SIZE": "64KiB", "FDCACHE_HOST_MEMORY": "16MiB"},
+        {"FDCACHE_HUGE_PAGES": "1"},
+        {"FDCACHE_EVICTION": "lru"},
+        {"FDCACHE_NAMESPACE_QUOTA": "0.1"},
+        {"FDCACHE_TENANT_QUOTA": "0.5"},
+        {"FDCACHE_EVICTION_LOG": "0"},
+    ],
+    ids=" ".join,
+)
+def test_other_settings_keep_the_blocks(tmp_path: Path, settings: dict[str, str]) -> None:
+    prompts = [prompt_of(i, 20) for i in range(1, 6)]
+    filled(tmp_path, [layout()], prompts).stop()
+    with local_service(tmp_path, **{"FDCACHE_HOST_MEMORY": "2MiB", **settings}) as service:
+        assert ready_blocks(service) == 100
+        assert sum(found_by(service, layout(), prompts)) >= 99  # a quota may evict for the stock
+        assert service.ask("integrity") == []
+
+
 def test_blocks_move_into_no_slot_that_a_former_client_may_write(tmp_path: Path) -> None:
     prompts = [prompt_of(i, 20) for i in range(1, 9)]
     service = filled(tmp_path, [layout()], prompts)

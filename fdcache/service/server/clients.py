@@ -37,7 +37,7 @@ log = logging.getLogger("fdcache.service.server")
 
 MAX_CLIENTS = 1024
 MAX_RUNS = 65536
-MAX_LAYOUT_BYTES = 1 << 20
+MAX_LAYOUT_BYTES = 1 << 18
 MAX_FIGURES_BYTES = 1 << 16
 MAX_NAME_LENGTH = 200
 MAX_WATCHES = 8
