@@ -245,6 +245,32 @@ class TestFaults:
         live.close()
         assert_serves(line)
 
+    def test_a_fault_in_looking_after_one_client_costs_no_other(
+        self, line: Line, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        service, connection = line
+        live = register(connection, service.directory)
+        client = service.service.clients[connection.session]
+        is_gone = type(client).is_gone
+
+        def fault(each: Any) -> bool:
+            if each is client:
+                raise OSError("planted")
+            return bool(is_gone(each))
+
+        monkeypatch.setattr(type(client), "is_gone", fault)
+        until(lambda: "cannot be looked after" in caplog.text, "the fault is noticed")
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+        engine.close()
+        until(lambda: len(service.ask("clients")) == 1, "another client's end is noticed")
+        monkeypatch.undo()
+        assert caplog.text.count("cannot be looked after") == 1
+        connection.session = 0
+        live.close()
+        assert_serves(line)
+
     def test_an_eviction_log_without_bounds_does_not_end_a_reset(self, tmp_path: Path) -> None:
         with local_service(tmp_path, FDCACHE_EVICTION_LOG="4294967296") as service:
             engine = Engine(service.address)
