@@ -304,21 +304,6 @@ class PresenceTable:
         Number of consecutive blocks of a path that are present, from ``start`` on.
         """
 
-class MemoryGuard:
-    """
-    Guards mapped shared memory whose file another process may truncate.
-
-    Pages that the file has lost are zeros of this process alone, where an access would end it with
-    SIGBUS.
-    """
-
-    def __init__(
-        self, memory: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")]
-    ) -> None: ...
-    @property
-    def has_lost(self) -> bool:
-        """True once a page was lost."""
-
 class PresenceWriter(PresenceTable):
     """
     The presence table of a tier of this process, which the tier itself keeps: ``Tier.mirror``.
@@ -1849,6 +1834,21 @@ class WholeReports:
 
     @property
     def copied(self) -> CopiedBlocks: ...
+
+class MemoryGuard:
+    """
+    Guards mapped shared memory whose file another process may truncate.
+
+    Pages that the file has lost are zeros of this process alone, where an access would end it with
+    SIGBUS.
+    """
+
+    def __init__(
+        self, memory: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")]
+    ) -> None: ...
+    @property
+    def has_lost(self) -> bool:
+        """True once a page was lost."""
 
 class SlotHeader:
     """The header of a slot outside the device (docs/format-record.md)."""

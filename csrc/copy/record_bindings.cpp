@@ -10,6 +10,7 @@
 
 #include "copy/bound_memory.hpp"
 #include "copy/host_memory.hpp"
+#include "copy/memory_guard.hpp"
 #include "copy/record.hpp"
 
 namespace fdcache {
@@ -66,6 +67,22 @@ BoundRecords make_records(const std::vector<std::uintptr_t> &extents, std::size_
     for (const auto address : headers) table.headers.push_back(reinterpret_cast<SlotHeader *>(address));
     table.num_slots = num_slots;
     return {std::make_shared<const RecordTable>(std::move(table)), std::move(owner)};
+}
+
+void bind_guard(nb::module_ &module) {
+    nb::class_<MemoryGuard>(
+        module, "MemoryGuard",
+        "Guards mapped shared memory whose file another process may truncate.\n\n"
+        "Pages that the file has lost are zeros of this process alone, where an access would end it with\n"
+        "SIGBUS.")
+        .def(
+            "__init__",
+            [](MemoryGuard *self,
+               const nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> &memory) {
+                new (self) MemoryGuard(memory.data(), memory.shape(0));
+            },
+            "memory"_a, nb::keep_alive<1, 2>())
+        .def_prop_ro("has_lost", &MemoryGuard::has_lost, "True once a page was lost.");
 }
 
 void bind_header(nb::module_ &module) {
@@ -219,6 +236,7 @@ void bind_tables(nb::module_ &module) {
 }  // namespace
 
 void bind_records(nb::module_ &module) {
+    bind_guard(module);
     bind_header(module);
     bind_memory(module);
     bind_tables(module);

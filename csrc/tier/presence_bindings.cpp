@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "copy/memory_guard.hpp"
 #include "tier/outgoing.hpp"
 #include "tier/presence.hpp"
 #include "tier/run_ring.hpp"
@@ -203,21 +202,6 @@ void bind_writer(nb::module_ &module) {
             "hashes"_a, "unverified"_a, "Mark blocks of the table, or remove the mark.");
 }
 
-void bind_guard(nb::module_ &module) {
-    nb::class_<MemoryGuard>(
-        module, "MemoryGuard",
-        "Guards mapped shared memory whose file another process may truncate.\n\n"
-        "Pages that the file has lost are zeros of this process alone, where an access would end it with\n"
-        "SIGBUS.")
-        .def(
-            "__init__",
-            [](MemoryGuard *self, const Memory &memory) {
-                new (self) MemoryGuard(memory.data(), memory.shape(0));
-            },
-            "memory"_a, nb::keep_alive<1, 2>())
-        .def_prop_ro("has_lost", &MemoryGuard::has_lost, "True once a page was lost.");
-}
-
 }  // namespace
 
 void bind_presence(nb::module_ &module) {
@@ -249,7 +233,6 @@ void bind_presence(nb::module_ &module) {
             },
             "path"_a, "start"_a = 0,
             "Number of consecutive blocks of a path that are present, from ``start`` on.");
-    bind_guard(module);
     bind_writer(module);
     bind_outgoing(module);
     bind_runs(module);

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fdcache._core import PresenceTable
 from fdcache.devices.cpu import CpuDevice
 from fdcache.manager import CacheManager, LoadStatus, MatchStatus, Request
+from fdcache.service.client import session
 from fdcache.service.client.arena import SharedHostArena
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from tests.replay_help import assert_clean, run_chat, small_config
@@ -178,17 +180,21 @@ class TestSharing:
             engine.close()
             assert_nothing_is_held(service)
 
-    def test_an_engine_that_cannot_read_the_table_computes(self, tmp_path: Path) -> None:
+    def test_an_engine_that_cannot_read_the_table_computes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(path: Path, nbytes: int) -> PresenceTable:
+            raise PermissionError(13, "Permission denied", str(path))
+
         with local_service(tmp_path) as service:
             first = Engine(service.address)
             first.serve(PROMPT)
-            (table,) = tmp_path.glob("fdcache-*.table")
-            hidden = table.rename(tmp_path / "hidden")
+            monkeypatch.setattr(session, "open_table", refused)
             second = CacheManager(CacheSettings(server=service.address, rpc_timeout=0.2), layout())
             request = Request("r", PROMPT)
             assert second.match_prefix([request])[0].num_host_blocks == 0
             second.request_finish([request])
-            hidden.rename(table)
+            monkeypatch.undo()
             names = iter(range(10**6))
 
             def finds_them() -> bool:

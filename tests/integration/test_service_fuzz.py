@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
+from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 
 from fdcache.errors import ProtocolError
 from fdcache.hashing import hash_blocks, root_hash
+from fdcache.hints import HintKind
 from fdcache.service.client.connection import Argument
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import (
     Ask,
     Attach,
+    Bye,
     EndFetches,
     Heartbeat,
+    HintGiven,
+    Hints,
     LoadEnded,
     Match,
     Missed,
@@ -24,22 +32,34 @@ from fdcache.service.wire.protocol import (
     Publish,
     Refill,
     Register,
+    Registered,
     Request,
     decode_answer,
     encode_request,
 )
 from fdcache.tiers.statistics import Copied, Direction, Traffic
-from tests.service_engine import PROMPT, Engine, layout
-from tests.service_help import until
+from tests.seeds import budget
+from tests.service_engine import PROMPT, Engine, layout, ready_blocks
+from tests.service_help import TIMEOUT, until
 from tests.service_line import Line, code, ints, numbers, register, runs_of
 
 
-def bodies(slots: list[int], live: LiveFile, hashes: np.ndarray) -> list[Request]:
-    """One of each request but the goodbye, all of them sound: what is changed in them reaches far."""
+def bodies(
+    slots: list[int], live: LiveFile, hashes: np.ndarray, engine: LiveFile | None = None
+) -> list[Request]:
+    """Return some of each request, all of them sound: what is changed in them reaches far.
+
+    ``engine`` is the process that is registered; its goodbye is among them.
+    """
     three, none = hashes[:3].tobytes(), bytes(32)
+    own = (engine or live).live
     return [
-        Register(layout().to_json().encode(), live.live, "test"),
-        Attach(0, live.live),
+        *([Bye()] if engine else []),
+        Register(layout().to_json().encode(), own, "test"),
+        Attach(0, msgspec.structs.replace(live.live, engine=own.path)),
+        Hints(
+            [HintGiven(1, HintKind.RETAIN, three, 5.0), HintGiven(2, HintKind.PRIORITY, three, None, 7, True)]
+        ),
         Match(numbers(1), ints(10), ints(0), hashes.tobytes()),
         Match(numbers(2), ints(1), ints(0), b"x" * 32, numbers(7)),
         Prefetch(7, 0, hashes.tobytes()),
@@ -118,6 +138,98 @@ def test_random_frames_are_refused_and_leak_no_memory(line: Line) -> None:
     assert process.memory_info().rss - before < 32 << 20
     live.close()
     other.close()
+
+
+# --- each type of message -----------------------------------------------------------------------------------
+
+NUMBERS = (-(2**63), -(2**31), -1, 0, 1, 2, 255, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63, 2**64 - 1)
+TEXTS = ("", "..", "/", "\0", "x" * 300, "\U0010ffff" * 100, "0" * 64, "host", "nan")
+
+
+def changed(value: Any, rng: random.Random) -> Any:
+    """Return a value with one part of it changed, of its own kind or another."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(list(value))
+        if rng.random() < 0.1:
+            return {each: its for each, its in value.items() if each != key}
+        return value | {key: changed(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        at = rng.randrange(len(value))
+        kinds = [value[:at], [*value, value[at]], [*value[:at], changed(value[at], rng), *value[at + 1 :]]]
+        return rng.choice(kinds)
+    if rng.random() < 0.8:
+        if isinstance(value, bytes):
+            return _changed_bytes(value, rng)
+        if isinstance(value, str):
+            return _changed_text(value, rng)
+    anything: list[Any] = [None, True, {}, [], float("nan"), float("inf"), 1e300, *NUMBERS, *TEXTS]
+    return rng.choice([*anything, [[[]]] * 100, "x" * rng.randrange(200)])
+
+
+def _changed_text(value: str, rng: random.Random) -> str:
+    at = rng.randrange(len(value) + 1)
+    return rng.choice([*TEXTS, value[:at], value[:at] + rng.choice(TEXTS) + value[at:]])
+
+
+def _changed_bytes(value: bytes, rng: random.Random) -> bytes:
+    data = bytearray(value)
+    at = rng.randrange(len(data) + 1)
+    kind = rng.randrange(5)
+    if kind == 0 and data:
+        data[at % len(data)] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        data[at:at] = rng.randbytes(rng.choice([1, 4, 8, 16, 32]))
+    elif kind == 2:
+        del data[at : at + rng.choice([1, 4, 8, 16, 32])]
+    elif kind == 3 and len(data) >= 4:
+        start = at % (len(data) - 3)
+        data[start : start + 4] = ints(rng.choice([-(2**31), -1, 0, 1, 2**31 - 1]))
+    else:
+        data *= rng.choice([2, 64])
+    return bytes(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", get_args(Request), ids=lambda kind: kind.__name__.lower())
+def test_changed_messages_of_each_type_are_harmless(line: Line, kind: type[Request]) -> None:
+    service, connection = line
+    rng = random.Random(f"20261124 {kind.__name__}")
+    engine = Engine(service.address)
+    engine.serve(PROMPT)
+    until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
+    hashes = hash_blocks(PROMPT, 4, parent=root_hash(engine.layout.fingerprint))
+    live, other = LiveFile(service.directory), LiveFile(service.directory)
+    process, before = psutil.Process(), 0
+    answers: Counter[str] = Counter()
+    for turn in range(budget(5000)):
+        if not connection.session or connection.session not in service.service.clients:
+            answer, _ = connection.call(Register(layout().to_json().encode(), live.live, "test"), TIMEOUT)
+            assert isinstance(answer, Registered)
+            connection.session = answer.session
+            code(connection, Refill(8))
+        slots = list(service.service.clients[connection.session].stock)[:3] or [0, 1, 2]
+        sound = [each for each in bodies(slots, other, hashes, live) if isinstance(each, kind)]
+        body: Any = msgspec.to_builtins(rng.choice(sound), builtin_types=(bytes,))
+        if kind is Register and rng.random() < 0.5:
+            body["layout"] = json.dumps(changed(json.loads(body["layout"]), rng)).encode()
+        for _ in range(rng.choice([0, 1, 1, 2, 3])):
+            body = changed(body, rng)
+        answers[code(connection, body)] += 1
+        if turn % 200 == 0:
+            assert service.ask("integrity") == []
+        if turn == 200:
+            before = process.memory_info().rss
+    assert answers["done"] > 0
+    assert answers.keys() & {"internal", "silence"} == set(), answers
+    assert not before or process.memory_info().rss - before < 64 << 20
+    connection.session = 0
+    live.close()
+    other.close()
+    until(lambda: len(service.ask("clients")) == 1, "it is gone")
+    assert service.ask("integrity") == []
+    engine.manager._device.reset()
+    until(lambda: engine.serve(PROMPT) and ready_blocks(service) >= 10, "the engine stores and finds")
+    engine.close()
 
 
 def nonsense(rng: random.Random, slots: list[int], hashes: np.ndarray) -> Request:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,15 +17,18 @@ from fdcache.errors import HostMemoryError
 from fdcache.hashing import hash_blocks, root_hash
 from fdcache.layout import KVLayout
 from fdcache.manager import LoadStatus
+from fdcache.metadata import Int32Array
 from fdcache.service.client.connection import Connection
+from fdcache.service.server.arena import Arena
 from fdcache.service.server.arenas import find_arenas
 from fdcache.service.server.lifecycle import Server
+from fdcache.service.server.namespace_memory import NamespaceMemory
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Granted, Refill, Register, Registered
 from fdcache.settings import Settings
 from tests.mounts import file_system
-from tests.service_engine import BLOCK, Engine, layout, ready_blocks
-from tests.service_help import TIMEOUT, LocalService, arguments, local_service, run, until
+from tests.service_engine import BLOCK, PROMPT, Engine, layout, ready_blocks
+from tests.service_help import TIMEOUT, LocalService, ServiceProcess, arguments, local_service, run, until
 from tests.warm_restart import BLOCKS, CASES, HEAD, QUARTER, Case, measure, row
 
 GUIDE = Path(__file__).parents[2] / "docs" / "serve.md"
@@ -46,6 +50,60 @@ def test_the_blocks_of_the_service_before_are_found(tmp_path: Path, case: Case) 
 def test_the_guide_has_the_whole_table() -> None:
     _, _, table = GUIDE.read_text().partition(HEAD)
     assert len(table.strip().split("\n\n")[0].splitlines()) == len(CASES)
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
+    found = {}
+    for path in folder.glob("fdcache-*"):
+        status = path.stat()
+        found[path.name] = status.st_ino, status.st_mtime_ns, status.st_size
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"FDCACHE_NUMA_NODE": "4095"},
+        {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": "{folder}/file/below"},
+        {"FDCACHE_STORAGE": "nosuch"},
+        {"FDCACHE_HTTP_ADDRESS": "127.0.0.1:{port}"},
+        {"FDCACHE_SERVER": "ipc://{folder}/taken.sock"},
+    ],
+    ids=["numa", "storage folder", "connector", "http", "lock"],
+)
+def test_a_refused_start_touches_no_file_of_the_arena(tmp_path: Path, settings: dict[str, str]) -> None:
+    filled(tmp_path, [layout()], [prompt_of(1, 10)]).stop()
+    (tmp_path / "file").touch()
+    (tmp_path / "taken.sock.lock").mkdir()
+    before = snapshot(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        chosen = {name: text.format(folder=tmp_path, port=port) for name, text in settings.items()}
+        values = {name: str(value) for name, value in arguments(tmp_path, **chosen).items()}
+        done = run("serve", **values, FDCACHE_RECOVER="0")
+    assert done.returncode in (1, 78), done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_an_engine_finds_its_blocks_after_a_rolling_restart(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "s", FDCACHE_DISCARD="0") as service:
+        service.start()
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+        for _ in range(2):
+            assert service.terminate() == 0
+            service.start()
+
+            def finds_them() -> bool:
+                engine.manager._device.reset()
+                return engine.serve(PROMPT)[0] == 10
+
+            until(finds_them, "the engine finds them")
+            assert service.ask("stats")["state"] == "ready"
+        engine.close()
 
 
 # --- other sizes --------------------------------------------------------------------------------------------
@@ -132,6 +190,28 @@ def test_namespaces_of_several_ranks_share_what_is_left(tmp_path: Path, size: st
             found_by(service, shape, prompts)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"FDCACHE_EXTENT_SIZE": "64KiB"},
+        {"FDCACHE_EXTENT_SIZE": "64KiB", "FDCACHE_HOST_MEMORY": "16MiB"},
+        {"FDCACHE_HUGE_PAGES": "1"},
+        {"FDCACHE_EVICTION": "lru"},
+        {"FDCACHE_NAMESPACE_QUOTA": "0.1"},
+        {"FDCACHE_TENANT_QUOTA": "0.5"},
+        {"FDCACHE_EVICTION_LOG": "0"},
+    ],
+    ids=" ".join,
+)
+def test_other_settings_keep_the_blocks(tmp_path: Path, settings: dict[str, str]) -> None:
+    prompts = [prompt_of(i, 20) for i in range(1, 6)]
+    filled(tmp_path, [layout()], prompts).stop()
+    with local_service(tmp_path, **{"FDCACHE_HOST_MEMORY": "2MiB", **settings}) as service:
+        assert ready_blocks(service) == 100
+        assert sum(found_by(service, layout(), prompts)) >= 99  # a quota may evict for the stock
+        assert service.ask("integrity") == []
+
+
 def test_blocks_move_into_no_slot_that_a_former_client_may_write(tmp_path: Path) -> None:
     prompts = [prompt_of(i, 20) for i in range(1, 9)]
     service = filled(tmp_path, [layout()], prompts)
@@ -159,6 +239,46 @@ def test_blocks_move_into_no_slot_that_a_former_client_may_write(tmp_path: Path)
         granted.close()
         until(lambda: service.ask("stats")["state"] == "ready", "the former client is gone")
     line.close()
+
+
+def half_of_the_moves(
+    memory: NamespaceMemory, sources: Int32Array, targets: Int32Array, generation: int
+) -> None:
+    half = len(sources) // 2
+    assert half
+    MOVE(memory, sources[:half], targets[:half], generation)
+    raise RuntimeError("planted")
+
+
+def one_of_the_files(arena: Arena, paths: list[str]) -> None:
+    TAKE_BACK(arena, paths[:1])
+    if paths:
+        raise RuntimeError("planted")
+
+
+MOVE, TAKE_BACK = NamespaceMemory.move, Arena.take_back
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [(NamespaceMemory, "move", half_of_the_moves), (Arena, "take_back", one_of_the_files)],
+)
+def test_a_start_that_ends_while_it_shrinks_loses_nothing_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: object
+) -> None:
+    shape, prompts = layout(ranks=2), [prompt_of(i, 20) for i in range(1, 8)]
+    filled(tmp_path, [shape], prompts, FDCACHE_HOST_MEMORY="4MiB").stop()
+    small = {"FDCACHE_HOST_MEMORY": "1280KiB"}
+    with monkeypatch.context() as planted:
+        planted.setattr(owner, name, broken)
+        server = Server(Settings.load(environ={}, arguments=arguments(tmp_path, **small)))
+        with pytest.raises(RuntimeError, match="planted"):
+            server.start()
+    with local_service(tmp_path, **small) as service:
+        assert service.ask("stats")["tiers"]["host"]["extents"] == 5
+        assert ready_blocks(service) == 2 * 62
+        assert service.ask("integrity") == []
+        found_by(service, shape, prompts)
 
 
 def test_an_arena_smaller_than_an_extent_begins_anew(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import platform
 import random
 import resource
+import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fdcache._core import PresenceTable, Tier, map_pages
+from fdcache._core import MemoryGuard, PresenceTable, Tier, map_pages
 from fdcache.service.wire.shared_memory import BYTES_PER_SLOT, Extent, create_shared, open_table, table_bytes
 
 ROOT = bytes(32)
@@ -212,3 +216,60 @@ def test_pages_of_an_extent_are_mapped_ahead_with_their_contents() -> None:
     total = int(extent.data.sum())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 100
     assert total == sum(contents)
+
+
+class TestMemoryGuard:
+    """A mapping whose file another process truncates."""
+
+    def mapped(self, path: Path, pages: int) -> np.ndarray:
+        memory = create_shared(path, pages * mmap.PAGESIZE)
+        memory[:] = 7
+        return memory
+
+    def test_lost_pages_are_zeros_and_the_others_stay(self, tmp_path: Path) -> None:
+        memory, other = self.mapped(tmp_path / "a", 4), self.mapped(tmp_path / "b", 4)
+        guard, guard_of_other = MemoryGuard(memory), MemoryGuard(other)
+        assert [guard.has_lost] == [False]
+        os.truncate(tmp_path / "a", mmap.PAGESIZE)
+        assert memory.reshape(4, -1)[:, [0, -1]].tolist() == [[7, 7], [0, 0], [0, 0], [0, 0]]
+        memory[-1] = 5
+        assert memory[-1] == 5
+        assert [guard.has_lost, guard_of_other.has_lost] == [True, False]
+        assert (other == 7).all()
+        assert (tmp_path / "a").stat().st_size == mmap.PAGESIZE
+
+    def test_a_new_guard_of_a_used_place_has_lost_nothing(self, tmp_path: Path) -> None:
+        for number in range(3):
+            memory = self.mapped(tmp_path / str(number), 2)
+            guard = MemoryGuard(memory)
+            assert [guard.has_lost] == [False]
+            os.truncate(tmp_path / str(number), 0)
+            assert not memory.any()
+            assert [guard.has_lost] == [True]
+            del guard, memory
+
+    def test_only_guarded_memory_is_replaced(self, tmp_path: Path) -> None:
+        script = """
+import mmap, os, sys
+from pathlib import Path
+from fdcache._core import MemoryGuard
+from fdcache.service.wire.shared_memory import create_shared
+folder = Path(sys.argv[1])
+guarded, bare = (create_shared(folder / name, mmap.PAGESIZE) for name in ("guarded", "bare"))
+guard = MemoryGuard(guarded)
+for name in ("guarded", "bare"):
+    os.truncate(folder / name, 0)
+print(int(guarded[0]), guard.has_lost, flush=True)
+print(int(bare[0]))
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
+        )
+        assert done.stdout == "0 True\n"
+        assert done.returncode == -signal.SIGBUS
+
+    def test_memory_that_begins_inside_a_page_is_refused(self, tmp_path: Path) -> None:
+        memory = self.mapped(tmp_path / "a", 2)
+        for part in (memory[1:], memory[:0]):
+            with pytest.raises(ValueError, match="begins at a page"):
+                MemoryGuard(part)

@@ -147,7 +147,7 @@ class Arena:
     def adopt(self, manifest: Manifest) -> list[tuple[str, int, int]]:
         """Take over the files of an earlier service. Return namespace, rank and index of each assigned extent."""
         assigned = []
-        for kind in ("table", "ring"):  # each recovered namespace, and each client, gets its own
+        for kind in ("table", "ring", "new"):  # each recovered namespace, and each client, gets its own
             for path in self.directory.glob(f"{self.prefix}-*.{kind}"):
                 path.unlink()
         for path, match in self._files():

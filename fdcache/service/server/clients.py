@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MAX_CLIENTS = 1024
 MAX_RUNS = 65536
-MAX_LAYOUT_BYTES = 1 << 20
+MAX_LAYOUT_BYTES = 1 << 18
 MAX_FIGURES_BYTES = 1 << 16
 MAX_NAME_LENGTH = 200
 MAX_WATCHES = 8
@@ -75,6 +75,8 @@ class Client:
     """Leases of its pinned look-ups, by the numbers that it gave them."""
     ring_error: str = ""
     """What was wrong in its ring, which is not read any more then."""
+    has_fault: bool = False
+    """True once the service failed to look after it."""
     figures: bytes = b"{}"
     since: float = field(default_factory=time.time)
     heartbeat_at: float = field(default_factory=time.monotonic)
@@ -405,23 +407,31 @@ class Clients(dict[int, Client]):
 
     def reap(self, timeout: float) -> None:
         """Remove dead clients, and release the pins of those without a heartbeat for ``timeout`` seconds."""
-        now = time.monotonic()
         for client in list(self.values()):
-            if client.is_gone():
-                log.warning(
-                    "client %s is gone: taking back %d slots and %d runs",
-                    client.name,
-                    len(client.stock),
-                    len(client.runs),
-                )
-                self._totals.clients_lost += 1
-                self._totals.slots_taken_back += len(client.stock)
-                self.remove(client)
-            elif now - client.heartbeat_at > timeout and not client.silent:
-                client.silent = True
-                client.fetches.end_all()
-                self._totals.runs_given_up += client.release_runs()
-                log.warning("client %s is silent: its pins are released, its slots stay its own", client.name)
+            try:
+                self._reap(client, timeout)
+            except Exception:
+                # A fault with one client. It must not end the loop, which serves others.
+                if not client.has_fault:
+                    log.exception("client %s cannot be looked after", client.name)
+                client.has_fault = True
         for watch in [each for each in self.earlier if each.is_gone()]:
             watch.remove_file()
             self.earlier.remove(watch)
+
+    def _reap(self, client: Client, timeout: float) -> None:
+        if client.is_gone():
+            log.warning(
+                "client %s is gone: taking back %d slots and %d runs",
+                client.name,
+                len(client.stock),
+                len(client.runs),
+            )
+            self._totals.clients_lost += 1
+            self._totals.slots_taken_back += len(client.stock)
+            self.remove(client)
+        elif time.monotonic() - client.heartbeat_at > timeout and not client.silent:
+            client.silent = True
+            client.fetches.end_all()
+            self._totals.runs_given_up += client.release_runs()
+            log.warning("client %s is silent: its pins are released, its slots stay its own", client.name)

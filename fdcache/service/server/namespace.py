@@ -72,7 +72,7 @@ class Namespace:
             raise UnsupportedLayoutError(
                 f"record_bytes {layout.record_bytes}: a record does not fit into an extent of "
                 f"{self.geometry.extent_bytes} bytes; start the service with a larger FDCACHE_EXTENT_SIZE or more "
-                "--host-memory"
+                "--host-memory, and once with --no-recover: the extents of an earlier arena keep their size"
             )
         self._quota = settings.namespace_quota
         self._table_memory = self._make_table(self._table_bytes(self.max_extents))

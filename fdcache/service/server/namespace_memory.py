@@ -101,18 +101,29 @@ class NamespaceMemory:
         memory stays in use then.
         """
         made = 0
-        for rank, (extents, guards) in enumerate(zip(self._extents, self._guards, strict=True)):
-            for index, extent in enumerate(extents):
-                path = self._geometry.path(rank, index)
-                if extent.is_whole(path):
-                    continue
-                create_shared(Path(path), extent.nbytes)[:] = extent.data
-                extents[index] = Extent(path, extent.nbytes)
-                guards[index] = MemoryGuard(extents[index].data)
-                made += 1
-        if made:
-            self._renew_tables()
+        try:
+            for rank, (extents, guards) in enumerate(zip(self._extents, self._guards, strict=True)):
+                for index, extent in enumerate(extents):
+                    path = self._geometry.path(rank, index)
+                    if extent.is_whole(path):
+                        continue
+                    self._copy(extent.data, Path(path))
+                    extents[index] = Extent(path, extent.nbytes)
+                    guards[index] = MemoryGuard(extents[index].data)
+                    made += 1
+        finally:
+            if made:
+                self._renew_tables()
         return made
+
+    def _copy(self, source: NDArray[np.uint8], path: Path) -> None:
+        """Copy an extent that workers may be writing to: headers first, so that a complete one has all its bytes."""
+        fresh = path.with_name(path.name + ".new")
+        target = create_shared(fresh, len(source))
+        split = self._geometry.headers_offset
+        target[split:] = source[split:]
+        target[:split] = source[:split]
+        fresh.rename(path)
 
     def move(self, sources: Int32Array, targets: Int32Array, generation: int) -> None:
         """Copy the blocks of some slots to others on every rank, where they get a new ``generation``.

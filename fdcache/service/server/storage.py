@@ -114,9 +114,15 @@ class ServiceStorage:
         name = opening.layout.fingerprint.hex()[:16]
         try:
             opened = opening.future.result()
-        except (StorageError, OSError, MemoryError) as error:
+        except Exception as error:  # of this layout, which a client may have made up
             if opening.error is None:
-                log.warning("namespace %s: the storage cannot be opened, it is tried again: %s", name, error)
+                unforeseen = None if isinstance(error, (StorageError, OSError, MemoryError)) else error
+                log.warning(
+                    "namespace %s: the storage cannot be opened, it is tried again: %s",
+                    name,
+                    error,
+                    exc_info=unforeseen,
+                )
             opening.error = str(error)
             opening.retry_at = time.monotonic() + max(self.settings.retry_after, 1.0)
             return

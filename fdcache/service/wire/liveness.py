@@ -20,7 +20,7 @@ from msgspec import Meta
 log = logging.getLogger("fdcache.service")
 
 PREFIX = "fdcache-live-"
-_NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{16}")
+_NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{1,64}")
 _MOST_LIVE_BYTES = 65536
 
 FileName = Annotated[str, Meta(min_length=1, max_length=4096)]
