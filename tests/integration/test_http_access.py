@@ -18,10 +18,10 @@ import pytest
 from fdcache.errors import ConfigurationError
 from fdcache.service.client.connection import Client
 from fdcache.service.server import http_server
+from fdcache.service.server.endpoints import endpoints
 from fdcache.service.server.http import make_app
 from fdcache.service.server.http_guard import MAX_BODY, MAX_REQUESTS
 from fdcache.service.server.http_server import MAX_CONNECTIONS, HttpServer
-from fdcache.service.server.endpoints import endpoints
 from fdcache.settings import Settings
 from fdcache_cli.running_service import is_served
 from tests.service_help import TIMEOUT, ServiceProcess, arguments, run, until
