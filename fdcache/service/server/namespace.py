@@ -56,6 +56,7 @@ class Namespace:
         self, arena: Arena, layout: KVLayout, settings: ServerSettings, quotas: Quotas, eviction: Eviction
     ) -> None:
         self.layout = layout
+        self._layout_text = layout.to_json().encode()
         self._eviction = eviction
         self.id = layout.fingerprint.hex()[:16]
         self.ranks = layout.tp_size
@@ -240,15 +241,14 @@ class Namespace:
         return table_bytes(extents * self.geometry.records_per_extent)
 
     def _keep_layout(self) -> None:
-        """Write the layout, unless the file has it: never in place, for without it no block is recovered."""
-        text = self.layout.to_json()
+        """Write the layout unless its file is whole; never in place, for without it no block is recovered."""
         try:
-            if self.layout_path.read_text() == text:
+            if self.layout_path.stat().st_size == len(self._layout_text):
                 return
-        except (OSError, UnicodeDecodeError):
+        except OSError:
             pass
         fresh = self.layout_path.with_name(self.layout_path.name + ".new")
-        fresh.write_text(text)
+        fresh.write_bytes(self._layout_text)
         fresh.rename(self.layout_path)
 
     def make_lost_files(self) -> bool:
