@@ -58,7 +58,8 @@ def bodies(
         Register(layout().to_json().encode(), own, "test"),
         Attach(0, msgspec.structs.replace(live.live, engine=own.path)),
         Hints(
-            [HintGiven(1, HintKind.RETAIN, three, 5.0), HintGiven(2, HintKind.PRIORITY, three, None, 7, True)]
+            three,
+            [HintGiven(1, HintKind.RETAIN, 0, 3, 5.0), HintGiven(2, HintKind.PRIORITY, 1, 3, None, 7, True)],
         ),
         Match(numbers(1), ints(10), ints(0), hashes.tobytes()),
         Match(numbers(2), ints(1), ints(0), b"x" * 32, numbers(7)),

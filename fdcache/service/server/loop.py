@@ -145,8 +145,12 @@ class ServiceLoop:
                 lowest_free,
             )
         elif not is_short and not self._is_bound:
-            self.bind()
-            log.info("new clients are taken again")
+            try:
+                self.bind()
+            except (ConfigurationError, OSError, zmq.ZMQError) as error:  # tried again at the next tick
+                log.debug("new clients cannot be taken yet: %s", error)
+            else:
+                log.info("new clients are taken again")
 
     def start_draining(self) -> None:
         """Refuse new clients and ask every client to finish and leave."""

@@ -139,15 +139,9 @@ class Service:
         began = time.perf_counter()
         kind = "malformed"
         try:
-            size = memoryview(frame.body).nbytes
-            if size > _LARGE and is_question(frame):
+            request = self._take_request(identity, frame)
+            if request is None:
                 kind = "question"
-                self.tools.add(identity, Question(frame.id, size, lambda: decode_request(frame)))
-                return None
-            request = decode_request(frame)
-            if isinstance(request, Ask) and not (request.what == "reset" and frame.session in self.clients):
-                kind = "question"
-                self.tools.add(identity, Question(frame.id, size, lambda: request))
                 return None
             kind = type(request).__name__.lower()
             return self._carry_out(identity, frame.session, request)
@@ -167,6 +161,18 @@ class Service:
         finally:
             if kind != "question":
                 self.totals.latencies.observe(kind, time.perf_counter() - began)
+
+    def _take_request(self, identity: bytes, frame: RequestFrame) -> object | None:
+        """Return a request that is carried out now. A question of a tool is queued; large ones are read in their turn."""
+        size = memoryview(frame.body).nbytes
+        if size > _LARGE and is_question(frame):
+            self.tools.add(identity, Question(frame.id, size, lambda: decode_request(frame)))
+            return None
+        request = decode_request(frame)
+        if isinstance(request, Ask) and not (request.what == "reset" and frame.session in self.clients):
+            self.tools.add(identity, Question(frame.id, size, lambda: request))
+            return None
+        return request
 
     def _refused(self, frame: RequestFrame, kind: str, code: str, error: Exception) -> Refused:
         self.totals.refused += 1
