@@ -408,12 +408,13 @@ bool Tier::make_way(std::uint32_t count, BlockList *evicted) {
     victims_.reserve(most);
     vacated_.reserve(most);
     if (evicted) evicted->make_room(ready_);
-    for (;;) {  // once for each copied part of a path, from its end on
+    // Once for each copied part of a path, from its end on. The caller reserves all that is evicted here.
+    do {
         evict_coldest(order_->size(), evicted);
         for (const FreeRuns::Run &run : vacated_) free_.add(run.first, run.count);
-        if (room() >= enough) return true;
         evict_held_leaves(enough, evicted);
-    }
+    } while (room() < enough);
+    return true;
 }
 
 // Until there is enough room.
