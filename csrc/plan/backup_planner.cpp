@@ -11,8 +11,6 @@ namespace {
 
 constexpr std::uint32_t kFirstLevels = 64;  // of ancestors listed at once, after the blocks alone
 
-// Blocks that are evicted take no more ancestors along: their step waits for the copies.
-constexpr std::uint32_t kMostAncestors = 256;
 constexpr std::uint32_t kAllLevels = UINT32_MAX / 4;
 
 BlockList select(const BlockList &blocks, std::span<const std::size_t> chosen) {

@@ -40,6 +40,9 @@ class BackupTarget {
     OutgoingCopies *service_ = nullptr;
 };
 
+// Blocks that are evicted take no more ancestors along: their step waits for the copies.
+inline constexpr std::uint32_t kMostAncestors = 2048;
+
 struct PlannedBackups {
     std::uint32_t planned = 0;
     std::uint32_t dropped = 0;  // the host had no room for them, for the first time

@@ -62,7 +62,7 @@ PlannedCopies CopyOut::given_away(std::span<const DeviceBlock> ids, BackupTarget
     keep_wanted(wanted, target);
     if (!wanted.empty()) {
         Call call{target, copies, out, std::nullopt};
-        copy(with_ancestors(std::move(wanted), target), call);
+        copy(with_ancestors(std::move(wanted), target, kMostAncestors), call);
     }
     contents_.forget(known);
     return out;
@@ -170,25 +170,49 @@ void CopyOut::clean(std::size_t most, Call &call) {
     if (!dirty.empty()) copy(with_ancestors(std::move(dirty), call.target), call);
 }
 
-// Blocks after those ancestors that the host lacks, as far as they are on the device.
-CopyOut::Ids CopyOut::with_ancestors(Ids ids, const BackupTarget &target) const {
-    Ids heads;
+// Blocks, each after those ancestors on the device that the host lacks. A block that would take more than
+// `most` others along is left without, so that it finds no parent.
+CopyOut::Ids CopyOut::with_ancestors(Ids ids, const BackupTarget &target, std::size_t most) const {
+    std::vector<std::size_t> heads;
     for (std::size_t i = 0; i < ids.size(); ++i) {
         const Digest &parent = contents_[ids[i]].parent;
-        if (!parent.is_zero() && (!i || parent != contents_[ids[i - 1]].hash)) heads.push_back(ids[i]);
+        if (!parent.is_zero() && (!i || parent != contents_[ids[i - 1]].hash)) heads.push_back(i);
     }
     if (heads.empty()) return ids;
-    const std::vector<Presence> presence = target.contains(parents_of(heads));
+    Ids first;
+    for (const std::size_t i : heads) first.push_back(ids[i]);
+    const std::vector<Presence> presence = target.contains(parents_of(first));
+    std::vector<bool> lacks_parent(ids.size());
+    for (std::size_t k = 0; k < heads.size(); ++k) lacks_parent[heads[k]] = presence[k] == Presence::kAbsent;
+    if (std::ranges::find(lacks_parent, true) == lacks_parent.end()) return ids;
+    const std::unordered_set<DeviceBlock> wanted(ids.begin(), ids.end());
+    std::unordered_set<DeviceBlock> listed;
     Ids found;
-    for (std::size_t i = 0; i < heads.size(); ++i) {
-        if (presence[i] != Presence::kAbsent) continue;
-        const Ids above = contents_.ancestors(heads[i]);
-        const std::vector<Presence> there = target.contains(hashes_of(above));
-        for (std::size_t k = 0; k < above.size(); ++k)
-            if (there[k] == Presence::kAbsent) found.push_back(above[k]);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        if (lacks_parent[i] && !listed.contains(ids[i])) {
+            Ids above = uncovered_ancestors(ids[i], target);
+            std::erase_if(above, [&](DeviceBlock id) { return listed.contains(id); });
+            const auto more = static_cast<std::size_t>(
+                std::ranges::count_if(above, [&](DeviceBlock id) { return !wanted.contains(id); }));
+            if (more <= most) {
+                most -= more;
+                found.insert(found.end(), above.begin(), above.end());
+                listed.insert(above.begin(), above.end());
+            }
+        }
+        if (listed.insert(ids[i]).second) found.push_back(ids[i]);
     }
-    found.insert(found.end(), ids.begin(), ids.end());
     return found;
+}
+
+CopyOut::Ids CopyOut::uncovered_ancestors(DeviceBlock id, const BackupTarget &target) const {
+    Ids above = contents_.ancestors(id);
+    const std::vector<Presence> there = target.contains(hashes_of(above));
+    std::size_t kept = 0;
+    for (std::size_t k = 0; k < above.size(); ++k)
+        if (there[k] == Presence::kAbsent) above[kept++] = above[k];
+    above.resize(kept);
+    return above;
 }
 
 // What is given away cannot wait for copies of its parents: it is copied below them, and dropped if one

@@ -89,7 +89,8 @@ class CopyOut {
     bool waits_for_more(bool is_patient);
     void back_up(std::size_t most, Call &call);
     void clean(std::size_t most, Call &call);
-    Ids with_ancestors(Ids ids, const BackupTarget &target) const;
+    Ids with_ancestors(Ids ids, const BackupTarget &target, std::size_t most = SIZE_MAX) const;
+    Ids uncovered_ancestors(DeviceBlock id, const BackupTarget &target) const;
     // Plans copies of blocks, parents first; returns those that wait for copies of their parents.
     Ids copy(Ids ids, Call &call);
     void no_room(std::span<const DeviceBlock> ids, Call &call);

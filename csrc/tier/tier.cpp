@@ -415,25 +415,33 @@ bool Tier::evict_copied(std::uint32_t count, BlockList *evicted) {
 bool Tier::make_way(std::uint32_t count, BlockList *evicted) {
     if (count > above_copies_) return false;
     if (learns_) order_->set_time(now_ms());
-    const std::uint32_t idle = order_->size();
-    victims_.reserve(idle);
-    vacated_.reserve(idle);
+    const std::uint32_t enough = room() + count, most = order_->size() + above_copies_;
+    victims_.reserve(most);
+    vacated_.reserve(most);
     if (evicted) evicted->make_room(ready_);
-    evict_coldest(idle, evicted);
-    for (const FreeRuns::Run &run : vacated_) free_.add(run.first, run.count);
+    // Once for each copied part of a path, from its end on. The caller reserves all that is evicted here.
+    do {
+        evict_coldest(order_->size(), evicted);
+        for (const FreeRuns::Run &run : vacated_) free_.add(run.first, run.count);
+        evict_held_leaves(enough, evicted);
+    } while (room() < enough);
+    return true;
+}
+
+// Until there is enough room.
+void Tier::evict_held_leaves(std::uint32_t enough, BlockList *evicted) {
     const auto is_held_leaf = [this](Slot slot) {
         const Entry &entry = entries_[slot];
         return entry.findable && !entry.used && entry.holds && !entry.children;
     };
-    for (Slot slot = 0; slot < entries_.size() && order_->size() < count; ++slot) {
-        for (Slot leaf = slot; order_->size() < count && leaf != kRoot && is_held_leaf(leaf);) {
+    for (Slot slot = 0; slot < entries_.size() && room() < enough; ++slot) {
+        for (Slot leaf = slot; room() < enough && leaf != kRoot && is_held_leaf(leaf);) {
             const Slot parent = entries_[leaf].parent;
             if (evicted) append(*evicted, leaf);
             evict_held(leaf);
             leaf = parent;
         }
     }
-    return true;
 }
 
 std::uint32_t Tier::missing(std::size_t count) const {

@@ -399,6 +399,7 @@ class Tier : public LowerTier {
                  std::vector<Slot> &table);
     bool make_way(std::uint32_t count, BlockList *evicted);
     void evict_held(Slot slot);
+    void evict_held_leaves(std::uint32_t enough, BlockList *evicted);
     Slot end_of_run(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const;
     bool fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const;
     std::size_t first_own(std::span<const Digest> hashes, std::span<const Slot> run) const;

@@ -221,6 +221,17 @@ def test_a_path_longer_than_the_host_tier_counts_each_block_as_dropped_once(
         assert side.dropped <= 32
 
 
+@pytest.mark.parametrize(("blocks", "copied", "dropped"), [(2000, 2000, 0), (10_000, 0, 100)])
+def test_an_eviction_takes_a_bounded_number_of_ancestors_along(
+    sides: Sides, blocks: int, copied: int, dropped: int
+) -> None:
+    """The host has none of a path that the next prompt evicts from its end."""
+    for side in sides(blocks, 2 * blocks, WritePolicy.WRITE_BACK):
+        side.serve(tuple(range(blocks)))
+        plans = side.serve(tuple(range(20_000, 20_100)))
+        assert (blocks_copied(plans, SwapPurpose.EVICT), side.dropped) == (copied, dropped)
+
+
 @pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize("seed", range(budget(40)))
 def test_one_history_leaves_the_same_blocks_on_the_host(sides: Sides, policy: WritePolicy, seed: int) -> None:

@@ -55,7 +55,7 @@ class TierHistory : TierPair {
     // Arguments are drawn in statements of their own: the order in which a call evaluates them is not
     // defined.
     void step() {
-        static constexpr std::array<void (TierHistory::*)(), 28> kActs{
+        static constexpr std::array<void (TierHistory::*)(), 29> kActs{
             &TierHistory::open_lease,
             &TierHistory::release_some,
             &TierHistory::match_path,
@@ -84,6 +84,7 @@ class TierHistory : TierPair {
             &TierHistory::mirror,
             &TierHistory::limit_tenant,
             &TierHistory::look_up,
+            &TierHistory::evict_copied,
         };
         (this->*bytes_.pick(kActs))();
     }
@@ -205,6 +206,14 @@ class TierHistory : TierPair {
     void reserve() {
         const LeaseId own = lease();
         reserve_for(own, bytes_.below(5));
+    }
+
+    void evict_copied() {
+        const std::uint32_t count = bytes_.below(4);
+        BlockList gone;
+        const bool are_enough = count <= model_.above_copies();
+        expect(tier_.evict_copied(count, &gone) == are_enough, "entries above copies are miscounted");
+        expect(model_.evict_copied(count, gone), "other entries are evicted for those above copies");
     }
 
     void commit_anything() {

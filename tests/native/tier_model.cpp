@@ -96,6 +96,15 @@ std::vector<Slot> TierModel::ancestry(std::span<const Slot> slots, std::uint32_t
     return listed;
 }
 
+std::uint32_t TierModel::above_copies() const {
+    const std::set<Slot> used = used_entries();
+    const std::vector<Slot> order = eviction_order();
+    return static_cast<std::uint32_t>(std::ranges::count_if(used_, [&](const auto &each) {
+        const auto &[slot, block] = each;
+        return block.findable() && !block.holds() && !used.contains(slot) && !std::ranges::count(order, slot);
+    }));
+}
+
 // --- what changes end with
 
 // Lets the entries of a path that are no longer used join the eviction order: each after all its children.
@@ -269,6 +278,26 @@ std::uint32_t TierModel::reserve(LeaseId lease, std::uint32_t count, const Reser
     }
     settle();
     return 0;
+}
+
+bool TierModel::evict_copied(std::uint32_t count, const BlockList &gone) {
+    if (count > above_copies()) return gone.slots.empty();
+    const auto room = [this] { return free() + eviction_order().size(); };
+    const std::size_t evictable = eviction_order().size(), enough = room() + count;
+    if (gone.slots.size() < evictable) return false;
+    for (const Slot slot : gone.slots) {
+        const std::vector<Slot> order = eviction_order();
+        if (std::ranges::count(order, slot)) {
+            if (by_last_use_ ? order.front() != slot : children(slot)) return false;
+            evict(slot);
+            continue;
+        }
+        if (used_entries().contains(slot) || !used_.at(slot).holds() || children(slot) || room() >= enough)
+            return false;
+        ++evictions_;
+        remove_subtrees({slot});
+    }
+    return room() >= enough;
 }
 
 void TierModel::check_computed(LeaseId lease, std::span<const Slot> slots) {

@@ -62,6 +62,8 @@ class TierModel {
     std::uint32_t reserve_copies(LeaseId lease, std::span<const Digest> parents,
                                  std::span<const Digest> hashes, const CopyReservation &taken,
                                  std::vector<ReserveStatus> &status);
+    // `gone`: the tier's choice of what copies read, after all that could be evicted.
+    bool evict_copied(std::uint32_t count, const BlockList &gone);
     std::vector<CommitStatus> commit(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                                      std::span<const Slot> slots);
     std::vector<PublishStatus> publish(LeaseId lease, std::span<const Digest> parents,
@@ -102,6 +104,8 @@ class TierModel {
     std::uint32_t pins(Slot slot) const;
     std::uint32_t children(Slot slot) const;
     std::uint32_t entries(Tenant tenant) const;
+    // Number of entries that nothing but copies out of entries below them keeps from eviction.
+    std::uint32_t above_copies() const;
     // The entries from the root down to `slot`.
     std::vector<Slot> path(Slot slot) const;
     // The evictable entries, the next one first; `kept` and their ancestors are left out.

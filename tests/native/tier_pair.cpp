@@ -181,6 +181,7 @@ void TierPair::compare_figures() const {
            "numbers of slots by state");
     expect(stats.evictable == evictable && tier_.available() == model_.free() + evictable,
            "number of evictable slots");
+    expect(tier_.above_copies() == model_.above_copies(), "number of entries above copies");
     expect(stats.pins == pins && stats.holds == copies && stats.leases == model_.leases().size(),
            "number of pins, holds or leases");
     expect(stats.epoch == model_.epoch() && stats.evictions == model_.evictions(), "epoch or evictions");

@@ -140,11 +140,13 @@ class CopyOutOracle:
         return self.presence(known.hash) == ABSENT and known.hits >= self.least_hits
 
     def with_ancestors(self, ids: list[int]) -> list[int]:
-        found: list[int] = []
+        """Return blocks, each after those ancestors on the device that the host lacks."""
+        found: dict[int, None] = {}
         for i, device_id in enumerate(ids):
             known = self.known[device_id]
             follows = i > 0 and self.known[ids[i - 1]].hash == known.parent
             if known.parent == ROOT or follows or self.presence(known.parent) != ABSENT:
+                found[device_id] = None
                 continue
             above: list[int] = []
             for depth in range(known.depth - 1, -1, -1):
@@ -152,8 +154,9 @@ class CopyOutOracle:
                 if there is None or there.hash != known.path.hashes[depth]:
                     break
                 above.insert(0, known.path.ids[depth])
-            found += [each for each in above if self.presence(self.known[each].hash) == ABSENT]
-        return found + ids
+            uncovered = [each for each in above if self.presence(self.known[each].hash) == ABSENT]
+            found |= dict.fromkeys([each for each in [*uncovered, device_id] if each not in found])
+        return list(found)
 
     def drop(self, ids: list[int]) -> None:
         """Count each block once, as long as it is on the device."""

@@ -193,6 +193,16 @@ class TestCopiesOut:
         tier.unhold(slots(stored[3:]))
         assert_all_given_back(tier)
 
+    def test_a_path_with_copies_in_several_places_makes_way_to_its_root(self, tier: _core.Tier) -> None:
+        stored = store(tier, PATH)
+        tier.hold(slots([stored[1], stored[3]]))
+        assert (tier.available, tier.above_copies) == (4, 2)
+        gone = tier.evict_copied(2)
+        assert gone is not None
+        assert hash_list(gone.hashes) == PATH[3:0:-1]
+        assert tier.reserve(tier.open_lease(), 6).missing == 0
+        assert_sound(tier)
+
     def test_blocks_that_can_be_evicted_go_before_those_that_are_copied(self, tier: _core.Tier) -> None:
         store(tier, OTHER[:2])
         stored = store(tier, PATH)
