@@ -266,11 +266,17 @@ class LocalIndex:
         self.pool.start_over()
 
     def run(self, hashes: HashArray, start: int) -> int | None:
-        """Return how many blocks are stored from ``start`` on; they count as used now."""
+        """Return how many blocks are stored from ``start`` on; they count as used now.
+
+        Nothing is stored of a path whose keys an engine has given to blocks of another path as well.
+        """
         lease = self.pool.open_lease()
-        found = len(self.pool.match(lease, hashes, start))
-        self.pool.finish(lease)
-        return found
+        try:
+            return len(self.pool.match(lease, hashes, start))
+        except ValueError:
+            return 0
+        finally:
+            self.pool.finish(lease)
 
     def take_answered(self) -> Iterable[Question]:
         """Return nothing: every question is answered at once."""

@@ -14,7 +14,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.manager import LoadStatus, Request
 from fdcache.settings.cache import CacheSettings, TransferSettings, WritePolicy
 from tests.offload_engine import BLOCK, OffloadEngine, begun, ids, prompt
-from tests.service_engine import PROMPT, Engine, ready_blocks
+from tests.service_engine import PROMPT, Engine, assert_nothing_is_held, ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, until
 from tests.swaps import PATIENCE, uniform_layout
 
@@ -26,8 +26,12 @@ POLICIES = [WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH]
 def service(tmp_path: Path) -> Iterator[LocalService]:
     with local_service(tmp_path) as running:
         yield running
-        until(lambda: not running.ask("clients"), "the engine has left")
-        assert running.ask("integrity") == []
+
+
+def end(engine: OffloadEngine | Engine, service: LocalService) -> None:
+    """End an engine, which may leave nothing behind."""
+    engine.close()
+    assert_nothing_is_held(service)
 
 
 def replace_worker(engine: OffloadEngine, rank: int) -> None:
@@ -67,7 +71,7 @@ def test_blocks_given_away_in_a_step_that_loses_a_rank_are_not_stored(
     engine.settle()
     assert engine.holds(again, [7, 8, 9])
     manager.finish(again)
-    engine.close()
+    end(engine, service)
 
 
 def test_a_load_planned_in_a_step_that_loses_a_rank_ends_at_once(service: LocalService) -> None:
@@ -89,7 +93,7 @@ def test_a_load_planned_in_a_step_that_loses_a_rank_ends_at_once(service: LocalS
     assert outcome.status is LoadStatus.CONFIRMED
     assert engine.holds(request, [8, 9, 10])
     manager.finish(request)
-    engine.close()
+    end(engine, service)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -120,7 +124,7 @@ def test_a_cache_manager_stores_nothing_of_the_lost_rank_either(
     found, _ = engine.serve(PROMPT)
     assert found == 0
     manager.check_integrity()
-    engine.close()
+    end(engine, service)
 
 
 def test_a_load_of_a_cache_manager_fails_with_the_rank(service: LocalService) -> None:
@@ -138,4 +142,4 @@ def test_a_load_of_a_cache_manager_fails_with_the_rank(service: LocalService) ->
     manager.request_finish([request])
     assert engine.serve(PROMPT)[0] == 10
     manager.check_integrity()
-    engine.close()
+    end(engine, service)

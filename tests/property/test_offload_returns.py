@@ -54,7 +54,9 @@ def play(engine: Troubled, steps: int) -> None:
             continue
         if action == "arrive":
             if len(engine.waiting) < 4:
-                engine.arrive([engine.random.randint(1, 2) for _ in range(engine.random.randint(2, 5))])
+                engine.arrive(
+                    [engine.random.choice((1, 1, 2, 2, 3)) for _ in range(engine.random.randint(2, 5))]
+                )
         elif action == "step":
             engine.offload.now += engine.random.choice([0.0, 0.5])
             engine.step()

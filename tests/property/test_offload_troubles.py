@@ -67,6 +67,9 @@ class Troubled(Engine):
         self.manager.evicted(np.array(self.given, np.int32))
         self.manager.next_evicted(np.array(list(self.free)[:3], np.int32))
         self.trouble()
+        if self.chance(0.02):  # the step is over before it is taken
+            self.lose()
+            return
         if self.chance(0.3):  # as vLLM's hook does
             self.expire()
         plans = self.taken(self.manager.take_plans(is_patient=self.chance(0.3)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from fdcache.errors import HashingError
 from fdcache.manager import KeyedRequest, LoadStatus
 from tests.offload_engine import BLOCK, OffloadEngine, ids, loaded, offload_engine
+from tests.storage_help import storage_layout
 
 engine = offload_engine
 
@@ -106,6 +108,23 @@ def test_keys_that_contradict_those_stored_are_refused_and_pin_nothing(engine: O
         engine.manager.match(whole, 0)
     assert engine.manager._host.in_use == 0
     engine.manager.finish(whole)
+
+
+def test_nothing_is_read_of_a_run_whose_keys_contradict_those_in_storage(tmp_path: Path) -> None:
+    layout = storage_layout(block_size=BLOCK, num_layers=2)
+    for name, run in (("first", KEYS[:3]), ("second", KEYS[[5, 2]])):
+        engine = OffloadEngine(layout=layout, folder=tmp_path)
+        request = KeyedRequest(name, run, BLOCK)
+        engine.manager.begin(request)
+        assert engine.manager.match(request, 0).num_tokens == 0
+        for block, key in enumerate(run):
+            engine.fill(block, key.tobytes())
+        engine.manager.offer(request, request.num_tokens, ids(*range(len(run))))
+        engine.settle()
+        engine.manager.finish(request)
+        storage = engine.manager.get_stats().storage
+        assert storage is not None and (storage.leases, storage.pins) == (0, 0)
+        engine.close()
 
 
 def test_zero_is_no_key() -> None:
