@@ -179,7 +179,6 @@ class CacheManager(TierManager[Request]):
                 for request in requests:
                     self._matcher.prefetch(request)
 
-    @story.tells(story.matched)
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Pin the longest cached prefix of each request, without its last token.
 
@@ -310,7 +309,6 @@ class CacheManager(TierManager[Request]):
             raise TransferError("hand-overs are off: set FDCACHE_TRANSFER, for instance to ipc")
         return self._handovers
 
-    @story.tells(story.plans_sent)
     def take_plans(self) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
 
@@ -381,7 +379,6 @@ class CacheManager(TierManager[Request]):
                 self._give_way()
             return result
 
-    @story.tells(story.loads_ended)
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Count the ranks' reports; return the loads that ended with them.
 
@@ -393,13 +390,17 @@ class CacheManager(TierManager[Request]):
             self._set_time()
             outcomes = self._plans.apply(reports)
             self._choices.record(reports)
+            if outcomes:
+                story.loads_ended(outcomes)
             return outcomes
 
-    @story.tells(story.loads_ended)
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""
         with self._lock:
-            return self._plans.expire()
+            outcomes = self._plans.expire()
+            if outcomes:
+                story.loads_ended(outcomes)
+            return outcomes
 
     def request_finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.

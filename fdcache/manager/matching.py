@@ -97,6 +97,7 @@ class PrefixMatcher:
                 if each.status is MatchStatus.MATCHED:
                     to_load = each.num_host_blocks + each.num_storage_blocks
                     self._choices.matched(each.request_id, each.num_device_blocks, to_load)
+        story.matched(found)
         return found
 
     def _find(self, requests: list[Request]) -> list[MatchResult]:

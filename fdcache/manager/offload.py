@@ -164,7 +164,6 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._set_time()
             self._requests.begin_fetch(self._requests.track(request), whole_prompt)
 
-    @story.tells(story.offload_matched)
     def match(
         self, request: OffloadRequest, device_tokens: int, *, whole_prompt: bool = False
     ) -> OffloadMatch:
@@ -184,12 +183,14 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked.forget_device()
             if not self._requests.match(tracked, device_tokens, whole_prompt):
                 self._counters.deferred_lookups += 1
-                return OffloadMatch(request.request_id, MatchStatus.DEFERRED)
+                return story.offload_matched(OffloadMatch(request.request_id, MatchStatus.DEFERRED))
             tokens, stored = (
                 self._tokens(tracked.remaining),
                 self._tokens(tracked.from_storage + tracked.coming),
             )
-            return OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored)
+            return story.offload_matched(
+                OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored)
+            )
 
     def unmatch(self, request: OffloadRequest) -> None:
         """Unpin what ``match`` has found; reads from storage go on."""
@@ -309,7 +310,6 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     # --- plans and reports --------------------------------------------------------------------------------
 
-    @story.tells(story.plans_sent)
     def take_plans(self, *, is_patient: bool = False) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
 
@@ -351,7 +351,6 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             return self._loads.loads_of(plan_id)
 
-    @story.tells(story.loads_ended)
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Count the ranks' reports; return the loads that ended with them.
 
@@ -366,9 +365,11 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._choices.record(reports)
             if reports:
                 self._copies.copies_ended()
-            return self._loads.take_outcomes()
+            outcomes = self._loads.take_outcomes()
+            if outcomes:
+                story.loads_ended(outcomes)
+            return outcomes
 
-    @story.tells(story.loads_ended)
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once, and unpin matches that nothing has asked for lately.
 
@@ -378,7 +379,10 @@ class OffloadManager(TierManager[OffloadRequest]):
             if self._requests.pinned or self._clock() > self._plans.ledger.next_deadline:
                 self._requests.expire()
                 self._plans.expire()
-            return self._loads.take_outcomes()
+            outcomes = self._loads.take_outcomes()
+            if outcomes:
+                story.loads_ended(outcomes)
+            return outcomes
 
     @property
     def has_pending_work(self) -> bool:
@@ -406,7 +410,10 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._plans.lose_rank(rank)
             self._tiers.worker_lost()
             self._copies.copies_ended()
-            return self._loads.take_outcomes()
+            outcomes = self._loads.take_outcomes()
+            if outcomes:
+                story.loads_ended(outcomes)
+            return outcomes
 
     def reset_cache(self) -> int:
         """Forget every block of every tier; return their number. Loads in flight fail.

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from fdcache._core import LoadForms, WholeReports
 from fdcache.layout import KVLayout
+from fdcache.manager import story
 from fdcache.manager.handover import Handovers
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.manager.tiers import LowerTiers
@@ -117,10 +118,12 @@ class Plans:
     def close(self, arena: str | None) -> list[TransferPlan]:
         """Close the step and return its plans; ``arena`` names the shared arena that host slots refer to."""
         sent = self._close_copies(arena)
-        if self.handovers is None:
-            return sent
-        plan = self.handovers.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
-        return sent if plan is None else [plan, *sent]
+        if self.handovers is not None:
+            plan = self.handovers.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
+            sent = sent if plan is None else [plan, *sent]
+        if sent:
+            story.plans_sent(sent)
+        return sent
 
     def _close_copies(self, arena: str | None) -> list[TransferPlan]:
         step, storage, orders = self.open, self._storage, None

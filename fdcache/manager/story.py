@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterable
 
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, LoadOutcome, MatchResult, MatchStatus, OffloadMatch
 from fdcache.metadata import TransferPlan
 
 log = logging.getLogger(__name__)
-
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
-
-def tells(
-    tell: Callable[[_Result], None],
-) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
-    """Decorate a method to call ``tell`` with its result, if anyone listens."""
-
-    def decorate(method: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-        @wraps(method)
-        def call(*arguments: _Given.args, **named: _Given.kwargs) -> _Result:
-            result = method(*arguments, **named)
-            if log.isEnabledFor(logging.DEBUG):
-                tell(result)
-            return result
-
-        return call
-
-    return decorate
 
 
 def _tell(request_id: str, event: str, *values: object) -> None:
@@ -41,6 +18,8 @@ def _tell(request_id: str, event: str, *values: object) -> None:
 
 def matched(results: list[MatchResult]) -> None:
     """Tell what was found for requests."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
     for each in results:
         if each.status is MatchStatus.DEFERRED:
             _tell(each.request_id, "match deferred")
@@ -55,8 +34,10 @@ def matched(results: list[MatchResult]) -> None:
         )
 
 
-def offload_matched(result: OffloadMatch) -> None:
-    """Tell what can be loaded for a request."""
+def offload_matched(result: OffloadMatch) -> OffloadMatch:
+    """Tell what can be loaded for a request; return it."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return result
     if result.status is MatchStatus.DEFERRED:
         _tell(result.request_id, "match deferred")
     else:
@@ -66,6 +47,7 @@ def offload_matched(result: OffloadMatch) -> None:
             result.num_tokens,
             result.from_storage,
         )
+    return result
 
 
 def allocated(requests: Iterable[Request], results: list[Allocation]) -> None:
@@ -88,12 +70,16 @@ def load_planned(request_id: str, num_blocks: int) -> None:
 
 def plans_sent(plans: list[TransferPlan]) -> None:
     """Tell what the plans of a step copy."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
     for plan in plans:
         log.debug("%r", plan)
 
 
 def loads_ended(outcomes: list[LoadOutcome]) -> None:
     """Tell how loads have ended."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
     for each in outcomes:
         reason = f": {each.error_message}" if each.error_message else ""
         _tell(each.request_id, "load %s up to token %d%s", each.status, each.recompute_from, reason)

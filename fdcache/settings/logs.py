@@ -20,6 +20,8 @@ from fdcache.settings.sources import Source
 _MOST_BYTES = 64 << 20
 """Size at which a log file is set aside before its day is over."""
 
+_ENGINE = "fdcache-engine-"
+
 _LINE = "%(asctime)s %(levelname)s %(message)s"
 
 logger = logging.getLogger("fdcache")
@@ -128,9 +130,13 @@ def follow(settings: Settings) -> None:
         logger.setLevel(level_of(settings))
         if not logger.hasHandlers():
             _add(logging.StreamHandler(), TextFormatter(_LINE))
-    if any(isinstance(handler, LogFile) for handler in logger.handlers):
-        return
-    if (file := _file(settings, f"fdcache-engine-{os.getpid()}")) is not None:
+    name = f"{_ENGINE}{os.getpid()}"
+    for handler in [each for each in logger.handlers if isinstance(each, LogFile)]:
+        if not Path(handler.baseFilename).name.startswith(_ENGINE) or Path(handler.baseFilename).stem == name:
+            return
+        logger.removeHandler(handler)  # of the process that this one was forked from
+        handler.close()
+    if (file := _file(settings, name)) is not None:
         _remove_files_of_the_dead(Path(file.baseFilename), settings.logging.backup_count)
         _add(file, JsonFormatter())
         if logger.level == logging.NOTSET:
@@ -151,8 +157,8 @@ def _file(settings: Settings, name: str) -> LogFile | None:
 def _remove_files_of_the_dead(own: Path, most: int) -> None:
     """Remove files of engine processes that have ended, apart from the ``most`` newest."""
     ended = []
-    for path in own.parent.glob("fdcache-engine-*.log*"):
-        process = path.name.removeprefix("fdcache-engine-").partition(".")[0]
+    for path in own.parent.glob(f"{_ENGINE}*.log*"):
+        process = path.name.removeprefix(_ENGINE).partition(".")[0]
         if process.isdecimal() and path != own and not Path("/proc", process).exists():
             ended.append((path.stat().st_mtime, path))
     for _, path in sorted(ended)[: max(len(ended) - most, 0)]:

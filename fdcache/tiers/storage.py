@@ -101,11 +101,16 @@ class StorageTier:
         if not isinstance(self.index, LocalIndex):
             return 0
         self.orders.clear = self.orders.clear or self._is_clearing
-        return self.index.restore([] if self._is_clearing else scans)
+        restored = self.index.restore([] if self._is_clearing else scans)
+        self._find_awaited()
+        return restored
+
+    def _find_awaited(self) -> None:
+        self.awaited = self.index.awaited(_MOST_AWAITED)
 
     def plan_work(self, writing: int, *, may_read: bool = True, may_write: bool = True) -> None:
         """Order writes and reads that may begin now; ``writing`` blocks are in flight to storage."""
-        self.awaited = self.index.awaited(_MOST_AWAITED)
+        self._find_awaited()
         if may_write:
             self.writes.plan(writing, self.awaited)
         if may_read:
@@ -171,7 +176,10 @@ class StorageTier:
         self._counters.blocks_corrupt_in_storage += int(result.corrupt.sum())
         arrived = self.host.complete(swap.dst_block_ids, result.flags, result.checksums)
         result.settle(arrived)
-        self.index.end_reads(swap, result.lost, result.corrupt | result.bad_slots)
+        unusable = result.corrupt | result.bad_slots
+        self.index.end_reads(swap, result.lost, unusable)
+        if result.lost.any() or unusable.any():
+            self._find_awaited()
         self.reads.ended(swap, failed=not result.copied.all())
 
     def overdue(self, flights: Iterable[InFlightPlan]) -> None:

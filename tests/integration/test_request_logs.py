@@ -11,9 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fdcache.manager import Request
 from fdcache.settings.logs import LogFile
+from tests.offload_engine import BLOCK as OFFLOAD_BLOCK
+from tests.offload_engine import OffloadEngine
 from tests.service_help import TIMEOUT, ServiceProcess, arguments, until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -185,6 +189,29 @@ def test_an_embedded_manager_writes_the_story_of_each_request(tmp_path: Path) ->
     assert any(
         "storage task" in line["message"] and "prefetch of 4 of 4" in line["message"] for line in again
     )
+
+
+def test_the_manager_of_an_engine_with_its_own_device_cache_tells_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = OffloadEngine()
+    tokens = [*range(1, 2 * OFFLOAD_BLOCK + 1), 7]
+    engine.stored("first", tokens, [0, 1])
+    with caplog.at_level(logging.DEBUG, "fdcache"):
+        request = Request("second", tokens)
+        engine.manager.begin(request)
+        engine.manager.match(request, 0)
+        assert engine.manager.load(request, np.array([4, 5], np.int32)) == 2
+        engine.settle()
+        engine.manager.finish(request)
+    told = [record.getMessage() for record in caplog.records if vars(record).get("request") == "second"]
+    assert [each.removeprefix("request second: ") for each in told] == [
+        "matched 8 tokens beyond the device, 0 from storage",
+        "load of 2 blocks planned",
+        "load confirmed up to token 8",
+        "finished",
+    ]
+    engine.close()
 
 
 def test_without_the_settings_an_embedded_manager_says_nothing(tmp_path: Path) -> None:

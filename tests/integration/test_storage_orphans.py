@@ -16,8 +16,10 @@ from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters, TierUsage
 from fdcache.tiers.storage import StorageTier, make_index
 from fdcache.tiers.storage_index import StoragePool
+from tests.offload_engine import BLOCK as OFFLOAD_BLOCK
+from tests.offload_engine import OffloadEngine, prompt
 from tests.storage_engine import BLOCK, LAYOUT, Engine, counters, store_a_path, tokens_of
-from tests.storage_help import MIB, parents_of, path_hashes
+from tests.storage_help import MIB, parents_of, path_hashes, storage_layout
 
 POLICIES = list(WritePolicy)
 
@@ -119,6 +121,37 @@ def test_a_block_computed_while_its_record_was_read_in_vain_is_stored_again(tmp_
     engine.settle()
     assert (storage(engine).ready, storage(engine).orphans) == (8, 0)
     engine.manager.request_finish([reader])
+    engine.close()
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE])
+def test_an_engine_with_its_own_device_cache_stores_a_lost_block_again(
+    tmp_path: Path, policy: WritePolicy
+) -> None:
+    layout = storage_layout(block_size=OFFLOAD_BLOCK, num_layers=2)
+    tokens = prompt(*range(1, 9))
+    engine = OffloadEngine(layout=layout, folder=tmp_path)
+    engine.stored("before", tokens, list(range(8)))
+    engine.close()
+    path, record, _ = place(tmp_path, 3)
+    damage(path, record)
+    engine = OffloadEngine(layout=layout, folder=tmp_path, policy=policy)
+    request = Request("first", tokens)
+    engine.manager.begin(request)
+    while (match := engine.manager.match(request, 0)).status is MatchStatus.DEFERRED:
+        engine.settle()
+    assert match.num_tokens == 3 * OFFLOAD_BLOCK
+    engine.manager.finish(request)
+    engine.stored("second", tokens, list(range(8)))
+    third = Request("third", tokens)  # the policy may ask for two hits
+    engine.manager.begin(third)
+    engine.manager.offer(third, len(tokens), np.arange(8, dtype=np.int32))
+    engine.settle()
+    engine.manager.finish(third)
+    usage = engine.manager.get_stats().storage
+    assert usage is not None
+    assert (usage.ready, usage.orphans) == (8, 0)
+    assert engine.manager.get_stats().counters.blocks_stored == 1
     engine.close()
 
 
