@@ -294,12 +294,17 @@ class TestBounds:
             assert taken < 100
         assert taken >= MAX_BYTES // size
         assert outbox.send(identity, b"at once", may_wait=False) is Sent.FULL
+        assert outbox.is_draining
+        for _ in range(1000):
+            outbox.flush()
+        assert not outbox.is_draining, "nobody reads"
         read: list[Any] = []
         while len(read) < taken:
             outbox.flush()
             if dealer.poll(10):
                 read.append(int(dealer.recv()[:8]))
         assert read == [*range(taken)]
+        assert not outbox.is_draining, "nothing waits"
         until(lambda: outbox.send(identity, b"again", may_wait=False) is Sent.TAKEN, "there is room again")
         assert outbox.send(b"nobody", b"") is Sent.GONE
         router.close()
