@@ -290,7 +290,7 @@ class TestDeadlines:
 
 
 def test_views_in_progress_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fdcache.service.server.http_server.make_app", partial(make_app, timeout=1.0))
+    monkeypatch.setattr("fdcache.service.server.http_server.make_app", partial(make_app, timeout=0.2))
     ask = b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with alone(tmp_path) as server:
         lines = [

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from anyio.to_thread import current_default_thread_limiter
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fdcache.errors import ConfigurationError
@@ -32,6 +33,8 @@ _MAX_HEAD = 16 << 10
 _BACKLOG = 128
 _ACCEPTED_AT_ONCE = 4
 """asyncio accepts several times as many before it tells of the first; for a moment the limit is exceeded by them."""
+_THREADS = 2
+"""Threads that make answers. Each may hold the interpreter for 5 ms while engines wait."""
 _START_TIMEOUT = 10.0
 _LOG_SECONDS = 60.0
 
@@ -104,6 +107,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections."""
         asyncio.get_running_loop().set_exception_handler(self._on_error)
+        current_default_thread_limiter().total_tokens = _THREADS
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)

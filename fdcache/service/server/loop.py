@@ -115,7 +115,7 @@ class ServiceLoop:
                 self.service.tools.retry()
                 self._on_tick()
                 tick_at = now + _TICK_SECONDS
-            ready = dict(poller.poll(0 if self.service.tools else max(0, int((tick_at - now) * 1000))))
+            ready = dict(poller.poll(self._milliseconds_until(tick_at - now)))
             if storage is not None and storage.wake_fd in ready:
                 os.eventfd_read(storage.wake_fd)
                 self.service.work()
@@ -126,6 +126,12 @@ class ServiceLoop:
             if self.service.tools:
                 self.service.tools.work(self._send_part)
                 self._send_urgent_events()
+
+    def _milliseconds_until(self, tick: float) -> int:
+        """Return how long to wait for messages; ``tick`` is due in so many seconds."""
+        if self.service.tools:
+            return 0
+        return 1 if self._outbox.is_draining else max(0, int(tick * 1000))
 
     def _accept_while_descriptors_last(self) -> None:
         """Take no new connections while descriptors are short: ZeroMQ ends the process that has none for the next."""

@@ -11,6 +11,8 @@ MAX_MESSAGES = 4096
 MAX_BYTES = 4 << 20
 """Limits of what waits for one client; the message that exceeds the second one is the last."""
 
+_MAX_TRIES = 20
+
 
 class Sent(Enum):
     """What became of a message."""
@@ -33,6 +35,12 @@ class Outbox:
         self._socket = socket
         self._waiting: dict[bytes, deque[bytes]] = {}
         self._bytes: dict[bytes, int] = {}
+        self._tries = 0
+
+    @property
+    def is_draining(self) -> bool:
+        """True while it is worth to try again soon: something waits, and was read lately."""
+        return bool(self._waiting) and self._tries < _MAX_TRIES
 
     def send(self, identity: bytes, message: bytes, *, may_wait: bool = True) -> Sent:
         """Send a message after those that wait for the client. One that may not wait here is sent at once or not."""
@@ -41,6 +49,7 @@ class Outbox:
             if sent is not Sent.FULL or not may_wait:
                 return sent
             self._waiting[identity], self._bytes[identity] = deque(), 0
+            self._tries = 0
         waiting = self._waiting[identity]
         if not may_wait or len(waiting) >= MAX_MESSAGES or self._bytes[identity] >= MAX_BYTES:
             return Sent.FULL
@@ -50,10 +59,12 @@ class Outbox:
 
     def flush(self) -> None:
         """Send what waits, as far as clients have read."""
+        self._tries += 1
         for identity in list(self._waiting):
             waiting, sent = self._waiting[identity], Sent.TAKEN
             while waiting and (sent := self._try(identity, waiting[0])) is Sent.TAKEN:
                 self._bytes[identity] -= len(waiting.popleft())
+                self._tries = 0
             if sent is not Sent.FULL:
                 del self._waiting[identity], self._bytes[identity]
 
