@@ -17,6 +17,8 @@ from typer.core import TyperCommand
 from fdcache import CacheController, CacheManager, KVLayout, Request
 from fdcache.devices.calibration import Calibration, load_calibration, make_policy, save_calibration
 from fdcache.devices.topology import Gpu
+from fdcache.integrations.vllm.config import layout_from_config
+from fdcache.integrations.vllm.settings import given_settings
 from fdcache.metadata import TransferPlan
 from fdcache.service.server import process
 from fdcache.service.server.lifecycle import Server
@@ -24,6 +26,7 @@ from fdcache.service.wire.address import load_settings
 from fdcache.settings import Settings
 from fdcache.storage.mooncake_client import ClientOptions
 from tests.fastdeploy_help import fd_config
+from tests.vllm_configs import kv_config, vllm_config
 
 LONG = 100
 """Tokens of a prompt that is served twice."""
@@ -99,6 +102,14 @@ def policy() -> Any:
 
 def _calibrated() -> object:
     return load_calibration(GPU, Settings.load().transfer.calibration_dir)
+
+
+def _vllm_fingerprint() -> object:
+    """Return what names the blocks of vLLM's connector."""
+    made = vllm_config()
+    weights = given_settings(made.kv_transfer_config).deployment.weights
+    with mock.patch("fdcache.integrations.vllm.config.version", return_value="0.33.0"):
+        return layout_from_config(made, kv_config(), weights=weights).fingerprint
 
 
 def _swap_method() -> object:
@@ -228,6 +239,7 @@ CASES: dict[str, Case] = {
         refused_by=("adapter",),
     ),
     "FDCACHE_DEVICE_MEMORY": Case("1MiB", device_blocks),
+    "FDCACHE_WEIGHTS": Case("mine@2", elsewhere=_vllm_fingerprint),
     "FDCACHE_DEVICE_BLOCKS": Case("37", device_blocks),
     "FDCACHE_HOST_MEMORY": Case("2MiB", host_blocks, lambda server: server.arena.total_bytes),
     "FDCACHE_SERVER": Case(

@@ -137,6 +137,21 @@ def test_weights_replaced_in_place_are_another_revision(tmp_path: Path) -> None:
         assert config.revision_of(vllm_config(model_config__model=str(tmp_path))) != before
 
 
+def test_weights_that_a_loader_takes_from_elsewhere_are_told_apart(tmp_path: Path) -> None:
+    """A folder may have the configuration alone, which other weights share."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    places = [{"model_config__model": str(tmp_path / folder)} for folder in ("a", "b")]
+    given: list[dict[str, Any]] = [
+        *places,
+        {**places[0], "model_config__model_weights": "s3://bucket/a"},
+        {**places[0], "model_config__model_weights": "s3://bucket/b"},
+        {**places[0], "load_config__model_loader_extra_config": {"tensorizer_uri": "s3://bucket/c"}},
+    ]
+    assert len({config.revision_of(vllm_config(**each)) for each in given}) == len(given)
+
+
 def test_a_name_of_the_weights_stands_for_their_files_and_revision(tmp_path: Path) -> None:
     """Only what decides how they are computed and packed is left of the rest."""
     (tmp_path / "model.safetensors").write_bytes(b"weights")

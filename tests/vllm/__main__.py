@@ -21,7 +21,7 @@ _RUNNERS = {
     "0": ["tests/unit/test_vllm_hooks.py", "tests/unit/test_vllm_load_order.py", "tests/vllm"],
     "1": [
         f"tests/vllm/test_{name}.py"
-        for name in ("engine", "features", "hybrid", "hybrid_tiers", "streams", "tiers", "windows")
+        for name in ("engine", "features", "hybrid", "hybrid_tiers", "pooling", "streams", "tiers", "windows")
     ],
 }
 """vLLM's model runners by number less one, and the tests that are run with each."""

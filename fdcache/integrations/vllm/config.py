@@ -11,7 +11,7 @@ from typing import Any
 
 from fdcache.errors import ConfigurationError
 from fdcache.groups import CacheGroup, windows_of
-from fdcache.integrations.vllm.weights import digest_of
+from fdcache.integrations.vllm.weights import digest_of, has_weights
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 
@@ -135,10 +135,10 @@ def layout_from_config(
 
 def model_of(model: Any) -> str:
     """Return the name of a model: for local weights its kind and the first digits of their digest, not their place."""
-    digest = digest_of(Path(str(model.model)))
-    if digest is None:
-        return str(model.model)
-    return f"{getattr(model.hf_config, 'model_type', 'model')}@{digest[:8]}"
+    place = str(model.model)
+    if not has_weights(Path(place)):
+        return place
+    return f"{getattr(model.hf_config, 'model_type', 'model')}@{str(digest_of(Path(place)))[:8]}"
 
 
 def revision_of(vllm_config: Any, packed_by: object = None, weights: str | None = None) -> str:
@@ -151,7 +151,7 @@ def revision_of(vllm_config: Any, packed_by: object = None, weights: str | None 
     load, speculative = vllm_config.load_config, vllm_config.speculative_config
     parts = {
         "vllm": version("vllm"),
-        "weights": weights or _weights_of(model),
+        "weights": weights or _weights_of(model, load),
         "config": _place_of(getattr(model, "hf_config_path", None)),
         "overrides": repr(getattr(model, "hf_overrides", None)),
         "quantization": (model.quantization, repr(getattr(model, "quantization_config", None))),
@@ -170,11 +170,17 @@ def revision_of(vllm_config: Any, packed_by: object = None, weights: str | None 
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _weights_of(model: Any) -> tuple[object, ...]:
-    digest = digest_of(Path(str(model.model)))
-    if digest is not None:
-        return (digest,)
-    return str(model.model), model.revision, getattr(model.hf_config, "_commit_hash", None)
+def _weights_of(model: Any, load: Any) -> tuple[object, ...]:
+    """Return what names the weights, which a loader may take from another place than the model's folder."""
+    elsewhere = (
+        getattr(model, "model_weights", None),
+        repr(getattr(load, "model_loader_extra_config", None)),
+    )
+    place = Path(str(model.model))
+    if has_weights(place):
+        return digest_of(place), *elsewhere
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return str(model.model), digest_of(place), model.revision, commit, *elsewhere
 
 
 def _place_of(path: object) -> str | None:

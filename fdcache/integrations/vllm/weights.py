@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from fdcache.errors import ConfigurationError
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.tensors")
 _SAMPLE_BYTES = 4096
 _MOST_SAMPLES = 32_768
 _SAMPLES_OF_TASK = 512
 _THREADS = 16
-_WHOLE_FILE = "*.json"
+_WHOLE_FILE = "*.json"  # configuration and index
 
 
 class _File(NamedTuple):
@@ -45,10 +45,16 @@ def digest_of(path: Path) -> str | None:
         ) from error
 
 
+def has_weights(path: Path) -> bool:
+    """Return True for a local file, and for a folder with files of weights beside its configuration."""
+    path = path.expanduser()
+    return path.is_file() or any(True for pattern in _WEIGHTS for _ in path.glob(pattern))
+
+
 def _files_of(path: Path) -> Iterator[_File]:
     found = [path]
     if path.is_dir():
-        found = sorted(each for pattern in _WEIGHTS for each in path.glob(pattern))
+        found = sorted(each for pattern in (*_WEIGHTS, _WHOLE_FILE) for each in path.glob(pattern))
     for each in found:
         if each.is_file():
             state = each.stat()
