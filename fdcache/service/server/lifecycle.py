@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from fdcache.errors import HostMemoryError
 from fdcache.machine.memory import huge_page_problem
-from fdcache.service.server.arena import Arena, arena_name, check_arena_dir, find_arenas
+from fdcache.service.server.arena import Arena, arena_name, find_arenas
 from fdcache.service.server.endpoints import endpoints
 from fdcache.service.server.loop import ServiceLoop, SocketLock
+from fdcache.service.server.preflight import check_arena_dir
 from fdcache.service.server.process import notify, notify_status
 from fdcache.service.server.service import Service
 from fdcache.service.server.storage import ServiceStorage
