@@ -3,7 +3,6 @@
 Typer builds a command's parameters with pydantic, so that even ``--help`` of a group would load it.
 """
 
-import difflib
 import importlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -101,6 +100,8 @@ def new_group(
 
 
 def _no_command(name: str, names: Iterable[str]) -> str:
+    import difflib
+
     close = difflib.get_close_matches(name.casefold(), list(names), n=1)
     remedy = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
     return f"there is no command {name!r}; {remedy}"

@@ -1,28 +1,34 @@
-"""Entry point of the command line. It imports the rest once Ctrl-C and closed streams can do no harm."""
+"""Entry point of the command line. It imports the rest once Ctrl-C can do no harm."""
+
+from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
-from fdcache_cli import errors, streams
+TYPE_CHECKING = False  # importing typing takes time in which Ctrl-C prints a traceback
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any
+
+_BEFORE_A_COMMAND = {f"fdcache_cli.{name}" for name in ("app", "commands", "errors", "main")}
+_INTERRUPTED = 130
 
 
 def run() -> None:
     """Run the command line. Exit status: 0, 1 (failed), 2 (wrong usage), 78 (bad configuration) or 130 (Ctrl-C)."""
-    streams.prepare()
-    with _ends_at_once():
-        command = _find_command(sys.argv[1:])
-    errors.guard(command)
+    former = _on_interrupt(_interrupt)
+    try:
+        from fdcache_cli import errors, streams
 
+        streams.prepare()
+        if sys.argv[1:] == ["--version"]:
+            errors.guard(_print_version)
+        from fdcache_cli.commands import find_command
 
-def _find_command(arguments: list[str]) -> Callable[[], object]:
-    if arguments == ["--version"]:
-        return _print_version
-    from fdcache_cli.commands import find_command
-
-    return find_command(arguments)
+        errors.guard(find_command(sys.argv[1:]))
+    finally:
+        _on_interrupt(former)
 
 
 def _print_version() -> None:
@@ -31,18 +37,29 @@ def _print_version() -> None:
     sys.stdout.write(f"fdcache {__version__}\n")
 
 
-@contextmanager
-def _ends_at_once() -> Iterator[None]:
-    """End the process at the first Ctrl-C: while modules are imported, an exception may be printed or swallowed."""
+def _on_interrupt(handler: Any) -> Any:
+    """Set the handler of Ctrl-C and return the former one. One that the caller set, such as to ignore it, stays."""
     former = signal.getsignal(signal.SIGINT)
-    if former is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *_: os._exit(errors.INTERRUPTED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
+    if former in (signal.default_int_handler, _interrupt):
+        signal.signal(signal.SIGINT, handler)
+    return former
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise ``KeyboardInterrupt`` in a command's own code, and elsewhere end the process, which holds nothing yet.
+
+    While modules are imported and options are read, an exception may be printed, wrapped or swallowed.
+    """
+    has_begun, caller = False, frame
+    while caller is not None:
+        if caller.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(_INTERRUPTED)
+        module = caller.f_globals.get("__name__", "")
+        has_begun |= module.startswith("fdcache_cli.") and module not in _BEFORE_A_COMMAND
+        caller = caller.f_back
+    if not has_begun:
+        os._exit(_INTERRUPTED)
+    signal.default_int_handler(number, frame)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,14 @@ def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["fdcache_cli.commands", "typer", "fdcache_cli.env", "pydantic", "fdcache.settings.loading", "msgspec"],
+    [
+        "fdcache_cli.commands",
+        "typer",
+        "fdcache_cli.env",
+        "typer._adapters",
+        "fdcache.settings.loading",
+        "msgspec",
+    ],
 )
 def test_ctrl_c_during_an_import_ends_the_command_quietly(module: str) -> None:
     program = (

@@ -271,7 +271,7 @@ class TestMemory:
     def test_an_unknown_numa_node_is_refused_with_the_remedy(self, tmp_path: Path) -> None:
         done = run("serve", **_texts(arguments(tmp_path, FDCACHE_NUMA_NODE="4095")))
         assert done.returncode == 78
-        assert "no NUMA node 4095; unset it" in done.stderr
+        assert "no NUMA node 4095; unset the variable" in done.stderr
         assert [path.name for path in tmp_path.iterdir()] == []
 
     def test_memory_of_a_numa_node(self, tmp_path: Path) -> None:

@@ -143,9 +143,9 @@ def test_a_setting_of_every_kind_takes_or_refuses_every_odd_text(kind: str) -> N
                 assert variable.show(text) and str(variable.exceeds(text))
 
 
-@pytest.mark.parametrize("text", ODD, ids=ascii)
+@pytest.mark.parametrize("text", ODD, ids=lambda text: ascii(text)[:30])
 def test_one_odd_text_in_all_settings_at_once_gives_problems_with_names(text: str) -> None:
-    for problem in problems_of(dict.fromkeys(NAMES, text) if "\0" not in text else {}):
+    for problem in problems_of(dict.fromkeys(NAMES, text)):
         assert problem.variables and problem.wrong and problem.right
         assert str(problem).isprintable()
 
@@ -216,7 +216,8 @@ OPTIONS = (
 def test_an_odd_value_of_an_option_ends_a_command_with_a_status_of_its_own(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    texts = [text for text in ODD if "\0" not in text][:: 1 if words[0] != "replay" else 7]
+    step = max(len(ODD) // budget(len(ODD)), 1)
+    texts = ODD[OPTIONS.index(words) % step :: step]
     for text in texts:
         done = fdcache(*(word.format(text) for word in words), FDCACHE_RUNTIME_DIR=str(tmp_path / "run"))
         assert done.returncode in (0, 1, 2, 78), text

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from fdcache_cli.commands import COMMANDS
+from fdcache_cli.commands import COMMANDS, app
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
@@ -72,7 +73,9 @@ def test_the_program_takes_what_is_shown(
 
 
 def takes_fdcache(words: list[str]) -> None:
-    if words in (["--help"], ["--version"]):
+    if words[0].startswith("-"):
+        options = {name for parameter in get_command(app).params for name in parameter.opts}
+        assert set(words) <= options | {"--help", "--version"}
         return
     command: Any = next(each for each in COMMANDS if each.name == words[0]).load()
     rest = words[1:]

@@ -24,8 +24,6 @@ from msgspec import Meta
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
 from fdcache.machine.memory import SHARE_OF_MEMORY, available_memory, node_cores
-from fdcache.service.wire.address import is_directory, is_read_only
-from fdcache.settings import Settings
 
 log = logging.getLogger("fdcache.service.server")
 
@@ -398,19 +396,3 @@ def _touch_huge(fd: int, size: int) -> None:
     with mmap.mmap(fd, size, mmap.MAP_SHARED) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         memory.madvise(_MADV_POPULATE_WRITE)
-
-
-def check_arena_dir(settings: Settings) -> None:
-    """Raise ``ConfigurationError`` unless the arena directory exists and this user can write to it."""
-    if problem := arena_folder_problem(settings):
-        raise ConfigurationError("FDCACHE_ARENA_DIR: " + "; ".join(problem))
-
-
-def arena_folder_problem(settings: Settings) -> tuple[str, str] | None:
-    """Return what is wrong with the arena directory, and the remedy."""
-    folder = settings.server.arena_dir
-    if not is_directory(folder):
-        return f"{folder} is not a directory", "mount a tmpfs there"
-    if not os.access(folder, os.W_OK | os.X_OK) or is_read_only(folder):
-        return f"{folder} cannot be written by this user", "choose another one, a tmpfs such as /dev/shm"
-    return None

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from fdcache.errors import HostMemoryError
 from fdcache.machine.memory import huge_page_problem, node_cores
-from fdcache.service.server.arena import Arena, Manifest, MemoryKind, arena_name, check_arena_dir
+from fdcache.service.server.arena import Arena, Manifest, MemoryKind, arena_name
 from fdcache.service.server.arenas import find_arenas
 from fdcache.service.server.endpoints import endpoints
 from fdcache.service.server.loop import ServiceLoop, SocketLock
+from fdcache.service.server.preflight import check_arena_dir
 from fdcache.service.server.process import notify, notify_status
 from fdcache.service.server.service import Service
 from fdcache.service.server.storage import ServiceStorage

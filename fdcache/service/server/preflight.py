@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fdcache.errors import ConfigurationError, HostMemoryError, StorageError
 from fdcache.machine.memory import available_memory, numa_nodes
-from fdcache.service.server.arena import arena_folder_problem, arena_name, extent_bytes
+from fdcache.service.server.arena import arena_name, extent_bytes
 from fdcache.service.server.arenas import FoundArena, find_arenas
 from fdcache.service.server.endpoints import parse_http, require_keys
 from fdcache.service.wire.address import (
@@ -133,6 +133,22 @@ def check_arena(settings: Settings) -> Iterator[Problem]:
     if wanted:
         largest, huge = settings.server.extent_size, settings.server.huge_pages
         yield from _raised(settings, "FDCACHE_HOST_MEMORY", lambda: extent_bytes(wanted, largest, huge))
+
+
+def check_arena_dir(settings: Settings) -> None:
+    """Raise ``ConfigurationError`` unless the arena directory exists and this user can write to it."""
+    if problem := arena_folder_problem(settings):
+        raise ConfigurationError("FDCACHE_ARENA_DIR: " + "; ".join(problem))
+
+
+def arena_folder_problem(settings: Settings) -> tuple[str, str] | None:
+    """Return what is wrong with the arena directory, and the remedy."""
+    folder = settings.server.arena_dir
+    if not is_directory(folder):
+        return f"{folder} is not a directory", "mount a tmpfs there"
+    if not os.access(folder, os.W_OK | os.X_OK) or is_read_only(folder):
+        return f"{folder} cannot be written by this user", "choose another one, a tmpfs such as /dev/shm"
+    return None
 
 
 def check_memory(settings: Settings) -> Iterator[Problem]:
