@@ -57,6 +57,7 @@ class PinnedRuns : public LowerTier {
 
     // In the session of `search`.
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
+    std::size_t blocks() const override;
 
     struct LookUp {
         std::uint64_t lease = 0;  // pins `found`, unless it is 0
