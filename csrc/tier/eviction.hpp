@@ -35,7 +35,7 @@ class LowerTier {
     // A bit for each of up to `kMostAsked` blocks that is there or on its way. With a block all those above
     // it are there, but for the time in which a copy fails or a path is removed.
     virtual std::uint64_t holds(std::span<const Digest *const> digests) const = 0;
-    // How many blocks are there. May walk a table.
+    // About how many blocks are there.
     virtual std::size_t blocks() const = 0;
 };
 

@@ -29,7 +29,8 @@ class TestHostTier:
         device, host = world.manager._tiers.device, world.manager._tiers.host
         assert isinstance(host, LocalHostTier)
         device.set_clock(0)
-        first, second = store(device, PATH), store(device, OTHER)
+        store(device, PATH)
+        second = store(device, OTHER)
         report(host, copy_in(host, OTHER))
         device.set_clock(1)
         assert eviction_order(device)[0] == second[-1]
