@@ -699,8 +699,14 @@ class Tier(LowerTier):
         Tell the eviction order of the tier below: that of this process, or the runs of a service.
 
         ``learned`` then weighs a block by what its eviction loses: less if the tier below keeps it.
-        ``is_always_copied``: every evicted block is copied there; then what is learned decides there,
-        and this tier evicts by last use, but for hints.
+        ``is_always_copied``: every evicted block is copied there, and no other; so the tiers hold
+        different blocks.
+        """
+
+    def set_above(self) -> None:
+        """
+        Tell the eviction order that there is a tier above: both together may lose to last use what
+        one alone may.
         """
 
     def set_clock(self, milliseconds: int) -> None:

@@ -35,11 +35,14 @@ class LowerTier {
     // A bit for each of up to `kMostAsked` blocks that is there or on its way. With a block all those above
     // it are there, but for the time in which a copy fails or a path is removed.
     virtual std::uint64_t holds(std::span<const Digest *const> digests) const = 0;
+    // About how many blocks are there.
+    virtual std::size_t blocks() const = 0;
 };
 
 // What becomes of an entry that is evicted.
 struct Demotion {
     std::function<std::uint64_t(std::span<const Slot>)> below;  // `LowerTier::holds` of entries
+    std::function<std::size_t()> blocks;                        // `LowerTier::blocks`
     bool is_always_copied = false;  // every evicted entry is copied there, as far as it has room
 };
 
@@ -87,6 +90,8 @@ class EvictionOrder {
     // The time of the calls that follow, in milliseconds: never an earlier one than before.
     virtual void set_time(std::uint64_t /* milliseconds */) {}
     virtual void set_demotion(Demotion) {}
+    // There is a tier above, which lets through what it does not find.
+    virtual void set_above() {}
     // Blocks of one path, each the parent of the next one, became entries, the first one at this depth.
     virtual void arrive(std::span<const Slot>, std::span<const Digest>, std::uint32_t /* depth */) {}
     // A block is no entry any more: evicted, or removed for another reason.

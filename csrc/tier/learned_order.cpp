@@ -49,6 +49,7 @@ void LearnedOrder::move_begin(std::uint64_t milliseconds) {
     for (Block &block : blocks_) move(block.last_ms);
     ghosts_.for_each_time(move);
     shadow_.move_begin(by);
+    both_.move_begin(by);
     move(learned_);
     begin_ms_ = milliseconds;
 }
@@ -75,7 +76,7 @@ void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> di
         kept_ += is_kept(block);
         if (demotion_.below) survival_.used_again(ghost->was_below, ghost->hits > 0, i < *held);
         count(block, false, i < *held);
-        shadow_.leave(block.last_ms);
+        leave_shadows(block.last_ms);
     }
     judge(path.size());
 }
@@ -90,7 +91,7 @@ void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
     }
     if (block.is_idle) {
         --idle_;
-        if (!evicted) shadow_.leave(block.last_ms);
+        if (!evicted) leave_shadows(block.last_ms);
     }
     block = Block{};
 }
@@ -109,7 +110,7 @@ void LearnedOrder::take(std::uint32_t count, std::vector<Slot> &taken) {
 }
 
 void LearnedOrder::begin(std::span<const Slot> path) {
-    shadow_.trim(idle_);
+    trim_shadows();
     const bool is_asked = demotion_.below && std::ranges::any_of(path, [this](Slot slot) {
                               const Block &block = blocks_[slot];
                               return block.is_idle && !block.is_counted && compare(block, true).weighs();
@@ -122,7 +123,7 @@ void LearnedOrder::begin(std::span<const Slot> path) {
 void LearnedOrder::begin_use(Block &block, bool is_below) {
     if (!block.is_idle) return;
     if (!block.is_counted) count(block, true, is_below);
-    shadow_.leave(block.last_ms);
+    leave_shadows(block.last_ms);
     block.is_idle = false;
     --idle_;
 }
@@ -133,7 +134,7 @@ void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
     if (end) tail_ = std::max(kTailTokens / std::max(end->block_tokens, 1u), 1u);
     for (std::size_t i = 0; i < path.size(); ++i) touch(path[i], features, i < tail_);
     tables_.path(path.size());
-    shadow_.trim(idle_);
+    trim_shadows();
     judge(path.size());
 }
 
@@ -176,14 +177,22 @@ void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
 // begins again, counts once. A block that is not found here, but below, costs a load.
 void LearnedOrder::count(Block &block, bool is_found, bool is_below) {
     const Comparison compared = compare(block, is_found);
-    if (compared.weighs()) {
+    const double depth = 1 + depth_value_ * block.depth;
+    trust_.compare(depth * (demotion_.below ? score(block, is_found, is_below) : compared.gain));
+    if (compared.forecast != 0) {
         const double lost = is_found ? loss(block, is_below) : is_below ? Survival::kLoad : 1;
-        const double value = lost * (1 + depth_value_ * block.depth);
-        trust_.compare(value * compared.gain);
-        trust_.expect(value * compared.forecast);
+        trust_.expect(depth * lost * compared.forecast);
     }
     tables_.reuse(block.kind, now_ - block.last_ms);
     block.is_counted = true;
+}
+
+// What the use of a block gains on two tiers that evict by last use.
+double LearnedOrder::score(const Block &block, bool is_found, bool is_below) const {
+    constexpr double kFoundBelow = 1 - Survival::kLoad;
+    const double here = shadow_.holds(block.last_ms);
+    const double below = std::max(both_.holds(block.last_ms) - here, 0.0);
+    return (is_found ? 1 : is_below ? kFoundBelow : 0) - (here + kFoundBelow * below);
 }
 
 LearnedOrder::Comparison LearnedOrder::compare(const Block &block, bool is_found) const {
@@ -244,6 +253,7 @@ void LearnedOrder::before_add(Slot slot) {
     block.is_idle = true;
     block.last_ms = now_;
     shadow_.use(now_);
+    if (demotion_.below) both_.use(now_);
     ++idle_;
 }
 
@@ -295,6 +305,21 @@ void LearnedOrder::learn() {
     is_forecast_ = !trust_.is_given();
     if (is_forecast_) tables_.forecast(*present, static_cast<double>(idle_));
     learned_ = now_;
+    if (!demotion_.below) return;
+    // Blocks that are copied when they are new are in both for a while, those that are evicted into it are
+    // not.
+    const double share = demotion_.is_always_copied ? 1 : kBeside;
+    beside_ = static_cast<std::size_t>(share * static_cast<double>(demotion_.blocks()));
+}
+
+void LearnedOrder::leave_shadows(std::uint32_t last_ms) {
+    shadow_.leave(last_ms);
+    if (demotion_.below) both_.leave(last_ms);
+}
+
+void LearnedOrder::trim_shadows() {
+    shadow_.trim(idle_);
+    if (demotion_.below) both_.trim(idle_ + beside_);
 }
 
 void LearnedOrder::resize(std::uint32_t slots) {
@@ -309,6 +334,7 @@ void LearnedOrder::clear() {
     std::fill(blocks_.begin(), blocks_.end(), Block{});
     ghosts_.clear();
     shadow_.clear();
+    both_.clear();
     idle_ = kept_ = 0;
 }
 

@@ -25,7 +25,11 @@ class LearnedOrder final : public LeafOrder {
     explicit LearnedOrder(double depth_value) : depth_value_(depth_value) {}
 
     bool learns() const override { return true; }
-    void set_demotion(Demotion demotion) override { demotion_ = std::move(demotion); }
+    void set_demotion(Demotion demotion) override {
+        demotion_ = std::move(demotion);
+        trust_.be_one_of_several();
+    }
+    void set_above() override { trust_.be_one_of_several(); }
     void set_time(std::uint64_t milliseconds) override;
     void arrive(std::span<const Slot> path, std::span<const Digest> digests, std::uint32_t depth) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
@@ -49,12 +53,13 @@ class LearnedOrder final : public LeafOrder {
     static constexpr std::uint32_t kLearnEvery = 16'000;              // ms
     static constexpr std::uint64_t kOldest = std::uint64_t{1} << 31;  // ms, of an age that is remembered
     static constexpr double kFade = 16;  // uses per slot, and per thousand requests, until counts are halved
-    static constexpr double kRankEvery = 8'000;         // ms
-    static constexpr double kMostRanks = 8;             // in a millisecond, for the passing of time
-    static constexpr std::size_t kFewLeaves = 64;       // that are ranked again at each time
-    static constexpr double kHintBudget = 0.5;          // share of the slots whose blocks may stay for hints
-    static constexpr std::size_t kSamples = 8192;       // blocks whose age is looked at to learn
-    static constexpr std::size_t kAhead = 64;           // samples between a prefetch and its use
+    static constexpr double kRankEvery = 8'000;    // ms
+    static constexpr double kMostRanks = 8;        // in a millisecond, for the passing of time
+    static constexpr std::size_t kFewLeaves = 64;  // that are ranked again at each time
+    static constexpr double kBeside = 0.5;         // share of a tier below, into which new blocks are copied
+    static constexpr double kHintBudget = 0.5;     // share of the slots whose blocks may stay for hints
+    static constexpr std::size_t kSamples = 8192;  // blocks whose age is looked at to learn
+    static constexpr std::size_t kAhead = 64;      // samples between a prefetch and its use
     static constexpr std::uint32_t kTailTokens = 2048;  // the end of a path, which few requests share
     static constexpr std::uint8_t kManyHits = 8;        // of a block that many requests begin with
     static constexpr std::uint8_t kMostHits = 127;      // counted
@@ -86,8 +91,7 @@ class LearnedOrder final : public LeafOrder {
     static bool is_kept(const Block &block) {
         return block.kind >= ReuseTables::kFirstHint + HintClasses::kFirstKeeping;
     }
-    // What every block is evicted to is the order of the tier below.
-    bool is_by_last_use() const { return demotion_.is_always_copied || !trust_.is_given(); }
+    bool is_by_last_use() const { return !trust_.is_given(); }
     // A bit for each of these entries that the tier below holds.
     std::uint64_t below(std::span<const Slot> slots) const {
         return demotion_.below && !slots.empty() ? demotion_.below(slots) : 0;
@@ -120,18 +124,22 @@ class LearnedOrder final : public LeafOrder {
     double worth(const Block &block) const;
     void before_add(Slot slot) override;
     Features features_of(std::span<const Slot> path, const RequestEnd *end) const;
+    double score(const Block &block, bool is_found, bool is_below) const;
     double share_to_rank(double passed) const;
     void move_begin(std::uint64_t milliseconds);
     void touch(Slot slot, const Features &features, bool is_last);
     void begin_use(Block &block, bool is_below);
     void count(Block &block, bool is_found, bool is_below);
     void judge(std::size_t path);
+    void leave_shadows(std::uint32_t last_ms);
+    void trim_shadows();
     Comparison compare(const Block &block, bool is_found) const;
     void learn();
 
     ReuseTables tables_;
     LruShadow shadow_;
-    Trust trust_;  // false: blocks without a hint are ranked by their last use
+    LruShadow both_;  // and what it and the tier below would hold together
+    Trust trust_;     // false: blocks without a hint are ranked by their last use
     Demotion demotion_;
     Survival survival_;
     Ghosts ghosts_;
@@ -141,6 +149,7 @@ class LearnedOrder final : public LeafOrder {
     mutable double place_ = 0;             // on the scale of ages
     std::uint32_t tail_ = 1;               // blocks of a path's end
     std::size_t idle_ = 0;                 // entries that were used and are not
+    std::size_t beside_ = 0;               // blocks that the tier below would hold beside these
     std::size_t kept_ = 0;                 // entries that stay for hints
     std::uint64_t begin_ms_ = 0;           // times are counted from here
     std::uint32_t now_ = 0;

@@ -30,6 +30,8 @@ class OutgoingCopies {
     std::vector<Presence> contains(std::span<const Digest> hashes) const;
     // A bit for each of up to 64 blocks that is not absent.
     std::uint64_t holds(std::span<const Digest *const> hashes) const;
+    // About how many blocks the tier's table shows.
+    std::size_t blocks() const { return table_.estimated_size(); }
     // Like Tier::reserve_copies, but takes slots from the stock. Takes none if `missing` is not 0.
     CopyReservation reserve(std::span<const Digest> parents, std::span<const Digest> hashes,
                             bool below_pending = false);

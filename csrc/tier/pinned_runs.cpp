@@ -34,6 +34,11 @@ std::vector<Presence> PinnedRuns::contains(std::span<const Digest> hashes) const
     return copies ? copies->contains(hashes) : std::vector(hashes.size(), Presence::kAbsent);
 }
 
+std::size_t PinnedRuns::blocks() const {
+    const std::shared_ptr<OutgoingCopies> copies = copies_;
+    return copies ? copies->blocks() : 0;
+}
+
 void PinnedRuns::count_miss(std::span<const Digest> path, std::size_t start, std::size_t end) {
     misses_.count(path[end], path.size() - end, end == start);
     if (copies_->contains(path.subspan(end, 1))[0] == Presence::kPending) ++misses_.in_flight;

@@ -57,6 +57,7 @@ class PinnedRuns : public LowerTier {
 
     // In the session of `search`.
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
+    std::size_t blocks() const override;
 
     // What the session has, and what this engine copies there.
     std::vector<Presence> contains(std::span<const Digest> hashes) const;

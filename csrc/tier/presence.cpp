@@ -100,6 +100,14 @@ std::size_t PresenceTable::size() const {
     return total;
 }
 
+std::size_t PresenceTable::estimated_size() const {
+    constexpr std::size_t kSample = 128;
+    const std::size_t step = count_ / kSample + 1;
+    std::size_t total = 0, seen = 0;
+    for (std::size_t i = 0; i < count_; i += step, ++seen) total += used(buckets_ + 2 * kBucketTags * i);
+    return seen ? total * count_ / seen : 0;
+}
+
 std::uint64_t *PresenceTable::find(const Digest &digest) const {
     const std::uint64_t tag = tag_of(digest);
     std::uint64_t *const found = find_tag(bucket(digest.word(0)), tag);

@@ -47,6 +47,8 @@ class PresenceTable {
 
     // Number of blocks; reads the whole table.
     std::size_t size() const;
+    // The size as a sample of the buckets tells it, in a time that does not grow with the table.
+    std::size_t estimated_size() const;
     std::uint64_t version() const;
     bool holds(const Digest &digest) const { return find(digest) != nullptr; }
     std::optional<Place> place(const Digest &digest) const;

@@ -131,16 +131,21 @@ std::uint64_t Tier::now_ms() const {
 void Tier::set_below(const LowerTier &below, bool is_always_copied) {
     std::lock_guard lock(mutex_);
     Demotion demotion{.is_always_copied = is_always_copied};
-    if (!is_always_copied)
-        demotion.below = [this, &below](std::span<const Slot> slots) {
-            std::array<const Digest *, LowerTier::kMostAsked> digests;
-            for (std::size_t i = 0; i < slots.size(); ++i) {
-                digests[i] = &digests_[slots[i]];
-                __builtin_prefetch(digests[i]);
-            }
-            return below.holds(std::span(digests).first(slots.size()));
-        };
+    demotion.blocks = [&below] { return below.blocks(); };
+    demotion.below = [this, &below](std::span<const Slot> slots) {
+        std::array<const Digest *, LowerTier::kMostAsked> digests;
+        for (std::size_t i = 0; i < slots.size(); ++i) {
+            digests[i] = &digests_[slots[i]];
+            __builtin_prefetch(digests[i]);
+        }
+        return below.holds(std::span(digests).first(slots.size()));
+    };
     order_->set_demotion(std::move(demotion));
+}
+
+void Tier::set_above() {
+    std::lock_guard lock(mutex_);
+    order_->set_above();
 }
 
 void Tier::set_clock(std::uint64_t milliseconds) {

@@ -199,7 +199,10 @@ class Tier : public LowerTier {
     // Tells the eviction order of the tier below, which must outlive this one. `is_always_copied`: every
     // evicted entry is copied there.
     void set_below(const LowerTier &below, bool is_always_copied);
+    // Tells it that there is a tier above.
+    void set_above();
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
+    std::size_t blocks() const override;
 
     // From now on the time is what the caller says last, in milliseconds. Time does not go back: it stands
     // still until the caller's has come as far again.

@@ -148,12 +148,14 @@ void bind_tier(nb::module_ &module) {
              "reservations evict ahead of need, for longer runs, while less than this share of the slots\n"
              "(0 to 0.5) is free. ``depth_value``: how much more a block is worth to ``learned`` for each\n"
              "block above it.")
-        .def(
-            "set_below", &Tier::set_below, "below"_a, "is_always_copied"_a, nb::keep_alive<1, 2>(),
-            "Tell the eviction order of the tier below: that of this process, or the runs of a service.\n\n"
-            "``learned`` then weighs a block by what its eviction loses: less if the tier below keeps it.\n"
-            "``is_always_copied``: every evicted block is copied there; then what is learned decides there,\n"
-            "and this tier evicts by last use, but for hints.")
+        .def("set_below", &Tier::set_below, "below"_a, "is_always_copied"_a, nb::keep_alive<1, 2>(),
+             "Tell the eviction order of the tier below: that of this process, or the runs of a service.\n\n"
+             "``learned`` then weighs a block by what its eviction loses: less if the tier below keeps it.\n"
+             "``is_always_copied``: every evicted block is copied there, and no other; so the tiers hold\n"
+             "different blocks.")
+        .def("set_above", &Tier::set_above,
+             "Tell the eviction order that there is a tier above: both together may lose to last use what\n"
+             "one alone may.")
         .def("set_clock", &Tier::set_clock, "milliseconds"_a,
              "Take the time from the caller from now on: it is what the last call said, but never goes back.")
         .def("open_lease", &Tier::open_lease,

@@ -101,6 +101,11 @@ std::uint64_t Tier::holds(std::span<const Digest *const> digests) const {
     return index_.holds(digests);
 }
 
+std::size_t Tier::blocks() const {
+    std::lock_guard lock(mutex_);
+    return ready_;
+}
+
 BlockList Tier::find(std::span<const Digest> hashes) const {
     std::lock_guard lock(mutex_);
     BlockList list;

@@ -5,13 +5,13 @@
 namespace fdcache {
 
 void Trust::judge(double path, double slots) {
-    const double most_lost = kShare * uses_ + kPaths * path;
+    const double most_lost = share_ * (kShare * uses_ + kPaths * path);
     if (is_given_) {
         best_ = std::max(best_, gain_);
         if (gain_ >= -most_lost) least_ = kNever;  // no trial, or it has succeeded
         if (gain_ > 0) proof_ = kProof;
         const bool has_lost = gain_ < -most_lost && gain_ < least_;
-        const bool has_dropped = gain_ < best_ - kDrop * path;
+        const bool has_dropped = gain_ < best_ - share_ * kDrop * path;
         if (!has_lost && !has_dropped) return fade(path, slots);
         if (least_ < kNever) proof_ *= 2;
         is_given_ = false;
@@ -22,7 +22,7 @@ void Trust::judge(double path, double slots) {
         if (has_recovered ? uses_ < rests_until_ : expected_ <= proof_ * path) return fade(path, slots);
         is_given_ = true;
         best_ = gain_;
-        least_ = gain_ - kTrial * path;
+        least_ = gain_ - share_ * kTrial * path;
     }
     fade(path, slots);
 }

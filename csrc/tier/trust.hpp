@@ -12,6 +12,8 @@ namespace fdcache {
 class Trust {
   public:
     bool is_given() const { return is_given_; }
+    // The tier is one of several, whose losses add up.
+    void be_one_of_several() { share_ = kOfSeveral; }
     // A block was used that counts this much.
     void use(double value) { uses_ += value; }
     // One that was used before: by how much more likely it was found than by last use.
@@ -24,17 +26,19 @@ class Trust {
   private:
     void fade(double path, double slots);
 
-    static constexpr double kShare = 0.0008;  // of the uses that may be lost,
-    static constexpr double kPaths = 2;       // and so many mean requests
-    static constexpr double kBack = 0.8;      // of what may be lost: below it trust returns
-    static constexpr double kDrop = 5;        // mean requests lost at once
-    static constexpr double kRest = 0.5;      // uses per slot until trust returns after these
-    static constexpr double kProof = 6;       // mean requests to be expected to return earlier; doubles
-    static constexpr double kTrial = 1;       // mean requests that may be lost then
-    static constexpr double kMemory = 8;      // uses per slot, and per thousand requests, that count
+    static constexpr double kShare = 0.0008;    // of the uses that may be lost,
+    static constexpr double kPaths = 2;         // and so many mean requests
+    static constexpr double kBack = 0.8;        // of what may be lost: below it trust returns
+    static constexpr double kDrop = 5;          // mean requests lost at once
+    static constexpr double kRest = 0.5;        // uses per slot until trust returns after these
+    static constexpr double kProof = 6;         // mean requests to be expected to return earlier; doubles
+    static constexpr double kTrial = 1;         // mean requests that may be lost then
+    static constexpr double kOfSeveral = 0.15;  // of all that may be lost, if there are more tiers
+    static constexpr double kMemory = 8;        // uses per slot, and per thousand requests, that count
     static constexpr double kNever = std::numeric_limits<double>::infinity();
 
     bool is_given_ = true;
+    double share_ = 1;
     double uses_ = 0;
     double gain_ = 0;
     double best_ = 0;         // gain since trust was given

@@ -69,6 +69,8 @@ class BlockPool(_core.Tier):
     ) -> None:
         _check_size(level, num_blocks)
         super().__init__(num_blocks, eviction, extent, spare, depth_value)
+        if level is not CacheLevel.DEVICE:
+            self.set_above()
         self.level = level
         self.depth_value = depth_value
         self.loading_from_storage: set[int] = set()

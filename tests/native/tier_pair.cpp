@@ -39,7 +39,7 @@ TierPair::TierPair(std::uint32_t slots, std::uint32_t extent, double spare, std:
       model_(slots, spare, is_lru_),
       table_(64 * PresenceTable::kBucketTags),
       presence_(table_.data(), table_.size() * sizeof table_[0]) {
-    if (!is_lru_) tier_.set_below(below_, false);
+    if (!is_lru_) tier_.set_below(below_, slots % 2);
 }
 
 void TierPair::release(LeaseId lease) {

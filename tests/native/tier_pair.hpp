@@ -39,6 +39,7 @@ class ChangingTier : public LowerTier {
             held |= std::uint64_t{(digests[i]->bytes[20] + ++asked_ / 64) % 2} << i;
         return held;
     }
+    std::size_t blocks() const override { return 20; }
 
   private:
     mutable std::uint32_t asked_ = 0;

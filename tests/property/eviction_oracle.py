@@ -34,6 +34,9 @@ class Oracle(Protocol):
 
     def set_time(self, seconds: float) -> None: ...
     def arrive(self, block: bytes, depth: int) -> None: ...
+    def judge(self, path: int) -> None:
+        """All blocks of a path of this length have arrived."""
+
     def evicted(self, block: bytes) -> None: ...
     def dropped(self, block: bytes) -> None: ...
     def begin(self, blocks: list[bytes]) -> None:
@@ -140,16 +143,17 @@ class Trust:
     expected: float = 0.0
     proof: float = 6.0
     changes: int = 0
+    share: float = 1.0  # of what may be lost; 0.15 for one of several tiers
 
     def judge(self, path: float, slots: int) -> None:
-        most_lost = 0.0008 * self.uses + 2 * path
+        most_lost = self.share * (0.0008 * self.uses + 2 * path)
         before = self.is_given
         if self.is_given:
             self.best = max(self.best, self.gain)
             self.least = math.inf if self.gain >= -most_lost else self.least
             self.proof = 6.0 if self.gain > 0 else self.proof
             lost = self.gain < min(-most_lost, self.least)
-            if lost or self.gain < self.best - 5 * path:
+            if lost or self.gain < self.best - self.share * 5 * path:
                 self.proof *= 2 if self.least < math.inf else 1
                 self.is_given, self.expected = False, 0.0
                 self.rests_until = self.uses + (0.0 if lost else 0.5 * slots)
@@ -158,7 +162,7 @@ class Trust:
             if self.gain >= -0.8 * most_lost
             else self.expected > self.proof * path
         ):
-            self.is_given, self.best, self.least = True, self.gain, self.gain - path
+            self.is_given, self.best, self.least = True, self.gain, self.gain - self.share * path
         self.changes += before != self.is_given
 
 
@@ -200,7 +204,12 @@ class LearnedOracle:
     """True for a block that the tier below holds; None without such a tier."""
 
     survival: Survival = field(default_factory=Survival)
-    is_always_copied: bool = False
+    both: LastUses = field(default_factory=LastUses)
+    """What this tier and the one below would hold by last use."""
+
+    beside: int = 0
+    blocks_below: Callable[[], int] = lambda: 0
+    share_beside: float = 0.5
     kept: dict[int, list[bool]] | None = None
     """By class and age: would a tier keep the block? Known once the tables are learned without trust."""
 
@@ -228,6 +237,7 @@ class LearnedOracle:
         for known in [*self.blocks.values(), *(ghost.known for ghost in self.ghosts)]:
             known.last = max(known.last, seconds)
         self.last_uses.move_begin(round(1000 * seconds))
+        self.both.move_begin(round(1000 * seconds))
 
     def arrive(self, block: bytes, depth: int) -> None:
         self.blocks[block] = Known(depth)
@@ -241,7 +251,7 @@ class LearnedOracle:
                     survived[0] += 1
                     survived[1] += self.is_below(block)
                 self.count_use(block, is_found=False)
-                self.last_uses.leave(round(1000 * ghost.known.last))
+                self.leave_shadows(ghost.known)
 
     def evicted(self, block: bytes) -> None:
         known = self.blocks.pop(block)
@@ -258,15 +268,15 @@ class LearnedOracle:
         if known.is_tracked:
             self.leave(known)
         if known.is_idle:
-            self.last_uses.leave(round(1000 * known.last))
+            self.leave_shadows(known)
 
     def begin(self, blocks: list[bytes]) -> None:
-        self.last_uses.trim(self.number_idle)
+        self.trim()
         for block in blocks:
             known = self.blocks[block]
             if not known.is_counted:
                 self.count_use(block, is_found=True)
-            self.last_uses.leave(round(1000 * known.last))
+            self.leave_shadows(known)
             known.is_idle = False
 
     def idle(self, blocks: list[bytes]) -> None:
@@ -275,6 +285,7 @@ class LearnedOracle:
             known = self.blocks[block]
             known.is_idle, known.last = True, self.now
             self.last_uses.use(round(1000 * self.now))
+            self.both.use(round(1000 * self.now))
 
     def use(self, path: list[bytes], end: End) -> None:
         known = next((i for i, block in enumerate(path) if self.blocks[block].is_tracked), len(path))
@@ -285,10 +296,22 @@ class LearnedOracle:
             self.trust.uses += 1 + self.depth_value * (len(path) - 1 - i)
             self.touch(self.blocks[block], is_fresh, lengths, i < max(2048 // end.block, 1))
         self.mean_path += 0.002 * (len(path) - self.mean_path)
-        self.last_uses.trim(self.number_idle)
-        self.trust.judge(self.mean_path * (1 + self.depth_value * len(path) / 2), self.slots)
+        self.trim()
+        self.judge(len(path))
+
+    def judge(self, path: int) -> None:
+        """Decide whether what was learned is trusted, after a path was used or has arrived."""
+        self.trust.judge(self.mean_path * (1 + self.depth_value * path / 2), self.slots)
         if self.trust.is_given:
             self.kept = None
+
+    def trim(self) -> None:
+        self.last_uses.trim(self.number_idle)
+        self.both.trim(self.number_idle + self.beside)
+
+    def leave_shadows(self, known: Known) -> None:
+        self.last_uses.leave(round(1000 * known.last))
+        self.both.leave(round(1000 * known.last))
 
     @property
     def number_idle(self) -> int:
@@ -303,12 +326,17 @@ class LearnedOracle:
         assert self.now is not None
         known = self.blocks[block]
         value = 1 + self.depth_value * known.depth
+        by_last_use = self.last_uses.holds(round(1000 * known.last))
+        gain = is_found - by_last_use
+        is_below = self.is_below is not None and self.is_below(block)
+        if self.is_below is not None:
+            below = max(self.both.holds(round(1000 * known.last)) - by_last_use, 0.0)
+            gain = (1.0 if is_found else 0.9 * is_below) - (by_last_use + 0.9 * below)
+        self.trust.gain += value * gain
         if is_found:
             value *= self.loss(block)
-        elif self.is_below is not None and self.is_below(block):
+        elif is_below:
             value *= 0.1
-        by_last_use = self.last_uses.holds(round(1000 * known.last))
-        self.trust.gain += value * (is_found - by_last_use)
         if self.kept is not None:
             would = self.kept_of(known.kind)[bucket_of(self.now - known.last)]
             self.trust.expected += value * (would - by_last_use)
@@ -364,6 +392,7 @@ class LearnedOracle:
         self.kept = None if self.trust.is_given else {}
         if self.kept is not None:
             self.forecast(present)
+        self.beside = int(self.share_beside * self.blocks_below())
 
     def forecast(self, present: dict[int, list[float]]) -> None:
         """Find the worth of the least block that a tier by worth would keep of all that are known."""
@@ -408,7 +437,7 @@ class LearnedOracle:
     def rank(self, block: bytes, depth: int) -> float:
         assert self.now is not None
         known = self.blocks[block]
-        if self.is_always_copied or not self.trust.is_given:
+        if not self.trust.is_given:
             return 0.3 / (self.now - known.last + 60)
         place = min(1.5 * math.log2(1 + self.now - known.last), AGES - 0.5)
         age = int(place)
@@ -467,6 +496,8 @@ class SlruOracle:
         self.ghosts.append(block)
 
     def begin(self, blocks: list[bytes]) -> None: ...
+
+    def judge(self, path: int) -> None: ...
 
     def idle(self, blocks: list[bytes]) -> None: ...
 

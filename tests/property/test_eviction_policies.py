@@ -75,9 +75,10 @@ class World:
         assert isinstance(self.oracle, LearnedOracle)
         self.lower = lower = _core.Tier(slots)
         self.tier.set_below(lower, is_always_copied)
-        self.oracle.is_always_copied = is_always_copied
-        if not is_always_copied:
-            self.oracle.is_below = lambda block: bool(lower.contains(rows_of([block]))[0])
+        self.oracle.trust.share = 0.15
+        self.oracle.share_beside = 1.0 if is_always_copied else 0.5
+        self.oracle.is_below = lambda block: bool(lower.contains(rows_of([block]))[0])
+        self.oracle.blocks_below = lambda: lower.stats().ready
 
     def copy(self, path: list[bytes]) -> None:
         assert self.lower is not None
@@ -160,6 +161,8 @@ class World:
         ):
             self.parents[block], self.slots[block] = above, slot
             self.oracle.arrive(block, self.depth(block))
+        if len(taken.slots):
+            self.oracle.judge(len(taken.slots))
         self.running.append((lease, path, End(len(path) * BLOCK + 9, act.output, BLOCK)))
         while len(self.running) > act.in_flight:
             self.end(*self.running.pop(0))

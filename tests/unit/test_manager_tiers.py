@@ -23,25 +23,17 @@ from tests.tier_help import OTHER, PATH, copy_in, eviction_order, report, store
 
 
 class TestHostTier:
-    @pytest.mark.parametrize(
-        ("policy", "left"),
-        [
-            (WritePolicy.WRITE_THROUGH, "not copied"),
-            (WritePolicy.WRITE_THROUGH_SELECTIVE, "not copied"),
-            (WritePolicy.WRITE_BACK, "used last"),
-        ],
-    )
-    def test_the_device_tier_evicts_first_what_the_host_holds_unless_all_is_copied_there(
-        self, policy: WritePolicy, left: str
-    ) -> None:
+    @pytest.mark.parametrize("policy", WritePolicy)
+    def test_the_device_tier_evicts_first_what_the_host_holds(self, policy: WritePolicy) -> None:
         world = World(device=9, host=20, policy=policy, eviction=EvictionPolicy.LEARNED)
         device, host = world.manager._tiers.device, world.manager._tiers.host
         assert isinstance(host, LocalHostTier)
         device.set_clock(0)
-        first, second = store(device, PATH), store(device, OTHER)
+        store(device, PATH)
+        second = store(device, OTHER)
         report(host, copy_in(host, OTHER))
         device.set_clock(1)
-        assert eviction_order(device)[0] == (second if left == "not copied" else first)[-1]
+        assert eviction_order(device)[0] == second[-1]
 
     def test_write_back_copies_a_block_once(self) -> None:
         world = World(device=8, host=2, policy=WritePolicy.WRITE_BACK, clean_reserve=8)

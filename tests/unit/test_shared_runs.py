@@ -264,9 +264,8 @@ class TestHostPool:
             "above_copies", "available", "ancestry", "awaited", "check_integrity", "coldest", "commit", "complete",
             "contains", "drop_orphans", "find", "finish", "give_back", "hint", "hint_fates", "hold", "hottest", "idle",
             "load_reuse", "match", "mirror", "node", "num_orphans", "open_lease", "quarantine", "record_events",
-            "release", "restore", "reuse",
-            "save_reuse", "set_below", "set_clock", "set_tenant_limit", "starting_with", "stats", "take_events",
-            "tenant_entries", "unhold", "withhold",
+            "release", "restore", "reuse", "save_reuse", "set_above", "set_below", "set_clock", "set_tenant_limit",
+            "starting_with", "stats", "take_events", "tenant_entries", "unhold", "withhold",
         }  # fmt: skip
         public = {name for name in dir(BlockPool(CacheLevel.HOST, 1)) if not name.startswith("_")}
         own = {"depth_value", "level", "loading_from_storage", "nodes", "usage", "verify"}

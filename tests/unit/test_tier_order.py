@@ -267,12 +267,14 @@ class TestBelow:
         tier.set_clock(2)
         assert eviction_order(tier) == [*first[::-1], *second[::-1]]
 
-    def test_last_use_decides_if_every_evicted_block_is_copied(self) -> None:
+    def test_a_block_below_goes_first_also_if_every_evicted_block_is_copied(self) -> None:
         tier, below = _core.Tier(8, "learned"), _core.Tier(8)
         tier.set_below(below, True)
+        tier.set_clock(0)
         first, second = store(tier, PATH), store(tier, OTHER)
         report(below, copy_in(below, OTHER))
-        assert eviction_order(tier) == [*first[::-1], *second[::-1]]
+        tier.set_clock(1)
+        assert eviction_order(tier) == [*second[::-1], *first[::-1]]
 
     @pytest.mark.parametrize("policy", ["lru", "slru"])
     def test_other_orders_do_not_ask(self, policy: str) -> None:
