@@ -163,7 +163,7 @@ class Service:
                 self.totals.latencies.observe(kind, time.perf_counter() - began)
 
     def _take_request(self, identity: bytes, frame: RequestFrame) -> object | None:
-        """Return a request that is carried out now. A question of a tool is queued; large ones are read in their turn."""
+        """Return a request that is carried out now; queue a question of a tool, and read a large one in its turn."""
         size = memoryview(frame.body).nbytes
         if size > _LARGE and is_question(frame):
             self.tools.add(identity, Question(frame.id, size, lambda: decode_request(frame)))
