@@ -549,6 +549,9 @@ class PinnedRuns(LowerTier):
     def slots_loading(self) -> int:
         """Number of slots that loads read."""
 
+    def begin_session(self, copies: OutgoingCopies) -> None:
+        """Take note of a session that has begun, and of the copies to it."""
+
     def search(self, runs: SharedRuns | None, copies: OutgoingCopies | None) -> None:
         """Look up in this session from now on; without one nothing is found."""
 

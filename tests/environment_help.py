@@ -354,6 +354,9 @@ CASES: dict[str, Case] = {
     "FDCACHE_TRANSFER_ADDRESS": Case(
         "ipc://{dir}/peers.sock", elsewhere=endpoint(lambda opened: opened.address), beside=PEERS
     ),
+    "FDCACHE_TRANSFER_KEY": Case(
+        "a secret of all instances", elsewhere=endpoint(lambda opened: opened._links._keys), beside=PEERS
+    ),
     "FDCACHE_TRANSFER_DIR": Case(
         "{dir}/blocks", elsewhere=endpoint(lambda opened: opened._connector.memory), beside=PEERS
     ),

@@ -30,7 +30,7 @@ std::uint64_t PinnedRuns::holds(std::span<const Digest *const> digests) const {
 }
 
 std::vector<Presence> PinnedRuns::contains(std::span<const Digest> hashes) const {
-    const std::shared_ptr<OutgoingCopies> copies = copies_;
+    const std::shared_ptr<OutgoingCopies> copies = latest_copies_;
     return copies ? copies->contains(hashes) : std::vector(hashes.size(), Presence::kAbsent);
 }
 

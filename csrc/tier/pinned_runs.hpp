@@ -55,11 +55,14 @@ class PinnedRuns : public LowerTier {
         copies_ = std::move(copies);
     }
 
+    // A session has begun. Nothing of the one before is in flight, to the service or from it.
+    void begin_session(std::shared_ptr<OutgoingCopies> copies) { latest_copies_ = std::move(copies); }
+
     // In the session of `search`.
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
     std::size_t blocks() const override;
 
-    // What the session has, and what this engine copies there.
+    // What the session that began last has, and what this engine copies there, whether it has looked up or not.
     std::vector<Presence> contains(std::span<const Digest> hashes) const;
 
     struct LookUp {
@@ -101,6 +104,7 @@ class PinnedRuns : public LowerTier {
     MissLog &misses_;
     std::shared_ptr<SharedRuns> runs_;
     std::shared_ptr<OutgoingCopies> copies_;
+    std::shared_ptr<OutgoingCopies> latest_copies_;
     std::uint64_t last_lease_ = 0;
     std::size_t held_ = 0;  // runs that are not released
     Runs pinned_;

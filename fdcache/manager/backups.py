@@ -42,6 +42,8 @@ class BackupPlanner:
         self._clean_reserve = settings.clean_reserve
         self._planner = _core.BackupPlanner(device, 0 if self._writes_back else self._threshold)
         self._queue = _core.SlotQueue()
+        self._planner_of_awaited = _core.BackupPlanner(device, 0)
+        self._awaited = _core.SlotQueue()
         self._is_short = False
         # write_back: evictions pay for copies ahead of need, so that a host tier smaller than the device tier is not
         # filled with the same blocks over and over.
@@ -60,6 +62,10 @@ class BackupPlanner:
     def enqueue(self, slots: Int32Array) -> None:
         """Queue the blocks in these device slots for a backup."""
         self._queue.add(slots)
+
+    def enqueue_awaited(self, slots: Int32Array) -> None:
+        """Queue blocks that others in the storage wait for, ahead of all and whatever the write policy."""
+        self._awaited.add(slots)
 
     def enqueue_from(self, blocks: _core.BlockManager) -> None:
         """Queue the blocks that requests have published, or have hit often enough."""
@@ -86,6 +92,12 @@ class BackupPlanner:
         is_short, self._is_short = self._is_short, False
         if is_short and in_flight:
             return
+        if self._awaited:
+            target = self._own_host or self._host.copy_target
+            most = self._most(in_flight)
+            planned = self._planner_of_awaited.flush(self._awaited, target, most, plan.backups)
+            in_flight += planned.planned
+            self._count(planned)
         if self._writes_back:
             self._refill_clean_reserve(plan, in_flight)
         elif self._queue:
@@ -95,6 +107,7 @@ class BackupPlanner:
     def forget(self) -> None:
         """Clear the queue, as after a reset."""
         self._queue.clear()
+        self._awaited.clear()
 
     @property
     def queued(self) -> int:

@@ -230,8 +230,8 @@ class Tiers(LowerTiers):
             return
         awaited = storage.awaited
         wanted = (self.device.contains(awaited) == READY) & (host.contains(awaited) == ABSENT)
-        if wanted.any() and backups.queued < len(awaited):
-            backups.enqueue(awaited[wanted])
+        if wanted.any():
+            backups.enqueue_awaited(self.device.find(awaited[wanted]).slots)
 
     def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
         """Make fetched blocks findable. Sent blocks stay what they are."""

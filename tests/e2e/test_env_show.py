@@ -75,7 +75,7 @@ def test_derived_values_name_their_source(tmp_path: Path) -> None:
     )
     assert told["FDCACHE_STORAGE_DIR"]["value"] == str(tmp_path)
     assert told["FD_PD_REORDER"]["used_by"] == "engine"
-    assert told["FD_LOG_DIR"]["used_in"] == ["serve", "init"]
+    assert told["FD_LOG_DIR"]["used_in"] == ["serve", "init", "manager", "controller"]
 
 
 def test_a_deprecated_name_shows_its_replacement() -> None:

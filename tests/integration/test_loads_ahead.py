@@ -165,7 +165,7 @@ def test_a_device_without_room_for_the_request_loads_nothing_ahead(engine: Engin
 
 def test_what_a_load_ahead_evicts_is_copied_to_the_host_first(tmp_path: Path, groups_of_two: None) -> None:
     store_a_path(tmp_path)
-    engine = Engine(tmp_path, write_policy=WritePolicy.WRITE_BACK, clean_reserve=1)
+    engine = Engine(tmp_path, write_policy=WritePolicy.WRITE_BACK, clean_reserve=0)
     evicted = Request("evicted", tokens_of(2, 28))
     engine.match(evicted)
     assert engine.allocate(evicted).ok

@@ -220,7 +220,7 @@ class TestSharing:
             until(lambda: ready_blocks(service) == 32, "all is stored")
             second = Engine(service.address, device_blocks=64)
             requests = [Request(f"q{i}", prompt) for i, prompt in enumerate([*prompts, [9] * 17])]
-            monkeypatch.setattr(service.service, "open_tables", lambda: None)
+            monkeypatch.setattr(service.service, "open_tables", lambda *_: None)
             for namespace in service.service.namespaces.values():
                 namespace.tier.open_table(is_open)
             found = [match.num_host_blocks for match in second.manager.match_prefix(requests)]

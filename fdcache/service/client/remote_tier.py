@@ -92,7 +92,7 @@ class RemoteHostTier:
         self._connection = Connection(settings.server)
         self._outbox = Outbox()
         self.pins = PinnedRuns(self._outbox.misses)
-        self.sessions = SessionKeeper(settings, layout, self._outbox, self._is_loading, terms or FetchTerms())
+        self.sessions = SessionKeeper(settings, layout, self._outbox, self.pins, terms or FetchTerms())
         self.fetches = RemoteFetches(self.sessions)
         self.hints = RemoteHints(self.sessions)
 
@@ -127,9 +127,6 @@ class RemoteHostTier:
         """Slots in stock; more are requested when it is low."""
         session = self.sessions.session
         return session.copies.stock if session else 0
-
-    def _is_loading(self) -> bool:
-        return self.pins.slots_loading > 0
 
     # --- look-ups -----------------------------------------------------------------------------------------
 

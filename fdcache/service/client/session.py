@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zmq
 
-from fdcache._core import MissLog, OutgoingCopies, SharedRuns
+from fdcache._core import MissLog, OutgoingCopies, PinnedRuns, SharedRuns
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, UInt32Array
@@ -195,7 +195,7 @@ class Progress:
 class SessionKeeper:
     """Keeps a session open from a thread: registers, sends what is queued, refills the stock, reconnects.
 
-    A new session begins once neither a copy nor a load (``is_loading``) of the one before is in flight, so that the
+    A new session begins once neither a copy nor a load (of ``pins``) of the one before is in flight, so that the
     service may give all slots of the old one to others.
 
     Attributes:
@@ -210,12 +210,12 @@ class SessionKeeper:
         settings: CacheSettings,
         layout: KVLayout,
         outbox: Outbox,
-        is_loading: Callable[[], bool],
+        pins: PinnedRuns,
         terms: FetchTerms,
     ) -> None:
         assert settings.server is not None
         self._layout = layout
-        self._is_loading = is_loading
+        self._pins = pins
         self._terms = terms
         self._address = settings.server
         self._absence = Absence(settings.server)
@@ -337,7 +337,7 @@ class SessionKeeper:
     def _is_drained(self) -> bool:
         """Return True if nothing of this engine is written to or read from the arena."""
         with self.lock:
-            return not self.blocks_in_flight and not self._is_loading()
+            return not self.blocks_in_flight and not self._pins.slots_loading
 
     # --- the thread ---------------------------------------------------------------------------------------
 
@@ -392,6 +392,7 @@ class SessionKeeper:
             if layout is not self._layout:
                 self.leaving = session  # the layout changed in the meantime
                 return True
+            self._pins.begin_session(session.copies)
             self.session = self.latest = session
             self._connected.notify_all()
         return True
