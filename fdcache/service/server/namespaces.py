@@ -194,6 +194,8 @@ class Namespaces(dict[bytes, Namespace]):
             log.warning("namespace %s: its blocks are lost: %s", name, error)
         prefix = f"{self.arena.directory}/{self.arena.prefix}-{name}"
         torn = [f"{prefix}-r{rank}-{index:05d}" for rank, index in sorted(extents) if index >= whole]
+        for extent in torn:
+            Path(extent).unlink()  # made anew when needed: their headers would be believed on another rank
         self.arena.take_back(torn)
         if layout is None or not whole:
             if path.is_file():
