@@ -14,7 +14,8 @@ from fdcache.errors import ServiceRunningError
 from fdcache.service.server.arena import NO_MANIFEST, decode_manifest
 from fdcache.service.wire.address import is_directory
 
-_FILE = re.compile(r"fdcache-([0-9a-z]+)(?:\.arena|-.+)")
+_FILE = re.compile(r"fdcache-([0-9a-f]{8})(?:\.arena|-(?:free-\d+|[0-9a-f]{16}[-.].+))")
+"""The folder may also have the live files of clients, files of a storage tier, and those of other programs."""
 
 
 @dataclass(frozen=True, slots=True)
