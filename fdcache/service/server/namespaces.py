@@ -186,7 +186,8 @@ class Namespaces(dict[bytes, Namespace]):
         """Yield the namespace of these extents and the number of its blocks; nothing if they cannot be recovered."""
         prefix = f"{self.arena.directory}/{self.arena.prefix}-{name}"
         path = Path(f"{prefix}.layout")
-        whole, lost, layout = 0, [], None
+        lost: list[tuple[int, int]] = []
+        whole, layout = 0, None
         try:
             layout = KVLayout.from_json(path.read_bytes())
             whole, lost = _recoverable(extents, layout.tp_size, self.arena.num_free)
