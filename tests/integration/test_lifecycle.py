@@ -245,13 +245,13 @@ def refusal_of_start(settings: Settings) -> str:
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 class TestOtherUsers:
     def test_arenas_of_other_users_are_passed_over(self, shared_folder: Path) -> None:
-        theirs = Arena(shared_folder, "theirs")
+        theirs = Arena(shared_folder, "0decaf00")
         theirs.lock()
         theirs.create(1 << 20, 1 << 16)
         (shared_folder / "fdcache-0badcafe-free-00000").touch(mode=0o600)
         assert as_nobody(partial(find_arenas, shared_folder)) == []
         found = as_nobody(partial(foreign_arenas, shared_folder))
-        assert [(each.name, each.uid) for each in found] == [("0badcafe", 0), ("theirs", 0)]
+        assert [(each.name, each.uid) for each in found] == [("0badcafe", 0), ("0decaf00", 0)]
         settings = settings_in(shared_folder, FDCACHE_ARENA_DIR=str(shared_folder))
         assert as_nobody(partial(errors, settings)) == []
         assert as_nobody(partial(clean_arenas, settings)) == []

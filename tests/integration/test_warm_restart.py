@@ -19,7 +19,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import LoadStatus
 from fdcache.metadata import Int32Array
 from fdcache.service.client.connection import Connection
-from fdcache.service.server.arena import Arena
+from fdcache.service.server.arena import Arena, arena_name
 from fdcache.service.server.arenas import find_arenas
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.server.namespace_memory import NamespaceMemory
@@ -361,3 +361,26 @@ def test_commands_name_the_memory_of_a_stopped_service_and_remove_it(tmp_path: P
     (removed,) = json.loads(done.stdout)["arenas"]
     assert removed["address"] == service.address
     assert list(tmp_path.glob("fdcache-*")) == []
+
+
+def test_removing_the_memory_of_stopped_services_leaves_other_files_of_the_folder(tmp_path: Path) -> None:
+    filled(tmp_path, [layout()], [prompt_of(1, 10)]).stop()
+    stopped = f"fdcache-{arena_name(tmp_path / 'fdcache.sock')}"
+    storage = {
+        "FDCACHE_STORAGE": "local",
+        "FDCACHE_STORAGE_DIR": str(tmp_path),
+        "FDCACHE_STORAGE_SIZE": "1MiB",
+    }
+    other = arguments(tmp_path, FDCACHE_SERVER=f"ipc://{tmp_path}/other.sock", **storage)
+    with ServiceProcess(tmp_path, **{name: str(value) for name, value in other.items()}) as service:
+        service.address = str(other["FDCACHE_SERVER"])
+        service.start()
+        engine = Engine(service.address)
+        engine.serve(prompt_of(1, 10))
+        until(lambda: list(tmp_path.glob("fdcache-*.slab")), "the storage is open")
+        kept = {path for path in tmp_path.iterdir() if not path.name.startswith(stopped)}
+        assert any(path.name.startswith("fdcache-live-") for path in kept)
+        done = run("reset", "arena", "--yes", "--json", FDCACHE_ARENA_DIR=str(tmp_path))
+        assert len(json.loads(done.stdout)["arenas"]) == 1
+        assert kept <= set(tmp_path.iterdir())
+        engine.close()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
 from fdcache.service.server.arena import Arena, MemoryKind, extent_bytes
+from fdcache.service.server.loop import SocketLock
 
 
 def arena(directory: Path) -> Arena:
@@ -123,6 +127,57 @@ def test_an_arena_of_a_live_service_is_refused_with_its_pid(tmp_path: Path) -> N
     with pytest.raises(ServiceRunningError, match=r"process \d+"):
         Arena(tmp_path, "t").lock()
     made.close()
+
+
+@pytest.mark.parametrize("kind", ["arena", "socket"])
+def test_a_lock_file_that_its_owner_removes_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def taken() -> Callable[[], None]:
+        if kind == "socket":
+            return SocketLock(tmp_path / "s.sock").release
+        made = Arena(tmp_path, "t")
+        made.lock()
+        return made.close
+
+    releases, flock = [taken()], fcntl.flock
+
+    def let_go_first(*arguments: Any) -> None:
+        while releases:
+            releases.pop()()
+        flock(*arguments)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(fcntl, "flock", let_go_first)
+        release = taken()
+    with pytest.raises(ServiceRunningError):
+        taken()
+    release()
+
+
+def test_who_looks_if_a_service_is_alive_keeps_no_other_from_starting(tmp_path: Path) -> None:
+    arena(tmp_path).close()
+    with (tmp_path / "fdcache-t.arena").open() as looks:
+        fcntl.flock(looks, fcntl.LOCK_SH)
+        timer = threading.Timer(0.1, fcntl.flock, (looks, fcntl.LOCK_UN))
+        timer.start()
+        again = Arena(tmp_path, "t")
+        assert again.lock() is not None
+        timer.join()
+    again.close(discard=True)
+
+
+def test_a_manifest_that_another_service_has_made_leaks_no_descriptors(tmp_path: Path) -> None:
+    made, other = arena(tmp_path), Arena(tmp_path, "t")
+    (tmp_path / "fdcache-t.arena").unlink()
+    other.lock()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(OSError, match="unavailable"):
+            made.make_lost_files()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    other.close()
+    made.close(discard=True)
 
 
 def test_a_directory_that_cannot_be_written_is_refused_with_its_variable(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
 from fdcache.service.wire.liveness import LiveFile, Watch, live_processes
 from tests.service_help import until
@@ -81,3 +84,21 @@ def test_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     assert [live.path for live in live_processes(tmp_path)] == [held.live.path]
     assert len(list(tmp_path.iterdir())) == 1
     held.close()
+
+
+def test_a_file_in_the_making_is_not_taken_for_that_of_a_dead_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, looks = fcntl.flock, [tmp_path]
+
+    def after_a_look(*arguments: Any) -> None:
+        while looks:
+            assert list(live_processes(looks.pop())) == []
+        flock(*arguments)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(fcntl, "flock", after_a_look)
+        file = LiveFile(tmp_path)
+    assert list(live_processes(tmp_path)) == [file.live]
+    file.close()
+    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import mmap
@@ -24,6 +23,7 @@ from msgspec import Meta
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
 from fdcache.machine.memory import SHARE_OF_MEMORY, available_memory, node_cores
+from fdcache.service.server.lock_file import open_locked
 
 log = logging.getLogger("fdcache.service.server")
 
@@ -89,25 +89,20 @@ class Arena:
         directory cannot be written.
         """
         try:
-            self._lock_fd = _open_manifest(self._manifest_path)
-            text = os.pread(self._lock_fd, _MOST_MANIFEST_BYTES, 0)
-        except OSError as error:
-            self._unlock()
-            raise ConfigurationError(
-                f"FDCACHE_ARENA_DIR: {self._manifest_path} cannot be written: {error.strerror}; "
-                "choose another directory that this user may write, a tmpfs"
-            ) from error
-        found = decode_manifest(text)
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_fd = open_locked(self._manifest_path)
         except BlockingIOError:
-            self._unlock()
+            found = read_manifest(self._manifest_path)
             pid = f"process {found.pid}" if found else "another process"
             raise ServiceRunningError(
                 f"{self._manifest_path}: the arena belongs to {pid}, which is alive; stop it or use another "
                 "--socket"
             ) from None
-        return found or self._infer_manifest()
+        except OSError as error:
+            raise ConfigurationError(
+                f"FDCACHE_ARENA_DIR: {self._manifest_path} cannot be written: {error.strerror}; "
+                "choose another directory that this user may write, a tmpfs"
+            ) from error
+        return read_manifest(self._manifest_path) or self._infer_manifest()
 
     def _infer_manifest(self) -> Manifest | None:
         """Return the manifest that the extents of an earlier service need; None if it left none."""
@@ -254,8 +249,7 @@ class Arena:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         if not os.fstat(self._lock_fd).st_nlink:
-            fd = _open_manifest(self._manifest_path)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fd = open_locked(self._manifest_path, patience=0)
             self._unlock()
             self._lock_fd = fd
             self._write_manifest()
@@ -322,8 +316,13 @@ class Arena:
         os.pwrite(self._lock_fd, msgspec.json.encode(self.manifest).ljust(_MANIFEST_BYTES), 0)
 
 
-def _open_manifest(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+def read_manifest(path: Path) -> Manifest | None:
+    """Return the manifest in a file; None if there is none."""
+    try:
+        with path.open("rb") as file:
+            return decode_manifest(file.read(_MOST_MANIFEST_BYTES))
+    except OSError:
+        return None
 
 
 def decode_manifest(text: bytes) -> Manifest | None:

@@ -6,15 +6,16 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fdcache.errors import ServiceRunningError
-from fdcache.service.server.arena import NO_MANIFEST, decode_manifest
+from fdcache.service.server.arena import NO_MANIFEST, read_manifest
+from fdcache.service.server.lock_file import open_locked
 from fdcache.service.wire.address import is_directory
 
-_FILE = re.compile(r"fdcache-([0-9a-z]+)(?:\.arena|-.+)")
+_FILE = re.compile(r"fdcache-([0-9a-f]{8})(?:\.arena|-(?:free-\d+|[0-9a-f]{16}[-.].+))")
+"""The folder may also have the live files of clients, files of a storage tier, and those of other programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,38 +88,37 @@ def _arenas(directory: Path) -> Iterator[FoundArena | ForeignArena]:
 
 def _look_at(directory: Path, name: str, nbytes: int) -> FoundArena:
     path = directory / f"fdcache-{name}.arena"
+    manifest = read_manifest(path) or NO_MANIFEST
+    alive = _is_locked(path)
+    return FoundArena(name, directory, nbytes, manifest.pid, manifest.address, alive)
+
+
+def _is_locked(manifest: Path) -> bool:
+    """Return True if a live service holds the manifest."""
     try:
-        manifest = decode_manifest(path.read_bytes()) or NO_MANIFEST
+        fd = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        manifest = NO_MANIFEST
-    with _locked(path) as got:
-        return FoundArena(name, directory, nbytes, manifest.pid, manifest.address, alive=not got)
-
-
-@contextmanager
-def _locked(manifest: Path) -> Iterator[bool]:
-    """Lock the manifest meanwhile. Yields False if a live service holds it, True otherwise and if there is none."""
+        return False
     try:
-        fd = os.open(manifest, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: several may look at once
     except BlockingIOError:
-        yield False
+        return True
     finally:
         os.close(fd)
+    return False
 
 
 def remove_arena(arena: FoundArena) -> None:
     """Remove the files of a dead arena. Raises ``ServiceRunningError`` with the process id if it is alive by now."""
     manifest = arena.directory / f"fdcache-{arena.name}.arena"
-    with _locked(manifest) as got:
-        if not got:
-            raise ServiceRunningError(f"{manifest}: the arena belongs to {arena.words}, which is alive")
+    try:
+        fd = open_locked(manifest)  # made if it is missing: no service begins meanwhile
+    except BlockingIOError:
+        raise ServiceRunningError(f"{manifest}: the arena belongs to {arena.words}, which is alive") from None
+    try:
         for path in arena.directory.glob(f"fdcache-{arena.name}-*"):
             if path.is_file():
                 path.unlink(missing_ok=True)
         manifest.unlink(missing_ok=True)
+    finally:
+        os.close(fd)

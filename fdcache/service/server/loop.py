@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import resource
@@ -15,6 +13,7 @@ from pathlib import Path
 import zmq
 
 from fdcache.errors import ConfigurationError, ProtocolError, ServiceRunningError
+from fdcache.service.server.lock_file import open_locked
 from fdcache.service.server.outbox import Outbox, Sent
 from fdcache.service.server.service import Service
 from fdcache.service.wire.address import SCHEME, require_socket, socket_problem
@@ -36,22 +35,17 @@ class SocketLock:
     def __init__(self, socket: Path) -> None:
         self._path = socket.with_name(socket.name + ".lock")
         try:
-            if self._path.exists() and not self._path.is_file():
-                raise OSError(errno.EINVAL, "it is not a file")
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._fd = open_locked(self._path)
+        except BlockingIOError:
+            raise ServiceRunningError(
+                f"{socket}: the service with process id {self._owner()} serves this address; stop it or use another "
+                "--socket"
+            ) from None
         except OSError as error:
             raise ConfigurationError(
                 f"{self._path}: the lock of the socket cannot be opened: {error.strerror}; move it away, or choose "
                 "another --socket"
             ) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._fd)
-            raise ServiceRunningError(
-                f"{socket}: the service with process id {pid} serves this address; stop it or use another --socket"
-            ) from None
         try:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
@@ -61,6 +55,12 @@ class SocketLock:
                 f"{self._path}: the lock of the socket cannot be written: {error.strerror}; make room there, or choose "
                 "another --socket"
             ) from error
+
+    def _owner(self) -> str:
+        try:
+            return self._path.read_text(errors="replace").strip() or "unknown"
+        except OSError:  # it ends, and has removed the file
+            return "unknown"
 
     def release(self, *, remove: bool = True) -> None:
         """Release the lock. ``remove=False`` leaves the file, as a killed process does."""

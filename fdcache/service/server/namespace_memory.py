@@ -81,6 +81,7 @@ class NamespaceMemory:
             self._arena.take_back(paths)
             raise
         for extents in self._extents:
+            extents[-1].headers(self._geometry)[:] = 0  # a former writer may have been late
             records = extents[-1].records(self._geometry)
             for first, last in self._padding:
                 records[:, first:last] = 0  # bytes of a former owner must not travel with a record

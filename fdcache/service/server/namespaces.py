@@ -184,21 +184,44 @@ class Namespaces(dict[bytes, Namespace]):
 
     def _recover(self, name: str, extents: set[tuple[int, int]]) -> Iterator[tuple[Namespace, int]]:
         """Yield the namespace of these extents and the number of its blocks; nothing if they cannot be recovered."""
-        path = Path(f"{self.arena.directory}/{self.arena.prefix}-{name}.layout")
+        prefix = f"{self.arena.directory}/{self.arena.prefix}-{name}"
+        path = Path(f"{prefix}.layout")
+        lost: list[tuple[int, int]] = []
         whole, layout = 0, None
         try:
             layout = KVLayout.from_json(path.read_bytes())
-            while all((rank, whole) in extents for rank in range(layout.tp_size)):
-                whole += 1
+            whole, lost = _recoverable(extents, layout.tp_size, self.arena.num_free)
         except (LayoutError, OSError) as error:
             log.warning("namespace %s: its blocks are lost: %s", name, error)
-        prefix = f"{self.arena.directory}/{self.arena.prefix}-{name}"
         torn = [f"{prefix}-r{rank}-{index:05d}" for rank, index in sorted(extents) if index >= whole]
+        for extent in torn:
+            Path(extent).unlink()  # made anew when needed: their headers would be believed on another rank
         self.arena.take_back(torn)
         if layout is None or not whole:
             if path.is_file():
                 path.unlink()
             return
+        if lost:
+            log.warning("namespace %s: %d extents are missing, and the blocks in them lost", name, len(lost))
+            self.arena.assign([f"{prefix}-r{rank}-{index:05d}" for rank, index in lost])
         namespace = self.open(layout)
         namespace.adopt(whole)
+        for rank, index in lost:
+            namespace.memory.extents(rank)[index].headers(namespace.geometry)[:] = 0
         yield namespace, recover_blocks(namespace, namespace.order.take(namespace.num_slots))
+
+
+def _recoverable(extents: set[tuple[int, int]], ranks: int, spare: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return how many extents of each rank can be recovered, and which of them are missing, at most ``spare``."""
+    complete = sorted(
+        index
+        for first, index in extents
+        if not first and all((rank, index) in extents for rank in range(ranks))
+    )
+    while complete:
+        whole = complete.pop() + 1
+        missing = whole * ranks - sum(rank < ranks and index < whole for rank, index in extents)
+        if missing <= spare:
+            every = ((rank, index) for rank in range(ranks) for index in range(whole))
+            return whole, [each for each in every if each not in extents]
+    return 0, []

@@ -53,17 +53,26 @@ class LiveFile:
     """
 
     def __init__(self, directory: Path, engine: str | None = None) -> None:
-        path = directory / f"{PREFIX}{uuid.uuid4().hex[:16]}"
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.live = Live(
-            path=str(path),
-            engine=engine or str(path),
-            pid=os.getpid(),
-            pid_namespace=_pid_namespace(),
-            start_time=_start_time(os.getpid()),
-        )
-        os.write(self._fd, msgspec.json.encode(self.live))
+        name = f"{PREFIX}{uuid.uuid4().hex[:16]}"
+        path, hidden = directory / name, directory / f".{name}"
+        self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.live = Live(
+                path=str(path),
+                engine=engine or str(path),
+                pid=os.getpid(),
+                pid_namespace=_pid_namespace(),
+                start_time=_start_time(os.getpid()),
+            )
+            os.write(self._fd, msgspec.json.encode(self.live))
+            hidden.rename(
+                path
+            )  # now that it is locked, so that nobody takes it for the file of a dead process
+        except OSError:
+            hidden.unlink(missing_ok=True)
+            os.close(self._fd)
+            raise
 
     def close(self) -> None:
         """Remove the file: this process no longer uses the service."""
