@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from fdcache.errors import ConfigurationError, FdcacheError
@@ -55,7 +56,7 @@ def _status_of(command: Callable[[], object]) -> int:
 
 def _has_working_directory() -> bool:
     try:
-        os.getcwd()
+        Path.cwd()
     except FileNotFoundError:
         return False
     return True
