@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from fdcache.errors import ConfigurationError, FdcacheError
@@ -41,11 +42,24 @@ def _status_of(command: Callable[[], object]) -> int:
     except BrokenPipeError:
         _discard(1)
         return FAILED
+    except FileNotFoundError as error:
+        if error.filename is not None or _has_working_directory():
+            raise
+        print_error("the working directory was removed; change to one that exists")
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def _has_working_directory() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _discard(stream: int) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from fdcache import _core
 from fdcache.devices.topology import Gpu
+from fdcache.machine.decoding import MALFORMED
 from fdcache.settings.cache import SwapMethod, TransferSettings
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def load_calibration(gpu: Gpu, folder: Path) -> Calibration | None:
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         logger.warning("the calibration %s cannot be read (%s); run `fdcache init`", path, error)
         return None
     if not found.suits(gpu):
@@ -154,7 +155,7 @@ def calibrated_link(folder: Path) -> float:
     for path in sorted(folder.glob("*.json")):
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Calibration)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, *MALFORMED):
             continue  # load_calibration warns of it in the process that uses this GPU
         link = found.link_to_device * 1e9
         if found.format == FORMAT and link >= 1:

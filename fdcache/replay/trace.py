@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from fdcache.errors import TraceError
+from fdcache.machine.decoding import MALFORMED
 from fdcache.replay.workloads import OUTPUT_STREAMS, WorkItem
 
 TRACE_BLOCK_TOKENS = 512
@@ -67,7 +68,7 @@ def _decode(text: bytes, path: Path, number: int) -> TraceLine:
         found = _FIELD_IN_PATH.search(str(error)) or _FIELD_MISSING.search(str(error))
         field = found.group(1) if found else "the whole line"
         raise TraceError(f"{path}, line {number}, field {field}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise TraceError(
             f"{path}, line {number}, field the whole line: not a JSON object: {error}"
         ) from error

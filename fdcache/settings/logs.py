@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+from contextlib import suppress
 from io import TextIOWrapper
 from logging.handlers import TimedRotatingFileHandler
 from pathlib import Path
@@ -80,10 +81,12 @@ class LogFile(TimedRotatingFileHandler):
         """Return 1 once the day is over; set a file aside that is too large."""
         if super().shouldRollover(record):
             return 1
-        if self.stream is not None and os.fstat(self.stream.fileno()).st_size >= self._most_bytes:
-            self.stream.close()
+        if self.stream is None or os.fstat(self.stream.fileno()).st_size < self._most_bytes:
+            return 0
+        with suppress(FileNotFoundError):  # another program has moved it
             Path(self.baseFilename).replace(f"{self.baseFilename}.earlier")
-            self.stream = self._open()
+        former, self.stream = self.stream, self._open()
+        former.close()
         return 0
 
     def doRollover(self) -> None:  # noqa: N802
@@ -160,9 +163,11 @@ def _remove_files_of_the_dead(own: Path, most: int) -> None:
     for path in own.parent.glob(f"{_ENGINE}*.log*"):
         process = path.name.removeprefix(_ENGINE).partition(".")[0]
         if process.isdecimal() and path != own and not Path("/proc", process).exists():
-            ended.append((path.stat().st_mtime, path))
+            with suppress(OSError):  # another engine has removed it
+                ended.append((path.lstat().st_mtime, path))
     for _, path in sorted(ended)[: max(len(ended) - most, 0)]:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # or it is another user's
+            path.unlink()
 
 
 def log_crashes() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from fdcache.errors import StorageError
+from fdcache.machine.decoding import MALFORMED
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ def load_storage_speed(folder: Path, calibration_dir: Path) -> StorageSpeed | No
         found = msgspec.json.decode(path.read_bytes(), type=StorageSpeed)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         logger.warning("the storage's speed in %s cannot be read (%s); run `fdcache init`", path, error)
         return None
     if not found.suits(folder):

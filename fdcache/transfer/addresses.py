@@ -13,6 +13,7 @@ from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.settings.kinds import is_port
 
 _ANY_HOST = ("*", "0.0.0.0", "[::]")
+_FORMS = "write ipc:///directory/name or tcp://host:port"
 
 
 def rank_address(address: str | None, rank: int) -> str:
@@ -31,9 +32,18 @@ def rank_address(address: str | None, rank: int) -> str:
         return f"tcp://{host}:{int(port) + rank}"
     if scheme == "ipc" and rest.startswith("/"):
         return f"ipc://{rest}.{rank}"
-    raise ConfigurationError(
-        f"FDCACHE_TRANSFER_ADDRESS={address}: write ipc:///directory/name or tcp://host:port"
-    )
+    raise ConfigurationError(f"FDCACHE_TRANSFER_ADDRESS={address}: {_FORMS}")
+
+
+def require_peer_address(address: str) -> None:
+    """Raise ``TransferError`` for an address that no rank of a peer can have."""
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    is_host = host.isascii() and host.isprintable() and host not in ("", *_ANY_HOST)
+    is_socket = scheme == "ipc" and rest.startswith("/") and rest.isprintable()
+    is_port_of_host = scheme == "tcp" and is_host and is_port(port) and 0 < int(port) < 65536
+    if not (is_socket or is_port_of_host):
+        raise TransferError(f"address {address[:200]!r} of a prefill peer: {_FORMS}")
 
 
 def address_error(address: str, error: Exception) -> TransferError:

@@ -257,6 +257,18 @@ class DecodeSide:
             if state.fetch.peer == peer:
                 self._end(state, end, reason, None)
 
+    def take_unanswered(self, peer: Peer) -> list[int]:
+        """Forget the fetches that a peer has not answered, without a report; return their plans."""
+        found = [
+            each.fetch
+            for each in self._fetches.values()
+            if each.fetch.peer == peer and not each.next_seq and each.end is None
+        ]
+        for fetch in found:
+            del self._fetches[fetch.plan_id]
+            del self._by_transfer[fetch.peer, fetch.transfer, fetch.attempt]
+        return [fetch.plan_id for fetch in found]
+
     def tick(self, now: float) -> None:
         """Give up what is late, and renew the leases of the others."""
         for state in list(self._fetches.values()):

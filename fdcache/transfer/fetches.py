@@ -126,6 +126,13 @@ class Fetches:
                 self._side.decline(link.boot, leg.task.transfer, leg.task.attempt)
             self._end_unasked(leg.number, FetchEnd.REFUSED, link.error)
 
+    def ask_again(self, numbers: Iterable[int], now: float) -> None:
+        """Connect anew for fetches that came to no process which knew of them."""
+        for number in numbers:
+            leg = self._legs[number]
+            leg.boot = b""
+            self._connect(leg, now)
+
     def connect_early(self, address: str, now: float) -> None:
         """Connect to a peer before it is needed."""
         try:

@@ -12,8 +12,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fdcache.errors import ProtocolError, TransferError
-from fdcache.service.wire.liveness import Watch
-from fdcache.transfer.addresses import address_error, prepare_socket
+from fdcache.service.wire.liveness import Live, Watch
+from fdcache.transfer.addresses import address_error, prepare_socket, require_peer_address
 from fdcache.transfer.messages import (
     MOST_BYTES,
     NO_BOOT,
@@ -42,6 +42,8 @@ _UNREACHABLE_SECONDS = 2.0
 """After so long without a connection a prefill peer is not waited for."""
 _HEARTBEAT_MS, _SILENT_MS = 1000, 3000
 _MOST_SOCKETS = 8192
+_MOST_AT_ONCE = 256
+"""Messages of a socket that are read before everything else has its turn."""
 _WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -120,6 +122,8 @@ class LinkEvents:
     refused: list[Outgoing] = field(default_factory=list)
     greeted: list[Identity] = field(default_factory=list)
     """Decode peers that were accepted."""
+    unheard: list[bytes] = field(default_factory=list)
+    """Boot ids of prefill peers of ``gone`` to which what was asked did not come; it may be asked again."""
     gone: list[tuple[bytes, str]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     """Addresses of prefill peers that are gone."""
@@ -140,7 +144,8 @@ class Links:
         self.incoming: dict[bytes, Incoming] = {}
         self.events = LinkEvents()
         self.protocol_errors = 0
-        self._dead: dict[bytes, None] = {}
+        self._dead: dict[bytes, Live] = {}
+        """What proved the end of the last processes that are gone, by boot id."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
         self._gate = Gatekeeper(self._context, own_keys) if own_keys is not None else None
@@ -188,7 +193,7 @@ class Links:
                 self._look_for_end(link)
         for boot, each in list(self.incoming.items()):
             if each.watch is not None and each.watch.is_gone():
-                self._died(boot)
+                self._died(boot, each.watch)
                 self._forget(boot, "the decode process is gone")
             elif each.watch is None and now > each.heard + _IDLE_SECONDS:
                 self._forget(boot, "the decode process was silent")
@@ -206,7 +211,7 @@ class Links:
             self._answer(peer.route, boot, message)
 
     def receive(self, now: float) -> LinkEvents:
-        """Read every message that has arrived; return what changed since the last call."""
+        """Read messages that have arrived; return what changed since the last call."""
         if self._gate is not None:
             self._gate.answer()
         for parts in self._drain(self._router):
@@ -275,7 +280,7 @@ class Links:
             self.protocol_errors += 1
 
     def _greet(self, route: bytes, side: Identity, now: float) -> None:
-        if side.boot in self._dead:
+        if self._is_dead(side):
             return
         refusal = difference(self.mine, side)
         if refusal is None and side.boot not in self.incoming and len(self.incoming) >= _MOST_PEERS:
@@ -298,10 +303,15 @@ class Links:
                 self.refuse(link, f"refused: {error}", now)
                 self.events.refused.append(link)
             return
-        if envelope.sender in self._dead:
+        if (
+            envelope.sender in self._dead
+            and envelope.sender != link.boot
+            and not isinstance(message, Welcome)
+        ):
             return
         if isinstance(message, Stranger):
             if message.target == link.boot != NO_BOOT:
+                self.events.unheard.append(link.boot)
                 is_other = envelope.sender != link.boot
                 self._lost(
                     link,
@@ -320,8 +330,12 @@ class Links:
         elif link.identity is not None and envelope.target == self.mine.boot:
             self.events.received.append(Received(link.boot, message))
 
+    def _is_dead(self, side: Identity) -> bool:
+        """Return True for a process that is gone, not for another that had its boot id."""
+        return side.boot in self._dead and self._dead[side.boot] == side.live
+
     def _welcomed(self, link: Outgoing, side: Identity) -> None:
-        if link.state is not LinkState.CONNECTING:
+        if link.state is not LinkState.CONNECTING or self._is_dead(side):
             return
         _close(link.watch)
         link.state, link.identity, link.watch = LinkState.ACCEPTED, side, self._watch(side)
@@ -360,16 +374,16 @@ class Links:
 
     def _look_for_end(self, link: Outgoing) -> None:
         if link.watch is not None and link.watch.is_gone():
-            self._died(link.boot)
+            self._died(link.boot, link.watch)
             self._lost(link, "the prefill process is gone")
 
     def _forget(self, boot: bytes, reason: str) -> None:
         _close(self.incoming.pop(boot).watch)
         self.events.gone.append((boot, reason))
 
-    def _died(self, boot: bytes) -> None:
+    def _died(self, boot: bytes, watch: Watch) -> None:
         """Ignore what still arrives from a process."""
-        self._dead[boot] = None
+        self._dead[boot] = watch.live
         if len(self._dead) > _MOST_DEAD:
             del self._dead[next(iter(self._dead))]
 
@@ -396,12 +410,15 @@ class Links:
         socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _SILENT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         return socket
 
     def _dealer(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """Return a socket to a prefill peer and its monitor. Raises ``TransferError``."""
+        require_peer_address(address)
         is_remote = address.startswith("tcp://")
         if is_remote and self._keys is None:
             raise TransferError(f"{address}: a prefill peer at tcp:// needs FDCACHE_TRANSFER_KEY")
@@ -437,7 +454,7 @@ class Links:
 
     @staticmethod
     def _drain(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-        while True:
+        for _ in range(_MOST_AT_ONCE):
             try:
                 yield socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from fdcache.errors import ProtocolError
+from fdcache.machine.decoding import MALFORMED
 from fdcache.service.wire.liveness import Live
 
 PROTOCOL_VERSION = 1
@@ -208,7 +209,7 @@ def decode(data: bytes) -> tuple[Envelope, AnyMessage]:
         )
     try:
         message = _decoder.decode(memoryview(data)[_HEADER.size :])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise ProtocolError(f"a message cannot be read: {error}") from error
     _check(message)
     return Envelope(sender, target), message

@@ -60,6 +60,18 @@ def test_a_bad_configuration_keeps_its_status_on_a_full_disk() -> None:
     assert start("serve --host-memory many", "> /dev/full 2> /dev/full").returncode == 78
 
 
+@pytest.mark.parametrize("words", ["inspect storage .", "serve --check --storage local"])
+def test_a_working_directory_that_was_removed_is_an_error_in_one_line(tmp_path: Path, words: str) -> None:
+    line = f"mkdir gone && cd gone && rmdir ../gone && FDCACHE_STORAGE_DIR=. exec '{FDCACHE}' {words}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.stderr, done.returncode) == (
+        "error: the working directory was removed; change to one that exists\n",
+        1,
+    )
+
+
 def test_a_closed_stream_gives_its_number_to_no_file() -> None:
     program = (
         "import os, sys; from fdcache_cli import streams; streams.prepare()\n"

@@ -288,3 +288,34 @@ def test_a_log_file_is_bounded_and_its_users_alone(tmp_path: Path) -> None:
     for each in files:
         assert each.stat().st_size <= 1100
         assert stat.S_IMODE(each.stat().st_mode) == 0o600
+
+
+def test_a_log_file_that_another_program_moves_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    handler = LogFile(path, days=2, most_bytes=1000)
+    record = logging.LogRecord("fdcache", logging.INFO, "", 0, "x" * 99, (), None)
+    for _ in range(5):
+        handler.emit(record)
+    path.rename(tmp_path / "x.log.1")
+    for _ in range(20):
+        handler.emit(record)
+    handler.close()
+    assert path.stat().st_size > 0
+
+
+def test_a_folder_of_logs_with_files_that_cannot_be_removed_serves_an_engine(tmp_path: Path) -> None:
+    for number in range(9):
+        (tmp_path / f"fdcache-engine-99999990{number}.log").symlink_to("/nonexistent/file")
+        (tmp_path / f"fdcache-engine-99999980{number}.log").mkdir()
+    code = "from fdcache.settings import Settings; from fdcache.settings.logs import follow; follow(Settings.load())"
+    environment = {**os.environ, "FD_LOG_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert [each for each in tmp_path.iterdir() if each.is_file()]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +18,7 @@ import zmq
 from fdcache.errors import ConfigurationError
 from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource
-from fdcache.service.wire.liveness import PREFIX, Live
+from fdcache.service.wire.liveness import PREFIX, Live, LiveFile
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.links import machine_id
 from fdcache.transfer.messages import (
@@ -55,10 +58,10 @@ class Outsider:
         """Return the next message, None if there is none within that time."""
         return decode(self._socket.recv())[1] if self._socket.poll(int(seconds * 1000)) else None
 
-    def greet(self, identity: Identity, **changes: object) -> AnyMessage | None:
+    def greet(self, identity: Identity, seconds: float = 10.0, **changes: object) -> AnyMessage | None:
         """Introduce itself as a decode rank that fits, but for some fields; return the answer."""
         self.send(Hello(msgspec.structs.replace(identity, boot=self.boot, **changes)))
-        return self.answer()
+        return self.answer(seconds)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -206,6 +209,59 @@ def test_a_frame_that_is_too_long_is_not_read(prefill: Instance) -> None:
         hand_over(prefill, "d")
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://\udcff:1",
+        "tcp://\0:1",
+        "ipc:///\0",
+        "inproc://zeromq.zap.01",
+        "tipc://{1,2,3}",
+        "tcp://host",
+        "ipc://@name",
+        "",
+    ],
+)
+def test_an_address_that_no_rank_can_have_costs_its_own_fetch_alone(tmp_path: Path, address: str) -> None:
+    with Instance("decode", tmp_path, "d", key=KEY, timeout=10_000.0) as mine:
+        before = identity_of(mine).boot
+        mine.fetch(Request("r", prompt_of(1, 4)), PeerSource("r", (address,)))
+        mine.until(lambda: mine.outcomes)
+        assert "write ipc:///directory/name or tcp://host:port" in str(mine.outcomes[0].error_message)
+        assert identity_of(mine).boot == before
+
+
+def test_a_peer_that_never_stops_talking_does_not_stop_the_others(prefill: Instance) -> None:
+    code = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.connect(sys.argv[1])
+while True:
+    socket.send(b"x" * 40)
+"""
+    talker = subprocess.Popen([sys.executable, "-c", code, prefill.address])
+    try:
+        prefill.until(lambda: prefill.transfers.protocol_errors > 2000)
+        for name in "abc":
+            hand_over(prefill, name)
+        assert talker.poll() is None
+    finally:
+        talker.kill()
+        talker.wait()
+
+
+def test_a_process_that_took_the_boot_id_of_another_bans_it_not(tmp_path: Path, prefill: Instance) -> None:
+    live = LiveFile(tmp_path)
+    boot = uuid.uuid4().bytes
+    with outsider(prefill.address, boot=boot) as liar:
+        assert isinstance(liar.greet(identity_of(prefill), live=live.live, machine=machine_id()), Welcome)
+    live.close()
+    prefill.until(lambda: not prefill.transfers.peers)
+    with outsider(prefill.address, boot=boot) as peer:
+        assert peer.greet(identity_of(prefill), 0.5, live=live.live, machine=machine_id()) is None
+        assert isinstance(peer.greet(identity_of(prefill), live=None), Welcome)
+
+
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 
@@ -255,8 +311,8 @@ def test_a_peer_in_the_network_without_a_key_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process be on a machine of its own: the kernel proves nothing of its peers."""
-    monkeypatch.setattr("fdcache.transfer.endpoint.machine_id", lambda: "another machine")
+    """Let each instance be on a machine of its own: the kernel proves nothing of its peers."""
+    monkeypatch.setattr("fdcache.transfer.endpoint.machine_id", lambda: uuid.uuid4().hex)
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
@@ -301,3 +357,55 @@ def test_a_peer_that_comes_back_is_read_from_again(tmp_path: Path) -> None:
             assert mine.fetch(request, prefill.source("k")) == 4
             mine.until(lambda: mine.outcomes, prefill)
             assert mine.outcomes[0].recompute_from >= 4 * 16 and mine.wrong_blocks(request, 0, 4) == []
+
+
+def test_a_machine_that_takes_the_connection_and_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        Instance("decode", tmp_path, "d", key=KEY, timeout=20.0) as mine,
+    ):
+        mine.fetch(
+            Request("r", prompt_of(1, 4)), PeerSource("r", (f"tcp://127.0.0.1:{silent.getsockname()[1]}",))
+        )
+        mine.until(lambda: mine.outcomes)
+        assert mine.results == ["refused"], "not at its deadline"
+
+
+def test_the_first_fetch_after_a_quiet_time_is_handed_over(
+    tmp_path: Path, elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Instance("prefill", tmp_path, "p") as prefill, Instance("decode", tmp_path, "d") as mine:
+        assert_handed_over(prefill, mine, "first")
+        monkeypatch.setattr("fdcache.transfer.links._IDLE_SECONDS", 0.0)
+        prefill.until(lambda: not prefill.transfers.peers)
+        monkeypatch.undo()
+        assert_handed_over(prefill, mine, "second")
+
+
+def test_the_first_fetch_after_prefill_began_again_at_its_port_is_handed_over(
+    tmp_path: Path, elsewhere: None
+) -> None:
+    address = f"tcp://127.0.0.1:{20_000 + os.getpid() % 20_000}"
+    with Instance("decode", tmp_path, "d", key=KEY) as mine:
+        for name in "abc":
+            with Instance("prefill", tmp_path, name, address=address, key=KEY) as prefill:
+                assert_handed_over(prefill, mine, name)
+
+
+def assert_handed_over(prefill: Instance, mine: Instance, name: str) -> None:
+    """Hand a prompt over to an instance that may know the other, and compare its bytes."""
+    seed = sum(name.encode())
+    theirs, request = Request(name, prompt_of(seed, 4)), Request(name, prompt_of(seed, 4))
+    prefill.start(theirs)
+    prefill.manager.send([(theirs, name)])
+    prefill.step()
+    prefill.compute(theirs, name)
+    mine.outcomes.clear()
+    assert mine.fetch(request, prefill.source(name)) == 4
+    mine.until(lambda: mine.outcomes, prefill)
+    assert mine.outcomes[0].error_message is None
+    assert mine.outcomes[0].recompute_from >= 4 * 16
+    assert mine.wrong_blocks(request, 0, 4) == []
+    mine.manager.request_finish([request])
+    prefill.manager.request_finish([theirs])
+    prefill.until(lambda: prefill.is_clean and mine.is_clean, mine)

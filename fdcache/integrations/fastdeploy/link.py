@@ -23,6 +23,7 @@ import msgspec
 
 from fdcache.errors import CacheNotReadyError, ConfigurationError, LayoutError
 from fdcache.layout import KVLayout
+from fdcache.machine.decoding import MALFORMED
 from fdcache.metadata import (
     StorageScan,
     TransferPlan,
@@ -213,7 +214,7 @@ class SchedulerLink:
         with worker:
             try:
                 rank = self._welcome(worker)
-            except (EOFError, OSError, msgspec.DecodeError, LayoutError) as error:
+            except (EOFError, OSError, LayoutError, *MALFORMED) as error:
                 logger.warning("a worker disconnected before it was admitted: %s", error)
                 return
             if rank is None:

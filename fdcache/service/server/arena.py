@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
+from fdcache.machine.decoding import MALFORMED
 from fdcache.machine.memory import SHARE_OF_MEMORY, available_memory, node_cores
 from fdcache.service.server.lock_file import open_locked
 
@@ -329,7 +330,7 @@ def decode_manifest(text: bytes) -> Manifest | None:
     """Return a manifest; None for anything else."""
     try:
         return msgspec.json.decode(text, type=Manifest)
-    except (msgspec.DecodeError, RecursionError):
+    except MALFORMED:
         return None
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from fdcache._core import MemoryGuard, RunRing
 from fdcache.layout import KVLayout
+from fdcache.machine.decoding import MALFORMED
 from fdcache.metadata import HashArray
 from fdcache.service.server.namespace import Namespace, Run
 from fdcache.service.server.namespaces import Namespaces
@@ -109,7 +110,7 @@ class Client:
         """Return the figures of its last heartbeat; empty if they are not what a client can report."""
         try:
             figures = msgspec.json.decode(self.figures, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except MALFORMED:
             return {}
         sections = (
             figures.get("counters"),

@@ -17,6 +17,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from fdcache.machine.decoding import MALFORMED
+
 log = logging.getLogger("fdcache.service")
 
 PREFIX = "fdcache-live-"
@@ -150,7 +152,7 @@ def _read(path: Path) -> Live | None:
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(_MOST_LIVE_BYTES), type=Live)
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except (OSError, *MALFORMED) as error:
         log.warning("%s cannot be read: %s", path, error)
         return None
 

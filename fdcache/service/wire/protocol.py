@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fdcache.errors import FdcacheError, ProtocolError
 from fdcache.hints import HintKind, HintStatus
+from fdcache.machine.decoding import MALFORMED
 from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.service.wire.liveness import Live
 from fdcache.service.wire.shared_memory import Geometry
@@ -369,7 +370,7 @@ def decode_request_frame(data: bytes) -> RequestFrame:
     """Decode the envelope of a request. Raises ``ProtocolError``."""
     try:
         return _request_frame.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise ProtocolError(f"not a request: {error}") from error
 
 
@@ -377,7 +378,7 @@ def is_question(frame: RequestFrame) -> bool:
     """Return True for the question of a tool; only its name is decoded, in a fraction of the time."""
     try:
         return _tag.decode(frame.body).type == "ask"
-    except (msgspec.DecodeError, RecursionError):
+    except MALFORMED:
         return False
 
 
@@ -390,7 +391,7 @@ def decode_request(frame: RequestFrame) -> Request:
     try:
         request: Request = _request.decode(frame.body)
         return request
-    except (msgspec.DecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise ProtocolError(f"malformed request: {error}") from error
 
 
@@ -403,7 +404,7 @@ def decode_answer(data: bytes) -> tuple[int, Answer]:
                 f"the service speaks version {frame.version}, the client version {VERSION}; upgrade one side"
             )
         return frame.id, _answer.decode(frame.body)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ProtocolError(f"malformed answer: {error}") from error
 
 
