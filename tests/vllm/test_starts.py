@@ -95,6 +95,17 @@ def test_a_configuration_that_vllm_derives_for_a_draft_model_is_not_checked_as_t
         configuration_of(model, pipeline_parallel_size=2)
 
 
+def test_an_engine_whose_connector_is_asked_for_late_says_that_host_memory_has_to_be_set(model: Path) -> None:
+    """Each of its processes makes a connector of its own then, and would choose by itself."""
+    names = {"kv_connector": "FdcacheConnector", "kv_role": "kv_both"}
+    late: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True, "enforce_eager": True}
+    with (
+        pytest.raises(ConfigurationError, match="set FDCACHE_HOST_MEMORY"),
+        running_engine(model, names, **late),
+    ):
+        pass
+
+
 def test_the_class_is_there_where_vllm_makes_no_configuration() -> None:
     from fdcache.integrations import vllm
     from fdcache.integrations.vllm.callers import Configurations, configurations
