@@ -133,6 +133,23 @@ def test_a_request_with_a_failed_load_is_returned_once_and_caches_nothing_until_
     assert probe._match_result.total_matched_blocks > 4
 
 
+def test_a_request_that_was_preempted_after_its_load_failed_is_not_returned_after_its_next_match(
+    wired: Wired,
+) -> None:
+    again = wired.drive_out()
+    wired.failing = True
+    wired.begin(again)
+    wired.settle()
+    wired.failing = False
+    again.status = SimpleNamespace(name="PREEMPTED")
+    wired.manager.request_finish(again)
+    wired.begin(again)
+    assert wired.manager.take_failed() == []
+    again.status = SimpleNamespace(name="FINISHED")
+    wired.end(again)
+    wired.manager.core.check_integrity()
+
+
 def test_tokens_of_a_request_preempted_during_its_load_are_unsound_until_its_next_match(
     wired: Wired,
 ) -> None:

@@ -71,6 +71,49 @@ def test_an_engine_without_weights_ends_when_it_loads_them(weightless: Path) -> 
         pass
 
 
+def configuration_of(model: Path, **options: Any) -> Any:
+    """Return vLLM's configuration of an engine with the connector, which is not started."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    options |= {"skip_tokenizer_init": True, "max_model_len": 512, "kv_transfer_config": _TRANSFER}
+    return EngineArgs(model=str(model), **options).create_engine_config()
+
+
+def test_a_configuration_that_vllm_derives_for_a_draft_model_is_not_checked_as_the_engines(
+    model: Path, tmp_path: Path
+) -> None:
+    """Its layers and ranks are not those whose blocks are stored. With CUDA graphs vLLM asks for the class there."""
+    from vllm.config import replace
+
+    engine = configuration_of(model, pipeline_parallel_size=3)
+    draft = configuration_of(make_model(tmp_path, num_layers=1)).model_config
+    engine.scheduler_config.disable_hybrid_kv_cache_manager = None  # asks for the class without a GPU
+    derived = replace(engine, model_config=draft)
+    assert derived.scheduler_config.disable_hybrid_kv_cache_manager is not None
+    assert derived.model_config.hf_text_config.num_hidden_layers == 1
+    with pytest.raises(ConfigurationError, match="3 layers do not divide into 2"):
+        configuration_of(model, pipeline_parallel_size=2)
+
+
+def test_an_engine_whose_connector_is_asked_for_late_says_that_host_memory_has_to_be_set(model: Path) -> None:
+    """Each of its processes makes a connector of its own then, and would choose by itself."""
+    names = {"kv_connector": "FdcacheConnector", "kv_role": "kv_both"}
+    late: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True, "enforce_eager": True}
+    with (
+        pytest.raises(ConfigurationError, match="set FDCACHE_HOST_MEMORY"),
+        running_engine(model, names, **late),
+    ):
+        pass
+
+
+def test_the_class_is_there_where_vllm_makes_no_configuration() -> None:
+    from fdcache.integrations import vllm
+    from fdcache.integrations.vllm.callers import Configurations, configurations
+
+    assert configurations() == Configurations([], None)
+    assert vllm.FdcacheConnector.__name__ == "FdcacheConnector"
+
+
 def in_a_process(function: Callable[..., None], *arguments: object) -> None:
     """Run a function in a process of its own, which has not asked for the connector."""
     child = multiprocessing.get_context("spawn").Process(target=function, args=arguments)

@@ -171,6 +171,7 @@ class CacheManager(Manager):
             self._matched = None
             if request.request_id in self._reading:
                 return
+            self._failed.pop(request.request_id, None)
             tracked = self._tracked.get(request.request_id)
             self._prefills.ended(request.request_id)
             if not is_preempted(request):
@@ -198,7 +199,7 @@ class CacheManager(Manager):
                 self.core.observe_prefill(found.chunks, found.seconds, waited=found.waited, steps=found.steps)
 
     def take_failed(self) -> list[Any]:
-        """Return the requests whose load failed since the last call; the caller preempts them."""
+        """Return the requests whose load failed since the last call and that still run; the caller preempts them."""
         with self._lock:
             failed, self._failed = list(self._failed.values()), {}
             return failed

@@ -304,7 +304,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
 
 
 def check_configurations() -> None:
-    """Check the configuration that vLLM is making, if it is: long before it loads weights.
+    """Check the configuration of an engine that vLLM is making, if it is: long before it loads weights.
 
     Raises ``ConfigurationError``.
     """
