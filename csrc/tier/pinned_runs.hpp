@@ -62,7 +62,8 @@ class PinnedRuns : public LowerTier {
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
     std::size_t blocks() const override;
 
-    // What the session that began last has, and what this engine copies there, whether it has looked up or not.
+    // What the session that began last has, and what this engine copies there, whether it has looked up or
+    // not.
     std::vector<Presence> contains(std::span<const Digest> hashes) const;
 
     struct LookUp {

@@ -204,3 +204,18 @@ def test_the_files_that_the_architecture_names_are_there() -> None:
     assert [
         each for each in named if not ((ROOT / "fdcache" / each).exists() or (ROOT / each).exists())
     ] == []
+
+
+def named_tests() -> list[tuple[str, str]]:
+    """The file and the function or class that each row of docs/faults.md ends with."""
+    text = (ROOT / "docs/faults.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "| test |" not in line]
+    found = re.findall(r"\| `(\w+/\w+\.py)(?:::(\w+))?` \|$", text, re.MULTILINE)
+    assert len(found) == len(rows) > 40
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("file", "name"), named_tests())
+def test_each_fault_names_a_test_that_is_there(file: str, name: str) -> None:
+    text = (ROOT / "tests" / file).read_text()
+    assert re.search(rf"^ *(def|class) {name or 'test_'}", text, re.MULTILINE)

@@ -258,7 +258,10 @@ class TestHostPool:
         assert bool(runs.pin(hashes, left)) == (is_open and len(left) > 0)
 
     def test_every_other_call_of_a_tier_keeps_the_blocks(self) -> None:
-        removing = {name for name in vars(HostPool) if not name.startswith("_")} - {"open_table", "move_table"}
+        removing = {name for name in vars(HostPool) if not name.startswith("_")} - {
+            "open_table",
+            "move_table",
+        }
         assert removing == set(REMOVALS)
         keeping = {
             "above_copies", "available", "ancestry", "awaited", "check_integrity", "coldest", "commit", "complete",
