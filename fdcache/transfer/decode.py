@@ -257,6 +257,12 @@ class DecodeSide:
             if state.fetch.peer == peer:
                 self._end(state, end, reason, None)
 
+    def repeat(self, peer: Peer) -> None:
+        """Tell a peer at once where each fetch is: messages may have been lost with a connection."""
+        for state in self._fetches.values():
+            if state.fetch.peer == peer:
+                state.next_renewal = 0.0
+
     def take_unanswered(self, peer: Peer) -> list[int]:
         """Forget the fetches that a peer has not answered, without a report; return their plans."""
         found = [

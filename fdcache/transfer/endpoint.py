@@ -319,6 +319,8 @@ class TransferEndpoint:
 
     def _take_links(self, now: float) -> None:
         events = self._links.receive(now)
+        for boot in events.reconnected:
+            self._decode.repeat(boot)
         for boot in events.unheard:
             self._fetches.ask_again(self._decode.take_unanswered(boot), now)
         for boot, reason in events.gone:

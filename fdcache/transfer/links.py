@@ -122,6 +122,8 @@ class LinkEvents:
     refused: list[Outgoing] = field(default_factory=list)
     greeted: list[Identity] = field(default_factory=list)
     """Decode peers that were accepted."""
+    reconnected: list[bytes] = field(default_factory=list)
+    """Boot ids of accepted prefill peers whose connection was lost and is there again."""
     unheard: list[bytes] = field(default_factory=list)
     """Boot ids of prefill peers of ``gone`` to which what was asked did not come; it may be asked again."""
     gone: list[tuple[bytes, str]] = field(default_factory=list)
@@ -359,6 +361,8 @@ class Links:
         """Note what became of the connection; wait no longer for a peer without one."""
         for parts in self._drain(link.monitor):
             if parse_monitor_message(parts)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if link.state is LinkState.ACCEPTED and link.unconnected_since is not None:
+                    self.events.reconnected.append(link.boot)
                 link.unconnected_since = None
                 if link.state is LinkState.REFUSED and link.error == _unreachable(link.address):
                     link.state, link.refused_until, link.next_hello = LinkState.CONNECTING, 0.0, 0.0

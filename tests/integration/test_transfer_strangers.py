@@ -6,9 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -409,3 +410,66 @@ def assert_handed_over(prefill: Instance, mine: Instance, name: str) -> None:
     mine.manager.request_finish([request])
     prefill.manager.request_finish([theirs])
     prefill.until(lambda: prefill.is_clean and mine.is_clean, mine)
+
+
+class Line:
+    """A TCP connection between two instances, which a test cuts."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._ends: list[socket.socket] = []
+        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """End every connection; a new one is accepted at once."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._server.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(("127.0.0.1", self._port))
+                self._ends += [near, far]
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _carry(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def test_what_is_lost_with_a_connection_is_told_again_at_once(tmp_path: Path) -> None:
+    port = 40_000 + os.getpid() % 20_000
+    line = Line(port)
+    with (
+        Instance("prefill", tmp_path, "p", address=f"tcp://127.0.0.1:{port}", key=KEY) as prefill,
+        Instance("decode", tmp_path, "d", key=KEY, timeout=10_000.0, lease=600.0) as mine,
+    ):
+        for count in range(3):
+            name = f"r{count}"
+            theirs, request = (Request(name, prompt_of(count, 4)) for _ in range(2))
+            prefill.start(theirs)
+            prefill.manager.send([(theirs, name)])
+            prefill.step()
+            prefill.compute(theirs, name)
+            line.cut()
+            assert mine.fetch(request, PeerSource(name, (line.address,))) == 4
+            mine.until(lambda: mine.outcomes, prefill)
+            assert mine.outcomes.pop().recompute_from >= 4 * 16 and mine.wrong_blocks(request, 0, 4) == []
+            mine.manager.request_finish([request])
+            prefill.manager.request_finish([theirs])
+    line.close()
