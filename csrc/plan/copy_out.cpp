@@ -147,15 +147,16 @@ void CopyOut::keep_wanted(Ids &ids, const BackupTarget &target) const {
 
 void CopyOut::back_up(std::size_t most, Call &call) {
     Ids ids;
-    for (const Ids &part : queue_)
-        std::ranges::copy_if(part, std::back_inserter(ids),
-                             [this](DeviceBlock id) { return contents_[id].is_queued; });
+    for (const Ids &part : queue_)  // a device block that has changed hands may be in two parts
+        std::ranges::copy_if(part, std::back_inserter(ids), [this](DeviceBlock id) {
+            return std::exchange(contents_[id].is_queued, false);
+        });
     queue_.clear();
     if (ids.size() > most) {
         queue_.emplace_back(ids.begin() + static_cast<std::ptrdiff_t>(most), ids.end());
+        set_queued(queue_.back(), true);
         ids.resize(most);
     }
-    set_queued(ids, false);
     Ids waits = copy(with_ancestors(std::move(ids), call.target), call);
     if (waits.empty()) return;
     set_queued(waits, true);

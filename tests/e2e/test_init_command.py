@@ -168,11 +168,11 @@ def test_the_storage_folder_is_measured_once_and_shown(tmp_path: Path) -> None:
 
 
 def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:
-    dead = Arena(tmp_path, "dead", "ipc:///run/x.sock")
+    dead = Arena(tmp_path, "deaddead", "ipc:///run/x.sock")
     dead.lock()
     dead.create(1 << 20, 1 << 16)
     dead.close()
-    living = Arena(tmp_path, "living")
+    living = Arena(tmp_path, "11111111")
     living.lock()
     folder = {**home(tmp_path / "home"), "FDCACHE_ARENA_DIR": str(tmp_path)}
     shown = run_init("--check", **folder).stdout
@@ -180,7 +180,7 @@ def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:
     done = run_init("--clean-arenas", **folder)
     assert done.returncode == 0, done.stderr
     assert "removed a dead arena" in done.stdout
-    assert [path.name for path in tmp_path.glob("fdcache-*")] == ["fdcache-living.arena"]
+    assert [path.name for path in tmp_path.glob("fdcache-*")] == ["fdcache-11111111.arena"]
     living.close(discard=True)
     assert run_init("--check", "--clean-arenas", **folder).returncode == 2
 

@@ -350,7 +350,7 @@ class TestVanishedFiles:
 
 @pytest.fixture
 def small_file_system(tmp_path: Path) -> Iterator[Path]:
-    yield from file_system(tmp_path / "tmpfs", "24m")
+    yield from file_system(tmp_path / "tmpfs", "48m")
 
 
 def test_without_room_for_new_files_the_service_goes_on_with_what_it_has(

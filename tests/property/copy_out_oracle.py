@@ -102,7 +102,7 @@ class CopyOutOracle:
         most = max(max(self.host.num_blocks // 4, 1) - in_flight, 0)
         copies: list[Pair] = []
         if self.queue and most:
-            ids = [each for part in self.queue for each in part if self.is_queued(each)]
+            ids = list(dict.fromkeys(each for part in self.queue for each in part if self.is_queued(each)))
             self.queue = [ids[most:]] if ids[most:] else []
             for each in ids[:most]:
                 self.known[each].is_queued = False
