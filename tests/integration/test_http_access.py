@@ -8,7 +8,7 @@ import re
 import resource
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -236,6 +236,27 @@ class TestLimits:
             line.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: %s" % (b"x" * (1 << 20)))
             assert line.recv(100).startswith(b"HTTP/1.1 400 ")
         assert web.log[length:] == ""
+
+    @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+    def test_a_number_that_json_cannot_repeat_is_refused(self, web: Web, number: str) -> None:
+        length = len(web.log)
+        headers = {"Content-Type": "application/json", **web.bearer}
+        assert web.send("POST", "/v1/reset", headers, f'{{"older_than": {number}}}') == 422
+        assert web.send("POST", "/v1/reset", headers, f'{{"unknown": {number}}}') == 422
+        assert web.log[length:] == ""
+
+    def test_clients_that_do_not_read_keep_nobody_from_the_views(self, web: Web) -> None:
+        request = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with ExitStack() as lines:
+            for _ in range(MAX_REQUESTS):
+                line = lines.enter_context(socket.socket())
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                line.connect(("127.0.0.1", web.port))
+                line.settimeout(0.1)  # until nothing more is taken
+                with suppress(TimeoutError):
+                    while True:
+                        line.sendall(request * 300)
+            assert [web.send("GET", "/v1/stats") for _ in range(4)] == [200] * 4
 
 
 @contextmanager

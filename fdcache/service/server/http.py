@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -156,6 +158,12 @@ def make_app(
     @app.exception_handler(UnicodeError)
     def not_text(request: Request, error: Exception) -> Response:
         return Response('{"detail":"not valid text"}', 422, media_type="application/json")
+
+    @app.exception_handler(RequestValidationError)
+    def not_valid(request: Request, error: RequestValidationError) -> Response:
+        # What was sent is left out: JSON cannot repeat NaN, and it may be a secret.
+        problems = [{name: each[name] for name in ("type", "loc", "msg")} for each in error.errors()]
+        return JSONResponse({"detail": problems}, 422)
 
     @app.get("/healthz")
     async def healthz() -> State:

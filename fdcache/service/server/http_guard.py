@@ -47,11 +47,29 @@ class Guard:
             headers = {**(refusal.headers or {}), "Connection": "close"}  # what follows is not read
             await JSONResponse({"detail": refusal.detail}, refusal.status_code, headers)(scope, receive, send)
             return
-        self._in_progress += is_counted
-        try:
+        if is_counted:
+            await self._serve_counted(scope, _after(body, receive), send)
+        else:
             await self._app(scope, _after(body, receive), send)
+
+    async def _serve_counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request that is in progress until its answer is made: its client may read that slowly, or never."""
+        is_in_progress = True
+
+        def end() -> None:
+            nonlocal is_in_progress
+            self._in_progress -= is_in_progress
+            is_in_progress = False
+
+        async def send_made(message: Message) -> None:
+            end()
+            await send(message)
+
+        self._in_progress += 1
+        try:
+            await self._app(scope, receive, send_made)
         finally:
-            self._in_progress -= is_counted
+            end()
 
     def _check(self, headers: Headers) -> None:
         """Raise ``HTTPException`` for a request that no client of the service sends."""

@@ -53,8 +53,9 @@ class Connection(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """True unless a whole request is here and its answer is being made."""
-        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+        """True unless a whole request is here and its answer is being made: one that is not read waits too."""
+        is_idle = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+        return is_idle or self.flow.write_paused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, and end the connection that has waited longest for its client if there are too many."""
