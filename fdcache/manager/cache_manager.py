@@ -326,7 +326,7 @@ class CacheManager(TierManager[Request]):
                 return self._plans.close(None)
             self._service.report(self._figures)
             self._service.flush()
-            return self._plans.close(self._service.arena)
+            return self._plans.close(self._service.plan_arena)
 
     def _figures(self) -> bytes:
         return msgspec.json.encode(

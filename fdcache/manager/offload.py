@@ -325,7 +325,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._plans.plan_background()
             self._host.report(lambda: msgspec.json.encode(self.get_stats()))
             self._host.flush()
-            plans = self._plans.close(self._host.arena)
+            plans = self._plans.close(self._host.plan_arena)
             for plan in plans:
                 self._copies.sent(plan)
             self._has_planned = False

@@ -114,6 +114,10 @@ class HostTier(Protocol):
         """Name of the shared arena that slots refer to; None when every worker has its own."""
 
     @property
+    def plan_arena(self) -> str | None:
+        """Name of the shared arena that slots of the open plans refer to, also while its session ends."""
+
+    @property
     def host_cache(self) -> HostCache:
         """Settings of the workers' host memory."""
 
@@ -225,6 +229,7 @@ class LocalHostTier(BlockPool):
     """
 
     arena: str | None = None
+    plan_arena: str | None = None
     fetches: Fetches | None = None
     hints: SharedHints | None = None
     service_reads: ReadTotals | None = None

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from fdcache.manager import MatchStatus, Request
 from fdcache.metadata import TransferReport
+from fdcache.settings.cache import WritePolicy
 from tests.offload_engine import BLOCK, OffloadEngine, ids, prompt
 from tests.service_engine import ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, until
@@ -106,4 +107,22 @@ def test_no_slot_stays_held_after_a_reset_or_the_loss_of_a_rank(engine: OffloadE
         engine.manager.worker_lost(0)
         assert engine.manager._host.in_use == 0
     engine.manager.finish(first)
+    engine.close()
+
+
+def test_blocks_given_away_while_a_service_drains_are_kept(service: LocalService) -> None:
+    engine = OffloadEngine(server=service.address, rpc_timeout=TIMEOUT, policy=WritePolicy.WRITE_BACK)
+    sessions = engine.manager._host.sessions  # type: ignore[attr-defined]
+    until(lambda: engine.manager._host.copy_room, "slots are granted")
+    request = Request("first", prompt(1, 2))
+    engine.manager.begin(request)
+    engine.compute(request, range(2))
+    engine.manager.offer(request, 2 * BLOCK, ids(0, 1))
+    engine.manager.evicted(ids(0, 1))
+    sessions.leave(sessions.session)
+    engine.step()
+    engine.manager.apply(engine.reports())
+    engine.manager.finish(request)
+    assert engine.manager.get_stats().counters.copies_failed == 0
+    until(lambda: ready_blocks(service) == 2, "they are published")
     engine.close()

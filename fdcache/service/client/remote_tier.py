@@ -108,6 +108,12 @@ class RemoteHostTier:
         return session.arena if session else "none"
 
     @property
+    def plan_arena(self) -> str | None:
+        """Name of the session that the open plans have slots of; no other begins before their copies have ended."""
+        session = self.sessions.listening
+        return session.arena if session else "none"
+
+    @property
     def connected(self) -> bool:
         """True while a session is open."""
         return self.sessions.session is not None
