@@ -46,7 +46,7 @@ def prompt(number: int) -> NDArray[np.int32]:
 
 
 def store_all(address: str, prompts: int) -> None:
-    """Let an engine compute and store the prompts of the other tenant."""
+    """Compute and store the prompts of the other tenant in an engine."""
     settings = CacheSettings(server=address, device_blocks=64, write_policy=WritePolicy.WRITE_THROUGH)
     tokens = BLOCKS * BLOCK + 1
     with (

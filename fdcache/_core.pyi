@@ -550,7 +550,7 @@ class PinnedRuns(LowerTier):
         """Number of slots that loads read."""
 
     def begin_session(self, copies: OutgoingCopies) -> None:
-        """Take note of a session that has begun, and of the copies to it."""
+        """Record a session that has begun, and the copies to it."""
 
     def search(self, runs: SharedRuns | None, copies: OutgoingCopies | None) -> None:
         """Look up in this session from now on; without one nothing is found."""

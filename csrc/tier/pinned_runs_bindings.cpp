@@ -46,7 +46,7 @@ void bind_pinned_runs(nb::module_ &module) {
         .def("__len__", &PinnedRuns::size, "Number of runs that are not released.")
         .def_prop_ro("slots_loading", &PinnedRuns::slots_loading, "Number of slots that loads read.")
         .def("begin_session", &PinnedRuns::begin_session, "copies"_a,
-             "Take note of a session that has begun, and of the copies to it.")
+             "Record a session that has begun, and the copies to it.")
         .def("search", &PinnedRuns::search, "runs"_a.none(), "copies"_a.none(),
              "Look up in this session from now on; without one nothing is found.")
         .def(

@@ -401,7 +401,7 @@ class OffloadedRequests:
         return tracked if tracked is not None and tracked.load is load else None
 
     def _load_ended(self, load: OffloadedLoad) -> None:
-        """Let the request go on. After a load that failed by itself it loads nothing more."""
+        """End the request's wait. After a load that failed by itself it loads nothing more."""
         tracked = self._waiting_for(load)
         if tracked is None:
             return

@@ -68,7 +68,7 @@ class OffloadedLoad:
             self.errors.append(reason)
 
     def revoke(self, reason: str) -> None:
-        """Let nothing count that has been loaded: it is gone. An outcome that was not told is another now."""
+        """Revoke the load: its blocks are gone. An outcome that was not returned yet says so."""
         self.cut = self.cut or reason
         self.errors.append(reason)
         self.whole, self.is_revoked = self.first, True

@@ -12,19 +12,19 @@ from fdcache.metadata import TransferPlan
 log = logging.getLogger(__name__)
 
 
-def _tell(request_id: str, event: str, *values: object) -> None:
+def _log(request_id: str, event: str, *values: object) -> None:
     log.debug("request %s: " + event, request_id, *values, extra={"request": request_id})
 
 
 def matched(results: list[MatchResult]) -> None:
-    """Tell what was found for requests."""
+    """Log what was found for requests."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     for each in results:
         if each.status is MatchStatus.DEFERRED:
-            _tell(each.request_id, "match deferred")
+            _log(each.request_id, "match deferred")
             continue
-        _tell(
+        _log(
             each.request_id,
             "matched %d tokens: %d blocks on the device, %d on the host, %d from storage",
             each.num_cached_tokens,
@@ -35,13 +35,13 @@ def matched(results: list[MatchResult]) -> None:
 
 
 def offload_matched(result: OffloadMatch) -> OffloadMatch:
-    """Tell what can be loaded for a request; return it."""
+    """Log what can be loaded for a request; return it."""
     if not log.isEnabledFor(logging.DEBUG):
         return result
     if result.status is MatchStatus.DEFERRED:
-        _tell(result.request_id, "match deferred")
+        _log(result.request_id, "match deferred")
     else:
-        _tell(
+        _log(
             result.request_id,
             "matched %d tokens beyond the device, %d from storage",
             result.num_tokens,
@@ -51,25 +51,25 @@ def offload_matched(result: OffloadMatch) -> OffloadMatch:
 
 
 def allocated(requests: Iterable[Request], results: list[Allocation]) -> None:
-    """Tell which requests got blocks, what is loaded into them, and why others got none."""
+    """Log which requests got blocks, what is loaded into them, and why others got none."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     for request, each in zip(requests, results, strict=True):
         if each.failure is None:
             load = ", a load is planned" if request.is_loading else ""
-            _tell(each.request_id, "allocated %d blocks%s", len(each.block_ids), load)
+            _log(each.request_id, "allocated %d blocks%s", len(each.block_ids), load)
         else:
-            _tell(each.request_id, "no allocation: %s, %d blocks short", each.failure, each.shortfall)
+            _log(each.request_id, "no allocation: %s, %d blocks short", each.failure, each.shortfall)
 
 
 def load_planned(request_id: str, num_blocks: int) -> None:
-    """Tell of a load that the next plan has."""
+    """Log a load that the next plan has."""
     if log.isEnabledFor(logging.DEBUG):
-        _tell(request_id, "load of %d blocks planned", num_blocks)
+        _log(request_id, "load of %d blocks planned", num_blocks)
 
 
 def plans_sent(plans: list[TransferPlan]) -> None:
-    """Tell what the plans of a step copy."""
+    """Log what the plans of a step copy."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     for plan in plans:
@@ -77,22 +77,22 @@ def plans_sent(plans: list[TransferPlan]) -> None:
 
 
 def loads_ended(outcomes: list[LoadOutcome]) -> None:
-    """Tell how loads have ended."""
+    """Log how loads have ended."""
     if not log.isEnabledFor(logging.DEBUG):
         return
     for each in outcomes:
         reason = f": {each.error_message}" if each.error_message else ""
-        _tell(each.request_id, "load %s up to token %d%s", each.status, each.recompute_from, reason)
+        _log(each.request_id, "load %s up to token %d%s", each.status, each.recompute_from, reason)
 
 
 def reads_wanted(request_id: str, num_blocks: int) -> None:
-    """Tell of a request whose blocks may be read from storage."""
+    """Log a request whose blocks may be read from storage."""
     if log.isEnabledFor(logging.DEBUG):
-        _tell(request_id, "reads from storage may begin, for a path of %d blocks", num_blocks)
+        _log(request_id, "reads from storage may begin, for a path of %d blocks", num_blocks)
 
 
 def finished(request_ids: Iterable[str], *, preempted: bool = False) -> None:
-    """Tell of requests that have ended."""
+    """Log requests that have ended."""
     if log.isEnabledFor(logging.DEBUG):
         for request_id in request_ids:
-            _tell(request_id, "preempted" if preempted else "finished")
+            _log(request_id, "preempted" if preempted else "finished")

@@ -258,7 +258,7 @@ class DecodeSide:
                 self._end(state, end, reason, None)
 
     def repeat(self, peer: Peer) -> None:
-        """Tell a peer at once where each fetch is: messages may have been lost with a connection."""
+        """Send a peer the state of each fetch at once: messages may have been lost with a connection."""
         for state in self._fetches.values():
             if state.fetch.peer == peer:
                 state.next_renewal = 0.0

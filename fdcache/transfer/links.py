@@ -74,7 +74,7 @@ class Outgoing:
     address: str
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    """Tells when the connection is made and when it is lost."""
+    """Reports when the connection is made and when it is lost."""
     state: LinkState = LinkState.CONNECTING
     identity: Identity | None = None
     error: str | None = None
@@ -358,7 +358,7 @@ class Links:
         del self.outgoing[link.address]
 
     def _watch_connection(self, link: Outgoing, now: float) -> None:
-        """Note what became of the connection; wait no longer for a peer without one."""
+        """Record what became of the connection; wait no longer for a peer without one."""
         for parts in self._drain(link.monitor):
             if parse_monitor_message(parts)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 if link.state is LinkState.ACCEPTED and link.unconnected_since is not None:

@@ -18,7 +18,7 @@ from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.service.client.connection import Client, Connection
 from fdcache.service.server.block_views import BLOCKS_A_SLICE
 from fdcache.service.server.lifecycle import Server
-from fdcache.service.server.outbox import MAX_BYTES, Outbox, Sent
+from fdcache.service.server.send_queues import MAX_BYTES, SendQueues, Sent
 from fdcache.service.server.tools import MAX_QUESTIONS, PART_BYTES
 from fdcache.service.wire.protocol import (
     MAX_FRAME,
@@ -276,7 +276,7 @@ class TestBounds:
         line.close()
         server.close()
 
-    def test_an_outbox_is_bounded_in_bytes_and_keeps_the_order(self) -> None:
+    def test_what_waits_for_a_client_is_bounded_in_bytes_and_keeps_the_order(self) -> None:
         router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         for each in (router, dealer):
@@ -288,26 +288,26 @@ class TestBounds:
         dealer.connect(f"tcp://127.0.0.1:{port}")
         dealer.send(b"hello")
         identity, _ = router.recv_multipart()
-        outbox, size, taken = Outbox(router), 1 << 20, 0
-        while outbox.send(identity, b"%8d" % taken + bytes(size)) is Sent.TAKEN:
+        queues, size, taken = SendQueues(router), 1 << 20, 0
+        while queues.send(identity, b"%8d" % taken + bytes(size)) is Sent.TAKEN:
             taken += 1
             assert taken < 100
         assert taken >= MAX_BYTES // size
-        assert outbox.send(identity, b"at once", may_wait=False) is Sent.FULL
-        is_draining = [outbox.is_draining]
+        assert queues.send(identity, b"at once", may_wait=False) is Sent.FULL
+        is_draining = [queues.is_draining]
         for _ in range(1000):
-            outbox.flush()
-        is_draining.append(outbox.is_draining)
+            queues.flush()
+        is_draining.append(queues.is_draining)
         assert is_draining == [True, False], "nobody reads"
         read: list[Any] = []
         while len(read) < taken:
-            outbox.flush()
+            queues.flush()
             if dealer.poll(10):
                 read.append(int(dealer.recv()[:8]))
         assert read == [*range(taken)]
-        assert not outbox.is_draining, "nothing waits"
-        until(lambda: outbox.send(identity, b"again", may_wait=False) is Sent.TAKEN, "there is room again")
-        assert outbox.send(b"nobody", b"") is Sent.GONE
+        assert not queues.is_draining, "nothing waits"
+        until(lambda: queues.send(identity, b"again", may_wait=False) is Sent.TAKEN, "there is room again")
+        assert queues.send(b"nobody", b"") is Sent.GONE
         router.close()
         dealer.close()
 

@@ -23,7 +23,7 @@ __all__ = ["FdcacheConnector", "register"]
 
 
 def register() -> None:
-    """Tell vLLM the name of the connector, which is imported when its class is asked for. Idempotent.
+    """Register the name of the connector with vLLM, which is imported when its class is asked for. Idempotent.
 
     vLLM calls it in each process, also where the connector is not used: one that cannot take the name goes on.
     """

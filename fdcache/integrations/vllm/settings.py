@@ -74,7 +74,7 @@ def given_settings(transfer_config: Any, **defaults: object) -> Settings:
 
 
 def load_settings(vllm_config: Any, block_size: int) -> Settings:
-    """Load the settings of an engine with blocks of so many tokens.
+    """Load the settings of an engine with blocks of ``block_size`` tokens.
 
     Blocks are copied to the host as soon as they are computed, unless ``FDCACHE_WRITE_POLICY`` says otherwise. Draft
     layers depend on the next token, so a match then looks one token ahead.
@@ -241,7 +241,7 @@ def failure_policy(transfer_config: Any, top: Any) -> str:
 
 
 def choose_failure_policy(transfer_config: Any, top: Any) -> None:
-    """Let vLLM compute what cannot be loaded, where it would end the request with an error by default.
+    """Make vLLM compute what cannot be loaded; by default it ends the request with an error.
 
     Raises the errors of ``failure_policy``.
     """

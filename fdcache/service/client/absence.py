@@ -41,7 +41,7 @@ class Absence:
         self._reason, self._next = type(error), now + self._interval
 
     def ends(self) -> None:
-        """Learn that there is a session."""
+        """Log the return of a service that was away."""
         if self._since is not None:
             seconds = time.monotonic() - self._since
             logger.warning("there is a session at the service %s again, after %.0f s", self._address, seconds)

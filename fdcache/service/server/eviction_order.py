@@ -23,7 +23,7 @@ class OrderFile:
         self._path = path
 
     def save(self, tier: BlockPool, slots: int) -> None:
-        """Write the order of a tier with so many slots. A full disk is logged."""
+        """Write the order of a tier with ``slots``. A full disk is logged."""
         try:
             places_of(tier, slots).astype("<u4").tofile(self._path)
         except OSError as error:

@@ -45,7 +45,7 @@ def most_connections() -> int:
     return MAX_CONNECTIONS if descriptors < 0 else max(min(MAX_CONNECTIONS, descriptors // 4), 2)
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """A connection with a deadline, which gives way to a new one while it waits for its client."""
 
     _deadline: asyncio.TimerHandle | None = None
@@ -65,7 +65,7 @@ class Connection(H11Protocol):
         others = [each for each in self._open_connections() if each is not self]
         if len(others) + 1 >= self.limit_concurrency:
             waiting = [each for each in others if each.waits]
-            min(waiting, key=Connection._ends_at, default=self).transport.abort()
+            min(waiting, key=HttpConnection._ends_at, default=self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of the client. A request whose head is complete begins a step."""
@@ -84,8 +84,8 @@ class Connection(H11Protocol):
         self._end_step()
         super().connection_lost(exc)
 
-    def _open_connections(self) -> list[Connection]:
-        every = (each for each in self.connections if isinstance(each, Connection))
+    def _open_connections(self) -> list[HttpConnection]:
+        every = (each for each in self.connections if isinstance(each, HttpConnection))
         return [each for each in every if not each.transport.is_closing()]
 
     def _begin_step(self) -> None:
@@ -137,7 +137,7 @@ class HttpServer:
         require_keys(number, api_keys)  # the name may have had another address before
         config = uvicorn.Config(
             Guard(app, host.lower() if is_loopback_number(number) else None),
-            http=Connection,
+            http=HttpConnection,
             ws="none",
             workers=1,
             backlog=_ACCEPTED_AT_ONCE,

@@ -14,7 +14,7 @@ import zmq
 
 from fdcache.errors import ConfigurationError, ProtocolError, ServiceRunningError
 from fdcache.service.server.lock_file import open_locked
-from fdcache.service.server.outbox import Outbox, Sent
+from fdcache.service.server.send_queues import SendQueues, Sent
 from fdcache.service.server.service import Service
 from fdcache.service.wire.address import SCHEME, require_socket, socket_problem
 from fdcache.service.wire.protocol import MAX_FRAME, Answer, Refused, decode_request_frame, encode_answer
@@ -85,8 +85,8 @@ class ServiceLoop:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._stopping = threading.Event()
         self._is_bound = False
-        self._has_faults = False
-        self._outbox = Outbox(self._socket)
+        self._faults: set[type[Exception]] = set()
+        self._queues = SendQueues(self._socket)
 
     def bind(self) -> None:
         """Create the socket, for this user only."""
@@ -122,16 +122,16 @@ class ServiceLoop:
             for _ in range(_MAX_BATCH):
                 if not self._serve_one():
                     break
-            self._outbox.flush()
+            self._queues.flush()
             if self.service.tools:
                 self.service.tools.work(self._send_part)
                 self._send_urgent_events()
 
     def _milliseconds_until(self, tick: float) -> int:
-        """Return how long to wait for messages; ``tick`` is due in so many seconds."""
+        """Return how long to wait for messages; the next tick is due in ``tick`` seconds."""
         if self.service.tools:
             return 0
-        return 1 if self._outbox.is_draining else max(0, int(tick * 1000))
+        return 1 if self._queues.is_draining else max(0, int(tick * 1000))
 
     def _accept_while_descriptors_last(self) -> None:
         """Take no new connections while descriptors are short: ZeroMQ ends the process that has none for the next."""
@@ -183,11 +183,11 @@ class ServiceLoop:
             return False
         try:
             self._answer(frames[0], frames)
-        except Exception:
+        except Exception as error:
             # A fault of the service with one message. It must not end the loop, which serves others.
-            if not self._has_faults:
-                log.exception("a message failed; further ones that fail are not logged")
-            self._has_faults = True
+            if type(error) not in self._faults:
+                self._faults.add(type(error))  # logged once: a client may repeat it any number of times
+                log.exception("a message failed")
         return True
 
     def _answer(self, identity: bytes, frames: list[bytes]) -> None:
@@ -213,11 +213,11 @@ class ServiceLoop:
 
     def _send(self, identity: bytes, number: int, answer: Answer) -> bool:
         """Send without waiting. Return False if the client's queue is full or the client is gone."""
-        return self._outbox.send(identity, encode_answer(number, answer)) is Sent.TAKEN
+        return self._queues.send(identity, encode_answer(number, answer)) is Sent.TAKEN
 
     def _send_part(self, identity: bytes, number: int, answer: Answer) -> Sent:
         self._send_urgent_events()
-        return self._outbox.send(identity, encode_answer(number, answer), may_wait=False)
+        return self._queues.send(identity, encode_answer(number, answer), may_wait=False)
 
     def _send_notice(self, identity: bytes, answer: Answer) -> bool:
         return self._send(identity, 0, answer)

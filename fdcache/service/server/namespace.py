@@ -173,7 +173,7 @@ class Namespace:
         self._begin_again()
 
     def renew(self, num_extents: int) -> None:
-        """Keep so many extents of each rank, and begin with an empty tier: their headers say what is there."""
+        """Keep ``num_extents`` extents of each rank, and begin with an empty tier: their headers say what is there."""
         self.tier = None
         while self.num_extents > num_extents:
             self.memory.remove_extent()

@@ -75,7 +75,7 @@ def ended_by_signals(is_serving: Callable[[], bool], stop: Callable[[bool], None
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open as many files as it may: clients take several each, and ZeroMQ aborts without one."""
+    """Raise the limit of open files to the hard one: clients take several each, and ZeroMQ aborts without one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

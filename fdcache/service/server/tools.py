@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from fdcache.errors import FdcacheError, ProtocolError
-from fdcache.service.server.outbox import Sent
+from fdcache.service.server.send_queues import Sent
 from fdcache.service.wire.protocol import Answer, Ask, RefusalError, Refused, Request, ToolAnswer
 from fdcache.service.wire.views import ServiceTotals
 
@@ -65,7 +65,7 @@ class ToolQueue:
         return bool(self._turns)
 
     def add(self, identity: bytes, question: Question) -> None:
-        """Let a question wait. Raises ``RefusalError`` if the client has too many."""
+        """Queue a question. Raises ``RefusalError`` if the client has too many."""
         tool = self._tools.get(identity)
         if tool is not None and (
             len(tool.questions) >= MAX_QUESTIONS

@@ -25,7 +25,7 @@ class Sent(Enum):
     """The client has closed its connection."""
 
 
-class Outbox:
+class SendQueues:
     """Sends messages through a ROUTER without waiting.
 
     ZeroMQ counts messages, not bytes, so its own queues are short, and more waits here.
