@@ -86,7 +86,9 @@ def _parents_first(slots: list[int], headers: np.ndarray) -> list[int]:
 
 
 def shrink_recovered(namespace: Namespace, extents: int, *, has_writers: bool) -> int:
-    """Reduce a recovered namespace to ``extents`` extents of each rank, keeping the blocks evicted last. Return how many.
+    """Reduce a recovered namespace to ``extents`` extents of each rank; return how many blocks are left.
+
+    The blocks that would be evicted last stay.
 
     ``has_writers``: as for ``Namespaces.recover``. Then blocks move only into slots that held one, which nobody writes.
     """
