@@ -24,7 +24,7 @@ demo-paddle: $(VENV)/.installed-plot,paddle  ## a model on Paddle answers the sa
 
 # T=tests/unit/test_layout.py, T='tests/unit -k layout': these tests alone, whatever their marks.
 test: $(VENV)/.installed-test  ## all tests but the long ones, or those that T names
-ifdef T
+ifeq ($(origin T),command line)
 	$(BIN)/pytest -n 0 $(T)
 else
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not nightly'
