@@ -238,7 +238,7 @@ class OffloadedLoads:
         self._end_if_over(load)
 
     def revoke(self, reason: str) -> None:
-        """Let no block count that has been loaded or is: it is gone."""
+        """Revoke every load, in flight or finished and not returned yet."""
         loads = [
             *self._open,
             *self._ended,

@@ -458,7 +458,7 @@ class SchedulerSide:
                 self._reports.append(report)
 
     def _learn_ends(self, outcomes: Iterable[LoadOutcome]) -> None:
-        """Let requests compute what did not come from storage. What a plan has failed to load the ranks have told.
+        """Record blocks that did not come from storage; the ranks report those that a plan has failed to load.
 
         A request that came back under the same name has no part in its former load.
         """
