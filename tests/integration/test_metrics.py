@@ -156,17 +156,22 @@ class TestMisses:
             until(lambda: ready_blocks(service) > 0, "its first blocks are stored")
             starts = iter(range(1000, 10**6, 1000))
 
-            def has_evicted() -> bool:
+            def evict() -> int:
                 start = next(starts)
                 engine.serve(list(range(start, start + 41)))
                 engine.await_stock()
-                return bool(service.ask("namespaces")[0]["totals"]["evicted"] > 60)
+                return int(service.ask("namespaces")[0]["totals"]["evicted"])
 
-            until(has_evicted, "the blocks are evicted")
-            assert self.look_up(engine, PROMPT) == 0
+            def is_counted() -> bool:
+                """Whether misses of the prompt are counted as evictions; its blocks may outlive many others."""
+                evict()
+                self.look_up(engine, PROMPT)
+                return self.missed(service).get("evicted", 0) > 0
+
+            until(lambda: evict() > 20, "blocks are evicted")
+            until(is_counted, "misses are counted as evictions")
             engine.close()
             # Not all: blocks of the prompt may have found no room.
-            until(lambda: self.missed(service).get("evicted", 0) > 0, "misses are counted as evictions")
             assert set(self.missed(service)) <= {"not_stored", "evicted"}
 
     def test_corrupt_blocks_and_their_descendants(self, tmp_path: Path) -> None:
