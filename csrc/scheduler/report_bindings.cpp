@@ -32,7 +32,7 @@ struct CopiedBlocks {
 class WholeReports {
   public:
     // Without blocks and a device, which are there together, the device cache is the engine's.
-    WholeReports(PlanTable &plans, BlockManager *blocks, Tier *device, HostSource host, CopyMeter &meter,
+    WholeReports(PlanTable &plans, BlockManager *blocks, Tier *device, HostIndex &host, CopyMeter &meter,
                  bool tells_arrivals, LoadForms forms)
         : plans_(plans),
           blocks_(blocks),
@@ -43,8 +43,8 @@ class WholeReports {
           forms_(std::move(forms)) {}
 
     // Counts the reports and returns the loads that ended, for a device of the engine the numbers of their
-    // plans, and the (transfer, flags, checksums) of blocks that came to the host. Returns nothing, and
-    // changes nothing, if Python has to count one of them.
+    // plans, and with `tells_arrivals` the (transfer, flags) of blocks that came to the host. Returns
+    // nothing, and changes nothing, if Python has to count one of them.
     std::optional<std::pair<nb::list, nb::list>> count(const nb::list &reports);
     const CopiedBlocks &copied() const { return copied_; }
 
@@ -67,7 +67,7 @@ class WholeReports {
     PlanTable &plans_;
     BlockManager *blocks_;
     Tier *device_;
-    HostSource host_;
+    HostIndex &host_;
     CopyMeter &meter_;
     bool tells_arrivals_;
     LoadForms forms_;
@@ -121,7 +121,6 @@ bool WholeReports::is_whole(const PlannedTransfer &transfer, nb::handle result) 
         !result.attr("error_message").is_none())
         return false;
     if (transfer.kind != kLoad && waits_for_copy_above(transfer)) return false;
-    if (transfer.kind == kLoad && !host_.tier() && !transfer.swap.attr("unverified").is_none()) return false;
     const std::size_t sums = nb::len(nb::object(result.attr("checksums")));
     return !sums || sums == transfer.size;
 }
@@ -133,7 +132,8 @@ bool WholeReports::waits_for_copy_above(const PlannedTransfer &transfer) const {
     std::vector<Digest> above;
     for (std::size_t i = 0; i < parents.span().size(); ++i)
         if (i == 0 || parents.span()[i] != hashes.span()[i - 1]) above.push_back(parents.span()[i]);
-    return host_.is_copying(above);
+    const std::vector<Presence> known = host_.contains(above);
+    return std::ranges::find(known, Presence::kPending) != known.end();
 }
 
 std::optional<std::pair<nb::list, nb::list>> WholeReports::count(const nb::list &reports) {
@@ -179,15 +179,17 @@ void WholeReports::end_plan(PlanInFlight &flight, nb::list &outcomes, nb::list &
 
 void WholeReports::end_loads(const PlanInFlight &flight, const PlannedTransfer &loads, nb::list &outcomes) {
     const Slots targets(loads, "dst_block_ids"), sources(loads, "src_block_ids");
+    const ArrayValues<Digest> hashes(loads.swap.attr("hash_values"));
+    const EndedLoad ended{sources.all(), hashes.span(), std::span(ones_).first(loads.size)};
     copied_.loaded += loads.size;
     if (!device_) {
-        host_.end_load(sources.all());
+        host_.end_load(ended);
         outcomes.append(flight.plan_id);
         return;
     }
     const auto ready =
         device_->complete(targets.all(), std::span(ones_).first(loads.size), checksums_of(loads));
-    host_.end_load(sources.all());
+    host_.end_load(ended);
     for (const LoadRange &load : blocks_->take_loads(flight.plan_id)) {
         auto *const request = static_cast<PythonRequest *>(blocks_->waiting_for(load));
         if (!request) continue;
@@ -203,16 +205,10 @@ void WholeReports::end_loads(const PlanInFlight &flight, const PlannedTransfer &
 void WholeReports::end_copies_to_host(const PlannedTransfer &copies, nb::list &arrived) {
     const Slots targets(copies, "dst_block_ids"), sources(copies, "src_block_ids");
     (copies.kind == kEvict ? copied_.evicted : copied_.backed_up) += copies.size;
-    nb::object flags = nb::none();
-    if (host_.tier()) {
-        auto ready =
-            host_.tier()->complete(targets.all(), std::span(ones_).first(copies.size), checksums_of(copies));
-        if (tells_arrivals_) flags = nb::cast(to_numpy<std::uint8_t>(std::move(ready)));
-    }
+    auto ready = host_.complete(targets.all(), std::span(ones_).first(copies.size), checksums_of(copies));
     if (device_) device_->unhold(sources.all());
-    if (!tells_arrivals_) return;
-    arrived.append(
-        nb::make_tuple(copies.swap, flags, copies.checksums.is_valid() ? copies.checksums : nb::none()));
+    if (tells_arrivals_)
+        arrived.append(nb::make_tuple(copies.swap, to_numpy<std::uint8_t>(std::move(ready))));
 }
 
 }  // namespace
@@ -234,14 +230,14 @@ void bind_whole_reports(nb::module_ &module) {
             "__init__",
             [](Reports *self, nb::typed<nb::object, PlanTable> plans,
                nb::typed<nb::object, PythonBlockManager> blocks, nb::typed<nb::object, Tier> device,
-               const nb::typed<nb::object, HostArgument> &host, nb::typed<nb::object, CopyMeter> meter,
+               nb::typed<nb::object, HostIndex> host, nb::typed<nb::object, CopyMeter> meter,
                bool tells_arrivals, const LoadForms &forms) {
                 new (self) Reports(nb::cast<PlanTable &>(plans), nb::cast<PythonBlockManager *>(blocks),
-                                   nb::cast<Tier *>(device), host_source(host), nb::cast<CopyMeter &>(meter),
-                                   tells_arrivals, forms);
+                                   nb::cast<Tier *>(device), nb::cast<HostIndex &>(host),
+                                   nb::cast<CopyMeter &>(meter), tells_arrivals, forms);
                 self->parts = {plans, blocks, device, host, meter};
             },
-            "plans"_a, "blocks"_a.none(), "device"_a.none(), "host"_a.none(), "meter"_a, "tells_arrivals"_a,
+            "plans"_a, "blocks"_a.none(), "device"_a.none(), "host"_a, "meter"_a, "tells_arrivals"_a,
             "forms"_a)
         .def(
             "count", [](Reports &self, const nb::list &reports) { return self.count(reports); }, "reports"_a,
@@ -249,11 +245,9 @@ void bind_whole_reports(nb::module_ &module) {
                     "tuple[list[typing.Any], list[typing.Any]] | None"),
             "Count reports. Return the outcomes of loads that ended, without a device the numbers of their "
             "plans,\n"
-            "and (transfer, 1 for each block that is in the tier or None for a service, checksums or None) "
-            "of "
-            "copies\n"
-            "to the host. Return None, and change nothing, if one of the reports is another: unexpected, "
-            "refused, of a\n"
+            "and with ``tells_arrivals`` (transfer, 1 for each block that is in the tier) of copies to the\n"
+            "host. Return None, and change nothing, if one of the reports is another: unexpected, refused, "
+            "of a\n"
             "failure or a task, or of a copy below one in flight.")
         .def_prop_ro("copied", [](const Reports &self) -> const CopiedBlocks & { return self.copied(); });
 }

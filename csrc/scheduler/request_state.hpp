@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "hash/block_hash.hpp"
-#include "scheduler/host_source.hpp"
+#include "tier/host_index.hpp"
 #include "tier/tier.hpp"
 
 namespace fdcache {

@@ -28,7 +28,7 @@ from fdcache.metadata import TransferPlan, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.host import HostTier, LocalHostTier
+from fdcache.tiers.host import HostService
 from fdcache.tiers.reuse import RecentReuse
 from fdcache.tiers.statistics import CacheStats, Counters
 from fdcache.transfer.factory import require_connector as require_transfer
@@ -96,7 +96,7 @@ class CacheManager(TierManager[Request]):
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
         self._device, self._host = tiers.device, tiers.host
-        self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
+        self._service = tiers.host.service if tiers.host is not None else None
         self._requests = LiveRequests(settings, layout, tiers, counters)
         ahead = make_loads_ahead(
             layout, tiers, counters, lambda: self._plans.ahead, clock, settings.plan_timeout, loads_ahead
@@ -108,7 +108,7 @@ class CacheManager(TierManager[Request]):
             self._blocks_being_loaded,
             priors,
             streams=ahead is not None,
-            totals=lambda: tiers.host.service_reads if tiers.host is not None else None,
+            totals=lambda: self._service.reads if self._service is not None else None,
         )
         self._matcher = PrefixMatcher(
             settings, layout, tiers, self._requests, counters, clock, self._choices, ahead
@@ -522,7 +522,7 @@ class CacheManager(TierManager[Request]):
                 slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
             ]
 
-    def _reset_device_if_asked(self, service: HostTier) -> None:
+    def _reset_device_if_asked(self, service: HostService) -> None:
         """Forget the device tier if an operator of the service has asked for it."""
         if service.take_device_reset():
             self._reset_device()

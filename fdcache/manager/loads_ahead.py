@@ -16,7 +16,7 @@ from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.plans.blocks import parents_of
 from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan
-from fdcache.tiers.host import HostTier
+from fdcache.tiers.host import HostTier, find_only
 from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
 
@@ -132,12 +132,12 @@ class LoadsAhead:
     def _load(self, path: HashArray, start: int, stop: int) -> int:
         """Plan to load blocks ``start`` to ``stop``, as far as the host has them; return how many."""
         host, plan = self._host, self._plan()
-        (run,) = host.match_paths([(path[:stop], start)])
+        run = find_only(host, path[:stop], start)
         taken = self._reserve(path, start, start + len(run), plan)
         if taken is not None:
-            host.begin_load(run.lease, run.blocks.slots)
+            host.index.begin_load(run.lease, run.blocks.slots)
             plan.add(SwapPurpose.LOAD, run.blocks, taken.slots, taken.generations)
-        host.release(run.lease)
+        host.index.release(run.lease)
         return len(run) if taken is not None else 0
 
     def _reserve(self, path: HashArray, start: int, stop: int, plan: OpenPlan) -> CopyReservation | None:

@@ -14,7 +14,7 @@ from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose, TransferPlan
 from fdcache.plans.ledger import InFlightPlan, OpenPlan
-from fdcache.tiers.host import HostMatch, HostTier
+from fdcache.tiers.host import Found, HostTier
 from fdcache.tiers.statistics import Counters
 
 
@@ -98,7 +98,7 @@ class _Part:
             load.cut_off("an earlier part was not loaded")
 
 
-Look = Callable[[OffloadedLoad], tuple[HostMatch, bool]]
+Look = Callable[[OffloadedLoad], tuple[Found, bool]]
 """Pins the blocks of a load that have been read since its last part; False if no others are waited for."""
 
 
@@ -153,7 +153,7 @@ class OffloadedLoads:
     # --- plans --------------------------------------------------------------------------------------------
 
     def plan(
-        self, request: OffloadRequest, first: int, ids: Int32Array, run: HostMatch, plan: OpenPlan
+        self, request: OffloadRequest, first: int, ids: Int32Array, run: Found, plan: OpenPlan
     ) -> OffloadedLoad:
         """Plan a load into ``ids`` of the ``run`` on the host, and of what follows it once that has been read."""
         load = OffloadedLoad(next(self._numbers), request, first, ids, first, first + len(ids), plan.after)
@@ -179,17 +179,17 @@ class OffloadedLoads:
             self._add_part(load, found, plan, self._ahead)
             self._counters.storage_hit_tokens += len(found) // self._groups * self._block_size
         if found.lease:
-            self._host.release(found.lease)
+            self._host.index.release(found.lease)
         if not waits:
             load.cut_off("blocks did not come from storage in time")
         self._end_if_over(load)
 
-    def _add_part(self, load: OffloadedLoad, run: HostMatch, plan: OpenPlan, parts: list[_Part]) -> None:
+    def _add_part(self, load: OffloadedLoad, run: Found, plan: OpenPlan, parts: list[_Part]) -> None:
         start, stop = load.planned, load.planned + len(run)
         ids = load.ids[start - load.first : stop - load.first]
         is_wanted = ids != NO_BLOCK
         blocks, ids = run.blocks.select(is_wanted), ids[is_wanted]
-        self._host.begin_load(run.lease, blocks.slots)
+        self._host.index.begin_load(run.lease, blocks.slots)
         offset = plan.add(SwapPurpose.LOAD, blocks, ids, np.zeros(len(ids), np.uint32))
         parts.append(_Part(load, start, stop, offset, len(ids)))
         load.planned, load.in_flight = stop, load.in_flight + 1

@@ -13,7 +13,6 @@ from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
-from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
 
 
@@ -71,9 +70,8 @@ class Plans:
         tiers = self._tiers
         if tiers.host is None:
             return None
-        tells_arrivals = tiers.storage is not None or not isinstance(tiers.host, LocalHostTier)
         forms = LoadForms(LoadOutcome, LoadStatus.CONFIRMED, LoadStatus.FAILED, self._block_size)
-        return self._requests.whole_reports(self._ledger, tells_arrivals, forms)
+        return self._requests.whole_reports(self._ledger, tiers.storage is not None, forms)
 
     def count(self, counters: Counters) -> None:
         """Add what the native side has counted."""

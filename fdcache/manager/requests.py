@@ -30,7 +30,7 @@ from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose, TransferPlan, UInt32Array
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.host import HostMatch
+from fdcache.tiers.host import Found
 from fdcache.tiers.statistics import Counters
 
 Unanswered = tuple[int, int]
@@ -174,9 +174,9 @@ class LiveRequests:
             settings.enable_prefix_caching,
             follow_stored=backups is not None and backups.follows_commits,
             follow_evicted=backups is not None,
-            follow_owners=tiers.host is not None,
+            follow_owners=tiers.host is not None and tiers.host.service is not None,
             follow_hits=backups.follows_hits if backups else 0,
-            host=tiers.host.pins if tiers.host is not None else None,
+            host=tiers.host.index if tiers.host is not None else None,
         )
 
     def __len__(self) -> int:
@@ -250,7 +250,7 @@ class LiveRequests:
     def answer(
         self,
         request: Request,
-        match: HostMatch,
+        match: Found,
         forms: MatchForms,
         clock: Callable[[], float],
         worth_loading: LoadLimit | None = None,
@@ -390,7 +390,7 @@ class LiveRequests:
         host = self._tiers.host
         assert host is not None
         return WholeReports(
-            plans, self._blocks, self._tiers.device, host.pins, host.traffic, tells_arrivals, forms
+            plans, self._blocks, self._tiers.device, host.index, host.traffic, tells_arrivals, forms
         )
 
     def whole_loads_ended(self, ended: list[Any]) -> list[Any]:
@@ -432,9 +432,9 @@ class LiveRequests:
         if evicted is not None:
             assert backups is not None and plan is not None
             backups.on_evict([evicted], plan)
-        if host is not None:
+        if host is not None and host.service is not None:
             for block, tenant in owners:
-                host.own(block, tenant)
+                host.service.own(block, tenant)
 
     # --- end ----------------------------------------------------------------------------------------------
 
