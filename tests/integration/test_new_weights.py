@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fdcache.errors import ConfigurationError, LayoutError
-from fdcache.hashing import TokenBlocks, root_hash
-from fdcache.manager import AsyncEngineClient, CacheManager, LoadStatus, Request
+from fdcache.manager import CacheManager, LoadStatus, Request
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
-from tests.integration.test_engine_client import Blocks, array
 from tests.service_engine import (
-    BLOCK,
     PROMPT,
     Engine,
     assert_nothing_is_held,
@@ -138,39 +133,6 @@ def test_more_revisions_than_the_arena_has_extents_find_room(tmp_path: Path) -> 
         kept = {each["revision"] for each in service.ask("namespaces")}
         assert "1" not in kept
         assert str(extents) in kept  # the one that was used last is the last to go
-
-
-def test_an_engine_client_changes_too_also_from_asyncio(service: LocalService) -> None:
-    blocks, other = Blocks(service.address), Blocks(service.address)
-
-    def hashes(fingerprint: bytes) -> np.ndarray:
-        tokens = TokenBlocks(BLOCK, root_hash(fingerprint, None))
-        tokens.append(list(range(2 * BLOCK)))
-        return tokens.hashes
-
-    old = hashes(blocks.layout.fingerprint)
-    assert blocks.client.store(old, array(0, 1)) == 2
-    until(lambda: blocks.client.lookup(old) == 2, "they are there")
-    changed = blocks.client.change_revision("2")
-    assert changed == other.layout.with_revision("2") == blocks.client.layout
-    until(lambda: blocks.client.store_room, "it has registered with the new weights")
-    new = hashes(changed.fingerprint)
-    assert [blocks.client.lookup(each) for each in (old, new)] == [0, 0]
-    blocks.fill([3, 4])
-    assert blocks.client.store(new, array(3, 4)) == 2
-
-    async def follow() -> int:
-        client = AsyncEngineClient(other.client)
-        assert await client.change_revision("2") == changed
-        while await client.lookup(new) < 2:
-            await asyncio.sleep(0.01)
-        return await client.load(new, array(7, 8))
-
-    assert asyncio.run(follow()) == 2
-    assert other.holds([7, 8])
-    blocks.close()
-    other.close()
-    assert_nothing_is_held(service)
 
 
 class TestEmbedded:

@@ -16,6 +16,7 @@ from fdcache.manager import CacheManager, LoadStatus, MatchStatus, Request
 from fdcache.service.client import session
 from fdcache.service.client.arena import SharedHostArena
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers.events import BlockStored
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_engine import (
     PROMPT,
@@ -41,6 +42,22 @@ class TestSharing:
             assert found == 10
             assert [outcome.status for outcome in outcomes] == [LoadStatus.CONFIRMED]
             assert_nothing_is_held(service)
+
+    def test_events_of_another_engine_list_what_it_stored_parents_first(self, tmp_path: Path) -> None:
+        with local_service(tmp_path) as service:
+            settings = CacheSettings(server=service.address, event_buffer=100, rpc_timeout=TIMEOUT)
+            writer, reader = Engine(service.address), Engine(None, settings=settings)
+            writer.serve(PROMPT)
+            stored: list[BlockStored] = []
+
+            def all_are_listed() -> bool:
+                stored.extend(each for each in reader.manager.take_events() if isinstance(each, BlockStored))
+                return len(stored) == 10
+
+            until(all_are_listed, "all are listed")
+            assert [each.parent_hash for each in stored[1:]] == [each.block_hash for each in stored[:-1]]
+            writer.close()
+            reader.close()
 
     def test_every_rank_has_its_part(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
