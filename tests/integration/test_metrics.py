@@ -118,7 +118,7 @@ class TestMisses:
         engine.manager._device.reset()
         request = Request(f"look{tokens[0]}", tokens)
         found = engine.manager.match_prefix([request])[0].num_host_blocks
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         return found
 
     def test_hits_and_blocks_never_stored(self, service: LocalService) -> None:
@@ -192,9 +192,7 @@ class TestMisses:
             engine.manager.match_prefix([request])
             engine.manager.allocate_device_blocks([(request, len(PROMPT))])
             engine.carry_out(engine.manager.take_plans())
-            engine.manager.request_finish(
-                [request]
-            )  # and computes nothing, which would be stored in its place
+            engine.manager.finish([request])  # and computes nothing, which would be stored in its place
             until(lambda: service.ask("namespaces")[0]["totals"]["corrupt"] == 1, "it is dropped")
             answer = service.ask("explain", namespace="", hashes=[row.tobytes().hex() for row in hashes])
             engine.close()

@@ -72,11 +72,11 @@ def test_what_was_found_before_is_stale_and_harmless(service: LocalService) -> N
     (allocation,) = engine.manager.allocate_device_blocks([(request, len(PROMPT))])
     outcomes = engine.carry_out(engine.manager.take_plans())
     assert not allocation.ok or all(outcome.status is LoadStatus.FAILED for outcome in outcomes)
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     until(lambda: registered(service, "2"), "it has registered with the new weights")
     engine.await_stock()
     assert engine.manager.match_prefix([request])[0].num_cached_tokens == 0
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     assert engine.serve(PROMPT)[0] == 0
     engine.close()
     assert_nothing_is_held(service)
@@ -95,7 +95,7 @@ def test_a_copy_under_way_ends_before_the_service_hears_of_the_new_weights(servi
     assert not registered(service, "2")
     engine.carry_out(plans)
     until(lambda: registered(service, "2"), "it registers once the copies have ended")
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     engine.close()
     assert_nothing_is_held(service)
 
@@ -148,13 +148,13 @@ class TestEmbedded:
         engine.serve(PROMPT)
         preempted = Request("preempted", PROMPT)
         assert engine.manager.match_prefix([preempted])[0].num_cached_tokens == 40
-        engine.manager.request_finish([preempted])
+        engine.manager.finish([preempted])
         before = preempted.block_hashes.tobytes()
         assert engine.manager.change_revision("2") >= 20
         match = engine.manager.match_prefix([preempted])[0]
         assert match.num_cached_tokens == 0
         assert preempted.block_hashes.tobytes() != before
-        engine.manager.request_finish([preempted])
+        engine.manager.finish([preempted])
         assert engine.serve(PROMPT) == (0, [])
         engine.manager._device.reset()
         assert engine.serve(PROMPT)[0] == 10
@@ -168,7 +168,7 @@ class TestEmbedded:
         engine.manager.allocate_device_blocks([(request, len(PROMPT))])
         engine.manager.change_revision("2")
         engine.manager.commit([(request, len(PROMPT))])
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         assert engine.serve(PROMPT) == (0, [])
         engine.close()
 

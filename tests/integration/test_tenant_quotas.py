@@ -105,7 +105,7 @@ def test_what_another_tenant_has_is_a_miss_like_any_other(tmp_path: Path, storag
             before = work(service)
             request = Request("curious", tokens, tenant="curious")
             found = curious.manager.match_prefix([request])[0]
-            curious.manager.request_finish([request])
+            curious.manager.finish([request])
             until(lambda: work(service)[1] != before[1], "the service has counted it")
             asked, missed = work(service)
             return found, asked - before[0], missed - before[1], asked_of_the_service(service, request)
