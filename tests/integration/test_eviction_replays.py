@@ -179,7 +179,7 @@ def test_the_objective_decides_between_a_recent_and_a_deep_block(objective: str,
         assert manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
         manager.take_plans()
         manager.commit([(request, request.num_tokens)])
-        manager.request_finish([request])
+        manager.finish([request])
         return request
 
     deep = serve(0, 9)
