@@ -72,7 +72,7 @@ class LocalService:
     The state of ``service`` may be looked at while nothing is asked of it. ``tier``: constants of the storage tier.
     """
 
-    def __init__(self, directory: Path, *, tier: Mapping[str, object] | None = None, **settings: str) -> None:
+    def __init__(self, directory: Path, tier: Mapping[str, object] | None = None, /, **settings: str) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         directory.chmod(0o700)
         self.directory = directory
@@ -116,9 +116,9 @@ class LocalService:
 
 @contextmanager
 def local_service(
-    directory: Path, *, tier: Mapping[str, object] | None = None, **settings: str
+    directory: Path, tier: Mapping[str, object] | None = None, /, **settings: str
 ) -> Iterator[LocalService]:
-    service = LocalService(directory, tier=tier, **settings)
+    service = LocalService(directory, tier, **settings)
     try:
         yield service
     finally:

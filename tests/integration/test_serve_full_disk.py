@@ -46,7 +46,7 @@ def has_no_slot(service: LocalService) -> bool:
 
 
 def test_engines_go_on_and_room_is_used_when_it_comes(tmp_path: Path, disk: Path) -> None:
-    with local_service(tmp_path / "s", tier={"retry_after": 0.0}, **storage_settings(disk)) as service:
+    with local_service(tmp_path / "s", {"retry_after": 0.0}, **storage_settings(disk)) as service:
         engine = Engine(service.address)
         until(lambda: storage_of(service)["layouts"], "the storage is open")
         ballast = fill(disk)
@@ -73,9 +73,7 @@ def test_the_end_does_not_wait_for_a_disk_that_takes_nothing(tmp_path: Path, dis
         FDCACHE_WRITE_POLICY="write_back",
         FDCACHE_DRAIN_TIMEOUT="1h",
     )
-    with local_service(
-        tmp_path / "s", tier={"retry_after": 3600.0, "write_blocks": 3}, **settings
-    ) as service:
+    with local_service(tmp_path / "s", {"retry_after": 3600.0, "write_blocks": 3}, **settings) as service:
         engine = Engine(service.address)
         engine.serve(PROMPT)
         until(lambda: service.ask("stats")["tiers"]["host"]["ready"] == BLOCKS, "the blocks are there")
@@ -89,7 +87,7 @@ def test_a_service_on_a_full_disk_stores_new_blocks_in_place_of_the_coldest(
     tmp_path: Path, disk: Path
 ) -> None:
     settings = storage_settings(disk, FDCACHE_STORAGE_SIZE="8MiB")
-    with local_service(tmp_path / "s", tier={"retry_after": 0.0}, **settings) as service:
+    with local_service(tmp_path / "s", {"retry_after": 0.0}, **settings) as service:
         engine = Engine(service.address)
         until(lambda: storage_of(service)["layouts"], "the storage is open")
         held = fill(disk)

@@ -220,7 +220,7 @@ class TestReadiness:
     def test_a_folder_that_another_process_uses_is_told_of_and_taken_later(self, tmp_path: Path) -> None:
         folder = tmp_path / "storage"
         other = SlabStore(folder, layout(), rank=0, size=64 << 20)
-        with local_service(tmp_path, tier={"retry_after": 0.0}, **storage_settings(folder)) as service:
+        with local_service(tmp_path, {"retry_after": 0.0}, **storage_settings(folder)) as service:
             until(lambda: service.ask("stats")["state"] == "ready", "no one waits for a busy file")
             engine = Engine(service.address)
             (state,) = service.ask("storage")["layouts"]
