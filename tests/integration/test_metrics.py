@@ -155,7 +155,7 @@ class TestMisses:
 
     def test_eviction(self, tmp_path: Path) -> None:
         (tmp_path / "s").mkdir()
-        small = {"FDCACHE_HOST_MEMORY": "128KiB", "FDCACHE_EXTENT_SIZE": "64KiB"}
+        small = {"FDCACHE_HOST_MEMORY": "128KiB"}
         with local_service(tmp_path / "s", **small) as service:
             engine = Engine(service.address, device_blocks=64)
             engine.serve(PROMPT)
