@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from fdcache.service.client.connection import Client
+from fdcache.service.client.paths import path_of
 from fdcache.service.wire.client_views import ClientFigures, ClientView
 from fdcache.service.wire.views import BlockView, ExplainedBlock, ExplainView, TreeNode
 from fdcache.settings.kinds import readable_size
@@ -175,16 +176,8 @@ def explain_tokens(
     adapter: str | None = None,
 ) -> tuple[ExplainView, Any]:
     """Ask about the path of a prompt, hashed with the layout of the namespace."""
-
-    from fdcache.hashing import TokenBlocks, root_hash
-    from fdcache.layout import KVLayout
-
-    layout = KVLayout.from_json(msgspec.json.encode(client.ask("layout", namespace=namespace)))
-    root = root_hash(layout.fingerprint, tenant)
-    blocks = TokenBlocks(layout.block_size, root, adapter_id=adapter, lookahead=lookahead)
-    blocks.append(list(tokens))
-    hashes = [row.tobytes().hex() for row in blocks.hashes]
-    return ask(client, ExplainView, "explain", namespace=layout.fingerprint.hex()[:16], hashes=hashes)
+    name, hashes = path_of(client, namespace, tokens, tenant, adapter, lookahead)
+    return ask(client, ExplainView, "explain", namespace=name, hashes=hashes)
 
 
 def _left(block: ExplainedBlock) -> str:

@@ -1,0 +1,177 @@
+"""The page of the service at ``/``, and what it asks for: its record each second, blocks of a prompt, the tree."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
+
+from anyio import to_thread
+from fastapi import APIRouter, HTTPException, Query, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, StreamingResponse
+from msgspec import Struct, json
+from pydantic import BaseModel, ConfigDict, Field
+
+from fdcache.errors import HashingError, RefusedError, ServiceUnavailableError
+from fdcache.service.client.connection import Client
+from fdcache.service.client.paths import path_of
+from fdcache.service.page import SCRIPTS, STYLES, asset, document
+from fdcache.service.server.http_schema import returns
+from fdcache.service.wire.page_views import ShownService
+from fdcache.service.wire.views import BlockView, ExplainView, TreeNode
+
+MOST_STREAMS = 8
+"""Limit of the pages that are shown at the same time."""
+UPDATES = 15
+"""Updates of a stream, one a second. It ends before its connection is too old, and the page opens the next one."""
+_SECONDS = 1.0
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_KINDS = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
+Hexadecimal = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Numbered(Struct):
+    row: int
+
+
+_numbered = json.Decoder(_Numbered)
+
+
+class Prompt(BaseModel):
+    """A prompt to look for: its tokens, or the hashes of its blocks."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    namespace: str | None = Field(None, pattern="^[0-9a-f]{1,16}$", description="Beginning of its name.")
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    hashes: list[Hexadecimal] | None = Field(None, description="In the order of the prompt.")
+    tenant: str | None = Field(None, min_length=1, max_length=1000)
+    adapter: str | None = Field(None, min_length=1, max_length=1000)
+    lookahead: int = Field(0, ge=0, le=1 << 16, description="Tokens after a block that its hash covers.")
+
+
+def page_files() -> APIRouter:
+    """Return the paths of the page itself, which tell nothing of the service and need no key."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def page() -> Response:
+        return HTMLResponse(document(), headers=_HEADERS)
+
+    @router.get("/page/{name:path}")
+    async def file(name: str) -> Response:
+        if name not in SCRIPTS + STYLES:
+            raise HTTPException(404, "the page has no such file")
+        return Response(asset(name), media_type=_KINDS[name.rpartition(".")[2]], headers=_HEADERS)
+
+    return router
+
+
+class PageData:
+    """What the page shows: asked of the service, and passed on as it is."""
+
+    def __init__(self, address: str, timeout: float) -> None:
+        self._client = Client(address, timeout=timeout)
+        self._streams = 0
+
+    def ask(self, what: str, **arguments: Any) -> Response:
+        """Return the service's answer. Raises ``HTTPException``."""
+        return Response(self._answer(self._client.ask_json, what, arguments), media_type="application/json")
+
+    def explain(self, prompt: Prompt) -> Response:
+        """Return where each block of a prompt is, or why it is not there. Raises ``HTTPException``."""
+        if (prompt.tokens is None) == (prompt.hashes is None):
+            raise _invalid("give either tokens or hashes")
+        namespace, hashes = prompt.namespace, prompt.hashes
+        if prompt.tokens is not None:
+            namespace, hashes = self._answer(
+                path_of,
+                self._client,
+                prompt.namespace,
+                prompt.tokens,
+                prompt.tenant,
+                prompt.adapter,
+                prompt.lookahead,
+            )
+        return self.ask("explain", namespace=namespace, hashes=hashes)
+
+    def stream(self, row: int) -> Response:
+        """Return a stream of server-sent events. Raises ``HTTPException`` if there are too many."""
+        if self._streams >= MOST_STREAMS:
+            raise HTTPException(503, f"{MOST_STREAMS} pages are shown already; close one")
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._events(row), media_type="text/event-stream", headers=headers)
+
+    async def _events(self, row: int) -> AsyncIterator[bytes]:
+        self._streams += 1
+        try:
+            for _ in range(UPDATES):
+                try:
+                    shown = await to_thread.run_sync(self._client.ask_json, "page", {"row": row})
+                except (ServiceUnavailableError, RefusedError):
+                    return
+                row = _numbered.decode(shown).row
+                yield b"data: " + shown + b"\n\n"
+                await asyncio.sleep(_SECONDS)
+        finally:
+            self._streams -= 1
+
+    @staticmethod
+    def _answer(ask: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return ask(*arguments)
+        except ServiceUnavailableError as error:
+            raise HTTPException(503, str(error)) from error
+        except HashingError as error:
+            raise _invalid(str(error)) from error
+        except RefusedError as error:
+            raise HTTPException(503 if error.code == "busy" else 404, str(error)) from error
+
+
+def _invalid(text: str) -> RequestValidationError:
+    return RequestValidationError([{"type": "value_error", "loc": ("body",), "msg": text}])
+
+
+def add_page_views(views: APIRouter, address: str, timeout: float) -> None:
+    """Add the paths of what the page shows."""
+    shown = PageData(address, timeout)
+
+    @views.get("/v1/page", responses=returns(ShownService, "What the page shows."))
+    def page(row: Annotated[int, Query(ge=0, lt=1 << 53)] = 0) -> Response:
+        """Return what the page shows, with totals over time after the row with this number."""
+        return shown.ask("page", row=row)
+
+    @views.get("/v1/page/events", include_in_schema=False)
+    async def page_events(row: Annotated[int, Query(ge=0, lt=1 << 53)] = 0) -> Response:
+        """Stream the same as server-sent events, at most one a second."""
+        return shown.stream(row)
+
+    @views.post("/v1/explain", responses=returns(ExplainView, "Where each block is, or why it is not there."))
+    def explain(prompt: Prompt) -> Response:
+        """Return where each block of a prompt is, or when and why it left."""
+        return shown.explain(prompt)
+
+    @views.get("/v1/block", responses=returns(list[BlockView], "Blocks."))
+    def block(hash: Annotated[str, Query(pattern="^[0-9a-f]{4,64}$")]) -> Response:  # noqa: A002
+        """Return the blocks whose hash begins so, and those that left."""
+        return shown.ask("block", hash=hash)
+
+    @views.get("/v1/tree", responses=returns(list[TreeNode], "Blocks, parents first."))
+    def tree(
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 30,
+        namespace: Annotated[str | None, Query(pattern="^[0-9a-f]{1,16}$")] = None,
+    ) -> Response:
+        """Return the hottest blocks, each with its ancestors."""
+        return shown.ask("tree", limit=limit, namespace=namespace)
