@@ -1,4 +1,4 @@
-"""HTTP: probes, metrics, views and three commands. It asks the service over RPC, as any tool does."""
+"""HTTP: probes, metrics, views and commands. It asks the service over RPC, as any tool does."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fdcache import __version__
 from fdcache.errors import RefusedError, ServiceUnavailableError
 from fdcache.hashing import tenant_key
 from fdcache.service.client.connection import Client
+from fdcache.service.server.http_control import VIEWS, add_control
 from fdcache.service.server.http_page import add_page_views, page_files
 from fdcache.service.server.http_schema import SCHEMAS, returns
 from fdcache.service.server.metrics import render
@@ -25,7 +26,6 @@ from fdcache.service.wire.page_views import ShownService
 from fdcache.service.wire.views import (
     BlockView,
     ConfigView,
-    ExplainView,
     NamespaceView,
     ResetView,
     ServiceView,
@@ -91,7 +91,7 @@ def _require_reset(order: ResetOrder, answer: dict[str, Any]) -> dict[str, Any]:
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 _FAILURES: dict[int | str, dict[str, Any]] = {
     403: {"model": Failure, "description": "A page of another site sent the request."},
-    404: {"model": Failure, "description": "There is no such namespace."},
+    404: {"model": Failure, "description": "There is no such namespace, or no storage."},
     413: {"model": Failure, "description": "The body is too long."},
     421: {"model": Failure, "description": "Host is no name of this service."},
     503: {
@@ -120,9 +120,9 @@ class _Api(FastAPI):
                 ClientView,
                 TreeNode,
                 BlockView,
-                ExplainView,
                 ConfigView,
                 ResetView,
+                *VIEWS,
             ]
             _, components = msgspec.json.schema_components(views, ref_template=SCHEMAS)
             super().openapi()["components"]["schemas"].update(components)
@@ -237,6 +237,7 @@ def make_app(
         """End a pause."""
         return State.model_validate(ask("resume"))
 
+    add_control(views, commands, ask, lambda view, description: _CONFLICT | returns(view, description))
     add_page_views(views, address, timeout)
     app.include_router(page_files())
     app.include_router(views)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from anyio import to_thread
 from fastapi import APIRouter, HTTPException, Query, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, StreamingResponse
 from msgspec import Struct, json
-from pydantic import BaseModel, ConfigDict, Field
 
-from fdcache.errors import HashingError, RefusedError, ServiceUnavailableError
+from fdcache.errors import RefusedError, ServiceUnavailableError
 from fdcache.service.client.connection import Client
-from fdcache.service.client.paths import path_of
 from fdcache.service.page import SCRIPTS, STYLES, asset, document
 from fdcache.service.server.http_schema import returns
 from fdcache.service.wire.page_views import ShownService
-from fdcache.service.wire.views import BlockView, ExplainView, TreeNode
+from fdcache.service.wire.views import BlockView, TreeNode
 
 MOST_STREAMS = 8
 """Limit of the pages that are shown at the same time."""
@@ -39,7 +36,6 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 _KINDS = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
-Hexadecimal = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class _Numbered(Struct):
@@ -47,19 +43,6 @@ class _Numbered(Struct):
 
 
 _numbered = json.Decoder(_Numbered)
-
-
-class Prompt(BaseModel):
-    """A prompt to look for: its tokens, or the hashes of its blocks."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    namespace: str | None = Field(None, pattern="^[0-9a-f]{1,16}$", description="Beginning of its name.")
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
-    hashes: list[Hexadecimal] | None = Field(None, description="In the order of the prompt.")
-    tenant: str | None = Field(None, min_length=1, max_length=1000)
-    adapter: str | None = Field(None, min_length=1, max_length=1000)
-    lookahead: int = Field(0, ge=0, le=1 << 16, description="Tokens after a block that its hash covers.")
 
 
 def page_files() -> APIRouter:
@@ -88,24 +71,13 @@ class PageData:
 
     def ask(self, what: str, **arguments: Any) -> Response:
         """Return the service's answer. Raises ``HTTPException``."""
-        return Response(self._answer(self._client.ask_json, what, arguments), media_type="application/json")
-
-    def explain(self, prompt: Prompt) -> Response:
-        """Return where each block of a prompt is, or why it is not there. Raises ``HTTPException``."""
-        if (prompt.tokens is None) == (prompt.hashes is None):
-            raise _invalid("give either tokens or hashes")
-        namespace, hashes = prompt.namespace, prompt.hashes
-        if prompt.tokens is not None:
-            namespace, hashes = self._answer(
-                path_of,
-                self._client,
-                prompt.namespace,
-                prompt.tokens,
-                prompt.tenant,
-                prompt.adapter,
-                prompt.lookahead,
-            )
-        return self.ask("explain", namespace=namespace, hashes=hashes)
+        try:
+            answer = self._client.ask_json(what, arguments)
+        except ServiceUnavailableError as error:
+            raise HTTPException(503, str(error)) from error
+        except RefusedError as error:
+            raise HTTPException(503 if error.code == "busy" else 404, str(error)) from error
+        return Response(answer, media_type="application/json")
 
     def stream(self, row: int) -> Response:
         """Return a stream of server-sent events. Raises ``HTTPException`` if there are too many."""
@@ -128,21 +100,6 @@ class PageData:
         finally:
             self._streams -= 1
 
-    @staticmethod
-    def _answer(ask: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return ask(*arguments)
-        except ServiceUnavailableError as error:
-            raise HTTPException(503, str(error)) from error
-        except HashingError as error:
-            raise _invalid(str(error)) from error
-        except RefusedError as error:
-            raise HTTPException(503 if error.code == "busy" else 404, str(error)) from error
-
-
-def _invalid(text: str) -> RequestValidationError:
-    return RequestValidationError([{"type": "value_error", "loc": ("body",), "msg": text}])
-
 
 def add_page_views(views: APIRouter, address: str, timeout: float) -> None:
     """Add the paths of what the page shows."""
@@ -157,11 +114,6 @@ def add_page_views(views: APIRouter, address: str, timeout: float) -> None:
     async def page_events(row: Annotated[int, Query(ge=0, lt=1 << 53)] = 0) -> Response:
         """Stream the same as server-sent events, at most one a second."""
         return shown.stream(row)
-
-    @views.post("/v1/explain", responses=returns(ExplainView, "Where each block is, or why it is not there."))
-    def explain(prompt: Prompt) -> Response:
-        """Return where each block of a prompt is, or when and why it left."""
-        return shown.explain(prompt)
 
     @views.get("/v1/block", responses=returns(list[BlockView], "Blocks."))
     def block(hash: Annotated[str, Query(pattern="^[0-9a-f]{4,64}$")]) -> Response:  # noqa: A002

@@ -22,6 +22,7 @@ from fdcache.service.server.arguments import (
 )
 from fdcache.service.server.block_views import BlockViews
 from fdcache.service.server.clients import Client
+from fdcache.service.server.control import Control
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.page_view import PageView
@@ -74,6 +75,7 @@ class Views:
         self._config = config
         self._fingerprint = fingerprint
         blocks = BlockViews(service)
+        self.control = Control(service)
         self.page = PageView(service, fingerprint, self._namespace, self._client, self.storage)
         self._answers: dict[str, Callable[[Arguments], Any]] = {
             "stats": lambda arguments: self.stats(),
@@ -94,6 +96,7 @@ class Views:
             "pause": lambda arguments: self._pause(True),
             "resume": lambda arguments: self._pause(False),
             "integrity": lambda arguments: check_integrity(self._service),
+            **self.control.answers,
         }
 
     def slices(self, ask: Ask) -> Iterator[bytes]:
