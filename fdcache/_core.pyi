@@ -529,10 +529,11 @@ class MissLog:
     def clear(self) -> None:
         """Forget what was not sent."""
 
-    def take(self) -> tuple[int, bytes, bytes]:
+    def take(self) -> tuple[int, bytes, bytes, bytes, int]:
         """
         Return and forget: the number of look-ups without any hit, the hash of the first missing block of
-        each look-up, and how many blocks were missing as int32.
+        each look-up, how many blocks were missing as int32, and a sample of all missing blocks: the
+        beginnings of their hashes as uint64, those below a limit, and the limit.
         """
 
 class PinnedRuns(LowerTier):
