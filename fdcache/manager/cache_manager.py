@@ -24,7 +24,7 @@ from fdcache.manager.plans import Plans
 from fdcache.manager.requests import LiveRequests, PeerSource, Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers, make_tiers
-from fdcache.metadata import TransferPlan, TransferReport
+from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
@@ -125,7 +125,9 @@ class CacheManager(TierManager[Request]):
                 settings.lookahead_tokens,
             )
         self._handovers = handovers
-        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
+        self._plans = Plans(
+            layout, settings.plan_timeout, tiers, self._requests.loads, counters, clock, handovers
+        )
         self._reuse = RecentReuse(tiers.reuse)
         self._hints = RequestHints(tiers, layout.block_size, reuse_clock)
         self._set_time()
@@ -379,28 +381,11 @@ class CacheManager(TierManager[Request]):
                 self._give_way()
             return result
 
-    def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
-        """Count the ranks' reports; return the loads that ended with them.
-
-        Raises ``PlanError`` for a report that does not fit its plan; none is counted then. Repeated reports have no
-        effect but ``Counters.unexpected_reports``.
-        """
-        reports = list(reports)
-        with self._lock:
-            self._set_time()
-            outcomes = self._plans.apply(reports)
-            self._choices.record(reports)
-            if outcomes:
-                story.loads_ended(outcomes)
-            return outcomes
-
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""
         with self._lock:
-            outcomes = self._plans.expire()
-            if outcomes:
-                story.loads_ended(outcomes)
-            return outcomes
+            self._plans.expire()
+            return self._outcomes()
 
     def finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.
@@ -430,7 +415,8 @@ class CacheManager(TierManager[Request]):
         ``PlanError`` for an unknown rank.
         """
         with self._lock:
-            outcomes = self._plans.lose_rank(rank)
+            self._plans.lose_rank(rank)
+            outcomes = self._outcomes()
             self._tiers.worker_lost()
             self._requests.stop_publishing()
             return outcomes

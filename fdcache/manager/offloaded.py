@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from fdcache import _core
-from fdcache._core import DevicePath, LoadForms, WholeReports
+from fdcache._core import DevicePath, Load, Loads
 from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
-from fdcache.manager.device_contents import device_ids_of
+from fdcache.manager.device_contents import NO_BLOCK, device_ids_of
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import ReuseLimit
-from fdcache.manager.offloaded_loads import OffloadedLoad, OffloadedLoads
 from fdcache.manager.requests import Request
-from fdcache.manager.results import LoadOutcome, LoadStatus
+from fdcache.manager.results import LoadOutcome, load_forms
 from fdcache.manager.service_reads import Wait
-from fdcache.metadata import HashArray, Int32Array, TransferPlan
+from fdcache.metadata import HashArray, Int32Array, SwapPurpose
 from fdcache.plans.blocks import ROOT
-from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import NOTHING, HostMatch, HostTier
 from fdcache.tiers.statistics import Counters
@@ -30,13 +30,27 @@ _ASK_AGAIN = 0.1
 """Seconds for which the answer that nothing was found is kept: others may store the blocks meanwhile."""
 
 
+@dataclass(slots=True, eq=False)
+class DeviceLoad:
+    """A load of a request into the device blocks ``ids`` of the engine, some of which may be ``NO_BLOCK``.
+
+    A request that begins anew may load again before its former load has ended. ``after``: plans in flight that copy
+    out what the device blocks held.
+    """
+
+    request: OffloadRequest
+    ids: Int32Array
+    load: Load
+    after: tuple[int, ...]
+
+
 class Tracked:
     """A request between its arrival and its end.
 
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
     slots refer to. ``coming`` blocks after them are being read from storage. ``device_blocks`` is the number that the
-    engine had when it asked last, ``load`` the load that has not ended. ``keys`` are those of the records of its pages;
-    everything here counts records, of which a page has one for each group of layers.
+    engine had when it asked last, ``load`` the load whose outcome was not taken. ``keys`` are those of the records of
+    its pages; everything here counts records, of which a page has one for each group of layers.
     """
 
     __slots__ = (
@@ -72,7 +86,7 @@ class Tracked:
         self.deferred_since: float | None = None
         self.fetch = 0
         self.path: DevicePath | None = None
-        self.load: OffloadedLoad | None = None
+        self.load: DeviceLoad | None = None
         self.counted_blocks = 0
         self.is_counted = False
         self.is_stale = False
@@ -141,13 +155,19 @@ class OffloadedRequests:
         self._tracked: dict[str, Tracked] = {}
         self.pinned: set[Tracked] = set()
         """Those of which something found is pinned."""
-        self.loads = OffloadedLoads(layout, host, counters, self._load_ended)
         self._hasher = _core.BlockManager(
             _core.Tier(1), layout.block_size, layout.fingerprint, settings.lookahead_tokens
         )
+        self._load_forms = load_forms(layout)
+        self._by_number: dict[int, DeviceLoad] = {}
 
     def __len__(self) -> int:
         return len(self._tracked)
+
+    @property
+    def loads(self) -> Loads:
+        """What the requests load."""
+        return self._hasher.loads
 
     def prepare(self, request: OffloadRequest, *, keeps_gil: bool = False) -> None:
         """Hash the tokens of a request, unless they are hashed. Raises ``HashingError``, ``RequestStateError``.
@@ -182,7 +202,7 @@ class OffloadedRequests:
         del self._tracked[request.request_id]
         self.unpin(tracked)
         if tracked.load is not None:
-            self.loads.cut_off(tracked.load, "the request has ended")
+            self.loads.cut_off(tracked.load.load, "the request has ended")
         self._choices.forget([request])
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
@@ -375,68 +395,89 @@ class OffloadedRequests:
         run, first = tracked.take(len(ids)), tracked.device_blocks
         if tracked.coming and len(run) == len(ids):
             self._leave_fetch(tracked)
-        tracked.load = self.loads.plan(tracked.request, first, ids, run, plan)
+        load = self.loads.begin(first, first + len(ids))
+        tracked.load = self._by_number[load.number] = DeviceLoad(tracked.request, ids, load, plan.after)
+        self._add_part(tracked.load, run, plan)
         return len(run)
 
-    def look(self, load: OffloadedLoad) -> tuple[HostMatch, bool]:
-        """Pin the blocks of a load that have been read since its last part; False if no others are waited for."""
-        tracked = self._waiting_for(load)
-        if tracked is None:
-            return NOTHING, False
-        found, stop = self._look(tracked, self._keys(tracked)[: load.stop], load.planned)
+    def plan_ahead(self, plan: OpenPlan) -> None:
+        """Plan to load what has been read since for loads in parts.
+
+        The device blocks of a load that was cut off since, or is over, may belong to others by now.
+        """
+        for load in self.loads.open:
+            if load.is_open:
+                self._load_more(self._by_number[load.number], plan)
+
+    def _load_more(self, loading: DeviceLoad, plan: OpenPlan) -> None:
+        load, tracked = loading.load, self._waiting_for(loading)
+        found, stop = NOTHING, None
+        if tracked is not None:
+            found, stop = self._look(tracked, self._keys(tracked)[: load.stop], load.planned)
+            if stop is None:
+                self._unpin_fetch(tracked)
+            elif load.planned + len(found) == load.stop:
+                self._leave_fetch(tracked)
+        if len(found):
+            plan.after = tuple(dict.fromkeys((*plan.after, *loading.after, load.plan)))
+            self._add_part(loading, found, plan)
+            self._counters.storage_hit_tokens += len(found) // self._groups * self._block_size
+        if found.lease:
+            self._host.release(found.lease)
         if stop is None:
-            self._unpin_fetch(tracked)
-        elif load.planned + len(found) == load.stop:
-            self._leave_fetch(tracked)
-        return found, stop is not None
+            self.loads.cut_off(load, "blocks did not come from storage in time")
+
+    def _add_part(self, loading: DeviceLoad, run: HostMatch, plan: OpenPlan) -> None:
+        load = loading.load
+        stop = load.planned + len(run)
+        ids = loading.ids[load.planned - load.first : stop - load.first]
+        is_wanted = ids != NO_BLOCK
+        blocks, ids = run.blocks.select(is_wanted), ids[is_wanted]
+        self._host.begin_load(run.lease, blocks.slots)
+        offset = plan.add(SwapPurpose.LOAD, blocks, ids, np.zeros(len(ids), np.uint32))
+        self.loads.add(load, stop, offset, len(ids), plan.is_ahead)
+        if load.is_open:
+            self._counters.blocks_loaded_ahead += len(ids)
 
     def _leave_fetch(self, tracked: Tracked) -> None:
         """Wait for no read any more, as the load needs no other block; what is being read is read to its end."""
         if self._fetches is not None and tracked.fetch:
             self._fetches.leave(tracked.fetch, keep=True)
 
-    def _waiting_for(self, load: OffloadedLoad) -> Tracked | None:
+    def _waiting_for(self, loading: DeviceLoad) -> Tracked | None:
         """Return the request that waits for a load; None if it has ended since, whether or not it began anew."""
-        tracked = self._tracked.get(load.request.request_id)
-        return tracked if tracked is not None and tracked.load is load else None
+        tracked = self._tracked.get(loading.request.request_id)
+        return tracked if tracked is not None and tracked.load is loading else None
 
-    def _load_ended(self, load: OffloadedLoad) -> None:
+    def load_of(self, request: OffloadRequest) -> int:
+        """Return the number of the load that a request waits for; 0 for none."""
+        tracked = self.get(request)
+        return tracked.load.load.number if tracked is not None and tracked.load is not None else 0
+
+    def loads_of(self, plan: int) -> dict[tuple[str, int], bool]:
+        """Return (request id, number) of the loads of which a plan in flight has blocks; True: their last."""
+        return {
+            (self._by_number[number].request.request_id, number): is_last
+            for number, is_last in self.loads.loads_of(plan)
+            if number in self._by_number
+        }
+
+    def take_outcomes(self) -> list[LoadOutcome]:
+        """Return the loads that have ended since the last call."""
+        return [self._end(load) for load in self.loads.take_ended()] if self.loads.has_ended else []
+
+    def _end(self, load: Load) -> LoadOutcome:
         """End the request's wait. After a load that failed by itself it loads nothing more."""
-        tracked = self._waiting_for(load)
-        if tracked is None:
-            return
-        tracked.load = None
-        if load.status is LoadStatus.CONFIRMED:
-            return
-        if load.status is LoadStatus.OVERDUE or not load.is_revoked:
-            load.request.device_only = True
-        self._choices.matched(load.request.request_id, load.first, load.arrived - load.first)
-
-    # --- for Plans ----------------------------------------------------------------------------------------
-
-    def send_loads(self, plan: TransferPlan) -> None:
-        """Let the loads planned in this step wait for this plan's reports."""
-        self.loads.sent(plan)
-
-    def end_loads(self, flight: InFlightPlan) -> list[tuple[str, int, int, int]]:
-        """Count what a plan has loaded. Return nothing: ``loads`` has the outcomes."""
-        self.loads.end_loads(flight)
-        return []
-
-    def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
-        """End the loads that wait for an overdue plan. Return nothing: ``loads`` has the outcomes."""
-        self.loads.give_up(plan)
-        return []
-
-    def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> WholeReports:
-        """Return the native side of reports without failures."""
-        return WholeReports(plans, None, None, self._host.pins, self._host.traffic, tells_arrivals, forms)
-
-    def whole_loads_ended(self, ended: list[int]) -> list[LoadOutcome]:
-        """Count that all blocks of these plans have arrived. Return nothing: ``loads`` has the outcomes."""
-        for plan in ended:
-            self.loads.end_whole(plan)
-        return []
+        loading = self._by_number.pop(load.number)
+        request = loading.request
+        if (tracked := self._waiting_for(loading)) is not None:
+            tracked.load = None
+            if not load.is_confirmed:
+                request.device_only |= load.is_overdue or not load.is_revoked
+                self._choices.matched(request.request_id, load.first, load.arrived - load.first)
+        unplanned = tuple(loading.ids[load.planned - load.first :].tolist())
+        outcome: LoadOutcome = load.outcome(self._load_forms, request.request_id, unplanned)
+        return outcome
 
     def offer(
         self, tracked: Tracked, num_tokens: int, device_ids: Int32Array
@@ -446,7 +487,7 @@ class OffloadedRequests:
         start = 0 if path is None else len(path)
         stop = min(num_tokens // self._block_size, len(device_ids) // self._groups) * self._groups
         if tracked.load is not None:
-            stop = min(stop, tracked.load.first)
+            stop = min(stop, tracked.load.load.first)
         if stop <= start or tracked.is_stale or not (self._caches_prefixes and request.use_cache):
             return None
         self.prepare(request, keeps_gil=True)
