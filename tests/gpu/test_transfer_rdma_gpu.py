@@ -208,7 +208,7 @@ def test_head_ranges_of_one_rank_are_packed_for_each_of_its_readers() -> None:
 
 def test_packed_memory_that_the_gpu_has_not_is_refused() -> None:
     planes = GpuPeerPlanes(transfer_layout(), 4, 0)
-    with pytest.raises(TransferError, match=r"FDCACHE_TRANSFER_RING=.*could not allocate"):
+    with pytest.raises(TransferError, match=r"FDCACHE_TRANSFER=rdma: .*could not allocate"):
         RdmaConnector(planes.context(RDMA.model_copy(update={"ring": 1 << 50})))
 
 

@@ -83,7 +83,6 @@ class TestDeath:
             tmp_path,
             FDCACHE_SESSION_TIMEOUT="1s",
             FDCACHE_HOST_MEMORY="256KiB",
-            FDCACHE_EXTENT_SIZE="64KiB",
         ) as service:
             writer = Engine(service.address, device_blocks=64)
             writer.serve(PROMPT)

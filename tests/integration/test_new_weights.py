@@ -116,7 +116,7 @@ def test_blocks_of_new_weights_are_recovered(tmp_path: Path) -> None:
 
 
 def test_more_revisions_than_the_arena_has_extents_find_room(tmp_path: Path) -> None:
-    with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB", FDCACHE_EXTENT_SIZE="64KiB") as service:
+    with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB") as service:
         engine = Engine(service.address, layout(ranks=2))
         extents = service.ask("stats")["tiers"]["host"]["extents"]
         for turn in range(2, extents + 2):

@@ -15,7 +15,7 @@ from fdcache.service.client.remote_tier import RemoteHostTier
 from tests.service_engine import PROMPT, Engine, assert_nothing_is_held, ready_blocks, round_trips, totals
 from tests.service_help import LocalService, local_service, next_line, service_process, spawned, until
 
-SMALL = {"FDCACHE_HOST_MEMORY": "256KiB", "FDCACHE_EXTENT_SIZE": "64KiB"}
+SMALL = {"FDCACHE_HOST_MEMORY": "256KiB"}
 
 
 class Interrupted:

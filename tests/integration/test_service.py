@@ -77,7 +77,7 @@ class TestSharing:
             second.close()
 
     def test_memory_moves_from_a_namespace_without_clients(self, tmp_path: Path) -> None:
-        with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB", FDCACHE_EXTENT_SIZE="64KiB") as service:
+        with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB") as service:
             first = Engine(service.address, layout("a"), device_blocks=256)
             starts = iter(range(0, 10**6, 1000))
 
@@ -321,7 +321,7 @@ class TestReplay:
             assert_nothing_is_held(service)
 
     def test_a_full_arena_evicts_and_stays_right(self, tmp_path: Path) -> None:
-        with local_service(tmp_path, FDCACHE_HOST_MEMORY="2MiB", FDCACHE_EXTENT_SIZE="128KiB") as service:
+        with local_service(tmp_path, FDCACHE_HOST_MEMORY="2MiB") as service:
             config = small_config(
                 device_blocks=120,
                 cache={

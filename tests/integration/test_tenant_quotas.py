@@ -19,7 +19,6 @@ from tests.service_line import ints, numbers, register
 
 QUOTAS = {
     "FDCACHE_HOST_MEMORY": "512KiB",
-    "FDCACHE_EXTENT_SIZE": "64KiB",
     "FDCACHE_TENANT_QUOTA": "0.25",
     "FDCACHE_TENANT_QUOTAS": "large=0.5",
 }

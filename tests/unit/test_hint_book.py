@@ -224,9 +224,8 @@ class TestOutcomes:
         assert (outcome.status, outcome.blocks) == (HintStatus.EVICTED_EARLY, 400)
         assert abs(outcome.lost - 200) <= 400 / SAMPLE
 
-    @pytest.mark.parametrize("policy", [EvictionPolicy.LRU, EvictionPolicy.SLRU])
-    def test_a_policy_that_does_not_learn_ignores_hints(self, policy: EvictionPolicy) -> None:
-        world = World(policy=policy)
+    def test_a_policy_that_does_not_learn_ignores_hints(self) -> None:
+        world = World(policy=EvictionPolicy.LRU)
         request = world.serve(prompt(1), Hint.once())
         assert [each.status for each in request.hint_outcomes] == [HintStatus.IGNORED]
 
