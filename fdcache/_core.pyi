@@ -1624,6 +1624,10 @@ class Load:
         """True if another part will be planned."""
 
     @property
+    def is_in_flight(self) -> bool:
+        """True until its end."""
+
+    @property
     def is_confirmed(self) -> bool: ...
     @property
     def is_overdue(self) -> bool: ...

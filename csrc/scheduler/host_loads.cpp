@@ -229,8 +229,7 @@ void BlockManager::plan_loads(Tier::Session &tier, RequestState &request, BlockC
 // --- loads -------------------------------------------------------------------------------------------------
 
 std::vector<LoadPointer> BlockManager::take_ended() {
-    std::vector<LoadPointer> ended = loads_.take_ended();
-    std::erase_if(ended, [](const LoadPointer &load) { return !load->waiting; });
+    std::vector<LoadPointer> ended = loads_.take_ended(true);
     for (const LoadPointer &load : ended) end_load(*load->waiting, *load);
     return ended;
 }

@@ -45,6 +45,9 @@ void bind_loads(nb::module_ &module) {
         .def_ro("is_revoked", &Load::is_revoked, "True if its blocks are gone through no fault of the load.")
         .def_prop_ro("arrived", &Load::arrived, "The block after the last one that counts.")
         .def_prop_ro("is_open", &Load::is_open, "True if another part will be planned.")
+        .def_prop_ro(
+            "is_in_flight", [](const Load &self) { return self.status == LoadStatus::kOpen; },
+            "True until its end.")
         .def_prop_ro("is_confirmed", [](const Load &self) { return self.status == LoadStatus::kConfirmed; })
         .def_prop_ro("is_overdue", [](const Load &self) { return self.status == LoadStatus::kOverdue; })
         .def(
@@ -92,7 +95,9 @@ void bind_loads(nb::module_ &module) {
         .def("cut_off", &Loads::cut_off, "load"_a, "reason"_a, "Plan no other part of a load.")
         .def("revoke", &Loads::revoke, "reason"_a,
              "Make every load fail that has not ended, or whose end was not taken: its blocks are gone.")
-        .def("take_ended", &Loads::take_ended, "Return the loads that have ended since the last call.")
+        .def(
+            "take_ended", [](Loads &self) { return self.take_ended(); },
+            "Return the loads that have ended since the last call.")
         .def(
             "loads_of",
             [](const Loads &self, std::uint64_t plan) {

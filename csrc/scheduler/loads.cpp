@@ -64,7 +64,6 @@ void Loads::give_up(std::uint64_t plan) {
         cut(load, "no report within the plan's deadline");
         if (load.errors.empty()) load.errors.emplace_back("no report within the plan's deadline");
         load.status = LoadStatus::kOverdue;
-        ++totals_.overdue;
         ended_.push_back(part.load);
     }
 }
@@ -108,11 +107,21 @@ const std::vector<LoadPart> &Loads::parts_of(std::uint64_t plan) const {
 
 void Loads::end_if_over(const LoadPointer &load) {
     if (load->status != LoadStatus::kOpen || load->is_open() || load->in_flight) return;
-    const bool is_whole = load->whole == load->stop;
-    load->status = is_whole ? LoadStatus::kConfirmed : LoadStatus::kFailed;
-    const bool is_short = load->is_cut && load->whole == load->planned;
-    ++(is_whole ? totals_.confirmed : is_short ? totals_.cut_short : totals_.failed);
+    load->status = load->whole == load->stop ? LoadStatus::kConfirmed : LoadStatus::kFailed;
     ended_.push_back(load);
+}
+
+std::vector<LoadPointer> Loads::take_ended(bool only_waited_for) {
+    std::vector<LoadPointer> ended = std::exchange(ended_, {});
+    if (only_waited_for) std::erase_if(ended, [](const LoadPointer &load) { return !load->waiting; });
+    for (const LoadPointer &load : ended) {
+        const bool is_short = load->is_cut && load->whole == load->planned;
+        ++(load->status == LoadStatus::kConfirmed ? totals_.confirmed
+           : load->status == LoadStatus::kOverdue ? totals_.overdue
+           : is_short                             ? totals_.cut_short
+                                                  : totals_.failed);
+    }
+    return ended;
 }
 
 }  // namespace fdcache

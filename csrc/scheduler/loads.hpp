@@ -77,8 +77,8 @@ class Loads {
     // Makes every load fail that has not ended, or whose end was not taken: its blocks are gone.
     void revoke(const std::string &reason);
 
-    // The loads that have ended since the last call.
-    std::vector<LoadPointer> take_ended() { return std::exchange(ended_, {}); }
+    // The loads that have ended since the last call, which are counted now; or those whose request waits.
+    std::vector<LoadPointer> take_ended(bool only_waited_for = false);
     bool has_ended() const { return !ended_.empty(); }
     // The loads of which other parts will be planned.
     const std::vector<LoadPointer> &open();

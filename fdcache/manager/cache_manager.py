@@ -99,7 +99,7 @@ class CacheManager(TierManager[Request]):
         self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._requests = LiveRequests(settings, layout, tiers, counters)
         ahead = make_loads_ahead(
-            layout, tiers, counters, lambda: self._plans.ahead, clock, settings.plan_timeout, loads_ahead
+            layout, tiers, self._requests.loads, counters, lambda: self._plans.ahead, loads_ahead
         )
         self._choices = LoadChoices(
             settings.load_or_recompute,

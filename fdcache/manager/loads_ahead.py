@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 
-from fdcache._core import CopyReservation
+from fdcache._core import CopyReservation, Load, Loads
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.requests import Request
@@ -25,14 +24,14 @@ from fdcache.tiers.statistics import Counters
 class _Ahead:
     """Blocks ``first`` to ``stop`` of a request's path that were loaded while it waited for the blocks after them.
 
-    Those from ``read_from`` on were read for it. The last load is waited for until ``deadline``. ``has_ended``: one of
-    the blocks did not come or has gone again, and no other is loaded.
+    Those from ``read_from`` on were read for it. ``load``: the last load. ``has_ended``: one of the blocks did not come
+    or has gone again, and no other is loaded.
     """
 
     first: int
     stop: int
     read_from: int
-    deadline: float = -inf
+    load: Load | None = None
     has_ended: bool = False
 
 
@@ -48,8 +47,7 @@ class LoadsAhead:
 
     A block that was loaded ahead is one like any other in the device tier: found once every rank has reported its copy,
     and evictable. The host tier, of this process or a service, keeps it for the request, so that nothing is lost if it
-    is evicted. A request waits for its load up to ``timeout`` seconds. Nothing is loaded while ``may_load`` returns
-    False.
+    is evicted. A request waits until its load has ended. Nothing is loaded while ``may_load`` returns False.
     """
 
     def __init__(
@@ -58,10 +56,9 @@ class LoadsAhead:
         device: BlockPool,
         host: HostTier,
         backups: BackupPlanner,
+        loads: Loads,
         counters: Counters,
         plan: Callable[[], OpenPlan],
-        clock: Callable[[], float],
-        timeout: float,
         may_load: Callable[[], bool],
     ) -> None:
         self._block_size = layout.block_size
@@ -69,10 +66,9 @@ class LoadsAhead:
         self._device = device
         self._host = host
         self._backups = backups
+        self._loads = loads
         self._counters = counters
         self._plan = plan
-        self._clock = clock
-        self._timeout = timeout
         self._may_load = may_load
         self._ahead: dict[str, _Ahead] = {}
 
@@ -91,19 +87,18 @@ class LoadsAhead:
         elif start == arrived:
             self._of(request, start, read).stop = start
         elif presence[start] != PENDING and self._has_room(request, start):
-            loaded = self._load(path, start, min(arrived, start + self._most))
-            if loaded:
+            load = self._load(path, start, min(arrived, start + self._most))
+            if load is not None:
                 ahead = self._of(request, start, read)
-                ahead.stop, ahead.deadline = start + loaded, self._clock() + self._timeout
-                self._counters.blocks_loaded_ahead += loaded
+                ahead.stop, ahead.load = load.stop, load
+                self._counters.blocks_loaded_ahead += load.stop - start
 
-    def is_loading(self, request: Request, path: HashArray) -> bool:
+    def is_loading(self, request: Request) -> bool:
         """Return True while a load of a request is in flight, unless it is overdue."""
         ahead = self._ahead.get(request.request_id)
-        if ahead is None or ahead.has_ended or self._clock() > ahead.deadline:
-            return False
-        last = self._device.contains(path[ahead.stop - 1 : ahead.stop])
-        return PENDING in last
+        return (
+            ahead is not None and not ahead.has_ended and ahead.load is not None and ahead.load.is_in_flight
+        )
 
     def found(self, request: Request, on_device: int) -> tuple[int, int]:
         """Return how many of the blocks that a match found on the device came from the host and from storage."""
@@ -129,16 +124,18 @@ class LoadsAhead:
         needed = -(-request.num_tokens // self._block_size) - have
         return self._device.available >= needed + self._device.stats().slots // _SPARE
 
-    def _load(self, path: HashArray, start: int, stop: int) -> int:
-        """Plan to load blocks ``start`` to ``stop``, as far as the host has them; return how many."""
-        host, plan = self._host, self._plan()
+    def _load(self, path: HashArray, start: int, stop: int) -> Load | None:
+        """Plan to load blocks ``start`` to ``stop``, as far as the host has them."""
+        host, plan, load = self._host, self._plan(), None
         (run,) = host.match_paths([(path[:stop], start)])
         taken = self._reserve(path, start, start + len(run), plan)
         if taken is not None:
             host.begin_load(run.lease, run.blocks.slots)
-            plan.add(SwapPurpose.LOAD, run.blocks, taken.slots, taken.generations)
+            offset = plan.add(SwapPurpose.LOAD, run.blocks, taken.slots, taken.generations)
+            load = self._loads.begin(start, start + len(run))
+            self._loads.add(load, load.stop, offset, len(run), is_ahead=True)
         host.release(run.lease)
-        return len(run) if taken is not None else 0
+        return load
 
     def _reserve(self, path: HashArray, start: int, stop: int, plan: OpenPlan) -> CopyReservation | None:
         """Reserve device blocks; what has to leave them is copied to the host first. None unless all are reserved."""
@@ -157,10 +154,9 @@ class LoadsAhead:
 def make_loads_ahead(
     layout: KVLayout,
     tiers: Tiers,
+    loads: Loads,
     counters: Counters,
     plan: Callable[[], OpenPlan],
-    clock: Callable[[], float],
-    timeout: float,
     allowed: Callable[[], bool] | bool,
 ) -> LoadsAhead | None:
     """Return the loads ahead into ``plan``; None if they are not ``allowed``, or nothing is read from storage."""
@@ -168,4 +164,4 @@ def make_loads_ahead(
     if not allowed or host is None or tiers.fetches is None or backups is None:
         return None
     may_load = allowed if callable(allowed) else lambda: True
-    return LoadsAhead(layout, tiers.device, host, backups, counters, plan, clock, timeout, may_load)
+    return LoadsAhead(layout, tiers.device, host, backups, loads, counters, plan, may_load)
