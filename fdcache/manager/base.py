@@ -49,6 +49,9 @@ class KnownRequests(Protocol[RequestT_contra]):
     def take_outcomes(self) -> list[LoadOutcome]:
         """Return the loads that have ended since the last call."""
 
+    def forget_found(self, reason: str) -> None:
+        """Let no request count on blocks that are in the tiers now, nor leave any there that it has computed."""
+
     def __len__(self) -> int: ...
 
 
@@ -159,6 +162,35 @@ class TierManager(Generic[RequestT_contra]):
             self._plans.apply(reports)
             self._choices.record(reports)
             return self._outcomes()
+
+    def expire(self) -> list[LoadOutcome]:
+        """Return the loads whose deadline has passed, each once. What they copy stays held until the reports."""
+        with self._lock:
+            self._plans.expire()
+            return self._outcomes()
+
+    def worker_lost(self, rank: int) -> list[LoadOutcome]:
+        """Forget the blocks that a rank had a part of, once its process is known to be gone; return the loads that end.
+
+        The host tier of a service is kept. Local storage is not used until the next ``restore_storage``. Raises
+        ``PlanError`` for an unknown rank.
+        """
+        with self._lock:
+            self._plans.require_rank(rank)
+            self._requests.forget_found(f"rank {rank}: its process is gone")
+            self._plans.lose_rank(rank)
+            self._tiers.worker_lost()
+            return self._outcomes()
+
+    def reset_cache(self) -> int:
+        """Forget every block of every tier; return their number.
+
+        Running requests keep their device blocks, which nobody finds, and loads of an ``OffloadManager`` fail. The next
+        plan clears the workers' local storage.
+        """
+        with self._lock:
+            self._requests.forget_found("the cache was reset")
+            return self._tiers.reset()
 
     def _outcomes(self) -> list[LoadOutcome]:
         outcomes = self._requests.take_outcomes()

@@ -18,11 +18,11 @@ from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.handover import Handovers, PeerTerms
 from fdcache.manager.hints import RequestHints
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
-from fdcache.manager.loads_ahead import make_loads_ahead
+from fdcache.manager.loads import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import LiveRequests, PeerSource, Request
-from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
+from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers, make_tiers
 from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
@@ -381,12 +381,6 @@ class CacheManager(TierManager[Request]):
                 self._give_way()
             return result
 
-    def expire(self) -> list[LoadOutcome]:
-        """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""
-        with self._lock:
-            self._plans.expire()
-            return self._outcomes()
-
     def finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.
 
@@ -407,28 +401,6 @@ class CacheManager(TierManager[Request]):
         story.finished((request.request_id for request in requests), preempted=preempted)
 
     # --- the whole cache ----------------------------------------------------------------------------------
-
-    def worker_lost(self, rank: int) -> list[LoadOutcome]:
-        """Forget the blocks that a rank had a part of, once its process is known to be gone; return the loads that end.
-
-        The host tier of a service is kept. Local storage is not used until the next ``restore_storage``. Raises
-        ``PlanError`` for an unknown rank.
-        """
-        with self._lock:
-            self._plans.lose_rank(rank)
-            outcomes = self._outcomes()
-            self._tiers.worker_lost()
-            self._requests.stop_publishing()
-            return outcomes
-
-    def reset_cache(self) -> int:
-        """Forget every block of every tier; return their number. Running requests keep their blocks, unpublished.
-
-        The next plan clears the workers' local storage.
-        """
-        with self._lock:
-            self._requests.stop_publishing()
-            return self._tiers.reset()
 
     def resize_device_pool(self, num_blocks: int) -> bool:
         """Change the number of device blocks. Return False, and change nothing, while a block beyond it is in use.
@@ -515,4 +487,4 @@ class CacheManager(TierManager[Request]):
 
     def _reset_device(self) -> None:
         self._tiers.reset_device()
-        self._requests.stop_publishing()
+        self._requests.forget_found("the device cache was reset")

@@ -15,7 +15,7 @@ from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads_ahead import LoadsAhead
+from fdcache.manager.loads import LoadsAhead
 from fdcache.manager.requests import LiveRequests, Request, Unanswered
 from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.service_reads import Wait

@@ -105,7 +105,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._requests = OffloadedRequests(
             settings, layout, self._host, counters, clock, self._choices, streams=streams
         )
-        self._loads = self._requests.loads
+        self._loads = self._requests.native_loads
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._loads, counters, clock)
         self._hints = RequestHints(tiers, layout.block_size, clock, layout.num_groups)
         self._clock = clock
@@ -321,7 +321,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._set_time()
             self._copies.is_patient = is_patient
             self._hints.settle()
-            self._requests.plan_ahead(self._plans.ahead)
+            self._requests.loads.plan_parts(self._plans.ahead, self._requests.look)
             self._plans.plan_background()
             self._host.report(lambda: msgspec.json.encode(self.get_stats()))
             self._host.flush()
@@ -340,7 +340,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         So a rank can tell by itself when all plans of a load have ended.
         """
         with self._lock:
-            return self._requests.loads_of(plan_id)
+            return self._requests.loads.loads_of(plan_id)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Count the ranks' reports; return the loads that ended with them. See ``CacheManager.apply``."""
@@ -358,10 +358,8 @@ class OffloadManager(TierManager[OffloadRequest]):
         The host blocks of an overdue load stay held until the reports.
         """
         with self._lock:
-            if self._requests.pinned or self._clock() > self._plans.ledger.next_deadline:
-                self._requests.expire()
-                self._plans.expire()
-            return self._outcomes()
+            self._requests.expire()
+            return super().expire()
 
     @property
     def has_pending_work(self) -> bool:
@@ -378,29 +376,18 @@ class OffloadManager(TierManager[OffloadRequest]):
     # --- the whole cache ----------------------------------------------------------------------------------
 
     def worker_lost(self, rank: int) -> list[LoadOutcome]:
-        """Forget the blocks that a rank had a part of, once its process is known to be gone; return the loads that end.
-
-        The host tier of a service is kept. Local storage is not used until the next ``restore_storage``. Raises
-        ``PlanError`` for an unknown rank.
-        """
+        """Forget the blocks that a rank had a part of, once its process is gone. See ``CacheManager.worker_lost``."""
         with self._lock:
-            self._plans.require_rank(rank)
             self._must_look = True
-            self._requests.forget_found(f"rank {rank}: its process is gone")
-            self._plans.lose_rank(rank)
-            self._tiers.worker_lost()
+            outcomes = super().worker_lost(rank)
             self._copies.copies_ended()
-            return self._outcomes()
+            return outcomes
 
     def reset_cache(self) -> int:
-        """Forget every block of every tier; return their number. Loads in flight fail.
-
-        The next plan clears the workers' local storage.
-        """
+        """Forget every block of every tier; return their number. See ``CacheManager.reset_cache``."""
         with self._lock:
-            self._requests.forget_found("the cache was reset")
             self._must_look = True
-            return self._tiers.reset()
+            return super().reset_cache()
 
     def weights_changed(self) -> int:
         """Forget every block after the engine has loaded other weights in place; return the number in this process.

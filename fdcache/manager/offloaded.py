@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from fdcache import _core
-from fdcache._core import DevicePath, Load, Loads
+from fdcache._core import DevicePath
 from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
-from fdcache.manager.device_contents import NO_BLOCK, device_ids_of
+from fdcache.manager.device_contents import device_ids_of
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.loads import EngineLoad, EngineLoads
 from fdcache.manager.matching import ReuseLimit
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, load_forms
 from fdcache.manager.service_reads import Wait
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose
+from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.blocks import ROOT
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
@@ -28,20 +28,6 @@ from fdcache.tiers.statistics import Counters
 
 _ASK_AGAIN = 0.1
 """Seconds for which the answer that nothing was found is kept: others may store the blocks meanwhile."""
-
-
-@dataclass(slots=True, eq=False)
-class DeviceLoad:
-    """A load of a request into the device blocks ``ids`` of the engine, some of which may be ``NO_BLOCK``.
-
-    A request that begins anew may load again before its former load has ended. ``after``: plans in flight that copy
-    out what the device blocks held.
-    """
-
-    request: OffloadRequest
-    ids: Int32Array
-    load: Load
-    after: tuple[int, ...]
 
 
 class Tracked:
@@ -86,7 +72,7 @@ class Tracked:
         self.deferred_since: float | None = None
         self.fetch = 0
         self.path: DevicePath | None = None
-        self.load: DeviceLoad | None = None
+        self.load: EngineLoad | None = None
         self.counted_blocks = 0
         self.is_counted = False
         self.is_stale = False
@@ -159,15 +145,11 @@ class OffloadedRequests:
             _core.Tier(1), layout.block_size, layout.fingerprint, settings.lookahead_tokens
         )
         self._load_forms = load_forms(layout)
-        self._by_number: dict[int, DeviceLoad] = {}
+        self.native_loads = self._hasher.loads
+        self.loads = EngineLoads(layout, host, self.native_loads, counters)
 
     def __len__(self) -> int:
         return len(self._tracked)
-
-    @property
-    def loads(self) -> Loads:
-        """What the requests load."""
-        return self._hasher.loads
 
     def prepare(self, request: OffloadRequest, *, keeps_gil: bool = False) -> None:
         """Hash the tokens of a request, unless they are hashed. Raises ``HashingError``, ``RequestStateError``.
@@ -202,7 +184,7 @@ class OffloadedRequests:
         del self._tracked[request.request_id]
         self.unpin(tracked)
         if tracked.load is not None:
-            self.loads.cut_off(tracked.load.load, "the request has ended")
+            self.native_loads.cut_off(tracked.load.load, "the request has ended")
         self._choices.forget([request])
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
@@ -222,7 +204,7 @@ class OffloadedRequests:
         for tracked in self._tracked.values():
             self.unpin(tracked)
             tracked.path = None
-        self.loads.revoke(reason)
+        self.native_loads.revoke(reason)
 
     def change_fingerprint(self, fingerprint: bytes) -> None:
         """Hash with another layout from now on; requests that have arrived find and leave nothing."""
@@ -395,56 +377,27 @@ class OffloadedRequests:
         run, first = tracked.take(len(ids)), tracked.device_blocks
         if tracked.coming and len(run) == len(ids):
             self._leave_fetch(tracked)
-        load = self.loads.begin(first, first + len(ids))
-        tracked.load = self._by_number[load.number] = DeviceLoad(tracked.request, ids, load, plan.after)
-        self._add_part(tracked.load, run, plan)
+        tracked.load = self.loads.plan(tracked.request, first, ids, run, plan)
         return len(run)
 
-    def plan_ahead(self, plan: OpenPlan) -> None:
-        """Plan to load what has been read since for loads in parts.
-
-        The device blocks of a load that was cut off since, or is over, may belong to others by now.
-        """
-        for load in self.loads.open:
-            if load.is_open:
-                self._load_more(self._by_number[load.number], plan)
-
-    def _load_more(self, loading: DeviceLoad, plan: OpenPlan) -> None:
-        load, tracked = loading.load, self._waiting_for(loading)
-        found, stop = NOTHING, None
-        if tracked is not None:
-            found, stop = self._look(tracked, self._keys(tracked)[: load.stop], load.planned)
-            if stop is None:
-                self._unpin_fetch(tracked)
-            elif load.planned + len(found) == load.stop:
-                self._leave_fetch(tracked)
-        if len(found):
-            plan.after = tuple(dict.fromkeys((*plan.after, *loading.after, load.plan)))
-            self._add_part(loading, found, plan)
-            self._counters.storage_hit_tokens += len(found) // self._groups * self._block_size
-        if found.lease:
-            self._host.release(found.lease)
+    def look(self, loading: EngineLoad) -> tuple[HostMatch, bool]:
+        """Pin the blocks of a load that have been read since its last part; False if no others are waited for."""
+        tracked, load = self._waiting_for(loading), loading.load
+        if tracked is None:
+            return NOTHING, False
+        found, stop = self._look(tracked, self._keys(tracked)[: load.stop], load.planned)
         if stop is None:
-            self.loads.cut_off(load, "blocks did not come from storage in time")
-
-    def _add_part(self, loading: DeviceLoad, run: HostMatch, plan: OpenPlan) -> None:
-        load = loading.load
-        stop = load.planned + len(run)
-        ids = loading.ids[load.planned - load.first : stop - load.first]
-        is_wanted = ids != NO_BLOCK
-        blocks, ids = run.blocks.select(is_wanted), ids[is_wanted]
-        self._host.begin_load(run.lease, blocks.slots)
-        offset = plan.add(SwapPurpose.LOAD, blocks, ids, np.zeros(len(ids), np.uint32))
-        self.loads.add(load, stop, offset, len(ids), plan.is_ahead)
-        if load.is_open:
-            self._counters.blocks_loaded_ahead += len(ids)
+            self._unpin_fetch(tracked)
+        elif load.planned + len(found) == load.stop:
+            self._leave_fetch(tracked)
+        return found, stop is not None
 
     def _leave_fetch(self, tracked: Tracked) -> None:
         """Wait for no read any more, as the load needs no other block; what is being read is read to its end."""
         if self._fetches is not None and tracked.fetch:
             self._fetches.leave(tracked.fetch, keep=True)
 
-    def _waiting_for(self, loading: DeviceLoad) -> Tracked | None:
+    def _waiting_for(self, loading: EngineLoad) -> Tracked | None:
         """Return the request that waits for a load; None if it has ended since, whether or not it began anew."""
         tracked = self._tracked.get(loading.request.request_id)
         return tracked if tracked is not None and tracked.load is loading else None
@@ -454,29 +407,19 @@ class OffloadedRequests:
         tracked = self.get(request)
         return tracked.load.load.number if tracked is not None and tracked.load is not None else 0
 
-    def loads_of(self, plan: int) -> dict[tuple[str, int], bool]:
-        """Return (request id, number) of the loads of which a plan in flight has blocks; True: their last."""
-        return {
-            (self._by_number[number].request.request_id, number): is_last
-            for number, is_last in self.loads.loads_of(plan)
-            if number in self._by_number
-        }
-
     def take_outcomes(self) -> list[LoadOutcome]:
         """Return the loads that have ended since the last call."""
-        return [self._end(load) for load in self.loads.take_ended()] if self.loads.has_ended else []
+        return [self._end_wait(each) for each in self.loads.take_ended()]
 
-    def _end(self, load: Load) -> LoadOutcome:
-        """End the request's wait. After a load that failed by itself it loads nothing more."""
-        loading = self._by_number.pop(load.number)
-        request = loading.request
+    def _end_wait(self, loading: EngineLoad) -> LoadOutcome:
+        """End the wait for a load. A request whose load failed by itself loads nothing more."""
+        load, request = loading.load, loading.request
         if (tracked := self._waiting_for(loading)) is not None:
             tracked.load = None
             if not load.is_confirmed:
                 request.device_only |= load.is_overdue or not load.is_revoked
                 self._choices.matched(request.request_id, load.first, load.arrived - load.first)
-        unplanned = tuple(loading.ids[load.planned - load.first :].tolist())
-        outcome: LoadOutcome = load.outcome(self._load_forms, request.request_id, unplanned)
+        outcome: LoadOutcome = load.outcome(self._load_forms, request.request_id, loading.unplanned)
         return outcome
 
     def offer(

@@ -211,7 +211,7 @@ class LiveRequests:
         """Hash with another layout from now on; running requests keep their blocks and publish no more."""
         self._blocks.change_fingerprint(fingerprint)
 
-    def stop_publishing(self) -> None:
+    def forget_found(self, reason: str) -> None:
         """Let running requests keep their blocks and publish no more, as after a reset."""
         self._blocks.stop_publishing()
 

@@ -1,4 +1,9 @@
-"""Loads ahead: blocks that were read from storage go on to the device while the blocks after them are read."""
+"""Loads of blocks that are read from storage meanwhile: into device blocks of an engine, or ahead of a match.
+
+``_core.Loads`` knows the parts of all loads, their plans, deadlines and ends. ``EngineLoads`` plans those into device
+blocks that the engine has chosen. ``LoadsAhead`` plans those into blocks of a ``CacheManager``, for a request that is
+not matched yet; the loads of one that is are planned by ``_core.BlockManager``.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,107 @@ import numpy as np
 from fdcache._core import CopyReservation, Load, Loads
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
+from fdcache.manager.device_contents import NO_BLOCK
+from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import Request
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import HashArray, SwapPurpose
+from fdcache.metadata import HashArray, Int32Array, SwapPurpose
 from fdcache.plans.blocks import parents_of
 from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan
-from fdcache.tiers.host import HostTier
+from fdcache.tiers.host import HostMatch, HostTier
 from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
+
+
+@dataclass(slots=True, eq=False)
+class EngineLoad:
+    """A load of a request into the device blocks ``ids`` of the engine, some of which may be ``NO_BLOCK``.
+
+    ``after``: plans in flight that copy out what the device blocks held.
+    """
+
+    request: OffloadRequest
+    ids: Int32Array
+    load: Load
+    after: tuple[int, ...]
+
+    @property
+    def unplanned(self) -> tuple[int, ...]:
+        """The device blocks that no plan loads."""
+        return tuple(self.ids[self.load.planned - self.load.first :].tolist())
+
+
+Look = Callable[[EngineLoad], tuple[HostMatch, bool]]
+"""Pins the blocks of a load that have been read since its last part; False if no others are waited for."""
+
+
+class EngineLoads:
+    """Loads into device blocks of an engine, by number.
+
+    A request that begins anew may load again before its former load has ended.
+    """
+
+    def __init__(self, layout: KVLayout, host: HostTier, loads: Loads, counters: Counters) -> None:
+        self._page_tokens, self._groups = layout.block_size, layout.num_groups
+        self._host = host
+        self._loads = loads
+        self._counters = counters
+        self._by_number: dict[int, EngineLoad] = {}
+
+    def plan(
+        self, request: OffloadRequest, first: int, ids: Int32Array, run: HostMatch, plan: OpenPlan
+    ) -> EngineLoad:
+        """Plan a load into ``ids`` of the ``run`` on the host, and of what follows it once that has been read."""
+        load = self._loads.begin(first, first + len(ids))
+        loading = self._by_number[load.number] = EngineLoad(request, ids, load, plan.after)
+        self._add_part(loading, run, plan)
+        return loading
+
+    def plan_parts(self, plan: OpenPlan, look: Look) -> None:
+        """Plan to load what has been read since.
+
+        The device blocks of a load that was cut off since, or is over, may belong to others by now.
+        """
+        for load in self._loads.open:
+            if load.is_open:
+                self._plan_part(self._by_number[load.number], plan, look)
+
+    def _plan_part(self, loading: EngineLoad, plan: OpenPlan, look: Look) -> None:
+        found, waits = look(loading)
+        if len(found):
+            plan.after = tuple(dict.fromkeys((*plan.after, *loading.after, loading.load.plan)))
+            self._add_part(loading, found, plan)
+            self._counters.storage_hit_tokens += len(found) // self._groups * self._page_tokens
+        if found.lease:
+            self._host.release(found.lease)
+        if not waits:
+            self._loads.cut_off(loading.load, "blocks did not come from storage in time")
+
+    def _add_part(self, loading: EngineLoad, run: HostMatch, plan: OpenPlan) -> None:
+        load = loading.load
+        stop = load.planned + len(run)
+        ids = loading.ids[load.planned - load.first : stop - load.first]
+        is_wanted = ids != NO_BLOCK
+        blocks, ids = run.blocks.select(is_wanted), ids[is_wanted]
+        self._host.begin_load(run.lease, blocks.slots)
+        offset = plan.add(SwapPurpose.LOAD, blocks, ids, np.zeros(len(ids), np.uint32))
+        self._loads.add(load, stop, offset, len(ids), plan.is_ahead)
+        if load.is_open:
+            self._counters.blocks_loaded_ahead += len(ids)
+
+    def take_ended(self) -> list[EngineLoad]:
+        """Return the loads that have ended since the last call."""
+        if not self._loads.has_ended:
+            return []
+        return [self._by_number.pop(load.number) for load in self._loads.take_ended()]
+
+    def loads_of(self, plan: int) -> dict[tuple[str, int], bool]:
+        """Return (request id, number) of the loads of which a plan in flight has blocks; True: their last."""
+        return {
+            (loading.request.request_id, number): is_last
+            for number, is_last in self._loads.loads_of(plan)
+            if (loading := self._by_number.get(number)) is not None
+        }
 
 
 @dataclass(slots=True)
