@@ -50,7 +50,7 @@ class Engine:
             assert self.manager.allocate_device_blocks([(request, LONG)])[0].ok
             self._copy()
             self.manager.commit([(request, LONG)])
-            self.manager.request_finish([request])
+            self.manager.finish([request])
             self._copy()
             self.hits = match.num_cached_tokens
 

@@ -18,12 +18,12 @@ from fastapi.testclient import TestClient
 
 from fdcache.errors import RefusedError
 from fdcache.replay.report import Report
+from fdcache.service.client.control import Control, Prefix
 from fdcache.service.server.http import make_app
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import BlockStorage, ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.storage.slab import SlabStore
-from fdcache_cli.inspect_blocks import explain_tokens
 from fdcache_cli.slab_files import SlabContents, read_file, slab_files
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
@@ -284,7 +284,7 @@ class TestLookingIn:
             engine.serve(PROMPT)
             until(lambda: service.ask("storage")["blocks"] == BLOCKS, "the blocks are stored")
             service.ask("reset", tier="host")
-            answer, _ = explain_tokens(service.client, "", [*PROMPT, *range(900, 904)], None)
+            answer = Control(service.client).explain(Prefix([*PROMPT, *range(900, 904)]))
             assert [block.tier for block in answer.blocks] == ["storage"] * BLOCKS + [None]
             assert answer.broken_at == BLOCKS
             with TestClient(make_app(service.address, ())) as web:

@@ -40,7 +40,7 @@ class World:
         assert allocation.ok
         self.manager.take_plans()
         self.manager.commit([(request, len(prompt))])
-        self.manager.request_finish([request])
+        self.manager.finish([request])
         self.now += 1
         return request
 
@@ -141,10 +141,10 @@ class TestOrder:
         world.manager.match_prefix([request])
         world.manager.allocate_device_blocks([(request, 16)])
         world.manager.commit([(request, 16)])
-        world.manager.request_finish([request], preempted=True)
+        world.manager.finish([request], preempted=True)
         assert not request.hint_outcomes
         world.manager.match_prefix([request])
-        world.manager.request_finish([request])
+        world.manager.finish([request])
         assert [each.status for each in request.hint_outcomes] == [HintStatus.TAKEN]
 
 

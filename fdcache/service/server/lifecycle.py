@@ -47,6 +47,7 @@ class Server:
         self.service = Service(settings.server, self.arena, self._socket.parent, settings.cache.eviction)
         self.views = Views(self.service, effective_values(settings), settings.fingerprint)
         self.service.answer_tool = self.views.slices
+        self.service.drive_commands = self.views.control.tick
         self.recovered = 0
         self._found: Manifest | None = None
         self._lock: SocketLock | None = None

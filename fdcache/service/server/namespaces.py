@@ -84,6 +84,14 @@ class Namespaces(dict[bytes, Namespace]):
             )
         return self[layout.fingerprint]
 
+    def set_quota(self, key: bytes, name: str, share: float) -> float:
+        """Set the share of each namespace that a tenant may have, from its next block on; return the former one."""
+        before = self._quotas.set_share(key, name, share)
+        for namespace in self.values():
+            if namespace.tier is not None:
+                namespace.tenants.set_limits(namespace.tier, namespace.storable_slots)
+        return before
+
     # --- memory -------------------------------------------------------------------------------------------
 
     def make_room(self, namespace: Namespace, used: Set[str], *, keep_others: bool = False) -> bool:
