@@ -343,7 +343,9 @@ def lookup_for(
     None if the settings have no store that a look-up could ask, or a service asks it.
     """
     if lookup is None and settings.cache.server is None:
-        lookup = open_lookup(ConnectorContext(layout, None, settings.storage_tier, settings.mooncake))
+        lookup = open_lookup(
+            ConnectorContext(layout, None, settings.storage_tier, settings.connector_options)
+        )
     try:
         yield lookup
     except BaseException:

@@ -19,6 +19,12 @@ from fdcache.settings.peers import PeerSettings
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.tiers.statistics import Counters
 
+_TERMS = (
+    "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",
+    "PREFILL_CONTINUOUS_REQUEST_DECODE_RESOURCES",
+    "FD_EP_MAX_PREFETCH_TASK_NUM",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class PeerTerms:
@@ -36,8 +42,8 @@ class PeerTerms:
     @classmethod
     def of(cls, settings: Settings) -> PeerTerms:
         """Return the terms of settings."""
-        terms = settings.disaggregation
-        return cls(settings.peers_in_force, terms.wait_decode, terms.keep_asking_decode, terms.max_prefetch)
+        wait, keeps_asking, most = (settings.value(name) for name in _TERMS)
+        return cls(settings.peers_in_force, wait, keeps_asking, most)
 
 
 @dataclass(slots=True, eq=False)
