@@ -44,7 +44,7 @@ HostIndex::Found SharedHost::find_and_pin(std::span<const Digest> path, std::siz
 
 void SharedHost::count_miss(const OutgoingCopies &copies, std::span<const Digest> path, std::size_t start,
                             std::size_t end) {
-    misses.count(path[end], path.size() - end, end == start);
+    misses.count(path.subspan(end), end == start);
     if (copies.contains(path.subspan(end, 1))[0] == Presence::kPending) ++misses.in_flight;
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fdcache._core import LoadingRuns, PresenceTable, PresenceWriter, RunRing, SharedRuns, Tier
+from fdcache._core import BlockList, LoadingRuns, PresenceTable, PresenceWriter, RunRing, SharedRuns, Tier
 from fdcache.metadata import CacheLevel
 from fdcache.service.server.host_pool import HostPool
 from fdcache.tiers.pool import BlockPool
@@ -270,11 +270,12 @@ class TestHostPool:
         }
         assert removing == set(REMOVALS)
         keeping = {
-            "above_copies", "available", "ancestry", "awaited", "begin_load", "capacity", "check_integrity", "coldest",
-            "commit", "complete", "contains", "drop_orphans", "find", "find_and_pin", "finish", "give_back", "hint", "hint_fates", "hold", "hottest", "idle",
-            "load_reuse", "match", "mirror", "node", "num_orphans", "open_lease", "quarantine", "record_events",
-            "release", "restore", "reuse", "room", "save_reuse", "set_above", "set_below", "set_clock", "set_tenant_limit",
-            "starting_with", "stats", "take_events", "tenant_entries", "unhold", "withhold",
+            "above_copies", "ancestry", "available", "awaited", "begin_load", "capacity", "check_integrity",
+            "coldest", "commit", "complete", "contains", "drop_orphans", "find", "find_and_pin", "finish",
+            "give_back", "hint", "hint_fates", "hold", "hottest", "idle", "load_reuse", "match", "mirror",
+            "node", "num_orphans", "open_lease", "quarantine", "record_events", "release", "restore", "reuse",
+            "room", "save_reuse", "set_above", "set_below", "set_clock", "set_tenant_limit", "starting_with",
+            "stats", "take_events", "tenant_entries", "unhold", "withhold",
         }  # fmt: skip
         public = {name for name in dir(BlockPool(CacheLevel.HOST, 1)) if not name.startswith("_")}
         own = {"level", "loading_from_storage", "nodes", "usage", "verify"}
