@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from fdcache._core import LoadForms, WholeReports
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.handover import Handovers
+from fdcache.manager.hooks import HandoverHooks
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
@@ -53,7 +53,6 @@ class Plans:
         requests: WaitingRequests,
         counters: Counters,
         clock: Callable[[], float],
-        handovers: Handovers | None = None,
     ) -> None:
         self._block_size = layout.block_size
         self._tiers = tiers
@@ -63,7 +62,9 @@ class Plans:
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
-        self.handovers = handovers
+        self.hooks: HandoverHooks | None = None
+        """Those of hand-overs, where there are some."""
+
         self._whole = self._make_whole_reports()
         self.open, self.ahead = OpenPlan(), OpenPlan(is_ahead=True)
 
@@ -118,8 +119,8 @@ class Plans:
     def close(self, arena: str | None) -> list[TransferPlan]:
         """Close the step and return its plans; ``arena`` names the shared arena that host slots refer to."""
         sent = self._close_copies(arena)
-        if self.handovers is not None:
-            plan = self.handovers.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
+        if self.hooks is not None:
+            plan = self.hooks.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
             sent = sent if plan is None else [plan, *sent]
         if sent:
             story.plans_sent(sent)
@@ -167,8 +168,8 @@ class Plans:
             if self._tiers.host:
                 self._tiers.host.traffic.record(report)
             not_cleared = report.refused and self._ledger.clears_storage(report)
-            if self.handovers is not None:
-                self.handovers.tally.record(report)
+            if self.hooks is not None:
+                self.hooks.record(report)
             for flight in self._ledger.record(report):
                 outcomes += self._complete(flight)
             if not_cleared and self._tiers.storage:
@@ -216,7 +217,7 @@ class Plans:
         ]
 
     def _complete(self, flight: InFlightPlan) -> list[LoadOutcome]:
-        if self.handovers is not None and self.handovers.stash(flight):
+        if self.hooks is not None and self.hooks.stash(flight):
             return []
         self._tiers.complete(flight, self._counters)
         return self._end_loads(flight) + self._end_handovers(flight)
@@ -231,14 +232,14 @@ class Plans:
 
     def _end_handovers(self, flight: InFlightPlan) -> list[LoadOutcome]:
         """End a fetch, or the fetches that ended before the load of the blocks below them."""
-        if self.handovers is None:
+        if self.hooks is None:
             return []
         outcomes = []
-        if (ended := self.handovers.ended(flight)) is not None:
+        if (ended := self.hooks.ended(flight)) is not None:
             request_id, lacking, message = ended
             status = LoadStatus.CONFIRMED if message is None else LoadStatus.FAILED
             outcomes.append(self._outcome(request_id, status, lacking, message))
-        for fetch in self.handovers.take_stashed(flight):
+        for fetch in self.hooks.take_stashed(flight):
             outcomes += self._complete(fetch)
         return outcomes
 
