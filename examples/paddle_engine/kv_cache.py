@@ -149,9 +149,8 @@ class FdcacheBlocks:
 
     def release(self, name: str, *, resumes: bool) -> None:
         """Release the blocks, at the end or, if the sequence ``resumes``, until it is admitted again."""
-        if resumes:
-            if self._peers is not None:
-                self._peers.end_transfers([self._requests[name]])
+        if resumes and self._peers is not None:
+            self._peers.end_transfers([self._requests[name]])
         self.manager.finish([self._requests[name]])
         if not resumes:
             del self._requests[name]

@@ -59,11 +59,8 @@ class HandoverHooks(Protocol):
     def take_stashed(self, flight: InFlightPlan) -> list[InFlightPlan]:
         """Return the fetches that waited for this plan, whose loads have ended; others wait no more."""
 
-    def ended(self, flight: InFlightPlan) -> tuple[str, int, str | None] | None:
-        """End a hand-over that every rank has reported, and that is settled in the tier.
-
-        Return (request id, first block that is lacking, the reason or None) of a fetch that a request waits for.
-        """
+    def ended(self, flight: InFlightPlan) -> None:
+        """End a hand-over that every rank has reported, and that is settled in the tier."""
 
     def counts(self) -> list[HandoverCount]:
         """Return the hand-overs that have ended, by peer and result."""
