@@ -77,9 +77,10 @@ class EventTranslator:
         self._resident: dict[CacheLevel, dict[bytes, RouterBlock]] = {level: {} for level in _OWN}
         self._unknown: dict[CacheLevel, dict[bytes, int]] = {level: {} for level in _OWN}
         self._late: list[tuple[CacheLevel, bytes]] = []
+        # ownership is left out: Dynamo drops events of owners other than the engine and KVCR.
         self._place = {
             CacheLevel.HOST: {"locality": "LOCAL"},
-            CacheLevel.STORAGE: {"locality": "REMOTE" if is_shared else "LOCAL", "ownership": "fdcache"},
+            CacheLevel.STORAGE: {"locality": "REMOTE" if is_shared else "LOCAL"},
         }
 
     def enable(self, settings: Settings) -> Settings:

@@ -31,7 +31,7 @@ MOST_UNREAD = 256
 MOST_KEPT = 1024
 """Messages that can be replayed."""
 MOST_KEPT_BYTES = 16 << 20
-_JOIN_SECONDS = 2.0
+_JOIN_SECONDS, _BIND_SECONDS = 2.0, 1.0
 _GATHER_SECONDS = 0.05
 """New subscribers are waited for that long before all blocks are told once for all of them."""
 
@@ -228,12 +228,19 @@ class EventPublisher:
 
 
 def _bind(socket: zmq.Socket[bytes], address: str, variable: str) -> None:
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        raise ConfigurationError(
-            f"{variable}: {address} cannot be bound: {error}; give an address such as tcp://127.0.0.1:5557"
-        ) from error
+    """Bind a socket. An address that is taken is tried for a moment: a service that ends gives it back late."""
+    deadline = time.monotonic() + _BIND_SECONDS
+    while True:
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE and time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
+            raise ConfigurationError(
+                f"{variable}: {address} cannot be bound: {error}; give an address such as tcp://127.0.0.1:5557"
+            ) from error
+        return
 
 
 def _encode(events: list[Any]) -> bytes:

@@ -38,10 +38,8 @@ _SLACK = 65536
 """Notes of blocks that are in no tier, before they are dropped."""
 _AT_ONCE = 4096
 """Blocks of one message."""
-_PLACE: dict[CacheLevel, dict[str, Any]] = {
-    CacheLevel.HOST: {"locality": "LOCAL"},
-    CacheLevel.STORAGE: {"locality": "LOCAL", "ownership": "fdcache"},
-}
+_LOCAL: dict[str, Any] = {"locality": "LOCAL"}
+"""``ownership`` is left out: Dynamo drops events of owners other than the engine and KVCR."""
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
@@ -210,7 +208,7 @@ class RouterFeed:
             for run in runs_of(block for block in blocks if block.group == group):
                 yield BlockStored(
                     **fields_of(run, MEDIUM[level], self._layout.block_size),
-                    **_PLACE[level],
+                    **_LOCAL,
                     kv_cache_spec_kind=kind,
                     kv_cache_spec_sliding_window=window,
                 )
@@ -221,7 +219,7 @@ class RouterFeed:
             page, group = self._page_of(key)
             by_group.setdefault(group, []).append(_name(page))
         for group, names in by_group.items():
-            yield BlockRemoved(names, MEDIUM[level], group, **_PLACE[level])
+            yield BlockRemoved(names, MEDIUM[level], group, **_LOCAL)
 
     def _page_of(self, key: bytes) -> tuple[bytes, int]:
         """Return the hash of a record's page and its group; the last group's key is the hash itself."""
