@@ -32,7 +32,6 @@ def settings(folder: Path, **others: str) -> dict[str, str]:
         "FDCACHE_STORAGE": "local",
         "FDCACHE_STORAGE_DIR": str(folder),
         "FDCACHE_STORAGE_SIZE": "16MiB",
-        "FDCACHE_STORAGE_THREADS": "1",
         "FDCACHE_KV_EVENTS": f"tcp://127.0.0.1:{free_port()}",
         "FDCACHE_KV_EVENTS_REPLAY": f"tcp://127.0.0.1:{free_port()}",
         **others,
@@ -130,7 +129,6 @@ def test_two_engines_and_a_service_are_killed_and_the_router_stays_true(tmp_path
     variables = settings(
         tmp_path / "disk",
         FDCACHE_HOST_MEMORY="1MiB",
-        FDCACHE_EXTENT_SIZE="256KiB",
         FDCACHE_STORAGE_SIZE="4MiB",
         FDCACHE_DISCARD="0",
     )

@@ -15,7 +15,7 @@ from fdcache.service.server.recovery import recover_blocks, shrink_recovered
 from fdcache.service.server.router_feed import RouterFeeds
 from fdcache.service.server.tenants import Quotas
 from fdcache.service.wire.protocol import Recall
-from fdcache.settings.cache import Eviction
+from fdcache.settings.cache import EvictionPolicy
 from fdcache.settings.server import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Namespaces(dict[bytes, Namespace]):
     ``used``, an argument of several methods, has the ids of the namespaces with clients.
     """
 
-    def __init__(self, settings: ServerSettings, arena: Arena, eviction: Eviction) -> None:
+    def __init__(self, settings: ServerSettings, arena: Arena, eviction: EvictionPolicy) -> None:
         super().__init__()
         self._eviction = eviction
         self.settings = settings

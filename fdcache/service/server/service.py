@@ -54,7 +54,7 @@ from fdcache.service.wire.protocol import (
     is_question,
 )
 from fdcache.service.wire.views import ServiceTotals
-from fdcache.settings.cache import Eviction
+from fdcache.settings.cache import EvictionPolicy
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import EVENT_CLEARED
 from fdcache.tiers.statistics import ReadTotals
@@ -78,7 +78,9 @@ class Service:
     No call blocks, and no slot is freed that a live process may be writing.
     """
 
-    def __init__(self, settings: ServerSettings, arena: Arena, runtime_dir: Path, eviction: Eviction) -> None:
+    def __init__(
+        self, settings: ServerSettings, arena: Arena, runtime_dir: Path, eviction: EvictionPolicy
+    ) -> None:
         self.settings = settings
         self.arena = arena
         self.namespaces = Namespaces(settings, arena, eviction)
