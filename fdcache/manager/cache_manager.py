@@ -20,6 +20,7 @@ from fdcache.manager.hooks import HandoverHooks, HookedParts
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
 from fdcache.manager.loads import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
+from fdcache.manager.notes import describe
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import LiveRequests, Request
 from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, MatchStatus
@@ -285,6 +286,7 @@ class CacheManager(TierManager[Request]):
         progress = list(progress)
         with self._lock:
             self._set_time()
+            self._describe(request for request, _ in progress)
             self._requests.commit(progress)
             if self._hooks is not None:
                 self._hooks.committed(progress)
@@ -316,11 +318,18 @@ class CacheManager(TierManager[Request]):
             self._set_time()
             plan = self._plans.open if self._state is ManagerState.RUNNING else None
             result = self._requests.advance(requests, tokens, uncomputed_tokens, plan)
+            self._describe(requests)
             if self._choices.has_open:
                 self._choices.computed((each, each.num_tokens - uncomputed_tokens) for each in requests)
             if not result.ok:
                 self._give_way()
             return result
+
+    def _describe(self, requests: Iterable[Request]) -> None:
+        """Tell a service that asks for it what the blocks of requests are, before they are copied there."""
+        if self._host is not None and (notes := self._host.notes) is not None and notes.is_wanted:
+            for request in requests:
+                describe(self._host, request)
 
     def finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.
