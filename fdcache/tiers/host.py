@@ -24,6 +24,7 @@ from fdcache.metadata import (
     SLOT_HEADER_BYTES,
     CacheLevel,
     HashArray,
+    Int32Array,
     SwapPurpose,
 )
 from fdcache.plans.blocks import NO_BLOCKS, Blocks
@@ -105,12 +106,35 @@ class SharedHints(Protocol):
         """Return what the service has told since the last call."""
 
 
+class PathNote(msgspec.Struct, frozen=True):
+    """What the blocks of a path depend on beside their tokens: ``items`` are offset, length and name of images."""
+
+    tenant: str | None = None
+    adapter: str | None = None
+    items: list[tuple[int, int, str]] = []
+
+
+class SharedNotes(Protocol):
+    """Descriptions of blocks for a service that tells routers of them."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """True while there is such a service."""
+
+    def describe(self, hashes: HashArray, tokens: Int32Array, note: PathNote) -> None:
+        """Describe the blocks of one path that are not described yet: those at its end."""
+
+
 class HostService(Protocol):
     """What an engine and a service tell each other. Messages go in the background, but for ``ask``."""
 
     @property
     def hints(self) -> SharedHints:
         """Hints for the tiers of the service."""
+
+    @property
+    def notes(self) -> SharedNotes:
+        """Descriptions of blocks for the service."""
 
     @property
     def reads(self) -> ReadTotals | None:

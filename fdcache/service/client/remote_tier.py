@@ -14,6 +14,7 @@ from fdcache.plans.blocks import Blocks
 from fdcache.service.client.connection import Connection
 from fdcache.service.client.hints import RemoteHints
 from fdcache.service.client.holds import RemoteFetches
+from fdcache.service.client.notes import BlockNotes
 from fdcache.service.client.session import Session
 from fdcache.service.client.session_keeper import SessionKeeper
 from fdcache.service.wire.protocol import (
@@ -64,6 +65,7 @@ class RemoteHostTier:
         self.sessions = SessionKeeper(settings, layout, self.index, terms or FetchTerms())
         self.fetches = RemoteFetches(self.sessions)
         self.hints = RemoteHints(self.sessions)
+        self.notes = BlockNotes(self.sessions)
 
     @property
     def service(self) -> RemoteHostTier:
