@@ -132,7 +132,7 @@ def _bind_http(server: Server, settings: Settings) -> HttpServer | None:
         return None
     from fdcache.service.server.http_server import HttpServer
 
-    keys = tuple(key.get_secret_value() for key in settings.service.api_keys)
+    keys = tuple(key.get_secret_value() for key in settings.value("FD_API_KEY"))
     try:
         return HttpServer(endpoints.address, keys, *endpoints.http)
     except OSError as error:
