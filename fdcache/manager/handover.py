@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from fdcache._core import InFlightPlan
 from fdcache.errors import RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.requests import LiveRequests, PeerSource, PlannedFetch, Request
 from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan
 from fdcache.plans.blocks import Blocks
-from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger, make_swap
+from fdcache.plans.ledger import OpenPlan, PlanLedger, make_swap
 from fdcache.settings import Settings
 from fdcache.settings.peers import PeerSettings
 from fdcache.tiers.handovers import HandoverTally

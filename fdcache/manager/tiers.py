@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from fdcache._core import InFlightPlan, SwapInFlight
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
@@ -22,7 +23,7 @@ from fdcache.metadata import (
     SwapPurpose,
     UInt64Array,
 )
-from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, OpenPlan, SwapInFlight, all_of
+from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan, all_of
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.early_copies import EarlyCopies

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
-from fdcache.plans.ledger import Mask, SwapInFlight
+from fdcache._core import SwapInFlight
+from fdcache.plans.ledger import Mask
 from fdcache.tiers.host import HostTier
 from fdcache.tiers.pool import PENDING
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from fdcache import _core
-from fdcache._core import CopyReservation, PlannedBackups
+from fdcache._core import CopyReservation, PlannedBackups, SwapInFlight
 from fdcache.errors import ConfigurationError, HashingError
 from fdcache.hints import GivenHint, HintOutcome
 from fdcache.layout import KVLayout
@@ -24,7 +24,6 @@ from fdcache.metadata import (
     UInt64Array,
 )
 from fdcache.plans.blocks import NO_BLOCKS, Blocks
-from fdcache.plans.ledger import SwapInFlight
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches
 from fdcache.tiers.pool import BlockPool

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fdcache._core import RecordTable
+from fdcache._core import InFlightPlan, RecordTable
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose, TransferReport
-from fdcache.plans.ledger import InFlightPlan, PlanLedger
+from fdcache.plans.ledger import PlanLedger
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.storage_opening import OpenedStorage
 from fdcache.service.wire.shared_memory import Extent
