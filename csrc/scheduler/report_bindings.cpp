@@ -24,8 +24,8 @@ struct CopiedBlocks {
 
 class PlanReports {
   public:
-    // Without a device the device cache is the engine's; without a meter there is no host tier.
-    PlanReports(PlanTable &plans, Loads &loads, Tier *device, HostSource host, CopyMeter *meter,
+    // Without a device the device cache is the engine's. Host and meter are there together.
+    PlanReports(PlanTable &plans, Loads &loads, Tier *device, HostIndex *host, CopyMeter *meter,
                 bool tells_arrivals)
         : plans_(plans),
           loads_(loads),
@@ -37,7 +37,7 @@ class PlanReports {
     // What follows from reports and is not done here.
     struct Counted {
         nb::list ended;            // plans whose transfers Python has to end
-        nb::list arrived;          // (transfer, flags, checksums) of copies to the host
+        nb::list arrived;          // with `tells_arrivals`, (transfer, flags) of the other copies to the host
         nb::list handovers;        // reports of hand-overs
         bool not_cleared = false;  // a rank's storage has kept its blocks
     };
@@ -58,7 +58,7 @@ class PlanReports {
     PlanTable &plans_;
     Loads &loads_;
     Tier *device_;
-    HostSource host_;
+    HostIndex *host_;
     CopyMeter *meter_;
     bool tells_arrivals_;
     CopiedBlocks copied_;
@@ -91,7 +91,8 @@ bool PlanReports::waits_for_copy_above(const SwapInFlight &transfer) const {
     std::vector<Digest> above;
     for (std::size_t i = 0; i < parents.span().size(); ++i)
         if (i == 0 || parents.span()[i] != hashes.span()[i - 1]) above.push_back(parents.span()[i]);
-    return host_.is_copying(above);
+    const std::vector<Presence> known = host_->contains(above);
+    return std::ranges::find(known, Presence::kPending) != known.end();
 }
 
 PlanReports::Counted PlanReports::count(const nb::list &reports) {
@@ -133,8 +134,6 @@ bool PlanReports::ends_here(const InFlightPlan &flight) const {
     for (const auto &each : flight.transfers) {
         if (!each->is_whole()) return false;
         if (each->kind != kLoad && waits_for_copy_above(*each)) return false;
-        if (each->kind == kLoad && !host_.tier() && !nb::object(each->swap.attr("unverified")).is_none())
-            return false;
     }
     return true;
 }
@@ -157,28 +156,23 @@ void PlanReports::end_plan(const InFlightPlan &flight, nb::list &arrived) {
 
 void PlanReports::end_loads(const InFlightPlan &flight, const SwapInFlight &loads) {
     const Slots targets(loads, "dst_block_ids"), sources(loads, "src_block_ids");
+    const ArrayValues<Digest> hashes(loads.swap.attr("hash_values"));
     copied_.loaded += loads.size;
     const std::span all = std::span<const std::uint8_t>(ones_).first(loads.size);
     if (device_)
         loads_.end(flight.plan_id, device_->complete(targets.all(), all, checksums_of(loads)), {});
     else
         loads_.end(flight.plan_id, all, {});
-    host_.end_load(sources.all());
+    host_->end_load({sources.all(), hashes.span(), all});
 }
 
 void PlanReports::end_copies_to_host(const SwapInFlight &copies, nb::list &arrived) {
     const Slots targets(copies, "dst_block_ids"), sources(copies, "src_block_ids");
     (copies.kind == kEvict ? copied_.evicted : copied_.backed_up) += copies.size;
-    nb::object flags = nb::none();
-    if (host_.tier()) {
-        auto ready =
-            host_.tier()->complete(targets.all(), std::span(ones_).first(copies.size), checksums_of(copies));
-        if (tells_arrivals_) flags = nb::cast(to_numpy<std::uint8_t>(std::move(ready)));
-    }
+    auto ready = host_->complete(targets.all(), std::span(ones_).first(copies.size), checksums_of(copies));
     if (device_) device_->unhold(sources.all());
-    if (!tells_arrivals_) return;
-    arrived.append(
-        nb::make_tuple(copies.swap, flags, copies.checksums.is_valid() ? copies.checksums : nb::none()));
+    if (tells_arrivals_)
+        arrived.append(nb::make_tuple(copies.swap, to_numpy<std::uint8_t>(std::move(ready))));
 }
 
 }  // namespace
@@ -209,11 +203,11 @@ void bind_plan_reports(nb::module_ &module) {
         .def(
             "__init__",
             [](Reports *self, nb::typed<nb::object, PlanTable> plans, nb::typed<nb::object, Loads> loads,
-               nb::typed<nb::object, Tier> device, const nb::typed<nb::object, HostArgument> &host,
+               nb::typed<nb::object, Tier> device, nb::typed<nb::object, HostIndex> host,
                nb::typed<nb::object, CopyMeter> meter, bool tells_arrivals) {
                 new (self)
                     Reports(nb::cast<PlanTable &>(plans), nb::cast<Loads &>(loads), nb::cast<Tier *>(device),
-                            host_source(host), nb::cast<CopyMeter *>(meter), tells_arrivals);
+                            nb::cast<HostIndex *>(host), nb::cast<CopyMeter *>(meter), tells_arrivals);
                 self->parts = {plans, loads, device, host, meter};
             },
             "plans"_a, "loads"_a, "device"_a.none(), "host"_a.none(), "meter"_a.none(), "tells_arrivals"_a)

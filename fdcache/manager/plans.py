@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fdcache import tracing
 from fdcache._core import InFlightPlan, Loads, PlanReports
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.handover import Handovers
+from fdcache.manager.hooks import HandoverHooks
 from fdcache.manager.tiers import LowerTiers, Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import OpenPlan, PlanLedger
-from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
 
 
@@ -29,7 +29,6 @@ class Plans:
         loads: Loads,
         counters: Counters,
         clock: Callable[[], float],
-        handovers: Handovers | None = None,
     ) -> None:
         self._tiers = tiers
         self._backups, self._storage = tiers.backups, tiers.storage
@@ -38,16 +37,17 @@ class Plans:
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
-        self.handovers = handovers
+        self.hooks: HandoverHooks | None = None
+        """Those of hand-overs, where there are some."""
+
         self._reports = self._make_reports()
         self.open, self.ahead = OpenPlan(), OpenPlan(is_ahead=True)
 
     def _make_reports(self) -> PlanReports:
         tiers, host = self._tiers, self._tiers.host
         device = tiers.device if isinstance(tiers, Tiers) else None
-        pins, traffic = (None, None) if host is None else (host.pins, host.traffic)
-        tells_arrivals = tiers.storage is not None or not isinstance(host, LocalHostTier)
-        return PlanReports(self._ledger, self._loads, device, pins, traffic, tells_arrivals)
+        index, traffic = (None, None) if host is None else (host.index, host.traffic)
+        return PlanReports(self._ledger, self._loads, device, index, traffic, tiers.storage is not None)
 
     def count(self, counters: Counters) -> None:
         """Add what the native side has counted."""
@@ -96,8 +96,8 @@ class Plans:
     def close(self, arena: str | None) -> list[TransferPlan]:
         """Close the step and return its plans; ``arena`` names the shared arena that host slots refer to."""
         sent = self._close_copies(arena)
-        if self.handovers is not None:
-            plan = self.handovers.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
+        if self.hooks is not None:
+            plan = self.hooks.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
             sent = sent if plan is None else [plan, *sent]
         if sent:
             story.plans_sent(sent)
@@ -127,12 +127,15 @@ class Plans:
 
     def apply(self, reports: list[TransferReport]) -> None:
         """Count reports. Raises ``PlanError`` before any report is counted."""
+        if tracing.spans is not None:
+            for report in reports:
+                tracing.spans.copied(report)
         counted = self._reports.count(reports)
         if counted.arrived:
             self._tiers.blocks_arrived(counted.arrived)
-        if self.handovers is not None:
+        if self.hooks is not None:
             for report in counted.handovers:
-                self.handovers.tally.record(report)
+                self.hooks.record(report)
         for flight in counted.ended:
             self._complete(flight)
         if counted.not_cleared and self._tiers.storage:
@@ -174,13 +177,13 @@ class Plans:
             self._loads.give_up(flight.plan.plan_id)
 
     def _complete(self, flight: InFlightPlan) -> None:
-        if self.handovers is not None and self.handovers.stash(flight):
+        if self.hooks is not None and self.hooks.stash(flight):
             return
         self._tiers.complete(flight, self._counters)
         if SwapPurpose.LOAD in flight.swaps:
             loaded = flight.swaps[SwapPurpose.LOAD].flags
             self._loads.end(flight.plan.plan_id, loaded, flight.errors)
-        if self.handovers is not None:
-            self.handovers.ended(flight)
-            for fetch in self.handovers.take_stashed(flight):
+        if self.hooks is not None:
+            self.hooks.ended(flight)
+            for fetch in self.hooks.take_stashed(flight):
                 self._complete(fetch)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fdcache.devices import topology
-from fdcache.devices.calibration import Calibration, Measurement
 from fdcache.errors import ConfigurationError
+from fdcache.machine.calibration import Calibration, Measurement
 from fdcache.service.server import machine_findings
 from fdcache.service.server.arena import Arena
 from fdcache.settings import VARIABLES, Settings
@@ -306,7 +306,7 @@ def test_the_storage_folder_is_measured_once_and_shown(tmp_path: Path) -> None:
 def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:
     dead = Arena(tmp_path, "deaddead", "ipc:///run/x.sock")
     dead.lock()
-    dead.create(1 << 20, 1 << 16)
+    dead.create(1 << 20)
     dead.close()
     living = Arena(tmp_path, "11111111")
     living.lock()

@@ -19,7 +19,7 @@ from fdcache.integrations.fastdeploy import (
     settings_from_config,
 )
 from fdcache.metadata import StorageScan, SwapPurpose, TransferPlan
-from fdcache.settings.cache import MooncakeSettings, StorageTierSettings, TransferSettings
+from fdcache.settings.cache import StorageTierSettings, TransferSettings
 from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.storage.slab import SlabStore
@@ -218,7 +218,7 @@ class Engine:
     def start(self) -> StorageScan | None:
         """Allocate the memory, and open the storage if there is one."""
         self.planes = self.controller.initialize_kv_cache(backend(), self.manager.num_gpu_blocks)
-        store = open_storage(ConnectorContext(self.controller.layout, 0, self.storage, MooncakeSettings()))
+        store = open_storage(ConnectorContext(self.controller.layout, 0, self.storage))
         return self.controller.initialize_storage(store) if store else None
 
     def serve(self, request: Any) -> int:
@@ -284,7 +284,7 @@ def test_two_engines_share_the_host_tier_of_a_service(tmp_path: Path) -> None:
         for found in (0, 4):
             engine = Engine(server=service.address)
             host = engine.manager.core._host
-            until(lambda host=host: host.copy_room >= 4, "slots are granted")  # type: ignore[misc]
+            until(lambda host=host: host.index.room >= 4, "slots are granted")  # type: ignore[misc]
             assert engine.serve(fd_request("a", prompt=prompt)) == found
             assert engine.manager.core.get_stats().counters.loads_confirmed == found // 4
             engine.controller.shutdown()
@@ -319,7 +319,7 @@ def test_the_environment_alone_connects_two_engines_to_a_service(
         for found in (0, 4):
             engine = EnvironmentEngine()
             host = engine.manager.core._host
-            until(lambda host=host: host.copy_room >= 4, "slots are granted")  # type: ignore[misc]
+            until(lambda host=host: host.index.room >= 4, "slots are granted")  # type: ignore[misc]
             assert engine.serve(fd_request("a", prompt=prompt)) == found
             assert engine.manager.core.get_stats().counters.host_hit_tokens == found * BLOCK
             engine.close()

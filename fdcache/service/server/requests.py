@@ -17,6 +17,7 @@ from fdcache.service.wire.protocol import (
     MAX_PATHS,
     NOT_FETCHED,
     Answer,
+    Describe,
     Done,
     EndFetches,
     Hinted,
@@ -128,6 +129,8 @@ def missed(client: Client, request: Missed) -> Answer:
         raise ProtocolError("blocks is below 0")
     client.lookups += request.lookups
     client.namespace.history.count_client_misses(request.lookups, first, counts)
+    sample = uint64_from(request.sample, "sample")
+    client.namespace.history.count_sample(sample.tolist(), request.below)
     return Done()
 
 
@@ -143,6 +146,13 @@ def end_fetches(client: Client, request: EndFetches) -> Answer:
     """End the storage reads of finished requests."""
     for number in request.numbers:
         client.fetches.leave(number, keep=request.keep)
+    return Done()
+
+
+def describe(client: Client, request: Describe) -> Answer:
+    """Learn what routers are to be told of blocks; nothing without routers."""
+    if (feed := client.namespace.feed) is not None:
+        feed.describe(request)
     return Done()
 
 

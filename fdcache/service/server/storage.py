@@ -13,6 +13,7 @@ from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
+from fdcache.service.server.router_feed import RouterFeeds
 from fdcache.service.server.storage_opening import (
     OpenedStorage,
     Progress,
@@ -51,9 +52,10 @@ class ServiceStorage:
     def __init__(self, settings: Settings, *, make_room: Callable[[Namespace, int], None]) -> None:
         self.settings = settings.storage_tier
         self._cache = settings.cache
-        self._mooncake = settings.mooncake
+        self._options = settings.connector_options
         self._verify = settings.transfer.verify is not Verify.OFF
         self._make_room = make_room
+        self.feeds: RouterFeeds | None = None
         check_settings(settings)
         if self.settings.connector == "local":
             require_folder(self.settings.directory)
@@ -98,7 +100,7 @@ class ServiceStorage:
             open_layout,
             layout,
             self.settings,
-            self._mooncake,
+            self._options,
             verify=self._verify,
             scanned=self._scanned,
             eviction=self._cache.eviction,
@@ -128,7 +130,12 @@ class ServiceStorage:
             return
         del self._openings[opening.layout.fingerprint]
         self.layouts[opening.layout.fingerprint] = LayoutStorage(
-            opened, self._cache, self.settings, wake=self._wake, make_room=self._make_room
+            opened,
+            self._cache,
+            self.settings,
+            wake=self._wake,
+            make_room=self._make_room,
+            feed=self.feeds.of(opening.layout) if self.feeds is not None else None,
         )
         log.info("namespace %s: the storage is open with %d blocks", name, opened.restored)
 
@@ -185,4 +192,4 @@ class ServiceStorage:
 
 def check_settings(settings: Settings) -> None:
     """Raise ``StorageError`` for a storage that these settings can never open; nothing is opened."""
-    require_connector(settings.storage_tier, settings.mooncake)
+    require_connector(settings.storage_tier, settings.connector_options)
