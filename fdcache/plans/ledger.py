@@ -229,11 +229,6 @@ class SwapInFlight:
         """Number of blocks that are ``copied``."""
         return self.size if self._copied is None else int(np.count_nonzero(self._copied))
 
-    def leading_copied(self, offset: int, count: int) -> int:
-        """Return how many of ``count`` blocks from ``offset`` on are ``copied``, up to the first that is not."""
-        first = -1 if self._copied is None else self._copied.tobytes().find(0, offset, offset + count)
-        return count if first < 0 else first - offset
-
     def _mark(self, cause: str, positions: Int32Array) -> None:
         if len(positions):
             if self._causes is None:
