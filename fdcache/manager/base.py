@@ -9,6 +9,7 @@ from threading import RLock
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
+from fdcache import tracing
 from fdcache.errors import ConfigurationError, PlanError
 from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
@@ -331,6 +332,7 @@ def settings_for(layout: KVLayout, settings: Settings | None) -> Settings:
     settings.check_layout(layout)
     require_host_tier(settings)
     logs.follow(settings)
+    tracing.follow(settings.deployment.traces, "fdcache-engine")
     log_misspelt(settings.misspelt)
     return settings
 

@@ -96,13 +96,14 @@ class PrefixMatcher:
         One native call matches all requests. Those that a service has to be asked about are asked for together, in
         one round trip. Raises ``RequestStateError`` or ``HashingError`` before any request is matched.
         """
+        began = story.match_begins(each.request_id for each in requests)
         found = self._find(requests)
         if self._choices.has_open:
             for each in found:
                 if each.status is MatchStatus.MATCHED:
                     to_load = each.num_host_blocks + each.num_storage_blocks
                     self._choices.matched(each.request_id, each.num_device_blocks, to_load)
-        story.matched(found)
+        story.matched(found, began)
         return found
 
     def _find(self, requests: list[Request]) -> list[MatchResult]:

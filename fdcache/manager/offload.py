@@ -181,17 +181,18 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._requests.prepare(request, keeps_gil=True)
         with self._lock:
             self._set_time()
+            began = story.match_begins((request.request_id,))
             tracked = self._requests.track(request)
             tracked.forget_device()
             if not self._requests.match(tracked, device_tokens, whole_prompt):
                 self._counters.deferred_lookups += 1
-                return story.offload_matched(OffloadMatch(request.request_id, MatchStatus.DEFERRED))
+                return story.offload_matched(OffloadMatch(request.request_id, MatchStatus.DEFERRED), began)
             tokens, stored = (
                 self._tokens(tracked.remaining),
                 self._tokens(tracked.from_storage + tracked.coming),
             )
             return story.offload_matched(
-                OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored)
+                OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored), began
             )
 
     def unmatch(self, request: OffloadRequest) -> None:

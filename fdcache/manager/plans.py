@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fdcache import tracing
 from fdcache._core import Loads, WholeReports
 from fdcache.layout import KVLayout
 from fdcache.manager import story
@@ -131,6 +132,9 @@ class Plans:
 
     def apply(self, reports: list[TransferReport]) -> None:
         """Count reports. Raises ``PlanError`` before any report is counted."""
+        if tracing.spans is not None:
+            for report in reports:
+                tracing.spans.copied(report)
         if self._whole is not None and (arrived := self._whole.count(reports)) is not None:
             if arrived:
                 self._tiers.blocks_arrived(arrived)
