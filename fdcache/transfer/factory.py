@@ -36,7 +36,7 @@ def open_connector(context: TransferContext) -> TransferConnector:
 def require_connector(settings: PeerSettings) -> None:
     """Raise ``TransferNotFoundError`` early for a connector that does not exist."""
     if settings.connector == "rdma":
-        from fdcache.transfer.nixl_agent import find_nixl
+        from fdcache.transfer.nixl import find_nixl
 
         find_nixl()
     elif settings.is_on and settings.connector != "ipc":

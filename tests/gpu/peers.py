@@ -32,7 +32,7 @@ from fdcache.settings.peers import PeerSettings
 from fdcache.testing.transfer import TransferConformance
 from fdcache.transfer.connector import LocalPlanes, ReadEnd, ReadOrder, TransferContext
 from fdcache.transfer.device_ipc import DeviceIpcConnector
-from fdcache.transfer.device_packed_memory import DevicePackedMemory
+from fdcache.transfer.packed_memory import DevicePackedMemory
 from fdcache.transfer.rdma import RdmaConnector
 from tests.service_help import until
 from tests.transfer_help import Instance, prompt_of

@@ -22,9 +22,8 @@ from fdcache.manager.results import LoadStatus
 from fdcache.settings.cache import TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.testing.transfer import TransferConformance, transfer_layout
-from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
+from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome, share
 from fdcache.transfer.device_ipc import DeviceIpcConnector
-from fdcache.transfer.sharing import share
 from tests.gpu.test_cuda_device import run_python
 from tests.gpu.test_cuda_order import spin
 from tests.transfer_help import BLOCK, LAYOUT, prompt_of
