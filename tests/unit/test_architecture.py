@@ -26,6 +26,7 @@ FOUNDATION = {
     "metadata",
     "settings",
     "tasks",
+    "tracing",
 }
 FLOORS = (
     FOUNDATION,
