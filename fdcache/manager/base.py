@@ -316,7 +316,7 @@ class TierManager(Generic[RequestT_contra]):
             held_blocks=held_blocks,
             traffic=host.traffic.copy() if host else Traffic(),
             loads=self._choices.figures(),
-            handovers=self._plans.handovers.tally.counts() if self._plans.handovers else [],
+            handovers=self._plans.hooks.counts() if self._plans.hooks else [],
             hints=self._hints.figures.copy(),
         )
 

@@ -21,6 +21,7 @@ from fdcache.manager.device_contents import NO_BLOCK, device_ids_of, require_dis
 from fdcache.manager.hints import RequestHints
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
+from fdcache.manager.notes import describe
 from fdcache.manager.offloaded import OffloadedRequests, Tracked
 from fdcache.manager.plans import Plans
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
@@ -250,6 +251,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             if offered is None:
                 return
             path, start = offered
+            describe(self._host, request)
             self._count_lookup(tracked)
             self._copies.offered(path, start, tracked.counted_blocks)
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))

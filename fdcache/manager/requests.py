@@ -29,7 +29,7 @@ from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.host import HostMatch
+from fdcache.tiers.host import HostMatch, PathNote
 from fdcache.tiers.statistics import Counters
 
 Unanswered = tuple[int, int]
@@ -60,6 +60,8 @@ class Request(RequestState):
 
     _fetch = 0
     tenant: str | None = None
+    adapter_name: str | None = None
+    """Name of the adapter for routers, where ``adapter_id`` says more than that."""
     _keys: tuple[str | None, Sequence[MultimodalItem]] = (None, ())
     _unasked: PeerSource | None = None
     _sends = 0
@@ -108,6 +110,16 @@ class Request(RequestState):
             multimodal=multimodal,
             lookahead=lookahead,
         )
+
+    @property
+    def note(self) -> PathNote:
+        """What its blocks depend on beside its tokens."""
+        adapter_id, items = self._keys
+        names = [
+            (each.offset, each.length, each.hash if isinstance(each.hash, str) else each.hash.hex())
+            for each in items
+        ]
+        return PathNote(self.tenant, self.adapter_name or adapter_id, names)
 
     def __repr__(self) -> str:
         state = "running" if self.is_live else "not matched"

@@ -94,6 +94,25 @@ class SharedHints(Protocol):
         """Return what the service has told since the last call."""
 
 
+class PathNote(msgspec.Struct, frozen=True):
+    """What the blocks of a path depend on beside their tokens: ``items`` are offset, length and name of images."""
+
+    tenant: str | None = None
+    adapter: str | None = None
+    items: list[tuple[int, int, str]] = []
+
+
+class SharedNotes(Protocol):
+    """Descriptions of blocks for a service that tells routers of them."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """True while there is such a service."""
+
+    def describe(self, hashes: HashArray, tokens: Int32Array, note: PathNote) -> None:
+        """Describe the blocks of one path that are not described yet: those at its end."""
+
+
 class HostTier(Protocol):
     """A tier of host blocks. A service that cannot be reached is a tier with nothing in it: no call raises for it."""
 
@@ -104,6 +123,10 @@ class HostTier(Protocol):
     @property
     def hints(self) -> SharedHints | None:
         """Hints for the tiers of a service; None without one."""
+
+    @property
+    def notes(self) -> SharedNotes | None:
+        """Descriptions of blocks for a service; None without one."""
 
     @property
     def service_reads(self) -> ReadTotals | None:
@@ -232,6 +255,7 @@ class LocalHostTier(BlockPool):
     plan_arena: str | None = None
     fetches: Fetches | None = None
     hints: SharedHints | None = None
+    notes: SharedNotes | None = None
     service_reads: ReadTotals | None = None
     on_evict: Callable[[HashArray], None] | None = None
 

@@ -17,6 +17,7 @@ from fdcache.plans.blocks import Blocks
 from fdcache.service.client.connection import Connection
 from fdcache.service.client.hints import RemoteHints
 from fdcache.service.client.holds import RemoteFetches
+from fdcache.service.client.notes import BlockNotes
 from fdcache.service.client.session import Outbox, Session, SessionKeeper
 from fdcache.service.wire.protocol import (
     FETCHING,
@@ -95,6 +96,7 @@ class RemoteHostTier:
         self.sessions = SessionKeeper(settings, layout, self._outbox, self.pins, terms or FetchTerms())
         self.fetches = RemoteFetches(self.sessions)
         self.hints = RemoteHints(self.sessions)
+        self.notes = BlockNotes(self.sessions)
 
     @property
     def host_cache(self) -> HostCache:

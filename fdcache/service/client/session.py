@@ -75,6 +75,7 @@ class Session:
         runs: look-ups in the service's table, and what this process has pinned and unpinned there.
         storage: the service has a storage tier below its host tier.
         is_resetting: a reset is requested; slots granted before it would be useless.
+        block_size, wants_notes: tokens of a block; True if the service wants blocks to be described.
         unanswered: heartbeats sent since the last message of the service.
     """
 
@@ -90,6 +91,8 @@ class Session:
     figures: list[int] = field(default_factory=list)
     reads: ReadTotals = field(default_factory=ReadTotals)
     unanswered: int = 0
+    block_size: int = 0
+    wants_notes: bool = False
 
     @property
     def needs_slots(self) -> bool:
@@ -494,4 +497,13 @@ def open_session(
         ) from error
     connection.session = answer.session
     arena = f"{geometry.incarnation:x}/{answer.session:x}/{live.path}"
-    return Session(answer.session, arena, answer.num_slots, OutgoingCopies(table), runs, answer.storage)
+    return Session(
+        answer.session,
+        arena,
+        answer.num_slots,
+        OutgoingCopies(table),
+        runs,
+        answer.storage,
+        block_size=layout.block_size,
+        wants_notes=answer.notes,
+    )
