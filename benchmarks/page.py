@@ -29,7 +29,7 @@ from fdcache.settings.cache import WritePolicy
 
 CLIENTS, STEPS, PROMPTS, BLOCKS = 64, 200, 2, 16
 GOAL = 0.01
-READERS = (0, 1, 8)
+READERS = (0, 1, 4)
 _READER = """
 import sys, urllib.request
 while True:
