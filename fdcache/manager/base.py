@@ -93,8 +93,8 @@ class TierManager(Generic[RequestT_contra]):
 
         Call it after every worker has shut down.
         """
-        if self._tiers.host:
-            self._tiers.host.close()
+        if self._tiers.host and self._tiers.host.service is not None:
+            self._tiers.host.service.close()
         if self._storage_lookup is not None:
             self._storage_lookup.close()
 
@@ -114,7 +114,8 @@ class TierManager(Generic[RequestT_contra]):
     @property
     def shared_blocks_in_use(self) -> int:
         """Pins and slots being written of this engine in a service's tier; 0 without a service."""
-        return self._tiers.host.in_use if self._tiers.host and self.settings.server is not None else 0
+        host = self._tiers.host
+        return host.in_use if host and host.service is not None else 0
 
     @property
     def num_host_blocks(self) -> int:

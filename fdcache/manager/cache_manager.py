@@ -29,7 +29,7 @@ from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.host import HostTier, LocalHostTier
+from fdcache.tiers.host import HostService
 from fdcache.tiers.reuse import RecentReuse
 from fdcache.tiers.statistics import CacheStats, Counters
 
@@ -96,7 +96,7 @@ class CacheManager(TierManager[Request]):
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
         self._device, self._host = tiers.device, tiers.host
-        self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
+        self._service = tiers.host.service if tiers.host is not None else None
         self._requests = LiveRequests(settings, layout, tiers, counters)
         ahead = make_loads_ahead(
             layout, tiers, self._requests.loads, counters, lambda: self._plans.ahead, loads_ahead
@@ -108,7 +108,7 @@ class CacheManager(TierManager[Request]):
             self._blocks_being_loaded,
             priors,
             streams=ahead is not None,
-            totals=lambda: tiers.host.service_reads if tiers.host is not None else None,
+            totals=lambda: self._service.reads if self._service is not None else None,
         )
         self._matcher = PrefixMatcher(
             settings, layout, tiers, self._requests, counters, clock, self._choices, ahead
@@ -327,9 +327,9 @@ class CacheManager(TierManager[Request]):
 
     def _describe(self, requests: Iterable[Request]) -> None:
         """Tell a service that asks for it what the blocks of requests are, before they are copied there."""
-        if self._host is not None and (notes := self._host.notes) is not None and notes.is_wanted:
+        if self._service is not None and self._service.notes.is_wanted:
             for request in requests:
-                describe(self._host, request)
+                describe(self._service, request)
 
     def finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.
@@ -430,7 +430,7 @@ class CacheManager(TierManager[Request]):
                 slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
             ]
 
-    def _reset_device_if_asked(self, service: HostTier) -> None:
+    def _reset_device_if_asked(self, service: HostService) -> None:
         """Forget the device tier if an operator of the service has asked for it."""
         if service.take_device_reset():
             self._reset_device()

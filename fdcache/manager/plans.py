@@ -12,7 +12,6 @@ from fdcache.manager.hooks import HandoverHooks
 from fdcache.manager.tiers import LowerTiers, Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
-from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
 
 
@@ -48,10 +47,11 @@ class Plans:
         tiers = self._tiers
         if tiers.host is None:
             return None
-        tells_arrivals = tiers.storage is not None or not isinstance(tiers.host, LocalHostTier)
         device = tiers.device if isinstance(tiers, Tiers) else None
         host = tiers.host
-        return WholeReports(self._ledger, self._loads, device, host.pins, host.traffic, tells_arrivals)
+        return WholeReports(
+            self._ledger, self._loads, device, host.index, host.traffic, tiers.storage is not None
+        )
 
     def count(self, counters: Counters) -> None:
         """Add what the native side has counted."""
