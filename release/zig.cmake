@@ -1,6 +1,4 @@
 # Toolchain of the wheels: clang, libc++ and the symbols of glibc 2.28 in Zig's package, for MACHINE of the environment.
-set(CMAKE_SYSTEM_NAME Linux)
-set(CMAKE_SYSTEM_PROCESSOR $ENV{FDCACHE_MACHINE})
 set(CMAKE_CXX_COMPILER $ENV{FDCACHE_ZIG} c++ -target $ENV{FDCACHE_MACHINE}-linux-gnu.2.28)
 set(CMAKE_AR $ENV{FDCACHE_ZIG} CACHE FILEPATH "")
 # Nothing of where it was built is left in the modules. nanobind's headers use stderr without its header.
