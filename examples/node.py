@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-FDCACHE = [sys.executable, "-m", "fdcache_cli.main"]
+FDCACHE = [str(Path(sys.executable).with_name("fdcache"))]
 SHARED_MEMORY = "/dev/shm"
 
 
