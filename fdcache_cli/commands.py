@@ -17,8 +17,16 @@ COMMANDS = {
     "inspect": "Look into a running service, or into files on disk.",
     "replay": "Replay a workload through the real cache and report.",
     "reset": "Drop cached blocks, of a running service or on disk.",
+    "pin": "Keep the blocks of a prefix in the host tier.",
+    "unpin": "End a pin.",
+    "prefetch": "Read a prefix from storage to the host tier.",
+    "move": "Move a prefix from the host tier to storage.",
+    "delete": "Delete the blocks of a prefix.",
+    "quota": "Set the quota of a tenant.",
 }
-"""Each is a module of this package, with a function of its name or, for a group, an ``app``."""
+_GROUPS = {"env", "inspect", "reset"}
+_CONTROL = {"pin", "unpin", "prefetch", "move", "delete", "quota"}
+"""Commands to a running service. The others are each a module of their name."""
 
 ABOUT = "fdcache: the KV-cache layer of an LLM serving engine."
 _COMPLETION = "_FDCACHE_COMPLETE"
@@ -58,9 +66,13 @@ def make_app() -> "Any":
 def _commands() -> "list[Any]":
     from fdcache_cli.app import Command
 
-    groups = {"env", "inspect", "reset"}
     return [
-        Command(name, f"fdcache_cli.{name}", "app" if name in groups else name, text)
+        Command(
+            name,
+            f"fdcache_cli.{'control' if name in _CONTROL else name}",
+            "app" if name in _GROUPS else name,
+            text,
+        )
         for name, text in COMMANDS.items()
     ]
 

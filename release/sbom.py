@@ -1,4 +1,4 @@
-"""Software bill of materials of a release, in CycloneDX: what is compiled in, what is required, and each file's hash."""
+"""Software bill of materials of a release, in CycloneDX: what is compiled in, what is required, hashes."""
 
 from __future__ import annotations
 
