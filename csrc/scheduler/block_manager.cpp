@@ -24,7 +24,7 @@ std::span<const Slot> slots_between(const AppendOnly<std::int32_t> &table, std::
 }  // namespace
 
 BlockManager::BlockManager(Tier &tier, const BlockKeys &keys, bool caches_prefixes, const Follow &follow,
-                           HostSource host)
+                           HostIndex *host)
     : tier_(tier),
       host_(host),
       id_(next_id()),
