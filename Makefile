@@ -6,7 +6,7 @@ comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test quick test-gpu test-mooncake test-vllm check nightly tsan asan fuzz soak lint format stubs bench bench-peers clean
+.PHONY: demo demo-paddle gpu-extra test quick test-gpu test-mooncake test-vllm check nightly tsan asan fuzz soak lint format stubs size bench bench-peers clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -113,6 +113,9 @@ stubs: $(VENV)/.installed-dev  ## fdcache/_core.pyi and fdcache/replay/_pattern.
 	$(BIN)/python -m nanobind.stubgen -q -m fdcache._core -o fdcache/_core.pyi
 	$(BIN)/python -m nanobind.stubgen -q -m fdcache.replay._pattern -o fdcache/replay/_pattern.pyi
 	$(BIN)/ruff format --quiet fdcache/_core.pyi fdcache/replay/_pattern.pyi
+
+size:  ## lines and code of every room
+	$(PYTHON) tools/size.py
 
 bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, with the machine they ran on
 	$(BIN)/python -m benchmarks.scheduler
