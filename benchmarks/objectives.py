@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.machine import machine
+from benchmarks.harness import machine
 from fdcache.replay.config import ReplayConfig, Shape, Verify
 from fdcache.replay.points import Point
 from fdcache.replay.trace import read_trace
