@@ -118,15 +118,12 @@ size:  ## lines and code of every room
 	$(PYTHON) tools/size.py
 
 bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, with the machine they ran on
-	$(BIN)/python -m benchmarks.scheduler
-	$(BIN)/python -m benchmarks.steps
-	$(BIN)/python -m benchmarks.plans
-	$(BIN)/python -m benchmarks.eviction
-	$(BIN)/python -m benchmarks.tier_blocks
-	$(BIN)/python -m benchmarks.host_runs
+	$(BIN)/python -m benchmarks.steps all
+	$(BIN)/python -m benchmarks.tiers blocks
+	$(BIN)/python -m benchmarks.tiers evictions
+	$(BIN)/python -m benchmarks.tiers runs
 	$(BIN)/python -m benchmarks.hashing
 	$(BIN)/python -m benchmarks.copies
-	$(BIN)/python -m benchmarks.submission
 	$(BIN)/python -m benchmarks.settings
 
 # The environments take 6 GB in the user's cache folder.

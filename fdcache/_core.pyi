@@ -687,14 +687,11 @@ class Tier(LowerTier):
     noted, opened before a reset.
     """
 
-    def __init__(
-        self, slots: int, eviction: str = "lru", extent: int = 0, spare: float = 0.0, depth_value: float = 0.0
-    ) -> None:
+    def __init__(self, slots: int, eviction: str = "lru", extent: int = 0, spare: float = 0.0) -> None:
         """
         ``extent``: runs of slots cross no multiple of it; 0: there is one extent. ``spare``:
         reservations evict ahead of need, for longer runs, while less than this share of the slots
-        (0 to 0.5) is free. ``depth_value``: how much more a block is worth to ``learned`` for each
-        block above it.
+        (0 to 0.5) is free.
         """
 
     def set_below(self, below: LowerTier, is_always_copied: bool) -> None:

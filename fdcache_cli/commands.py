@@ -23,6 +23,12 @@ COMMANDS = (
         "Replay a workload through the real cache and report.",
     ),
     Command("reset", "fdcache_cli.reset", "app", "Drop cached blocks, of a running service or on disk."),
+    Command("pin", "fdcache_cli.control", "pin", "Keep the blocks of a prefix in the host tier."),
+    Command("unpin", "fdcache_cli.control", "unpin", "End a pin."),
+    Command("prefetch", "fdcache_cli.control", "prefetch", "Read a prefix from storage to the host tier."),
+    Command("move", "fdcache_cli.control", "move", "Move a prefix from the host tier to storage."),
+    Command("delete", "fdcache_cli.control", "delete", "Delete the blocks of a prefix."),
+    Command("quota", "fdcache_cli.control", "quota", "Set the quota of a tenant."),
 )
 
 app = new_group(

@@ -73,7 +73,7 @@ def take_plans_us(waiting: int, blocks: int, calls: int) -> tuple[float, float]:
         manager.prepare(requests)
         stored = scan_of(requests)
         assert manager.restore_storage([stored]) == len(requests) * blocks
-        manager.prefetch(requests)
+        manager.begin(requests)
         manager.take_plans()
         assert not manager.take_plans()
         step = median_us(manager.take_plans, calls)

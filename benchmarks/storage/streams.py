@@ -142,7 +142,7 @@ class OwnBlocks:
         request = self.rank.request(number, blocks)
         self.manager.prepare([request])
         start = time.perf_counter()
-        self.manager.prefetch([request])
+        self.manager.begin([request])
         while (found := self.manager.match_prefix([request])[0]).status is MatchStatus.DEFERRED:
             self.rank.run_step()
         assert found.total_matched_blocks == blocks, found
@@ -160,7 +160,7 @@ class OwnBlocks:
             (stats := self.manager.get_stats()).plans_in_flight or stats.queued_backups or stats.queued_stores
         ):
             self.rank.run_step()
-        self.manager.request_finish([request])
+        self.manager.finish([request])
 
 
 class EngineBlocks:

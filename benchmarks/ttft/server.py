@@ -162,7 +162,7 @@ class Server:
     def match(self, request: Request) -> Request:
         """Match a request, waiting until its blocks in storage are read."""
         with self.manager_time():
-            self.manager.prefetch([request])
+            self.manager.begin([request])
             match = self.manager.match_prefix([request])[0]
         while match.status is not MatchStatus.MATCHED:
             self.submit()
@@ -212,7 +212,7 @@ class Server:
         """Commit the given number of tokens of each request, and finish them."""
         with self.manager_time():
             self.manager.commit(done)
-            self.manager.request_finish([request for request, _ in done])
+            self.manager.finish([request for request, _ in done])
 
     def first_token(self, prompt: Tokens, *, use_cache: bool = True) -> tuple[float, FirstToken]:
         """Return the seconds from arrival to first token, and the token; then wait for all copies."""

@@ -301,7 +301,7 @@ class CacheController:
         """Enqueue the copies of a plan and return at once.
 
         Copies wait for the work that ``compute_stream`` has now; its later work waits for the plan's evictions. Loads
-        beyond ``TransferSettings.loads_ahead`` start later, at the latest when one of their layers is waited for.
+        beyond ``TransferSettings.queued_bytes`` start later, at the latest when one of their layers is waited for.
         ``compute_stream``: anything that the device's ``as_stream`` takes; required on a GPU for a plan with copies.
 
         ``poll`` reports every submitted plan once. Failures of device, memory, service or storage are in the report,

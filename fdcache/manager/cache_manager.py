@@ -55,7 +55,7 @@ class CacheManager(TierManager[Request]):
             plans = manager.take_plans()              # send them to every rank, then compute the step
             outcomes = manager.apply(reports)         # of every rank
             manager.commit([(request, num_computed_tokens)])
-            manager.request_finish([request])
+            manager.finish([request])
 
     Calls take lists of requests and are thread-safe. Any number of steps may be in flight.
 
@@ -166,7 +166,7 @@ class CacheManager(TierManager[Request]):
 
     # --- a scheduler step ---------------------------------------------------------------------------------
 
-    def prefetch(self, requests: Iterable[Request]) -> None:
+    def begin(self, requests: Iterable[Request]) -> None:
         """Start to read blocks of requests from storage into the host tier. Call it when requests arrive.
 
         The blocks are pinned there until the request is matched or finished.
@@ -177,7 +177,7 @@ class CacheManager(TierManager[Request]):
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 for request in requests:
-                    self._matcher.prefetch(request)
+                    self._matcher.begin(request)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Pin the longest cached prefix of each request, without its last token.
@@ -257,7 +257,7 @@ class CacheManager(TierManager[Request]):
         """Hand over the full blocks of requests under these names, to the decode instance that asks for them.
 
         Call it after the allocation: with the next plan the workers hand over what the engine then reports with
-        ``CacheController.layer_computed``. A request keeps its blocks until then, also after ``request_finish``; end
+        ``CacheController.layer_computed``. A request keeps its blocks until then, also after ``finish``; end
         what will not be completed with ``end_transfers``. Raises ``RequestStateError`` for a request without blocks
         or a name that another send has, ``TransferError`` if FDCACHE_TRANSFER is none.
         """
@@ -402,7 +402,7 @@ class CacheManager(TierManager[Request]):
                 story.loads_ended(outcomes)
             return outcomes
 
-    def request_finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
+    def finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.
 
         The hints of a request are taken then, unless it is ``preempted`` and comes back.

@@ -73,7 +73,7 @@ class PrefixMatcher:
             self._reuse.cell, settings.defer_timeout, MatchResult, MatchStatus.MATCHED, MatchStatus.DEFERRED
         )
 
-    def prefetch(self, request: Request) -> None:
+    def begin(self, request: Request) -> None:
         """Start to read from storage what a request that has arrived will need."""
         if self._fetches is not None and self._fetches.is_on and self._requests.may_prefetch(request):
             number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)

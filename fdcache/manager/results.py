@@ -127,7 +127,7 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 
     FAILED: discard the tokens of all the request's steps in flight and compute again from token ``recompute_from``,
     in the same blocks. OVERDUE: a rank may still write into the blocks, so preempt the request with
-    ``request_finish``; its next match reuses blocks on the device and loads nothing.
+    ``finish``; its next match reuses blocks on the device and loads nothing.
 
     Of an ``OffloadManager``: ``unplanned`` are the device blocks at the end of the load that no plan loads. They are
     free at once, those that a plan loads once every rank has reported it. ``load`` is the number that ``load_of``

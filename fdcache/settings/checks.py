@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fdcache.machine.memory import MemoryLimits
@@ -208,6 +208,27 @@ def _ranks(settings: SettingsTree) -> Iterator[Problem]:
 _LINK_NAME = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 
+_IS_CONSTANT = "unset it; its default is fixed"
+
+REMOVED: Mapping[str, str] = {
+    "FDCACHE_EVICTION_OBJECTIVE": "unset it; FDCACHE_EVICTION=learned keeps the blocks that are found most",
+    "FDCACHE_FIRST_GROUP_LAYERS": _IS_CONSTANT,
+    "FDCACHE_GROUP_LAYERS": _IS_CONSTANT,
+    "FDCACHE_LOADS_AHEAD": _IS_CONSTANT,
+    "FDCACHE_COPY_THREADS": _IS_CONSTANT,
+    "FDCACHE_SWAP_CTAS": "unset it; `fdcache init` measures the number, and FDCACHE_SWAP_SM_BUDGET limits it",
+    "FDCACHE_STORAGE_THREADS": _IS_CONSTANT,
+    "FDCACHE_STORAGE_RETRY": _IS_CONSTANT,
+    "FDCACHE_STORAGE_WRITE_BLOCKS": _IS_CONSTANT,
+    "FDCACHE_PREFETCH_TIMEOUT": "unset it; FDCACHE_LOAD_OR_RECOMPUTE=auto waits for reads that take less time than "
+    "computing, and FDCACHE_PREFETCH_POLICY=wait_complete waits for all",
+    "FDCACHE_PREFETCH_BANDWIDTH": "unset it; FDCACHE_LOAD_OR_RECOMPUTE=auto measures the bandwidth",
+    "FDCACHE_TRANSFER_THREADS": _IS_CONSTANT,
+    "FDCACHE_TRANSFER_RING": _IS_CONSTANT,
+    "FDCACHE_EXTENT_SIZE": "unset it; FDCACHE_HOST_MEMORY decides it",
+}
+"""Settings that earlier versions had, each with the remedy."""
+
 _logged: set[Problem] = set()
 
 
@@ -225,7 +246,9 @@ def unknown_names(layers: Iterable[Layer], known: Collection[str]) -> Iterator[P
                 continue
             is_own = name.startswith(OWN_PREFIX)
             meant = suggest(name, known)
-            if meant and (is_own or _is_near_miss(name, meant)):
+            if remedy := REMOVED.get(name.removesuffix(FILE_SUFFIX)):
+                yield warning(name, value.place, "this setting is gone", remedy)
+            elif meant and (is_own or _is_near_miss(name, meant)):
                 yield warning(name, value.place, "there is no such setting", f"did you mean {meant}?")
             elif is_own:
                 remedy = "`fdcache env show --all` lists the settings"

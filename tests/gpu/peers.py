@@ -251,7 +251,7 @@ def _prefill(gpu: str, directory: str, connector: str = "ipc") -> None:
                     with cupy.cuda.Device(instance.ordinal):
                         spin(instance.stream, cycles)
                 instance.compute(request, f"r{seed}")
-                instance.manager.request_finish([request])
+                instance.manager.finish([request])
                 _answer("computed")
             instance.step()
 

@@ -263,7 +263,7 @@ def test_a_prompt_is_handed_over_between_processes_while_both_gpus_compute(
             assert (outcome.status, outcome.error_message) == (LoadStatus.CONFIRMED, None)
             assert decode.wrong_blocks(request, 0, blocks) == []
             decode.outcomes.clear()
-            decode.manager.request_finish([request])
+            decode.manager.finish([request])
         assert decode.transfers.connector.read_bytes == 29 * LAYOUT.payload_bytes
 
 

@@ -121,7 +121,7 @@ class OwnDevice(Side):
             self.report(1)
         plans = self.step()
         self.manager.commit([(request, request.num_tokens)])
-        self.manager.request_finish([request])
+        self.manager.finish([request])
         return plans
 
 

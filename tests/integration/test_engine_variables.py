@@ -374,7 +374,7 @@ class TestFastDeploy:
             request = fd_request("a", 2 * BLOCK)
             run(manager, request, outputs=2 * BLOCK + 1)
             request.status = SimpleNamespace(name=status)
-            manager.request_finish(request)
+            manager.finish(request)
             settle(manager)
             again = fd_request("b", prompt=[*request.prompt_token_ids, *request.output_token_ids])
             manager.match_prefix(again)

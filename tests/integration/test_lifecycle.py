@@ -247,7 +247,7 @@ class TestOtherUsers:
     def test_arenas_of_other_users_are_passed_over(self, shared_folder: Path) -> None:
         theirs = Arena(shared_folder, "0decaf00")
         theirs.lock()
-        theirs.create(1 << 20, 1 << 16)
+        theirs.create(1 << 20)
         (shared_folder / "fdcache-0badcafe-free-00000").touch(mode=0o600)
         assert as_nobody(partial(find_arenas, shared_folder)) == []
         found = as_nobody(partial(foreign_arenas, shared_folder))

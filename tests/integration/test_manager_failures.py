@@ -53,7 +53,7 @@ class TestFailures:
         assert (allocation.ok, len(allocation.block_ids)) == (True, 0)
         world.manager.commit([(request, 4)])
         assert world.manager.get_stats().device.ready == 1
-        world.manager.request_finish([request])
+        world.manager.finish([request])
         world.assert_nothing_is_held()
 
     def test_nothing_above_an_unconfirmed_load_is_committed(self, worlds: Worlds) -> None:
@@ -112,7 +112,7 @@ class TestFailures:
         world.engine.deliver(0)
         match = world.manager.match_prefix([job.request])[0]
         assert (match.num_device_blocks, match.num_host_blocks) == (0, 0)
-        world.manager.request_finish([job.request])
+        world.manager.finish([job.request])
         assert world.match(*A, *B, *TAIL) == (0, 2), "others load it as before"
         world.assert_nothing_is_held()
 
@@ -143,7 +143,7 @@ class TestFailures:
         (outcome,) = world.manager.apply([TransferReport.refusal(plan, 0, "no device planes")])
         assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 0)
         assert "no device planes" in (outcome.error_message or "")
-        world.manager.request_finish([request])
+        world.manager.finish([request])
         world.assert_nothing_is_held()
 
     @pytest.mark.parametrize("end", ["lost", "reset"])

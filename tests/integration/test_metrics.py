@@ -118,7 +118,7 @@ class TestMisses:
         engine.manager._device.reset()
         request = Request(f"look{tokens[0]}", tokens)
         found = engine.manager.match_prefix([request])[0].num_host_blocks
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         return found
 
     def reasons(self, service: LocalService, engine: Engine) -> list[str | None]:
@@ -155,7 +155,7 @@ class TestMisses:
 
     def test_eviction(self, tmp_path: Path) -> None:
         (tmp_path / "s").mkdir()
-        small = {"FDCACHE_HOST_MEMORY": "128KiB", "FDCACHE_EXTENT_SIZE": "64KiB"}
+        small = {"FDCACHE_HOST_MEMORY": "128KiB"}
         with local_service(tmp_path / "s", **small) as service:
             engine = Engine(service.address, device_blocks=64)
             engine.serve(PROMPT)
@@ -193,9 +193,7 @@ class TestMisses:
             engine.manager.match_prefix([request])
             engine.manager.allocate_device_blocks([(request, len(PROMPT))])
             engine.carry_out(engine.manager.take_plans())
-            engine.manager.request_finish(
-                [request]
-            )  # and computes nothing, which would be stored in its place
+            engine.manager.finish([request])  # and computes nothing, which would be stored in its place
             until(lambda: service.ask("namespaces")[0]["totals"]["corrupt"] == 1, "it is dropped")
             reasons = self.reasons(service, engine)
             engine.close()

@@ -46,7 +46,7 @@ def start(master: Master) -> subprocess.Popen[str]:
     program = "from fdcache_cli.main import run; run()"
     return subprocess.Popen(
         [sys.executable, "-c", program, *REPLAY],
-        env={**os.environ, **master.environment(), "FDCACHE_PREFETCH_TIMEOUT": "3s"},
+        env={**os.environ, **master.environment()},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -122,7 +122,7 @@ def test_services_share_a_store_that_outlives_each_of_them(master: Master, tmp_p
     node.register(HostRecords(layout, 1).table)
     hits = []
     for turn in range(2):
-        settings = {**master.environment(), "FDCACHE_HOST_MEMORY": "4MiB", "FDCACHE_EXTENT_SIZE": "256KiB"}
+        settings = {**master.environment(), "FDCACHE_HOST_MEMORY": "4MiB"}
         with service_process(tmp_path / f"s{turn}", **settings) as service:
             report = run_chat(
                 small_config(

@@ -244,7 +244,7 @@ with tempfile.TemporaryDirectory(prefix="fdcache-test") as runtime:
             lambda: reader.manager.match_prefix([request])[0].status is not MatchStatus.DEFERRED,
             "what can be read was read",
         )
-        reader.manager.request_finish([request])
+        reader.manager.finish([request])
         reader.serve(PROMPT)
         until(lambda: stored()["quarantined"], "the bad record was found")
         until(lambda: stored()["blocks"] == BLOCKS, "what was computed again is stored in other slots")

@@ -106,21 +106,21 @@ def test_a_block_computed_while_its_record_was_read_in_vain_is_stored_again(tmp_
     engine = Engine(tmp_path, policy=PrefetchPolicy.BEST_EFFORT)
     engine.store.gate.clear()
     reader, writer = Request("reader", tokens_of(1, 8)), Request("writer", tokens_of(1, 8))
-    engine.manager.prefetch([reader])
+    engine.manager.begin([reader])
     engine.send()
     match = engine.match(writer)
     assert match.status is MatchStatus.MATCHED
     assert match.num_cached_tokens == 0
     assert engine.allocate(writer).ok
     engine.compute(writer, writer.num_tokens)
-    engine.manager.request_finish([writer])
+    engine.manager.finish([writer])
     for _ in range(5):  # the policy looks at the new blocks, which the host seems to get from storage
         engine.send()
         engine.manager.apply(engine.controller.poll())
     engine.store.gate.set()
     engine.settle()
     assert (storage(engine).ready, storage(engine).orphans) == (8, 0)
-    engine.manager.request_finish([reader])
+    engine.manager.finish([reader])
     engine.close()
 
 

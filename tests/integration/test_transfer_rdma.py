@@ -297,5 +297,7 @@ def test_messages_arrive_and_a_full_memory_publishes_nothing(tmp_path: Path) -> 
 
 def test_memory_for_less_than_four_blocks_is_refused(tmp_path: Path) -> None:
     planes = PeerPlanes(LARGE, 1, tmp_path)
-    with pytest.raises(TransferError, match=r"FDCACHE_TRANSFER_RING=3145728.*at least 4194304"):
+    with pytest.raises(
+        TransferError, match=r"FDCACHE_TRANSFER=rdma: a block of 1048576 bytes .* 3145728 bytes"
+    ):
         RdmaConnector(planes.context(RDMA.model_copy(update={"ring": 3 << 20})))

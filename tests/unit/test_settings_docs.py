@@ -11,7 +11,7 @@ import yaml
 
 from fdcache.machine.memory import MemoryLimits
 from fdcache.settings import VARIABLES, Settings, read_settings
-from fdcache.settings.checks import cross_checks
+from fdcache.settings.checks import REMOVED, cross_checks
 from fdcache.settings.kinds import parse_duration, parse_size
 from fdcache.settings.legacy import OLD_VARIABLES
 from fdcache.settings.sources import PREFIXES, parse_dotenv
@@ -172,6 +172,20 @@ def test_pages_name_variables_that_exist(page: str) -> None:
     assert {name for name in names_in(text) if name not in known} <= {"FDCACHE_PORT"}
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+def test_the_guide_has_each_setting_of_fdcache_with_the_question_that_it_answers() -> None:
+    text = (ROOT / "docs/configuration.md").read_text().split("## Which variable\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([A-Z].*?) \| (`.*?) \| \[", text, flags=re.MULTILINE)
+    assert all(question.endswith("?") for question, _ in rows)
+    answering = [name for _, variables in rows for name in re.findall(r"`(\w+)`", variables)]
+    assert sorted(answering) == sorted(name for name in VARIABLES if name.startswith("FDCACHE_"))
+
+
+def test_no_page_names_a_setting_that_is_gone() -> None:
+    pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("*.*")]
+    texts = {page: page.read_text() for page in pages if page.suffix in (".md", ".py", ".yaml", ".env")}
+    assert [(page, name) for page, text in texts.items() for name in names_in(text) & REMOVED.keys()] == []
 
 
 def test_guide_lists_secrets_and_commands() -> None:

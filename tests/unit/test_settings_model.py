@@ -293,8 +293,6 @@ def test_each_own_field_is_read_by_the_room_it_configures(variable: Variable) ->
     read = {each for room in CONSUMERS[variable.group].split() for each in attributes_read(room)}
     if variable.name == "FDCACHE_DEVICE_MEMORY":
         assert ("settings", "cache_for") in read
-    elif variable.name == "FDCACHE_EVICTION_OBJECTIVE":
-        assert ("settings", "evicts") in read
     else:
         assert {("settings", variable.field), (variable.group, variable.field)} & read
 

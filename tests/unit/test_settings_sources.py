@@ -1,12 +1,14 @@
 """Sources of settings: precedence, files, dotenv parsing, unknown names."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
 from fdcache.settings import VARIABLES, Settings, SettingsError, Source, read_settings
 from fdcache.settings.cache import CacheSettings
+from fdcache.settings.checks import REMOVED
 from fdcache.settings.sources import DotenvEntry, parse_dotenv, quote, rename
 
 NAME = "FD_SERVICE_NAME"
@@ -207,6 +209,18 @@ def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
 )
 def test_service_links_are_ignored(name: str) -> None:
     assert Settings.load(environ={name: "tcp://10.0.0.1:80"}).warnings == ()
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_setting_that_is_gone_is_named_with_a_remedy(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "old.env", f"{name}=7")
+    settings = Settings.load(environ={"FDCACHE_ENV_FILE": str(tmp_path / "old.env")})
+    (warning,) = settings.misspelt
+    assert warning.variables == (name,)
+    assert warning.source.endswith("old.env:1")
+    assert (warning.wrong, warning.right[:8]) == ("this setting is gone", "unset it")
+    known = set(re.findall(r"FDCACHE_\w+", warning.right))
+    assert known <= VARIABLES.keys()
 
 
 def test_port_that_is_no_service_link_is_a_warning() -> None:

@@ -200,7 +200,7 @@ class CacheManager:
         with self._lock:
             tracked = self._begin(request, use_cache=True)
             if not skip_storage:
-                self.core.prefetch([tracked.request])
+                self.core.begin([tracked.request])
             self._match(tracked)
 
     def _match(self, tracked: TrackedRequest) -> None:
@@ -225,14 +225,14 @@ class CacheManager:
         limit = reuse_before_images(images, result.num_cached_tokens, self.block_size)
         if result.status is not MatchStatus.MATCHED or limit == result.num_cached_tokens:
             return result
-        self.core.request_finish([request])
+        self.core.finish([request])
         request.max_cached_tokens = limit
         return self.core.match_prefix([request])[0]
 
     def prefetch_storage(self, request: Any) -> bool:
         """Start reading from storage the blocks of a request that has arrived; return False without storage."""
         with self._lock:
-            self.core.prefetch([self._begin(request, use_cache=True).request])
+            self.core.begin([self._begin(request, use_cache=True).request])
         return CacheLevel.STORAGE in self.core.get_memory_usage()
 
     def drain_pending_prefetches(self) -> list[Any]:
@@ -274,7 +274,7 @@ class CacheManager:
                 return
             ended = not is_preempted(request)
             self._publish(tracked, ended=ended)
-            self.core.request_finish([tracked.request], preempted=not ended)
+            self.core.finish([tracked.request], preempted=not ended)
             if ended and (tracked.refused_hints or tracked.request.hint_outcomes):
                 request.hint_outcomes = [*tracked.refused_hints, *tracked.request.hint_outcomes]
             if tracked.request.device_only:
@@ -291,7 +291,7 @@ class CacheManager:
         if known is not None and known.outputs == len(outputs) and not known.matched:
             return known  # still waiting, perhaps for storage
         if known is not None:
-            self.core.request_finish([known.request], preempted=True)
+            self.core.finish([known.request], preempted=True)
         hints, refused = read_hints(request.request_id, getattr(request, "metadata", None))
         tokens = np.concatenate([tokens_of(request.prompt_token_ids), outputs])
         tracked = TrackedRequest(

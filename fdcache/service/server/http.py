@@ -1,4 +1,4 @@
-"""HTTP: probes, metrics, views and three commands. It asks the service over RPC, as any tool does."""
+"""HTTP: probes, metrics, views and commands. It asks the service over RPC, as any tool does."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fdcache import __version__
 from fdcache.errors import RefusedError, ServiceUnavailableError
 from fdcache.hashing import tenant_key
 from fdcache.service.client.connection import Client
+from fdcache.service.server.http_control import VIEWS, add_control
 from fdcache.service.server.metrics import render
 from fdcache.service.wire.address import http_key_path
 from fdcache.service.wire.client_views import ClientView
@@ -81,7 +82,7 @@ def _require_reset(order: ResetOrder, answer: dict[str, Any]) -> dict[str, Any]:
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 _FAILURES: dict[int | str, dict[str, Any]] = {
     403: {"model": Failure, "description": "A page of another site sent the request."},
-    404: {"model": Failure, "description": "There is no such namespace."},
+    404: {"model": Failure, "description": "There is no such namespace, or no storage."},
     413: {"model": Failure, "description": "The body is too long."},
     421: {"model": Failure, "description": "Host is no name of this service."},
     503: {
@@ -109,7 +110,7 @@ class _Api(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI schema."""
         if not self.openapi_schema:
-            views = [ServiceView, NamespaceView, ClientView, TreeNode, ConfigView, ResetView]
+            views = [ServiceView, NamespaceView, ClientView, TreeNode, ConfigView, ResetView, *VIEWS]
             _, components = msgspec.json.schema_components(views, ref_template=_SCHEMAS)
             super().openapi()["components"]["schemas"].update(components)
         assert self.openapi_schema is not None
@@ -231,6 +232,7 @@ def make_app(
         """End a pause."""
         return State.model_validate(ask("resume"))
 
+    add_control(views, commands, ask, lambda view, description: _CONFLICT | _returns(view, description))
     app.include_router(views)
     app.include_router(commands)
     return app

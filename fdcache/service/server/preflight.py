@@ -131,8 +131,8 @@ def check_arena(settings: Settings) -> Iterator[Problem]:
             "give the container a larger one (docker run --shm-size, an emptyDir of medium Memory), or ask for less",
         )
     if wanted:
-        largest, huge = settings.server.extent_size, settings.server.huge_pages
-        yield from _raised(settings, "FDCACHE_HOST_MEMORY", lambda: extent_bytes(wanted, largest, huge))
+        huge = settings.server.huge_pages
+        yield from _raised(settings, "FDCACHE_HOST_MEMORY", lambda: extent_bytes(wanted, huge))
 
 
 def check_arena_dir(settings: Settings) -> None:

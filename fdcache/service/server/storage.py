@@ -101,7 +101,7 @@ class ServiceStorage:
             self._mooncake,
             verify=self._verify,
             scanned=self._scanned,
-            eviction=self._cache.evicts,
+            eviction=self._cache.eviction,
         )
         future.add_done_callback(lambda _: self._wake())
         self._openings[layout.fingerprint] = _Opening(layout, future, first)

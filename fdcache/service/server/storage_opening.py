@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
-from fdcache.settings.cache import Eviction, MooncakeSettings, StorageTierSettings
+from fdcache.settings.cache import EvictionPolicy, MooncakeSettings, StorageTierSettings
 from fdcache.storage.connector import BlockStorage, ConnectorContext, PlacedStorage
 from fdcache.storage.factory import open_lookup, open_storage
 from fdcache.storage.slab_format import SUFFIX, file_name, read_layout, read_superblock
@@ -80,7 +80,7 @@ def open_layout(
     *,
     verify: bool,
     scanned: Scanned,
-    eviction: Eviction,
+    eviction: EvictionPolicy,
 ) -> OpenedStorage:
     """Open every rank's storage and load the index. Raises ``StorageError`` and leaves nothing open."""
     ranks: list[BlockStorage] = []

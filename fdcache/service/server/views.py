@@ -21,6 +21,7 @@ from fdcache.service.server.arguments import (
     select_namespaces,
 )
 from fdcache.service.server.block_views import BlockViews
+from fdcache.service.server.control import Control
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.resets import reset
@@ -72,6 +73,7 @@ class Views:
         self._config = config
         self._fingerprint = fingerprint
         blocks = BlockViews(service)
+        self.control = Control(service)
         self._answers: dict[str, Callable[[Arguments], Any]] = {
             "stats": lambda arguments: self.stats(),
             "tiers": lambda arguments: self.tiers(),
@@ -90,6 +92,7 @@ class Views:
             "pause": lambda arguments: self._pause(True),
             "resume": lambda arguments: self._pause(False),
             "integrity": lambda arguments: check_integrity(self._service),
+            **self.control.answers,
         }
 
     def slices(self, ask: Ask) -> Iterator[bytes]:
