@@ -24,7 +24,8 @@ from fdcache.service.client.connection import Connection
 from fdcache.service.server.arena import Arena
 from fdcache.service.server.arenas import find_arenas, foreign_arenas, remove_arena
 from fdcache.service.server.lifecycle import Server
-from fdcache.service.server.machine_setup import clean_arenas, examine
+from fdcache.service.server.machine_findings import examine
+from fdcache.service.server.machine_setup import clean_arenas
 from fdcache.service.server.preflight import check_all
 from fdcache.service.server.process import notify, notify_status
 from fdcache.service.wire.liveness import LiveFile
