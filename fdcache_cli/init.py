@@ -134,9 +134,9 @@ def _print_results(calibrations: Sequence[Calibration], lines: Sequence[str], ti
 
 def _calibrate(uuid: str, *, force: bool, quiet: bool) -> Calibration:
     from fdcache.devices.calibration import load_calibration, save_calibration
-    from fdcache.devices.link_probe import LinkProbe
     from fdcache.devices.topology import find_gpu
     from fdcache.settings import Settings
+    from fdcache_cli.link_probe import LinkProbe
 
     gpu = find_gpu(uuid)
     directory = Settings.load().transfer.calibration_dir

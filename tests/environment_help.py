@@ -17,6 +17,8 @@ from typer.core import TyperCommand
 from fdcache import CacheController, CacheManager, KVLayout, Request
 from fdcache.devices.calibration import Calibration, load_calibration, make_policy, save_calibration
 from fdcache.devices.topology import Gpu
+from fdcache.integrations.mooncake.client import ClientOptions
+from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.integrations.vllm.config import layout_from_config
 from fdcache.integrations.vllm.settings import given_settings
 from fdcache.metadata import TransferPlan
@@ -24,7 +26,6 @@ from fdcache.service.server import process
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.wire.address import load_settings
 from fdcache.settings import Settings
-from fdcache.storage.mooncake_client import ClientOptions
 from tests.fastdeploy_help import fd_config
 from tests.vllm_configs import kv_config, vllm_config
 
@@ -338,7 +339,7 @@ CASES: dict[str, Case] = {
     ),
     "FDCACHE_MOONCAKE_LOG_LEVEL": Case(
         "0",
-        elsewhere=lambda: ClientOptions.resolve(Settings.load().mooncake, 0).log_level,
+        elsewhere=lambda: ClientOptions.resolve(Settings.load().group(MooncakeSettings), 0).log_level,
         beside={"MOONCAKE_MASTER_SERVER_ADDR": "127.0.0.1:1"},
     ),
 }

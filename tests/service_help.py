@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from fdcache.errors import ServiceError
 from fdcache.service.client.connection import Client
@@ -137,7 +137,7 @@ class ServiceProcess:
         self.command = [sys.executable, "-m", "fdcache_cli.main", "serve"]
         self.process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> ServiceProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

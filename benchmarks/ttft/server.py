@@ -28,7 +28,7 @@ from fdcache import (
 )
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.metadata import SLOT_HEADER_BYTES
-from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
+from fdcache.settings.cache import StorageTierSettings
 from fdcache.storage.connector import ConnectorContext, PlacedStorage
 from fdcache.storage.factory import open_storage
 from fdcache.storage.slab_format import file_name
@@ -118,7 +118,7 @@ class Server:
         self.controller.register_kv_cache(planes)
         if host_blocks:
             self.controller.initialize_host_cache(host_blocks)
-        context = ConnectorContext(self.layout, 0, self._storage_tier, MooncakeSettings())
+        context = ConnectorContext(self.layout, 0, self._storage_tier)
         found = open_storage(context)
         self._storage = ThrottledStorage(found) if isinstance(found, PlacedStorage) else None
         if self._storage and (scan := self.controller.initialize_storage(self._storage)):

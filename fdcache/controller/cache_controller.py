@@ -176,7 +176,7 @@ class CacheController:
             self.layout,
             self.rank,
             settings.storage_tier,
-            settings.mooncake,
+            settings.connector_options,
             verify=settings.transfer.verify is not Verify.OFF,
             on_progress=progress,
         )
@@ -285,7 +285,7 @@ class CacheController:
         nothing without ``open_transfer``.
         """
         if eagerly is None:
-            eagerly = self._settings_in_force().disaggregation.eager_rdma
+            eagerly = self._settings_in_force().value("FD_ENABLE_PD_RDMA_EAGER_CONNECT")
         with self._lock:
             transfer = self._parts.transfer
         if transfer is not None and eagerly:

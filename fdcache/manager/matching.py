@@ -15,7 +15,7 @@ from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads_ahead import LoadsAhead
+from fdcache.manager.loads import LoadsAhead
 from fdcache.manager.requests import LiveRequests, Request, Unanswered
 from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.service_reads import Wait
@@ -142,7 +142,7 @@ class PrefixMatcher:
         number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
         if fetches.must_wait(number, hashes, self._on_device, self._choices.reads_for(request)):
             return True
-        return self._ahead is not None and self._ahead.is_loading(request, hashes)
+        return self._ahead is not None and self._ahead.is_loading(request)
 
     def _load_ahead(self, request: Request, read: range) -> None:
         """Load what is there of a request's path, of which ``read`` was read for it, while others are read."""

@@ -130,7 +130,7 @@ class Point:
             verify_every=config.verify.every,
             faults=LoadFaults(),
             storage=config.storage,
-            mooncake=config.mooncake,
+            storage_options=config.storage_options,
         )
         try:
             return start_ranks(spec, config.layout.tp_size)

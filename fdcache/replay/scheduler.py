@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterable
 
 from fdcache.errors import ReplayError
+from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.manager import Allocation, CacheManager, LoadOutcome, LoadStatus, MatchResult, MatchStatus
 from fdcache.replay.config import ReplayConfig
 from fdcache.replay.jobs import Job, Segment, Step
 from fdcache.replay.messages import StepOrder, StepResult
 from fdcache.replay.statistics import Stopwatch, Tally
 from fdcache.replay.workloads import Arrivals
-from fdcache.settings.engine_serving import SchedulingSettings
 
 
 class DecodeReserve:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fdcache_cli import commands
 from tests.commands import FDCACHE
 
 COMMANDS = ("--version", "--help", "inspect --help", "env check", "env show --all --json", "serve --check")
@@ -220,15 +221,7 @@ def test_bash_completes_commands_options_and_choices_once_it_is_installed(tmp_pa
     subprocess.run(
         ["bash", "--norc", "-c", script], check=True, capture_output=True, env=environment_of(tmp_path)
     )
-    assert completions(tmp_path, "fdcache", "") == [
-        "init",
-        "doctor",
-        "env",
-        "serve",
-        "inspect",
-        "replay",
-        "reset",
-    ]
+    assert completions(tmp_path, "fdcache", "") == list(commands.COMMANDS)
     assert completions(tmp_path, "fdcache", "inspect", "t") == ["tiers", "tree", "transfers", "tenants"]
     assert completions(tmp_path, "fdcache", "inspect", "tiers", "--wa") == ["--watch"]
     assert completions(tmp_path, "fdcache", "reset", "--tier", "") == ["device", "host", "storage", "all"]

@@ -306,7 +306,7 @@ def test_the_storage_folder_is_measured_once_and_shown(tmp_path: Path) -> None:
 def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:
     dead = Arena(tmp_path, "deaddead", "ipc:///run/x.sock")
     dead.lock()
-    dead.create(1 << 20, 1 << 16)
+    dead.create(1 << 20)
     dead.close()
     living = Arena(tmp_path, "11111111")
     living.lock()

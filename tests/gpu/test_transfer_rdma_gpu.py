@@ -15,7 +15,7 @@ from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadStatus
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.conformance import TransferConformance, transfer_layout
+from fdcache.testing.transfer import TransferConformance, transfer_layout
 from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
 from fdcache.transfer.rdma import RdmaConnector
 from fdcache.transfer.sharing import share

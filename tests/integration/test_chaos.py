@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fdcache.storage.offline import SlabContents, read_file, slab_files
+from fdcache_cli.slab_files import SlabContents, read_file, slab_files
 from tests.seeds import budget
 from tests.service_help import ServiceProcess, service_process, until
 

@@ -56,6 +56,8 @@ PATHS = [
     ("GET", "/v1/namespaces"),
     ("GET", "/v1/clients"),
     ("GET", "/v1/tree"),
+    ("GET", "/v1/block"),
+    ("GET", "/v1/page"),
     ("GET", "/v1/config"),
     ("GET", "/v1/pins"),
     ("GET", "/v1/quotas"),

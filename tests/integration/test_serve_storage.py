@@ -23,8 +23,8 @@ from fdcache.service.server.http import make_app
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import BlockStorage, ConnectorContext
 from fdcache.storage.factory import open_storage
-from fdcache.storage.offline import SlabContents, read_file, slab_files
 from fdcache.storage.slab import SlabStore
+from fdcache_cli.slab_files import SlabContents, read_file, slab_files
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
 from tests.service_help import TIMEOUT, LocalService, ServiceProcess, local_service, service_process, until

@@ -273,7 +273,7 @@ def test_verify_counts_an_unreadable_record(run: Callable[..., Any]) -> None:
     corrupt, removed = run(
         STORE
         + """
-from fdcache.storage.offline import Selection, read_file, remove
+from fdcache_cli.slab_files import Selection, read_file, remove
 fail(store.file, 17)
 path = store.path
 store.close()

@@ -11,11 +11,11 @@ import pytest
 from fdcache.manager import MatchStatus, Request
 from fdcache.metadata import CacheLevel, HashArray, StorageScan, SwapPurpose
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
-from fdcache.storage.offline import SlabContents, read_file, slab_files, summarize
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters, TierUsage
 from fdcache.tiers.storage import StorageTier, make_index
 from fdcache.tiers.storage_index import StoragePool
+from fdcache_cli.slab_files import SlabContents, read_file, slab_files, summarize
 from tests.offload_engine import BLOCK as OFFLOAD_BLOCK
 from tests.offload_engine import OffloadEngine, prompt
 from tests.storage_engine import BLOCK, LAYOUT, Engine, counters, store_a_path, tokens_of

@@ -9,11 +9,12 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from fdcache.integrations.fastdeploy.log_variables import LoggingSettings
+from fdcache.integrations.fastdeploy.old_module import OLD_VARIABLES
 from fdcache.machine.memory import MemoryLimits
 from fdcache.settings import VARIABLES, Settings, read_settings
 from fdcache.settings.checks import REMOVED, cross_checks
 from fdcache.settings.kinds import parse_duration, parse_size
-from fdcache.settings.legacy import OLD_VARIABLES
 from fdcache.settings.sources import PREFIXES, parse_dotenv
 from fdcache.settings.templates import ACTIONS, FORMATS
 from fdcache_cli.env import COMMANDS, Format
@@ -299,7 +300,7 @@ def test_kubernetes_manifests_agree_with_the_settings(tmp_path: Path) -> None:
     assert settings.cache.host_memory < parse_size(arena["sizeLimit"]) < limit
     pause = int(engine["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] > pause + settings.transfer.drain_timeout
-    assert str(settings.logging.directory) in mounts
+    assert str(settings.group(LoggingSettings).directory) in mounts
 
 
 def test_kubernetes_pod_is_unprivileged_and_has_no_service_links() -> None:

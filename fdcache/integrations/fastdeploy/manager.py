@@ -21,6 +21,7 @@ from fdcache.integrations.fastdeploy.config import (
     load_settings,
     warn_of_old_manager,
 )
+from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.layout import KVLayout
 from fdcache.manager.cache_manager import CacheManager as Manager
 from fdcache.manager.requests import Request
@@ -333,7 +334,7 @@ class CacheManager:
         elif not ended or tracked.outputs == tracked.outputs_at_match:
             return
         computed = min(max(request.num_tokens - self._uncertain_tokens, 0), tracked.blocks * self.block_size)
-        if not ended and not self._settings.scheduling.save_preempted_output:
+        if not ended and not self._settings.group(SchedulingSettings).save_preempted_output:
             computed = min(computed, len(tracked.engine_request.prompt_token_ids))
         self.core.commit([(request, computed)])
         tracked.publish_at = tracked.outputs + self.block_size - computed % self.block_size

@@ -51,7 +51,7 @@ def check_settings(transfer_config: Any, top: Any, vllm_config: Any) -> None:
         _choose_host_memory(transfer_config, top, vllm_config)
         settings = given_settings(transfer_config)
     _require_startable(settings)
-    require_connector(settings.storage_tier, settings.mooncake)
+    require_connector(settings.storage_tier, settings.connector_options)
     _require_agreement(vllm_config, settings)
     for name, wrong in _without_effect(settings):
         if settings.source(name) is Source.ARGUMENT:

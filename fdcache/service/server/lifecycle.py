@@ -186,6 +186,7 @@ class Server:
             raise
 
     def _on_tick(self) -> None:
+        self.views.page.trends.record()
         self._announce_ready()
         self._drain()
 

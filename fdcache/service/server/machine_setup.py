@@ -44,7 +44,7 @@ def make_directories(settings: Settings) -> list[Finding]:
         ("FDCACHE_CALIBRATION_DIR", settings.transfer.calibration_dir),
     ]
     if settings.source("FD_LOG_DIR") is not Source.DEFAULT:
-        directories.append(("FD_LOG_DIR", settings.logging.directory))
+        directories.append(("FD_LOG_DIR", settings.value("FD_LOG_DIR")))
     if settings.storage_tier.connector == "local":
         directories.append(("FDCACHE_STORAGE_DIR", settings.storage_tier.directory))
     return [_make_directory(name, each) for name, each in directories if not is_directory(each)]
