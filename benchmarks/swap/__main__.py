@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.harness import Report, Table
 from benchmarks.swap.peers import D2H, H2D, Peers, cost, neighbours
 from benchmarks.swap.worker import GIB, KIB, SwapWorker, make_layout
-from fdcache.devices.calibration import Calibration
 from fdcache.devices.topology import visible_gpus
+from fdcache.machine.calibration import Calibration
 
 PLANES = (128, 72, 32, 16, 4)
 METHODS = ("auto", "dma", "staged", "kernel")
