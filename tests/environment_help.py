@@ -15,12 +15,13 @@ from typer import Context
 from typer.core import TyperCommand
 
 from fdcache import CacheController, CacheManager, KVLayout, Request
+from fdcache.devices.calibration import make_policy
 from fdcache.devices.topology import Gpu
 from fdcache.integrations.mooncake.client import ClientOptions
 from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.integrations.vllm.config import layout_from_config
 from fdcache.integrations.vllm.settings import given_settings
-from fdcache.machine.calibration import Calibration, load_calibration, make_policy, save_calibration
+from fdcache.machine.calibration import Calibration, load_calibration, save_calibration
 from fdcache.metadata import TransferPlan
 from fdcache.service.server import process
 from fdcache.service.server.lifecycle import Server
@@ -115,7 +116,7 @@ def _vllm_fingerprint() -> object:
 
 
 def _swap_method() -> object:
-    with mock.patch("fdcache.machine.calibration._core.SwapPolicy") as made:
+    with mock.patch("fdcache.devices.calibration._core.SwapPolicy") as made:
         policy()
     return made.call_args.kwargs["choice"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fdcache.devices.calibration import choose_calibration, make_policy, min_group_bytes
 from fdcache.devices.topology import Gpu, link_of, numa_node_of
 from fdcache.machine.calibration import (
     FORMAT,
@@ -18,10 +19,7 @@ from fdcache.machine.calibration import (
     Measurement,
     calibrated_link,
     calibration_path,
-    choose_calibration,
     load_calibration,
-    make_policy,
-    min_group_bytes,
     save_calibration,
 )
 from fdcache.settings.cache import SwapMethod, TransferSettings
