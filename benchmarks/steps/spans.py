@@ -1,7 +1,5 @@
 """Measure what spans cost a scheduler's step: off, and sent to a receiver that reads them.
 
-    python -m benchmarks.traces [--rounds 20]
-
 Rounds without and with spans alternate in one process, so that whatever else runs disturbs both. ``no hooks`` are
 rounds in which the functions of spans are not called at all.
 """
@@ -10,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from benchmarks.machine import machine
+from benchmarks.harness import Report, in_turns
 from fdcache import tracing
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request, story
@@ -30,7 +27,7 @@ class _Reader(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-def steps(manager: CacheManager) -> float:
+def request_us(manager: CacheManager) -> float:
     """Return microseconds per request of steps that match, allocate and finish requests with a known prefix."""
     began = time.perf_counter()
     for step in range(STEPS):
@@ -42,10 +39,11 @@ def steps(manager: CacheManager) -> float:
     return 1e6 * (time.perf_counter() - began) / (STEPS * REQUESTS)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=20)
-    rounds = parser.parse_args().rounds
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
     layout = KVLayout.uniform(
         model="bench", revision="1", block_size=BLOCK, num_layers=1, kv_heads=1, head_dim=8, dtype="uint8"
     )
@@ -53,33 +51,41 @@ def main() -> int:
     provider.add_span_processor(BatchSpanProcessor(_Reader(), max_queue_size=1 << 16))
     on = tracing.Spans(provider.get_tracer("bench"))
     hooks = (story.match_begins, story.matched, story.allocated)
-    taken: dict[str, list[float]] = {"no hooks": [], "off": [], "on": []}
+
+    def without_hooks() -> float:
+        story.match_begins = lambda request_ids: 0
+        story.matched = story.allocated = lambda *values: None  # type: ignore[assignment]
+        spent = request_us(manager)
+        story.match_begins, story.matched, story.allocated = hooks
+        return spent
+
+    def with_spans() -> float:
+        tracing.spans = on
+        spent = request_us(manager)
+        tracing.spans = None
+        return spent
+
     with CacheManager(CacheSettings(device_blocks=4096), layout) as manager:
         first = Request("first", list(range(BLOCKS * BLOCK + 1)))
         manager.match_prefix([first])
         manager.allocate_device_blocks([(first, first.num_tokens)])
         manager.commit([(first, first.num_tokens)])
         manager.finish([first])
-        steps(manager)
-        for _ in range(rounds):
-            for name, its in taken.items():
-                tracing.spans = on if name == "on" else None
-                if name == "no hooks":
-                    story.match_begins = lambda request_ids: 0
-                    story.matched = story.allocated = lambda *values: None  # type: ignore[assignment]
-                its.append(steps(manager))
-                story.match_begins, story.matched, story.allocated = hooks
-        tracing.spans = None
+        request_us(manager)
+        runs = {"no hooks": without_hooks, "off": lambda: request_us(manager), "on": with_spans}
+        taken = in_turns(runs, options.rounds)
     provider.shutdown()
-    print(machine())
-    for name, its in taken.items():
-        ratios = [mine / none for mine, none in zip(its, taken["no hooks"], strict=True)]
-        print(
-            f"{name:<9} {min(its):6.2f} us a request at least, {statistics.median(its):6.2f} in the median; "
-            f"{statistics.median(ratios):.3f} of no hooks in the median of pairs"
-        )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report.table(
+        "A request with spans",
+        (
+            {
+                "spans": name,
+                "least us": min(its),
+                "median us": statistics.median(its),
+                "of no hooks": statistics.median(
+                    mine / none for mine, none in zip(its, taken["no hooks"], strict=True)
+                ),
+            }
+            for name, its in taken.items()
+        ),
+    )

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.machine import machine
+from benchmarks.harness import Report, Row, find_trace, median_us
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
@@ -56,28 +54,23 @@ class Clock:
         self.spent[phase][request.request_id] += now - self._since
         self._since = time.perf_counter_ns()
 
-    def table(self) -> dict[str, dict[str, float]]:
-        """Return mean and percentiles by phase, in microseconds per request."""
-        rows = {}
+    def rows(self) -> Iterator[Row]:
+        """Yield mean and percentiles by phase, in microseconds per request."""
         for phase, spent in self.spent.items():
             values = np.array(list(spent.values()), dtype=np.float64) / 1000
             p50, p99 = np.percentile(values, [50, 99])
-            rows[phase] = {"mean": float(values.mean()), "p50": float(p50), "p99": float(p99)}
-        return rows
+            yield {
+                "us per request": phase,
+                "mean": float(values.mean()),
+                "p50": float(p50),
+                "p99": float(p99),
+            }
 
 
 def layout() -> KVLayout:
     return KVLayout.uniform(
         model="bench", revision="1", num_layers=2, block_size=BLOCK, kv_heads=1, head_dim=16, dtype="bfloat16"
     )
-
-
-def find_trace() -> Path | None:
-    for folder in Path(__file__).resolve().parents:
-        trace = folder / "shared" / "traces" / "conversation_trace.jsonl"
-        if trace.exists():
-            return trace
-    return None
 
 
 def drive(items: Iterator[WorkItem], blocks: int, concurrency: int) -> tuple[Clock, float, int]:
@@ -160,51 +153,33 @@ def decode_step_us(concurrency: int) -> float:
     manager.match_prefix(requests)
     manager.allocate_device_blocks([(request, request.num_tokens) for request in requests])
     token = np.array([7], dtype=np.int32)
-    samples = []
-    for _ in range(DECODE_STEPS):
-        since = time.perf_counter_ns()
+
+    def step() -> None:
         manager.allocate_device_blocks([(request, request.num_tokens + 1) for request in requests])
         for request in requests:
             request.append_tokens(token)
         manager.commit([(request, request.num_tokens) for request in requests])
-        samples.append(time.perf_counter_ns() - since)
-    return float(np.median(samples)) / 1000
+
+    return median_us(step, DECODE_STEPS)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--device-blocks", type=int, default=20_000)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--json", action="store_true", help="print one object instead of tables")
-    options = parser.parse_args()
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
     trace = find_trace()
     items = read_trace(trace) if trace else generate(WorkloadName.CHAT, options.requests, 0)
     clock, hit_rate, count = drive(
         itertools.islice(items, options.requests), options.device_blocks, options.concurrency
     )
-    phases = clock.table()
-    step_us = decode_step_us(options.concurrency)
-    workload = "the recorded trace" if trace else "a generated chat workload"
-    if options.json:
-        fields = {
-            "machine": machine(),
-            "workload": workload,
-            "requests": count,
-            "hit_rate": hit_rate,
-            "us_per_request": phases,
-            "decode_step_us": step_us,
-        }
-        print(json.dumps(fields))
-        return
-    print(f"{machine()}\n{count} requests of {workload}, {options.device_blocks} blocks of {BLOCK} tokens,")
-    print(f"{options.concurrency} in flight, hit rate {hit_rate:.1%}\n")
-    print(f"{'us per request':<16}{'mean':>10}{'p50':>10}{'p99':>10}")
-    for phase, row in phases.items():
-        print(f"{phase:<16}{row['mean']:>10.1f}{row['p50']:>10.1f}{row['p99']:>10.1f}")
-    print("match includes hashing; decode is all output tokens of a request, a block a call")
-    print(f"\none decode step of {options.concurrency} requests, a token each: {step_us:.1f} us\n")
-
-
-if __name__ == "__main__":
-    main()
+    report.note(
+        f"{count} requests of {'the recorded trace' if trace else 'a generated chat workload'}, "
+        f"{options.device_blocks} blocks of {BLOCK} tokens, {options.concurrency} in flight, hit rate {hit_rate:.1%}"
+    )
+    report.table("A request, by call", clock.rows())
+    report.note("match includes hashing; decode is all output tokens of a request, a block a call")
+    step = {"requests": options.concurrency, "a decode step, us": decode_step_us(options.concurrency)}
+    report.table("A decode step, a token for each request", [step])

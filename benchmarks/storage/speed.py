@@ -1,7 +1,5 @@
 """Measure the throughput of the local storage tier beside fio and beside one file per block.
 
-    python -m benchmarks.storage [FOLDER] [--megabytes 512] [--depth 16] [--rounds 3] [--record-kib 1024]
-
 All three move the same bytes with O_DIRECT, the same block size and the same number of requests in flight, on the
 same file system, in turns in one run. For fio, the better of libaio and psync threads counts. The store verifies every
 record it reads.
@@ -13,19 +11,19 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness import Report, Row
 from fdcache.layout import KVLayout
 from fdcache.settings.cache import FsyncPolicy
 from fdcache.storage.connector import RecordBatch
@@ -37,6 +35,8 @@ _SECTOR = 4096
 PHASES = ("fill", "rewrite", "read")
 """Write a sparse file, overwrite it, read it."""
 MIB = 1 << 20
+Speeds = dict[tuple[str, str], list[float]]
+"""Bytes per second by store and phase."""
 
 
 def layout_of(record_kib: int) -> KVLayout:
@@ -210,46 +210,51 @@ def _read_by_threads(path: Path, nbytes: int, chunk: int, threads: int) -> float
     return moved / seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=None)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--record-kib", type=int, default=1024)
-    options = parser.parse_args()
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
     if shutil.which("fio") is None:
         raise SystemExit("fio is not there; install it (Debian: apt-get install fio)")
     layout = layout_of(options.record_kib)
     blocks = options.megabytes * MIB // layout.record_bytes // _BATCH * _BATCH
     nbytes = blocks * layout.record_bytes
-    speeds: dict[tuple[str, str], list[float]] = {}
-    folder = Path(tempfile.mkdtemp(prefix="fdcache-bench", dir=options.folder))
-    try:
-        for _ in range(options.rounds):
-            for phase, speed in fio(folder, layout.record_bytes, nbytes, options.depth).items():
-                speeds.setdefault(("fio", phase), []).append(speed)
-            for kind in (Slab, FilePerBlock):
-                store = kind(folder, layout, blocks, options.depth)
-                for phase in PHASES:
-                    speed = timed(store.read if phase == "read" else store.write, nbytes)
-                    speeds.setdefault((store.name, phase), []).append(speed)
-                store.close()
-    finally:
-        shutil.rmtree(folder)
-    print(f"{platform.node()} {platform.release()}, {os.cpu_count()} cores, {folder.parent}")
-    print(
+    with tempfile.TemporaryDirectory(prefix="fdcache-bench", dir=options.folder) as folder:
+        speeds = speeds_in_turns(Path(folder), layout, blocks, options.depth, options.rounds)
+    report.note(
         f"records of {options.record_kib} KiB, {nbytes // MIB} MiB, depth {options.depth}, O_DIRECT, "
         f"median of {options.rounds}"
     )
-    print(f"{'MB/s, of fio':16}" + "".join(f"{phase:>10}{'':>8}" for phase in PHASES))
+    report.table("Storage, MB/s and of fio", shares_of_fio(speeds))
+
+
+def speeds_in_turns(folder: Path, layout: KVLayout, blocks: int, depth: int, rounds: int) -> Speeds:
+    """Return the bytes per second of every store in every phase, one after the other in each round."""
+    nbytes = blocks * layout.record_bytes
+    speeds: Speeds = {}
+    for _ in range(rounds):
+        for phase, speed in fio(folder, layout.record_bytes, nbytes, depth).items():
+            speeds.setdefault(("fio", phase), []).append(speed)
+        for kind in (Slab, FilePerBlock):
+            store = kind(folder, layout, blocks, depth)
+            for phase in PHASES:
+                speed = timed(store.read if phase == "read" else store.write, nbytes)
+                speeds.setdefault((store.name, phase), []).append(speed)
+            store.close()
+    return speeds
+
+
+def shares_of_fio(speeds: Speeds) -> Iterator[Row]:
+    """Yield a row for each store, with its medians."""
     for name in ("fio", Slab.name, FilePerBlock.name):
-        cells = ""
+        row: dict[str, object] = {"store": name}
         for phase in PHASES:
             speed = statistics.median(speeds[name, phase])
-            cells += f"{speed / 1e6:10.0f}{speed / statistics.median(speeds['fio', phase]):8.2f}"
-        print(f"{name:16}{cells}")
-
-
-if __name__ == "__main__":
-    main()
+            row[phase] = speed / 1e6
+            row[f"{phase}, of fio"] = speed / statistics.median(speeds["fio", phase])
+        yield row

@@ -3,8 +3,6 @@
 6,000 requests that start, continue or branch off conversations reserve slots of a full tier. For comparison, a stack
 allocates the slot that was freed last. Copies of both are timed: with ``--device cpu`` one memcpy per run, beside one
 memcpy of as many bytes; with ``--device cuda`` loads and evictions of a worker.
-
-python -m benchmarks.host_runs [--device cpu|cuda] [--trace FILE]
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Report, Row
 from fdcache import _core
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.tiers.pool import HOST_SPARE
@@ -172,8 +171,8 @@ class GpuCopies:
     name = "H2D, D2H, to one large pinned copy"
 
     def __init__(self) -> None:
-        from benchmarks.swap import Peers
-        from benchmarks.swap_worker import SwapWorker, make_layout
+        from benchmarks.swap.peers import Peers
+        from benchmarks.swap.worker import SwapWorker, make_layout
         from fdcache.machine.calibration import Calibration
 
         self._link = Peers().link()
@@ -191,7 +190,7 @@ class GpuCopies:
 
     def _pick(self, reservations: Sequence[Int32Array], nbytes: int) -> Any:
         """Return the slots of consecutive reservations, each slot once."""
-        from benchmarks.swap_worker import Pick
+        from benchmarks.swap.worker import Pick
 
         count = nbytes // self._worker.layout.record_bytes
         start = int(self._random.integers(len(reservations)))
@@ -214,28 +213,25 @@ def trace_hit_rates(trace: Path, slots: int = 50_000) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-def main() -> None:
-    """Print the mean run and the copy rate at several points, and the hit rates."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--trace", type=Path, help="a Mooncake trace to compare hit rates on, too")
-    options = parser.parse_args()
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
     slots, hit_rates = churn()
     copies = CpuCopies() if options.device == "cpu" else GpuCopies()
-    print(f"{SLOTS} host slots, extents of {EXTENT}; copies: {copies.name}\n")
-    print("| reservations | mean run, stack | runs | copies, stack | runs |\n|---|---|---|---|---|")
-    for point in POINTS:
-        parts = {name: each[point - WINDOW : point] for name, each in slots.items()}
-        cells = [f"{mean_run(part):.1f}" for part in parts.values()]
-        cells += [copies.measure(part) for part in parts.values()]
-        print(f"| {point} | " + " | ".join(cells) + " |", flush=True)
-    print(f"\nhit rate: {hit_rates['stack']:.4f} with the stack, {hit_rates['runs']:.4f} with runs")
+
+    def rows() -> Iterator[Row]:
+        for point in POINTS:
+            row: dict[str, Any] = {"reservations": point}
+            parts = {name: each[point - WINDOW : point] for name, each in slots.items()}
+            row |= {f"mean run, {name}": mean_run(part) for name, part in parts.items()}
+            yield row | {f"copies, {name}": copies.measure(part) for name, part in parts.items()}
+
+    report.note(f"{SLOTS} host slots, extents of {EXTENT}; copies: {copies.name}")
+    report.table("Runs of host slots", rows())
+    report.note(f"hit rate: {hit_rates['stack']:.4f} with the stack, {hit_rates['runs']:.4f} with runs")
     if options.trace:
         exact, ahead = trace_hit_rates(options.trace)
-        print(f"hit rate on the trace, 50,000 blocks: {exact:.5f}, and {ahead:.5f} with slots to spare")
-
-
-if __name__ == "__main__":
-    main()
+        report.note(f"hit rate on the trace, 50,000 blocks: {exact:.5f}, and {ahead:.5f} with slots to spare")

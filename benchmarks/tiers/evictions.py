@@ -4,16 +4,17 @@ Each tier is filled with paths of `PATH` blocks. Then slots are reserved, `BATCH
 are evicted. The figure is the time of these reservations per block. The dictionary has no tree, pins or slots.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.machine import machine
+from benchmarks.harness import Report, Row
 from fdcache import _core
 
 SIZES = (10_000, 100_000, 1_000_000)
@@ -65,32 +66,22 @@ def best(measure: Callable[[int], float], size: int, rounds: int) -> float:
     return min(measure(size) for _ in range(rounds))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="the best of this many counts (default 5)")
-    parser.add_argument("--json", action="store_true", help="print one object instead of a table")
-    options = parser.parse_args()
-    rows = [
-        {
-            "entries": size,
-            "tier_ns": best(tier_ns, size, options.rounds),
-            "dictionary_ns": best(dictionary_ns, size, options.rounds),
-        }
-        for size in SIZES
-    ]
-    for row in rows:
-        row["ratio"] = row["tier_ns"] / rows[0]["tier_ns"]
-        row["dictionary_ratio"] = row["dictionary_ns"] / rows[0]["dictionary_ns"]
-    if options.json:
-        print(json.dumps({"machine": machine(), "rows": rows}))
-        return
-    print(f"{'entries':>10} {'tier ns/block':>14} {'ratio':>6} {'OrderedDict ns':>15} {'ratio':>6}")
-    for row in rows:
-        print(
-            f"{row['entries']:>10,} {row['tier_ns']:>14.1f} {row['ratio']:>6.2f}"
-            f" {row['dictionary_ns']:>15.1f} {row['dictionary_ratio']:>6.2f}"
-        )
 
 
-if __name__ == "__main__":
-    main()
+def measure(options: argparse.Namespace, report: Report) -> None:
+    def rows() -> Iterator[Row]:
+        first: tuple[float, float] | None = None
+        for size in SIZES:
+            tier, dictionary = (best(each, size, options.rounds) for each in (tier_ns, dictionary_ns))
+            first = first or (tier, dictionary)
+            yield {
+                "entries": size,
+                "tier, ns": tier,
+                "to the first": tier / first[0],
+                "OrderedDict, ns": dictionary,
+                "to its first": dictionary / first[1],
+            }
+
+    report.table("An evicted block", rows())

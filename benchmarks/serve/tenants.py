@@ -1,7 +1,5 @@
 """Measure whether a tenant can tell from the time of a look-up what another tenant has.
 
-    python -m benchmarks.tenants [--prompts 2000] [--rounds 3]
-
 A tenant has stored half of the prompts. Another one looks up all of them in random order: it misses each, those that
 the first tenant has and those that nobody has. The Kolmogorov-Smirnov statistic is the largest distance between the
 two distributions of times, p how often chance alone makes one as large. Its own hits show that the times would tell.
@@ -12,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.machine import machine
-from benchmarks.serve import BLOCK, Engine, engine, layout, registered
-from benchmarks.waits import service
+from benchmarks.harness import Report, Row
+from benchmarks.serve.engines import BLOCK, Engine, engine, layout, registered
+from benchmarks.serve.waits import service
 from fdcache.controller.cache_controller import CacheController
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.manager import CacheManager, MatchResult, Request
@@ -35,6 +32,7 @@ from fdcache.settings.cache import CacheSettings, TransferSettings, WritePolicy
 BLOCKS = 8
 LEAST_P = 0.001
 OTHER, OWN = "other", "own"
+OTHERS = "another tenant has it"
 Times = NDArray[np.float64]
 LookUp = Callable[[int, str], float]
 """Looks a prompt up for a tenant; returns the seconds."""
@@ -122,7 +120,7 @@ def message(directory: Path) -> Iterator[LookUp]:
         yield look_up
 
 
-def measure(look_up: LookUp, prompts: int, rounds: int) -> tuple[Times, Times, Times]:
+def times_of(look_up: LookUp, prompts: int, rounds: int) -> tuple[Times, Times, Times]:
     """Return the times of own misses, of misses of what the other tenant has, and of that tenant's hits."""
     cases = [(number, OWN) for number in range(2 * prompts)] * rounds
     cases += [(number, OTHER) for number in range(0, 2 * prompts, 2)] * rounds
@@ -147,57 +145,53 @@ def kolmogorov_smirnov(first: Times, second: Times) -> tuple[float, float]:
     return distance, 1.0 if value < 0.2 else min(max(p, 0.0), 1.0)
 
 
-def print_rows(name: str, look_up: LookUp, prompts: int, rounds: int) -> bool:
-    """Print the distributions of one way to look up; return True if the two kinds of misses are alike."""
-    nobody, others, hits = measure(look_up, prompts, rounds)
-    good = True
-    kinds = (("nobody has it", nobody), ("another tenant has it", others), ("its own hit", hits))
+def rows_of(name: str, look_up: LookUp, prompts: int, rounds: int) -> Iterator[Row]:
+    """Yield the distributions of one way to look up."""
+    nobody, others, hits = times_of(look_up, prompts, rounds)
+    kinds = (("nobody has it", nobody), (OTHERS, others), ("its own hit", hits))
     for kind, times in kinds:
-        p50, p90, p99 = np.percentile(times, (50, 90, 99))
+        p50, p90, p99 = (float(each) for each in np.percentile(times, (50, 90, 99)))
         distance, p = kolmogorov_smirnov(nobody, times)
-        verdict = "" if times is nobody else f"{distance:.3f} | {p:.2g}"
-        good &= times is not others or p >= LEAST_P
-        print(
-            f"| {name}, {kind} | {len(times):,} | {p50:.2f} | {p90:.2f} | {p99:.2f} | {verdict or '|'} |",
-            flush=True,
-        )
-    return good
+        yield {
+            "look-up": f"{name}, {kind}",
+            "times": len(times),
+            "p50 us": p50,
+            "p90 us": p90,
+            "p99 us": p99,
+            "distance": distance,
+            "p": p,
+        }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=int, default=2000, help="that the other tenant has, and that nobody has"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    print(f"{machine()}\n")
-    print("| look-up | times | p50 us | p90 us | p99 us | distance | p |\n|---|---|---|---|---|---|---|")
-    good = True
+
+
+def measure(options: argparse.Namespace, report: Report) -> bool:
     with tempfile.TemporaryDirectory(prefix="fdcache-bench-") as name:
-        directory = Path(name)
-        settings = {
-            "FDCACHE_HOST_MEMORY": f"{options.prompts * BLOCKS * 8192 + (64 << 20)}",
-            "FDCACHE_STORAGE": "local",
-            "FDCACHE_STORAGE_DIR": str(directory / "storage"),
-            "FDCACHE_STORAGE_SIZE": f"{options.prompts * BLOCKS * 8192 + (64 << 20)}",
-        }
-        for storage in (False, True):
-            folder = directory / f"run-{storage}"
-            folder.mkdir(mode=0o700)
-            given = settings if storage else {"FDCACHE_HOST_MEMORY": settings["FDCACHE_HOST_MEMORY"]}
-            with service(folder, **given) as (address, _):
-                store_all(address, options.prompts)
-                below = ", with storage" if storage else ""
-                with engine("looking", WritePolicy.WRITE_THROUGH, server=address) as user:
-                    good &= print_rows(
-                        f"an engine's match{below}", match(user), options.prompts, options.rounds
-                    )
-                with message(folder) as look_up:
-                    good &= print_rows(f"a message{below}", look_up, options.prompts, options.rounds)
-    print(f"\nThe times {'do not tell' if good else 'may tell'} what another tenant has.")
-    return 0 if good else 1
+        rows = report.table("Look-ups of a tenant", look_ups(Path(name), options.prompts, options.rounds))
+    good = all(row["p"] >= LEAST_P for row in rows if row["look-up"].endswith(OTHERS))
+    report.note(f"\nThe times {'do not tell' if good else 'may tell'} what another tenant has.")
+    return good
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def look_ups(directory: Path, prompts: int, rounds: int) -> Iterator[Row]:
+    """Yield the rows of a service without storage, and of one with it."""
+    size = f"{prompts * BLOCKS * 8192 + (64 << 20)}"
+    below = {
+        "FDCACHE_STORAGE": "local",
+        "FDCACHE_STORAGE_DIR": str(directory / "storage"),
+        "FDCACHE_STORAGE_SIZE": size,
+    }
+    for what, settings in (("", {}), (", with storage", below)):
+        folder = directory / f"run{len(settings)}"
+        folder.mkdir(mode=0o700)
+        with service(folder, FDCACHE_HOST_MEMORY=size, **settings) as (address, _):
+            store_all(address, prompts)
+            with engine("looking", WritePolicy.WRITE_THROUGH, server=address) as user:
+                yield from rows_of(f"an engine's match{what}", match(user), prompts, rounds)
+            with message(folder) as look_up:
+                yield from rows_of(f"a message{what}", look_up, prompts, rounds)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import machine
+from benchmarks.harness import Report, Row, median_us
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, LoadStatus, MatchStatus, Request
 from fdcache.metadata import (
@@ -169,7 +169,10 @@ class Serving:
     def admit(self, request: Request) -> Request:
         with self.clock.measure("match"):
             (match,) = self.manager.match_prefix([request])
-        assert match.status is MatchStatus.MATCHED
+        while match.status is MatchStatus.DEFERRED:  # its blocks are on their way to the host
+            self.take_plans()
+            self.apply()
+            (match,) = self.manager.match_prefix([request])
         with self.clock.measure("allocate"):
             (allocation,) = self.manager.allocate_device_blocks([(request, request.num_tokens)])
         assert allocation.ok
@@ -300,18 +303,7 @@ def empty_us(policy: WritePolicy, host_blocks: int, *, storage: bool, calls: int
             manager.restore_storage([no_blocks()])
         serving.finish([serving.admit(serving.arrive(prompt(4096, 1)))])
         serving.settle()
-        return median_us(manager.take_plans, calls)
-
-
-def median_us(call: Callable[[], object], calls: int) -> float:
-    """Return the median of 100 batches of calls."""
-    samples = []
-    for _ in range(100):
-        since = time.perf_counter_ns()
-        for _ in range(max(calls // 100, 1)):
-            call()
-        samples.append((time.perf_counter_ns() - since) / max(calls // 100, 1))
-    return float(np.median(samples)) / 1000
+        return median_us(manager.take_plans, samples=100, calls=calls // 100)
 
 
 CALLS = (
@@ -329,41 +321,37 @@ CALLS = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--cold", action="store_true", help="do other work between two steps")
-    parser.add_argument("--json", action="store_true", help="print one object instead of tables")
-    options = parser.parse_args()
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
     between = OtherWork() if options.cold else lambda: None
-    rows: dict[str, Figures] = {}
-    for policy in WritePolicy:
-        for count in (1, 8):
-            rows[f"{count} visitor{'s' * (count > 1)}, {policy.value}"] = visitors(
-                policy, count, max(options.steps // count, 20), between
-            )
-    for policy in WritePolicy:
-        rows[f"prompt of 2,048, {policy.value}"] = prompts(policy, 2048, options.steps, between)
-    empty = {
-        name: empty_us(policy, host, storage=storage, calls=20_000)
-        for name, policy, host, storage in (
-            ("device alone", WritePolicy.WRITE_THROUGH, 0, False),
-            ("host, write_through", WritePolicy.WRITE_THROUGH, 4096, False),
-            ("host, write_back", WritePolicy.WRITE_BACK, 4096, False),
-            ("host and storage, write_through", WritePolicy.WRITE_THROUGH, 4096, True),
-        )
-    }
-    if options.json:
-        print(json.dumps({"machine": machine(), "steps_us": rows, "empty_take_plans_us": empty}))
-        return
-    print(f"{machine()}\n\n{'us per step':<40}" + "".join(f"{call:>13}" for call in CALLS))
-    for name, figures in rows.items():
-        print(f"{name:<40}" + "".join(f"{figures.get(call, 0.0):>13.1f}" for call in CALLS))
-    print(f"\n{'take_plans without copies':<40}{'us':>13}")
-    for name, spent in empty.items():
-        print(f"{name:<40}{spent:>13.2f}")
-    print()
 
+    def steps() -> Iterator[Row]:
+        for policy in WritePolicy:
+            for count in (1, 8):
+                name = f"{count} visitor{'s' * (count > 1)}, {policy.value}"
+                yield row(name, visitors(policy, count, max(options.steps // count, 20), between))
+        for policy in WritePolicy:
+            name = f"prompt of 2,048, {policy.value}"
+            yield row(name, prompts(policy, 2048, options.steps, between))
 
-if __name__ == "__main__":
-    main()
+    def row(name: str, figures: Figures) -> Row:
+        return {"us per step": name, **{call: figures.get(call, 0.0) for call in CALLS}}
+
+    report.table("A step with copies", steps())
+    cases = (
+        ("device alone", WritePolicy.WRITE_THROUGH, 0, False),
+        ("host, write_through", WritePolicy.WRITE_THROUGH, 4096, False),
+        ("host, write_back", WritePolicy.WRITE_BACK, 4096, False),
+        ("host and storage, write_through", WritePolicy.WRITE_THROUGH, 4096, True),
+    )
+    report.table(
+        "take_plans of a step without copies",
+        (
+            {"tiers": name, "us": empty_us(policy, host, storage=storage, calls=20_000)}
+            for name, policy, host, storage in cases
+        ),
+    )

@@ -1,7 +1,5 @@
 """Measure how long an engine waits for the service while tools ask long questions, and what waits in memory.
 
-    python -m benchmarks.waits [--seconds 5]
-
 An engine sends a heartbeat every 2 ms to `fdcache serve`, a process of its own, and a tool asks a short question.
 Meanwhile other processes ask for `explain`, read their answers or do not. The memory is the service's, resident.
 """
@@ -25,8 +23,8 @@ import numpy as np
 import psutil
 import zmq
 
-from benchmarks.machine import machine
-from benchmarks.serve import registered
+from benchmarks.harness import Report, Row
+from benchmarks.serve.engines import registered
 from fdcache.errors import ServiceError
 from fdcache.service.client.connection import Client, Connection
 from fdcache.service.wire.address import SCHEME
@@ -117,23 +115,30 @@ def ask_unread(address: str, count: int, questions: int, sent: Event, stop: Even
     line.close()
 
 
-def row(name: str, waits: list[float]) -> None:
-    """Print the distribution of waits in milliseconds."""
+def row(name: str, waits: list[float]) -> Row:
+    """Return the distribution of waits in milliseconds."""
     p50, p99, most = (float(np.percentile(waits, share)) * 1e3 for share in (50, 99, 100))
-    print(f"| {name} | {len(waits):,} | {p50:.2f} | {p99:.2f} | {most:.1f} |", flush=True)
+    return {
+        "an engine's heartbeats, while": name,
+        "answers": len(waits),
+        "p50 ms": p50,
+        "p99 ms": p99,
+        "longest ms": most,
+    }
 
 
-def measure_waits(directory: Path, address: str, seconds: float) -> None:
-    """Print the waits of an engine while nobody, one tool and many tools ask."""
+def waits_of(directory: Path, address: str, seconds: float) -> Iterator[Row]:
+    """Yield the waits of an engine while nobody, one tool and many tools ask."""
     context = multiprocessing.get_context("spawn")
-    print("| an engine's heartbeats, while | answers | p50 ms | p99 ms | longest ms |\n|---|---|---|---|---|")
-    row("nothing else is asked", send_heartbeats(directory, seconds, lambda: True))
+    yield row("nothing else is asked", send_heartbeats(directory, seconds, lambda: True))
     stop = context.Event()
     stop.set()
     tool = context.Process(target=explain, args=(address, LONG, stop))
     tool.start()
     waits = send_heartbeats(directory, 0, lambda: not tool.is_alive())
-    row(f"a tool asks to explain {LONG:,} blocks" + ("" if not tool.exitcode else ", which fails"), waits)
+    yield row(
+        f"a tool asks to explain {LONG:,} blocks" + ("" if not tool.exitcode else ", which fails"), waits
+    )
     stop = context.Event()
     tools = [context.Process(target=explain, args=(address, USUAL, stop)) for _ in range(SLOW_TOOLS)]
     for each in tools:
@@ -147,14 +152,13 @@ def measure_waits(directory: Path, address: str, seconds: float) -> None:
         stop.set()
         for each in (*tools, other):
             each.join()
-        row(f"{SLOW_TOOLS} tools ask to explain {USUAL:,} each", waits)
-        row("the same, a tool's short question", list(short))
+        yield row(f"{SLOW_TOOLS} tools ask to explain {USUAL:,} each", waits)
+        yield row("the same, a tool's short question", list(short))
 
 
-def measure_memory(address: str, process: psutil.Process) -> None:
-    """Print the growth of the service while a client does not read what it asked for."""
+def memory_of(address: str, process: psutil.Process) -> Iterator[Row]:
+    """Yield the growth of the service while a client does not read what it asked for."""
     context = multiprocessing.get_context("spawn")
-    print("\n| a tool that reads no answer asks | the service grows by, MiB |\n|---|---|")
     for count, questions in ((USUAL, UNREAD), (LONG, UNREAD // 10)):
         before, most = process.memory_info().rss, 0
         sent, stop = context.Event(), context.Event()
@@ -171,28 +175,24 @@ def measure_memory(address: str, process: psutil.Process) -> None:
                 quiet = time.monotonic() + 3
         stop.set()
         tool.join()
-        print(
-            f"| to explain {count:,} blocks, {questions} times | {(most - before) / 2**20:.0f} |", flush=True
-        )
+        yield {
+            "a tool that reads no answer asks": f"to explain {count:,} blocks, {questions} times",
+            "the service grows by, MiB": (most - before) >> 20,
+        }
         with Client(address, timeout=120) as client:
             client.ask("stats")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
-    seconds = parser.parse_args().seconds
-    print(f"{machine()}\n")
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="fdcache-bench-") as name:
         directory = Path(name)
         with service(directory) as (address, process):
-            measure_waits(directory, address, seconds)
+            report.table("Waits of an engine", waits_of(directory, address, options.seconds))
             try:
-                measure_memory(address, process)
+                report.table("Memory of what is not read", memory_of(address, process))
             except ServiceError as error:
-                print(f"the service does not answer: {error}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+                report.note(f"the service does not answer: {error}")

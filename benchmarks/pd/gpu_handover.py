@@ -1,4 +1,4 @@
-"""A prefill and a decode instance on GPUs, for the times of a hand-over: ``python -m benchmarks.pd_device``.
+"""A prefill and a decode instance on GPUs, for the times of a hand-over: ``python -m benchmarks.pd gpu``.
 
 Prefill spins instead of computing, so that its layers take as long as those of a model.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.swap_worker import make_layout
+from benchmarks.swap.worker import make_layout
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.cuda import CudaDevice
 from fdcache.machine.calibration import Calibration
@@ -149,7 +149,7 @@ class Times:
     all_after: float
 
 
-def measure(
+def measure_hand_overs(
     ask: Callable[..., str], gpu: int, layer_us: int, *, verifies: bool, connector: str = "ipc"
 ) -> Times:
     """Hand prompts over from the instance behind ``ask`` to one on this GPU."""

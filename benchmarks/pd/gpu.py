@@ -1,17 +1,13 @@
 """Measure hand-overs from GPU to GPU: reads of a peer's scattered planes, and their cost to neighbours.
 
-python -m benchmarks.pd_device [--source GPU] [--target GPU] [--section NAME]... [--json FILE]
-
 A process on ``--source`` fills planes; this one, on ``--target``, reads them: mapped by ``ipc``, or through NIXL in the
-sections of ``rdma``. Bandwidths are shares of one
-large copy between the same memory, measured before and after.
+sections of ``rdma``. Bandwidths are shares of one large copy between the same memory, measured before and after.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import subprocess
 import sys
@@ -24,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pd_handover import LAYER_US, Instance, measure
-from benchmarks.pd_rdma import ReaderEnd, SourceEnd
-from benchmarks.swap_worker import GIB, make_layout
+from benchmarks.harness import Report, Table
+from benchmarks.pd.gpu_handover import LAYER_US, Instance, measure_hand_overs
+from benchmarks.pd.gpu_rdma import ReaderEnd, SourceEnd
+from benchmarks.swap.worker import GIB, make_layout
 from fdcache.devices.base import PlaneBinding
 from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.cuda_peers import CudaPeerAccess, Grid
@@ -45,8 +42,6 @@ _PIECES = 2048
 _UNITS = 36
 _WARM = 12
 _ROUNDS = 3
-
-Table = list[dict[str, Any]]
 
 
 class Rank:
@@ -94,7 +89,7 @@ class Source:
     """The process of the other rank."""
 
     def __init__(self, gpu: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.pd_device", "--serve", str(gpu)]
+        command = [sys.executable, "-m", "benchmarks.pd.gpu", str(gpu)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -169,7 +164,7 @@ def neighbours(gpu: int) -> dict[str, Callable[[], None]]:
     """Return the neighbours of ``benchmarks.swap`` on a GPU."""
     import torch
 
-    from benchmarks.swap import neighbours as made
+    from benchmarks.swap.peers import neighbours as made
 
     with torch.cuda.device(gpu):
         return made()
@@ -477,7 +472,7 @@ def rdma_handover(source: Source, gpu: int) -> Table:
 def handovers(source: Source, gpu: int, connector: str) -> Table:
     rows = []
     for layer_us, verifies in itertools.product(LAYER_US, (True, False)):
-        found = measure(source.ask, gpu, layer_us, verifies=verifies, connector=connector)
+        found = measure_hand_overs(source.ask, gpu, layer_us, verifies=verifies, connector=connector)
         rows.append(
             {
                 "a layer takes, ms": layer_us / 1e3,
@@ -501,36 +496,19 @@ SECTIONS: dict[str, Callable[[Source, int], Table]] = {
 }
 
 
-def show(title: str, rows: Table) -> None:
-    """Print rows of equal keys as a table in Markdown."""
-    print(f"\n{title}\n")
-    print("| " + " | ".join(rows[0]) + " |")
-    print("|" + "---|" * len(rows[0]))
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in row.values()) + " |")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.pd_device", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", type=int, default=1, help="GPU of the prefill side")
     parser.add_argument("--target", type=int, default=0, help="GPU of the decode side")
     parser.add_argument("--section", action="append", choices=SECTIONS)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve is not None:
-        serve(options.serve)
-        return
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
     source = Source(options.source)
-    found = {}
     for name in options.section or SECTIONS:
-        found[name] = SECTIONS[name](source, options.target)
-        show(f"GPU {options.source} to GPU {options.target}: {name}", found[name])
-        if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1))
+        title = f"GPU {options.source} to GPU {options.target}: {name}"
+        report.table(title, SECTIONS[name](source, options.target))
     source.close()
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # the source, which :class:`Source` starts
+    serve(int(sys.argv[1]))

@@ -7,12 +7,11 @@ seeds that nothing was chosen on; traces are given as arguments. No byte moves: 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.machine import machine
+from benchmarks.harness import Report, Row
 from fdcache.replay.config import ReplayConfig, Shape, Verify
 from fdcache.replay.points import run_point
 from fdcache.replay.trace import read_trace
@@ -61,39 +60,38 @@ def found(items: Sequence[WorkItem], place: Place, eviction: EvictionPolicy) -> 
     return device, host
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("traces", type=Path, nargs="*", help="Mooncake JSONL files")
     parser.add_argument("--workload", type=WorkloadName, nargs="*", default=list(WorkloadName))
     parser.add_argument("--seed", type=int, default=9001, help="of the workloads (default 9001)")
     parser.add_argument("--requests", type=int, default=2000, help="of a workload (default 2000)")
-    parser.add_argument("--json", action="store_true", help="print one object instead of a table")
-    options = parser.parse_args()
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
     items: dict[str, list[WorkItem]] = {str(trace): list(read_trace(trace)) for trace in options.traces}
-    rows = []
-    for place in places(options.traces, options.workload):
-        if place.name not in items:
-            items[place.name] = list(generate(WorkloadName(place.name), options.requests, options.seed))
-        lru, learned = (
-            found(items[place.name], place, each) for each in (EvictionPolicy.LRU, EvictionPolicy.LEARNED)
-        )
-        rows.append({**place._asdict(), "lru": lru, "learned": learned})
-        if not options.json:
-            print(
-                f"{Path(place.name).stem:20} {place.device:>5,} {place.host:>5,} {place.policy:24}"
-                f" {lru[0]:.4f} + {lru[1]:.4f}  {learned[0]:.4f} + {learned[1]:.4f}"
-                f"  {sum(learned) - sum(lru):+.4f}",
-                flush=True,
+    gains: list[float] = []
+
+    def rows() -> Iterator[Row]:
+        for place in places(options.traces, options.workload):
+            if place.name not in items:
+                items[place.name] = list(generate(WorkloadName(place.name), options.requests, options.seed))
+            lru, learned = (
+                found(items[place.name], place, each) for each in (EvictionPolicy.LRU, EvictionPolicy.LEARNED)
             )
-    gains = [sum(row["learned"]) - sum(row["lru"]) for row in rows]
-    if options.json:
-        print(json.dumps({"machine": machine(), "rows": rows}))
-    else:
-        below = sum(gain < -0.003 for gain in gains)
-        print(
-            f"{len(gains)} points: lowest {min(gains):+.4f}, mean {sum(gains) / len(gains):+.4f}, {below} below"
-        )
+            gains.append(sum(learned) - sum(lru))
+            yield {
+                "workload": Path(place.name).stem,
+                "device": place.device,
+                "host": place.host,
+                "policy": place.policy.value,
+                "lru, device": lru[0],
+                "lru, host": lru[1],
+                "learned, device": learned[0],
+                "learned, host": learned[1],
+                "gain": gains[-1],
+            }
 
-
-if __name__ == "__main__":
-    main()
+    report.table("Share of the prompt tokens found", rows())
+    below = sum(gain < -0.003 for gain in gains)
+    mean = sum(gains) / len(gains)
+    report.note(f"{len(gains)} points: lowest {min(gains):+.4f}, mean {mean:+.4f}, {below} below")

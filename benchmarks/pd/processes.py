@@ -1,7 +1,5 @@
 """Measure hand-overs from a prefill to a decode process: speed beside plain copies, and what they add to a first token.
 
-    python -m benchmarks.pd [--transfer ipc,rdma] [--plane-kib 64] [--scattered] [--mebibytes 64] [--rounds 5]
-
 All of a run move the same bytes, in turns. ``copy`` is one copy of as many bytes within a process, ``nixl`` one READ of
 NIXL between the processes (with rdma). ``reads`` of a hand-over are from the begin of the first to the end of the last:
 beside the sums of both processes, or ``unverified``, without them. A hand-over of blocks that are computed already is
@@ -13,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -28,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import machine
+from benchmarks.harness import Report
 from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
@@ -318,9 +314,9 @@ def timed(call: Callable[[], object]) -> float:
     return time.monotonic() - start
 
 
-def measure(case: Case, layer_seconds: float, rounds: int) -> None:
-    """Measure one connector, and print it."""
-    layout, nbytes = case.layout, case.blocks * case.layout.payload_bytes
+def hand_overs(case: Case, layer_seconds: float, rounds: int) -> tuple[dict[str, float], list[HandOver]]:
+    """Return the least seconds of each way to move the bytes, and the hand-overs of layers that are computed."""
+    nbytes = case.blocks * case.layout.payload_bytes
     source, target = np.full(nbytes, 7, np.uint8), np.zeros(nbytes, np.uint8)
     times: dict[str, list[float]] = defaultdict(list)
     with pair(case) as verified, pair(replace(case, verify=False)) as other:
@@ -335,28 +331,37 @@ def measure(case: Case, layer_seconds: float, rounds: int) -> None:
                 times["reads" + name].append(done.first + done.rest)
                 times["hand-over" + name].append(done.total)
         layered = [verified.hand_over(layer_seconds) for _ in range(rounds)]
-    best = {name: min(values) for name, values in times.items()}
-    print(
-        f"\n{case.connector}: {nbytes / MIB:.0f} MiB, {case.blocks} blocks, planes of "
-        f"{layout.planes[0].nbytes >> 10} KiB, {'scattered' if case.scattered else 'adjoining'}"
-    )
-    for name, seconds in best.items():
-        shares = [f"{best[base] / seconds:.2f} of {base}" for base in ("copy", "nixl") if base in best]
-        print(f"  {name:<22}{nbytes / seconds / 1e9:6.2f} GB/s  {', '.join(shares)}")
-    print(f"  layer by layer, {layer_seconds * 1e3:g} ms a layer, medians of {rounds} in ms:")
-    parts = {name: median(getattr(each, name) for each in layered) for name in HandOver.__dataclass_fields__}
-    for name in ("wait", "first", "rest", "check"):
-        print(f"    {name:<8}{parts[name] * 1e3:8.2f}")
-    print(f"    added to the time to first token {parts['added'] * 1e3:.2f} of {parts['total'] * 1e3:.2f}")
-    print(f"    check: {100 * parts['check'] / parts['total']:.1f}% of the time to first token")
-    print(f"    the first group is at decode {parts['ahead'] * 1e3:.2f} ms before the last layer of prefill")
+    return {name: min(values) for name, values in times.items()}, layered
 
 
-def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def report_case(report: Report, case: Case, layer_seconds: float, rounds: int) -> None:
+    """Measure one connector."""
+    best, layered = hand_overs(case, layer_seconds, rounds)
+    nbytes = case.blocks * case.layout.payload_bytes
+    title = (
+        f"{case.connector}: {nbytes / MIB:.0f} MiB, {case.blocks} blocks, planes of "
+        f"{case.layout.planes[0].nbytes >> 10} KiB, {'scattered' if case.scattered else 'adjoining'}"
     )
+    bases = [base for base in ("copy", "nixl") if base in best]
+    report.table(
+        title,
+        (
+            {"way": name, "GB/s": nbytes / seconds / 1e9}
+            | {f"of {base}": best[base] / seconds for base in bases}
+            for name, seconds in best.items()
+        ),
+    )
+    parts = {
+        name: 1e3 * median(getattr(each, name) for each in layered) for name in HandOver.__dataclass_fields__
+    }
+    layers = (
+        f"{case.connector}, layer by layer, {layer_seconds * 1e3:g} ms a layer, medians of {rounds} in ms"
+    )
+    names = ("wait", "first", "rest", "check", "added", "total", "ahead")
+    report.table(layers, [{name: parts[name] for name in names}])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transfer", default="ipc,rdma")
     parser.add_argument("--mebibytes", type=int, default=64)
     parser.add_argument("--layers", type=int, default=16)
@@ -364,16 +369,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--plane-kib", type=int, default=64)
     parser.add_argument("--scattered", action="store_true", help="blocks of prompts do not adjoin")
-    options = parser.parse_args()
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
     layout = layout_of(options.layers, options.plane_kib)
-    print(machine())
     for connector in options.transfer.split(","):
         blocks = max(options.mebibytes * MIB // layout.payload_bytes, 1)
         case = Case(connector, layout, blocks, options.scattered)
-        measure(case, options.layer_ms / 1e3, options.rounds)
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # NIXL 1.5.1 brings a libnl that ends a process with a segmentation fault
+        report_case(report, case, options.layer_ms / 1e3, options.rounds)
+    report.note("added: to the time to first token; ahead: from the first group to the last layer of prefill")

@@ -1,4 +1,4 @@
-"""``rdma`` between GPUs, for ``python -m benchmarks.pd_device``: packed, read by NIXL and spread.
+"""``rdma`` between GPUs, for ``python -m benchmarks.pd gpu``: packed, read by NIXL and spread.
 
 Source and reader each drive a connector in a thread, as the threads of hand-overs do: the reader asks for blocks, the
 source packs parts and announces them, the reader acknowledges what it has read. All of it are notifications of NIXL.

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.machine import machine
+from benchmarks.harness import Report, Row
 from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, encode
@@ -170,7 +170,7 @@ def carry_out(rank: Rank, plan: TransferPlan, clock: Clock) -> None:
         encode(reports[0])
 
 
-def measure(rank: Rank, count: int, kind: str, rounds: int, clock: Clock) -> None:
+def carry_out_all(rank: Rank, count: int, kind: str, rounds: int, clock: Clock) -> None:
     """Carry out ``rounds`` plans of ``count`` blocks, after some that are not counted."""
     for _ in range(3):
         carry_out(rank, rank.plan(count, kind), Clock())
@@ -180,20 +180,18 @@ def measure(rank: Rank, count: int, kind: str, rounds: int, clock: Clock) -> Non
         carry_out(rank, plan, clock)
 
 
-def show_profile(profile: cProfile.Profile, plans: int, most: int = 22) -> None:
-    """Print the functions that take the most time, in microseconds a plan."""
+def profile_lines(profile: cProfile.Profile, plans: int, most: int = 22) -> Iterator[str]:
+    """Yield the functions that take the most time, in microseconds a plan."""
     found: Any = pstats.Stats(profile)
     rows = sorted(found.stats.items(), key=lambda row: -row[1][2])[:most]
     for (file, line, name), (_, calls, own, total, _) in rows:
         where = f"{file.rsplit('/', 1)[-1]}:{line}" if line else ""
-        print(
+        yield (
             f"  {1e6 * own / plans:8.1f} own {1e6 * total / plans:8.1f} all {calls / plans:6.1f}x  {name} {where}"
         )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print a row for each size."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.submission", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--blocks", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--plane", type=int, default=512, metavar="BYTES", help="bytes of each of 64 planes")
@@ -201,26 +199,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cold", action="store_true", help="evict the caches before each phase")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--profile", action="store_true")
-    flags = parser.parse_args(arguments)
-    rank = Rank(flags.device, max(flags.blocks), flags.plane)
-    cold = ", caches evicted" if flags.cold else ""
-    print(f"{machine()}, device {flags.device}, {flags.kind}{cold}; us a plan, median (least)")
-    print(f"{'blocks':>8}" + "".join(f"{phase:>18}" for phase in PHASES))
-    for count in flags.blocks:
-        rounds = max(flags.rounds * 128 // max(count, 128), 8)
-        clock = Clock(Eviction() if flags.cold else None)
-        measure(rank, count, flags.kind, rounds, clock)
-        print(f"{count:>8}" + "".join(_cell(clock.spent[phase]) for phase in PHASES), flush=True)
-        if flags.profile:
-            clock.profile = cProfile.Profile(time.thread_time)
-            measure(rank, count, flags.kind, rounds, clock)
-            show_profile(clock.profile, rounds)
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    rank = Rank(options.device, max(options.blocks), options.plane)
+
+    def rows() -> Iterator[Row]:
+        for count in options.blocks:
+            rounds = max(options.rounds * 128 // max(count, 128), 8)
+            clock = Clock(Eviction() if options.cold else None)
+            carry_out_all(rank, count, options.kind, rounds, clock)
+            yield {"blocks": count, **{phase: median_and_least(clock.spent[phase]) for phase in PHASES}}
+            if options.profile:
+                clock.profile = cProfile.Profile(time.thread_time)
+                carry_out_all(rank, count, options.kind, rounds, clock)
+                for line in profile_lines(clock.profile, rounds):
+                    report.note(line)
+
+    cold = ", caches evicted" if options.cold else ""
+    title = f"A plan on device {options.device}, {options.kind}{cold}: us, median (least)"
+    report.table(title, rows())
     rank.controller.shutdown()
 
 
-def _cell(spent: list[int]) -> str:
-    return f"{np.median(spent) / 1e3:>10.1f} ({min(spent) / 1e3:.1f})" if spent else f"{'-':>18}"
-
-
-if __name__ == "__main__":
-    main()
+def median_and_least(spent: list[int]) -> str:
+    return f"{np.median(spent) / 1e3:.1f} ({min(spent) / 1e3:.1f})" if spent else "-"

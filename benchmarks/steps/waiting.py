@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import machine
-from benchmarks.scheduler import BLOCK, layout
+from benchmarks.harness import Report, Row, median_us
+from benchmarks.steps.requests import BLOCK, layout
 from fdcache.manager import CacheManager, Request
 from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, HashArray, StorageScan, SwapPurpose
 from fdcache.plans.ledger import StorageOrders
-from fdcache.service.client.remote_tier import Owners
+from fdcache.service.client.session import Owners
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.pool import BlockPool
@@ -32,22 +31,13 @@ from fdcache.tiers.storage_writes import StorageWrites
 HOST_BLOCKS = 8192
 
 
-def median_us(call: Callable[[], object], calls: int) -> float:
-    samples = []
-    for _ in range(calls):
-        since = time.perf_counter_ns()
-        call()
-        samples.append(time.perf_counter_ns() - since)
-    return float(np.median(samples)) / 1000
-
-
 def prompts(requests: int, blocks: int) -> list[Request]:
     random = np.random.default_rng(0)
     tokens = random.integers(0, 1000, (requests, blocks * BLOCK + 1), dtype=np.int32)
     return [Request(str(i), row) for i, row in enumerate(tokens)]
 
 
-def scan_of(requests: list[Request], fingerprint: bytes) -> StorageScan:
+def scan_of(requests: list[Request]) -> StorageScan:
     """Return the scan of a storage that holds every block of these requests."""
     paths = [request.block_hashes for request in requests]
     hashes = np.concatenate(paths)
@@ -80,8 +70,9 @@ def take_plans_us(waiting: int, blocks: int, calls: int) -> tuple[float, float]:
         prefetch_policy=PrefetchPolicy.WAIT_COMPLETE,
     )
     with CacheManager(settings, shape, storage=storage) as manager:
-        stored = scan_of(requests, shape.fingerprint)
-        assert manager.restore_storage([stored]) == len(stored.slots)
+        manager.prepare(requests)
+        stored = scan_of(requests)
+        assert manager.restore_storage([stored]) == len(requests) * blocks
         manager.begin(requests)
         manager.take_plans()
         assert not manager.take_plans()
@@ -151,36 +142,23 @@ def owners_us(most: int, calls: int) -> float:
     return (time.perf_counter_ns() - since) / calls / 1000
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=2048, help="of each request that waits")
     parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--json", action="store_true", help="print one object instead of tables")
-    options = parser.parse_args()
-    waits = {waiting: take_plans_us(waiting, options.blocks, options.calls) for waiting in (0, 16, 128)}
-    stores = {depth: store_us(depth, options.calls) for depth in (16, 1024, 8192)}
-    owners = {most: owners_us(most, 2000) for most in (1000, 1 << 20)}
-    if options.json:
-        fields = {
-            "machine": machine(),
-            "take_plans_us": {waiting: step for waiting, (step, _) in waits.items()},
-            "match_us_per_request": {waiting: match for waiting, (_, match) in waits.items()},
-            "store_us": stores,
-            "owners_us": owners,
-        }
-        print(json.dumps(fields))
-        return
-    print(f"{machine()}\n\n{'requests that wait for room':<30}{'take_plans':>12}{'match, each':>14}  us")
-    for waiting, (step, match) in waits.items():
-        print(f"{waiting:<30}{step:>12.1f}{match:>14.1f}")
-    print(f"\n{'depth of the stored path':<30}{'store':>12}  us")
-    for depth, spent in stores.items():
-        print(f"{depth:<30}{spent:>12.1f}")
-    print(f"\n{'blocks whose owner is known':<30}{'addition':>12}  us")
-    for most, spent in owners.items():
-        print(f"{most:<30}{spent:>12.2f}")
-    print()
 
 
-if __name__ == "__main__":
-    main()
+def measure(options: argparse.Namespace, report: Report) -> None:
+    def waits() -> Iterator[Row]:
+        for waiting in (0, 16, 128):
+            step, match = take_plans_us(waiting, options.blocks, options.calls)
+            yield {"requests that wait for room": waiting, "take_plans, us": step, "a match, us": match}
+
+    report.table("Reads that wait", waits())
+    report.table(
+        "A store below a stored path",
+        ({"depth": depth, "us": store_us(depth, options.calls)} for depth in (16, 1024, 8192)),
+    )
+    report.table(
+        "Blocks whose owner is known",
+        ({"blocks": most, "an addition, us": owners_us(most, 2000)} for most in (1000, 1 << 20)),
+    )

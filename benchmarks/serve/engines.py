@@ -1,7 +1,5 @@
 """Measure a service: look-ups from many clients, the scheduler thread's time per step, and a run without reuse.
 
-    python -m benchmarks.serve [--seconds 3]
-
 The echo is an empty ZeroMQ ROUTER/DEALER round trip over ipc:// on the same machine in the same run: the least that
 any such service costs. The quietest of several rounds of a scheduler's steps counts, so that other processes on the
 machine change little. Exits 1 if a run without reuse costs 1% of a 20 ms step or more.
@@ -12,7 +10,6 @@ from __future__ import annotations
 import argparse
 import logging
 import multiprocessing
-import sys
 import tempfile
 import threading
 import time
@@ -29,7 +26,7 @@ from typing import TypeAlias
 import numpy as np
 import zmq
 
-from benchmarks.machine import machine
+from benchmarks.harness import Report, Row
 from fdcache import _core
 from fdcache.devices.cpu import CpuDevice
 from fdcache.hashing import hash_blocks, root_hash
@@ -298,7 +295,7 @@ def engine(
             arena.close()
 
 
-def print_steps(server: str, prompts: int, blocks: int) -> bool:
+def report_steps(report: Report, server: str, prompts: int, blocks: int) -> bool:
     """Measure all engines, one round of each in turn; return True if those at the service meet the goal."""
     with ExitStack() as stack:
         base, *others = (
@@ -328,17 +325,26 @@ def print_steps(server: str, prompts: int, blocks: int) -> bool:
         for each in reusing:
             figures = each.manager.get_stats().counters
             assert figures.host_hit_tokens > figures.lookup_tokens // 2, "no prompt was found on the host"
-    print(f"\n| {prompts} new prompts of {blocks} blocks a step | wall us | CPU us | of a 20 ms step | |")
-    print("|---|---|---|---|---|")
     good = True
-    for each in engines:
-        share = (each.wall - base.wall) / 1e6 / STEP_SECONDS
-        verdict = ""
-        if each.arena is not None and each not in reusing:
-            good &= share < GOAL
-            verdict = f"within {GOAL:.0%}" if share < GOAL else f"above {GOAL:.0%}"
-        cost = "" if each is base else f"{share:+.2%}"
-        print(f"| {each.name} | {each.wall:.0f} | {each.cpu:.0f} | {cost} | {verdict} |")
+
+    def rows() -> Iterator[Row]:
+        nonlocal good
+        for each in engines:
+            share = (each.wall - base.wall) / 1e6 / STEP_SECONDS
+            verdict = ""
+            if each.arena is not None and each not in reusing:
+                good &= share < GOAL
+                verdict = f"within {GOAL:.0%}" if share < GOAL else f"above {GOAL:.0%}"
+            cost = "" if each is base else f"{share:+.2%}"
+            yield {
+                "engine": each.name,
+                "wall us": each.wall,
+                "CPU us": each.cpu,
+                "of a 20 ms step": cost,
+                "goal": verdict,
+            }
+
+    report.table(f"{prompts} new prompts of {blocks} blocks a step", rows())
     return good
 
 
@@ -347,7 +353,7 @@ STEPS = ((1, 32), (8, 8))
 """New prompts per step, and blocks per prompt."""
 
 
-def measure(
+def rates(
     target: Callable[[str, float, Results], None], directory: str, clients: int, seconds: float
 ) -> dict[str, float]:
     context = multiprocessing.get_context("fork")
@@ -365,38 +371,47 @@ def measure(
     }
 
 
-def print_lookups(directory: str, seconds: float) -> None:
-    print(f"| clients | echo/s | p50, p99 us | look-ups of {BLOCKS} blocks/s | p50, p99 us | to echo's p50 |")
-    print("|---|---|---|---|---|---|")
-    for clients in CLIENTS:
-        base = measure(ask_echo, directory, clients, seconds)
-        ours = measure(ask_service, directory, clients, seconds)
-        print(
-            f"| {clients} | {base['per_second']:,.0f} | {base['p50_us']:.0f}, {base['p99_us']:.0f} "
-            f"| {ours['per_second']:,.0f} | {ours['p50_us']:.0f}, {ours['p99_us']:.0f} "
-            f"| {ours['p50_us'] / base['p50_us']:.1f} |"
-        )
-    figures = ", ".join(
-        f"{blocks} blocks {find_and_pin(directory, blocks, seconds):.1f} us" for blocks in (1, 32, BLOCKS)
+def report_lookups(report: Report, directory: str, seconds: float) -> None:
+    def rows() -> Iterator[Row]:
+        for clients in CLIENTS:
+            base = rates(ask_echo, directory, clients, seconds)
+            ours = rates(ask_service, directory, clients, seconds)
+            yield {
+                "clients": clients,
+                "echo/s": base["per_second"],
+                "p50 us": base["p50_us"],
+                "p99 us": base["p99_us"],
+                "look-ups/s": ours["per_second"],
+                "their p50 us": ours["p50_us"],
+                "their p99 us": ours["p99_us"],
+                "to echo's p50": ours["p50_us"] / base["p50_us"],
+            }
+
+    report.table(f"Look-ups of {BLOCKS} blocks beside an echo", rows())
+    found = {blocks: find_and_pin(directory, blocks, seconds) for blocks in (1, 32, BLOCKS)}
+    report.table(
+        "Look-ups in shared memory, pins included",
+        ({"blocks": blocks, "us": spent} for blocks, spent in found.items()),
     )
-    print(f"\nLook-ups in shared memory, pins included: {figures}")
 
 
-def measure_all(directory: str, seconds: float) -> bool:
-    """Print every table; return True if a run without reuse meets its goal."""
-    print(f"{machine()}\n")
-    print_lookups(directory, seconds)
+def measure_all(report: Report, directory: str, seconds: float) -> bool:
+    """Report every table; return True if a run without reuse meets its goal."""
+    report_lookups(report, directory, seconds)
     server = f"ipc://{directory}/fdcache.sock"
-    verdicts = [print_steps(server, prompts, blocks) for prompts, blocks in STEPS]
+    verdicts = [report_steps(report, server, prompts, blocks) for prompts, blocks in STEPS]
     good = all(verdicts)
-    print(f"\nA run without reuse {'stays below' if good else 'does not stay below'} {GOAL:.0%} of a step.")
+    report.note(
+        f"\nA run without reuse {'stays below' if good else 'does not stay below'} {GOAL:.0%} of a step."
+    )
     return good
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
-    seconds = parser.parse_args().seconds
+
+
+def measure(options: argparse.Namespace, report: Report) -> bool:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="fdcache-bench-") as directory:
         Path(directory).chmod(0o700)
@@ -409,13 +424,8 @@ def main() -> int:
                 process.start()
                 started.append(process)
                 assert ready.wait(60)
-            good = measure_all(directory, seconds)
+            return measure_all(report, directory, options.seconds)
         finally:
             stop.set()
             for process in started:
                 process.join(20)
-    return 0 if good else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
