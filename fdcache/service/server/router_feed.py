@@ -42,6 +42,10 @@ _LOCAL: dict[str, Any] = {"locality": "LOCAL"}
 """``ownership`` is left out: Dynamo drops events of owners other than the engine and KVCR."""
 
 
+Change = tuple[Callable[[CacheLevel, list[bytes]], Iterable[Any]], list[bytes]]
+"""Blocks that came or left, and what makes their events."""
+
+
 class Note(msgspec.Struct, frozen=True, array_like=True):
     """A block: hash of the one before it, tokens in int32, and what else its hash covers."""
 
@@ -66,7 +70,7 @@ class _Tier:
 
 
 class RouterFeed:
-    """Events of one layout, in the service's thread; only ``snapshot`` is called by the publisher's.
+    """Events of one layout. It runs in the service's thread; events are made by the publisher's.
 
     ``file`` keeps the notes. A block without one is in no event until an engine describes it.
     """
@@ -90,19 +94,16 @@ class RouterFeed:
     def describe(self, message: Describe) -> None:
         """Keep what a client says of blocks. Raises ``ProtocolError`` for fields that do not fit."""
         hashes, size = hashes_from(message.hashes), self._layout.block_size
-        tokens = int32_from(message.tokens, "tokens", size * len(hashes)).reshape(-1, size)
+        int32_from(message.tokens, "tokens", size * len(hashes))
         if len(message.parent) not in (0, hashes.shape[1]):
             raise ProtocolError("parent: a hash has 32 bytes")
-        parent, rows = message.parent, []
-        for i, row in enumerate(hashes):
-            key = row.tobytes()
+        parent, rows, step = message.parent, [], 4 * size
+        for i in range(len(hashes)):
+            key = message.hashes[32 * i : 32 * (i + 1)]
             if key not in self._notes:
-                items = [
-                    (name, offset - i * size)
-                    for offset, length, name in message.items
-                    if offset < (i + 1) * size and offset + length > i * size
-                ]
-                note = _encode(Note(parent, tokens[i].tobytes(), message.tenant, message.adapter, items))
+                tokens = message.tokens[step * i : step * (i + 1)]
+                items = _items_in(message, i * size, (i + 1) * size) if message.items else []
+                note = _encode(Note(parent, tokens, message.tenant, message.adapter, items))
                 self._notes[key] = note
                 rows.append((key, note))
             parent = key
@@ -162,7 +163,7 @@ class RouterFeed:
         if (kinds > EVENT_REMOVED).any():  # cleared, or lost
             self.tell_anew(level)
             return
-        tier, events = self._tiers[level], list[Any]()
+        tier, changes = self._tiers[level], list[Change]()
         codes = kinds.tolist()
         ends = [*(i for i in range(1, len(codes)) if codes[i] != codes[i - 1]), len(codes)]
         first = 0
@@ -170,14 +171,13 @@ class RouterFeed:
             keys = [row.tobytes() for row in hashes[first:end]]
             if codes[first] == EVENT_STORED:
                 tier.blocks |= dict.fromkeys(keys)
-                events += self._stored(level, keys)
+                changes.append((self._stored, keys))
             else:
                 for key in keys:
                     tier.blocks.pop(key, None)
-                events += self._removed(level, keys)
+                changes.append((self._removed, keys))
             first = end
-        for start in range(0, len(events), _AT_ONCE):
-            self._stream.publish(events[start : start + _AT_ONCE])
+        self._stream.publish(lambda: [event for tell, keys in changes for event in tell(level, keys)])
 
     def work(self) -> None:
         """Take the notes that were read from the file, and the events of storage."""
@@ -247,7 +247,7 @@ class RouterFeed:
         return RouterBlock(
             name=_name(page),
             parent=_name(note.parent) if note.parent else None,
-            tokens=np.frombuffer(note.tokens, "<i4").tolist(),
+            tokens=note.tokens,
             origin=origin,
             extra=tuple(extra) or None,
             group=group,
@@ -256,6 +256,15 @@ class RouterFeed:
     def close(self) -> None:
         """Write the notes that wait."""
         self._file.close()
+
+
+def _items_in(message: Describe, first: int, last: int) -> list[tuple[str, int]]:
+    """Return the images and the like in a range of tokens, each with its offset there."""
+    return [
+        (name, offset - first)
+        for offset, length, name in message.items
+        if offset < last and offset + length > first
+    ]
 
 
 def _name(page: bytes) -> int:
