@@ -88,11 +88,11 @@ def test_a_slow_subscriber_loses_messages_and_sees_that_by_the_numbers(
     publisher = EventPublisher("tcp://127.0.0.1:*", None)
     stream = publisher.stream("kv@node@m", lambda: iter([removed(1)]))
     slow = Reader(publisher.address, most_unread=4)
-    until(slow.read, "it is there")
+    until(lambda: slow.read() and not slow.socket.poll(300), "it has all blocks, told once or twice")
     before, text = publisher.published, list(range(100_000))
     for i in range(60):
         stream.publish(lambda i=i: removed(i, *text))  # type: ignore[misc]
-    until(lambda: publisher.published == before + 60, "all are sent, as far as there was room")
+    until(lambda: publisher.published >= before + 60, "all are sent, as far as there was room")
     slow.read()
     stream.publish(lambda: removed(-1))
     until(lambda: slow.read() and slow.names[-1] == -1, "it goes on")

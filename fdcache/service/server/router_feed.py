@@ -28,7 +28,7 @@ from fdcache.service.wire.router_events import (
     fields_of,
     runs_of,
 )
-from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED, READY, BlockPool
+from fdcache.tiers.pool import ABSENT, EVENT_REMOVED, EVENT_STORED, READY, BlockPool
 
 log = logging.getLogger("fdcache.service.server")
 
@@ -72,11 +72,21 @@ class _Tier:
 class RouterFeed:
     """Events of one layout. It runs in the service's thread; events are made by the publisher's.
 
-    ``file`` keeps the notes. A block without one is in no event until an engine describes it.
+    ``file`` keeps the notes; a block without one is in no event until an engine describes it. ``has_storage``: the
+    layout has, or will have, local storage.
     """
 
-    def __init__(self, layout: KVLayout, publisher: EventPublisher, topic: str, file: NotesFile) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        publisher: EventPublisher,
+        topic: str,
+        file: NotesFile,
+        *,
+        has_storage: bool = False,
+    ) -> None:
         self._layout = layout
+        self._has_storage = has_storage
         self._groups = layout.num_groups
         self._kinds = [
             ("sliding_window", window) if window else ("full_attention", None)
@@ -84,6 +94,7 @@ class RouterFeed:
         ]
         self._file = file
         self._notes: dict[bytes, bytes] = {}
+        self._to_sweep: list[bytes] = []
         self._origins: dict[tuple[str | None, str | None], Origin] = {}
         self._tiers = {level: _Tier(level) for level in (CacheLevel.HOST, CacheLevel.STORAGE)}
         self._loading: Future[dict[bytes, bytes]] | None = file.load()
@@ -111,7 +122,6 @@ class RouterFeed:
             return
         self._file.add(rows)
         self._tell_described([key for key, _ in rows])
-        self._sweep_if_due()
 
     def _tell_described(self, keys: list[bytes]) -> None:
         """Tell of blocks that were there before their notes, such as those of which the file had none."""
@@ -124,22 +134,26 @@ class RouterFeed:
         for page in pages:
             yield from (bytes(byte ^ mark for byte in page) if mark else page for mark in range(self._groups))
 
-    def _sweep_if_due(self) -> None:
-        """Drop notes of blocks that are in no tier, and those rows of the file, once there are many."""
+    def _sweep(self) -> None:
+        """Drop the notes of blocks that are in no tier, some at a time, once the file has many rows too many."""
         resident = sum(len(tier.blocks) for tier in self._tiers.values())
-        if self._loading is not None or self._file.rows <= 2 * resident + _SLACK:
+        is_known = self._loading is None and not (
+            self._has_storage and self._tiers[CacheLevel.STORAGE].pool is None  # it is being opened
+        )
+        if not self._to_sweep and is_known and self._file.rows > 2 * resident + _SLACK:
+            self._to_sweep = list(self._notes)[: -_SLACK // 2]  # the newest are perhaps about to be stored
+        if not self._to_sweep:
             return
-        pages = np.frombuffer(b"".join(self._notes), np.uint8).reshape(-1, 32)
-        there = np.zeros(len(pages), np.bool_)
+        some, self._to_sweep = self._to_sweep[-_AT_ONCE:], self._to_sweep[:-_AT_ONCE]
+        pages = np.frombuffer(b"".join(some), np.uint8).reshape(-1, 32)
+        gone = np.ones(len(pages), np.bool_)
         for tier in self._tiers.values():
             if tier.pool is not None:
-                there |= tier.pool.contains(pages) != 0
-        newest = len(pages) - min(_SLACK // 2, len(pages))
-        there[newest:] = True  # perhaps described a moment ago, and about to be stored
-        self._notes = {
-            key: note for (key, note), keep in zip(self._notes.items(), there.tolist(), strict=True) if keep
-        }
-        self._file.rewrite(list(self._notes.items()))
+                gone &= tier.pool.contains(pages) == ABSENT
+        for i in np.flatnonzero(gone).tolist():
+            self._notes.pop(some[i], None)
+        if not self._to_sweep:
+            self._file.rewrite(list(self._notes.items()))
 
     # --- tiers ----------------------------------------------------------------------------------------------
 
@@ -186,6 +200,7 @@ class RouterFeed:
             self._loading = None
             for level in self._tiers:
                 self.tell_anew(level)
+        self._sweep()
         pool = self._tiers[CacheLevel.STORAGE].pool
         if pool is not None:
             kinds, hashes, _ = pool.take_events()
@@ -273,10 +288,13 @@ def _name(page: bytes) -> int:
 
 
 class RouterFeeds:
-    """The feeds of a service, by layout. ``folder_of`` returns the path of a layout's notes."""
+    """The feeds of a service, by layout. ``path_of`` returns the path of a layout's notes."""
 
-    def __init__(self, publisher: EventPublisher, path_of: Callable[[KVLayout], Path]) -> None:
+    def __init__(
+        self, publisher: EventPublisher, path_of: Callable[[KVLayout], Path], *, has_storage: bool
+    ) -> None:
         self.publisher = publisher
+        self._has_storage = has_storage
         self._path_of = path_of
         self._feeds: dict[bytes, RouterFeed] = {}
         self._topics: set[str] = set()
@@ -291,7 +309,9 @@ class RouterFeeds:
                 topic = f"{topic}@{layout.fingerprint.hex()[:16]}"
             self._topics.add(topic)
             file = NotesFile(self._path_of(layout))
-            feed = self._feeds[layout.fingerprint] = RouterFeed(layout, self.publisher, topic, file)
+            feed = self._feeds[layout.fingerprint] = RouterFeed(
+                layout, self.publisher, topic, file, has_storage=self._has_storage
+            )
         return feed
 
     def work(self) -> None:
