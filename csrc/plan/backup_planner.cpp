@@ -47,12 +47,12 @@ void truncate(BlockList &blocks, std::size_t count) {
     blocks.hits.resize(count);
 }
 
-BlockList absent(BlockList &&blocks, const BackupTarget &target) {
+BlockList absent(BlockList &&blocks, const HostIndex &target) {
     const std::vector<Presence> presence = target.contains(blocks.hashes);
     return select_if(std::move(blocks), [&](std::size_t i) { return presence[i] == Presence::kAbsent; });
 }
 
-void keep_absent(std::vector<Digest> &hashes, const BackupTarget &target) {
+void keep_absent(std::vector<Digest> &hashes, const HostIndex &target) {
     if (hashes.empty()) return;
     const std::vector<Presence> presence = target.contains(hashes);
     std::size_t kept = 0;
@@ -84,7 +84,7 @@ DigestSet set_of(const BlockList &blocks) {
 // Blocks of a tier and their ancestors, parents first, as far as the target lacks them. The walk up a path
 // ends at the first block that the target has, so the cost grows with the blocks returned, not with their
 // depth. It goes no more than `most_levels` up.
-BlockList with_absent_ancestors(const Tier &tier, std::span<const Slot> slots, const BackupTarget &target,
+BlockList with_absent_ancestors(const Tier &tier, std::span<const Slot> slots, const HostIndex &target,
                                 std::uint32_t most_levels) {
     std::uint32_t levels = 0;
     std::size_t listed = 0;
@@ -129,26 +129,7 @@ BlockList paths_from_root(BlockList &&blocks) {
 
 }  // namespace
 
-std::size_t BackupTarget::room() const {
-    if (tier_) return tier_->stats().slots;
-    return service_ ? service_->stock() : 0;
-}
-
-std::vector<Presence> BackupTarget::contains(std::span<const Digest> hashes) const {
-    if (tier_) return tier_->contains(hashes);
-    return service_ ? service_->contains(hashes) : std::vector(hashes.size(), Presence::kAbsent);
-}
-
-CopyReservation BackupTarget::reserve(std::span<const Digest> parents, std::span<const Digest> hashes,
-                                      bool below_pending) {
-    if (tier_) return tier_->reserve_copies(0, parents, hashes, below_pending);
-    if (service_) return service_->reserve(parents, hashes, below_pending);
-    CopyReservation none;
-    none.missing = static_cast<std::uint32_t>(hashes.size());
-    return none;
-}
-
-PlannedBackups BackupPlanner::flush(SlotQueue &queue, BackupTarget target, std::size_t most,
+PlannedBackups BackupPlanner::flush(SlotQueue &queue, HostIndex &target, std::size_t most,
                                     BlockCopies &copies) {
     PlannedBackups out;
     Call call{target, copies, out, {}};
@@ -160,7 +141,7 @@ PlannedBackups BackupPlanner::flush(SlotQueue &queue, BackupTarget target, std::
     return out;
 }
 
-PlannedBackups BackupPlanner::clean(std::uint32_t coldest, BackupTarget target, std::size_t most,
+PlannedBackups BackupPlanner::clean(std::uint32_t coldest, HostIndex &target, std::size_t most,
                                     BlockCopies &copies) {
     PlannedBackups out;
     Call call{target, copies, out, {}};
@@ -172,7 +153,7 @@ PlannedBackups BackupPlanner::clean(std::uint32_t coldest, BackupTarget target, 
     return out;
 }
 
-PlannedBackups BackupPlanner::evict(std::span<const BlockList *const> evicted, BackupTarget target,
+PlannedBackups BackupPlanner::evict(std::span<const BlockList *const> evicted, HostIndex &target,
                                     BlockCopies &copies) {
     PlannedBackups out;
     BlockList dirty;
@@ -189,7 +170,7 @@ PlannedBackups BackupPlanner::evict(std::span<const BlockList *const> evicted, B
     return out;
 }
 
-BlockList BackupPlanner::with_uncovered_ancestors(BlockList blocks, const BackupTarget &target,
+BlockList BackupPlanner::with_uncovered_ancestors(BlockList blocks, const HostIndex &target,
                                                   std::uint32_t most_levels) const {
     std::vector<Digest> uncovered = parents_above(blocks);
     keep_absent(uncovered, target);

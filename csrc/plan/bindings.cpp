@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "plan/backup_planner.hpp"
-#include "plan/backup_target_argument.hpp"
 #include "plan/block_copies.hpp"
 #include "plan/block_queue.hpp"
 #include "plan/slot_queue.hpp"
@@ -149,30 +148,28 @@ void bind_planner(nb::module_ &module) {
     nb::class_<BackupPlanner>(
         module, "BackupPlanner",
         "Plans copies of blocks of the ``device`` with ``least_hits`` to a host tier, ancestors first.\n\n"
-        "``target``: the host tier, copies to that of a service, or None without a service. Planned\n"
-        "copies hold their slots in both tiers.")
+        "``target``: the host tier, of this process or of a service. Planned copies hold their slots in\n"
+        "both tiers.")
         .def(nb::init<Tier &, std::uint32_t>(), "device"_a, "least_hits"_a, nb::keep_alive<1, 2>())
         .def_prop_ro("device_slots", &BackupPlanner::device_slots, "Number of slots of the device.")
         .def(
             "flush",
-            [](BackupPlanner &self, SlotQueue &queue, const BackupTargetArgument &target, std::size_t most,
-               BlockCopies &copies) { return self.flush(queue, target_of(target), most, copies); },
-            "queue"_a, "target"_a.none(), "most"_a, "copies"_a,
+            [](BackupPlanner &self, SlotQueue &queue, HostIndex &target, std::size_t most,
+               BlockCopies &copies) { return self.flush(queue, target, most, copies); },
+            "queue"_a, "target"_a, "most"_a, "copies"_a,
             "Plan copies of up to ``most`` queued blocks that the host lacks. The others stay queued.")
         .def(
             "clean",
-            [](BackupPlanner &self, std::uint32_t coldest, const BackupTargetArgument &target,
-               std::size_t most,
-               BlockCopies &copies) { return self.clean(coldest, target_of(target), most, copies); },
-            "coldest"_a, "target"_a.none(), "most"_a, "copies"_a,
+            [](BackupPlanner &self, std::uint32_t coldest, HostIndex &target, std::size_t most,
+               BlockCopies &copies) { return self.clean(coldest, target, most, copies); },
+            "coldest"_a, "target"_a, "most"_a, "copies"_a,
             "Plan up to ``most`` copies of those among the next ``coldest`` blocks to be evicted that the\n"
             "host lacks.")
         .def(
             "evict",
-            [](BackupPlanner &self, const std::vector<const BlockList *> &evicted,
-               const BackupTargetArgument &target,
-               BlockCopies &copies) { return self.evict(evicted, target_of(target), copies); },
-            "evicted"_a, "target"_a.none(), "copies"_a,
+            [](BackupPlanner &self, const std::vector<const BlockList *> &evicted, HostIndex &target,
+               BlockCopies &copies) { return self.evict(evicted, target, copies); },
+            "evicted"_a, "target"_a, "copies"_a,
             "Plan copies of evicted blocks that the host lacks, before their slots are overwritten.\n"
             "``evicted``: the lists of one allocation, in the order of eviction.");
 }

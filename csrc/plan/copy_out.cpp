@@ -30,7 +30,7 @@ void CopyOut::offered(const std::shared_ptr<const DevicePath> &path, std::size_t
 }
 
 // Enters what was offered, and queues what the policy wants on the host now.
-void CopyOut::take_offers(const BackupTarget &target) {
+void CopyOut::take_offers(const HostIndex &target) {
     if (offers_.empty()) return;
     Ids ids = contents_.add(std::exchange(offers_, {}));
     if (writes_back_) return;
@@ -41,7 +41,7 @@ void CopyOut::take_offers(const BackupTarget &target) {
     queue_.push_back(std::move(ids));
 }
 
-PlannedCopies CopyOut::given_away(std::span<const DeviceBlock> ids, BackupTarget target, BlockCopies &copies,
+PlannedCopies CopyOut::given_away(std::span<const DeviceBlock> ids, HostIndex &target, BlockCopies &copies,
                                   const std::function<bool(std::uint64_t)> &is_in_flight) {
     take_offers(target);
     PlannedCopies out;
@@ -68,7 +68,7 @@ PlannedCopies CopyOut::given_away(std::span<const DeviceBlock> ids, BackupTarget
     return out;
 }
 
-void CopyOut::forget_blocks(std::span<const DeviceBlock> ids, const BackupTarget &target) {
+void CopyOut::forget_blocks(std::span<const DeviceBlock> ids, const HostIndex &target) {
     take_offers(target);
     contents_.forget(ids);
 }
@@ -85,7 +85,7 @@ void CopyOut::next_evicted(std::span<const DeviceBlock> ids) {
     if (writes_back_) coldest_.assign(ids.begin(), ids.end());
 }
 
-std::size_t CopyOut::queued(const BackupTarget &target) {
+std::size_t CopyOut::queued(const HostIndex &target) {
     take_offers(target);
     std::size_t count = 0;
     for (const std::deque<Ids> *lists : {&queue_, &waiting_})
@@ -94,12 +94,12 @@ std::size_t CopyOut::queued(const BackupTarget &target) {
     return count;
 }
 
-bool CopyOut::has_work(const BackupTarget &target) {
+bool CopyOut::has_work(const HostIndex &target) {
     take_offers(target);
     return !queue_.empty() || (may_retry_ && !waiting_.empty());
 }
 
-PlannedCopies CopyOut::plan(BackupTarget target, const BackupRoom &room, bool is_patient, double now,
+PlannedCopies CopyOut::plan(HostIndex &target, std::size_t in_flight, bool is_patient, double now,
                             BlockCopies &copies) {
     take_offers(target);
     if (may_retry_) {
@@ -110,11 +110,11 @@ PlannedCopies CopyOut::plan(BackupTarget target, const BackupRoom &room, bool is
     }
     PlannedCopies out;
     if ((queue_.empty() && coldest_.empty()) || waits_for_more(is_patient)) return out;
-    const std::size_t share = std::max<std::size_t>(room.granted.value_or(target.room()) / kSharesOfTier, 1);
-    const std::size_t most = less(std::min(kMostInFlight, share), room.in_flight);
-    Call call{target, copies, out, room, now};
+    const std::size_t share = std::max<std::size_t>(target.capacity() / kSharesOfTier, 1);
+    const std::size_t most = less(std::min(kMostInFlight, share), in_flight);
+    Call call{target, copies, out, now};
     if (!queue_.empty() && most) back_up(most, call);
-    if (!coldest_.empty()) clean(std::min(most, less(clean_reserve_, room.in_flight)), call);
+    if (!coldest_.empty()) clean(std::min(most, less(clean_reserve_, in_flight)), call);
     return out;
 }
 
@@ -137,7 +137,7 @@ void CopyOut::sent(std::uint64_t plan, std::span<const std::span<const DeviceBlo
 }
 
 // Leaves the blocks that have enough hits and that the host lacks.
-void CopyOut::keep_wanted(Ids &ids, const BackupTarget &target) const {
+void CopyOut::keep_wanted(Ids &ids, const HostIndex &target) const {
     const std::vector<Presence> presence = target.contains(hashes_of(ids));
     std::size_t kept = 0;
     for (std::size_t i = 0; i < ids.size(); ++i)
@@ -173,7 +173,7 @@ void CopyOut::clean(std::size_t most, Call &call) {
 
 // Blocks, each after those ancestors on the device that the host lacks. A block that would take more than
 // `most` others along is left without, so that it finds no parent.
-CopyOut::Ids CopyOut::with_ancestors(Ids ids, const BackupTarget &target, std::size_t most) const {
+CopyOut::Ids CopyOut::with_ancestors(Ids ids, const HostIndex &target, std::size_t most) const {
     std::vector<std::size_t> heads;
     for (std::size_t i = 0; i < ids.size(); ++i) {
         const Digest &parent = contents_[ids[i]].parent;
@@ -206,7 +206,7 @@ CopyOut::Ids CopyOut::with_ancestors(Ids ids, const BackupTarget &target, std::s
     return found;
 }
 
-CopyOut::Ids CopyOut::uncovered_ancestors(DeviceBlock id, const BackupTarget &target) const {
+CopyOut::Ids CopyOut::uncovered_ancestors(DeviceBlock id, const HostIndex &target) const {
     Ids above = contents_.ancestors(id);
     const std::vector<Presence> there = target.contains(hashes_of(above));
     std::size_t kept = 0;
@@ -220,10 +220,10 @@ CopyOut::Ids CopyOut::uncovered_ancestors(DeviceBlock id, const BackupTarget &ta
 // fails.
 CopyOut::Ids CopyOut::copy(Ids ids, Call &call) {
     CopyReservation taken;
-    std::size_t count = call.target ? ids.size() : 0;
+    std::size_t count = ids.size();
     while (count) {
         const std::span<const DeviceBlock> first(ids.data(), count);
-        taken = call.target.reserve(parents_of(first), hashes_of(first), !call.room);
+        taken = call.target.reserve(parents_of(first), hashes_of(first), !call.now);
         const auto reserved = static_cast<std::uint32_t>(taken.slots.size());
         call.out.asked = std::max(call.out.asked, reserved + taken.missing);
         if (!taken.missing) break;
@@ -253,9 +253,9 @@ CopyOut::Ids CopyOut::copy(Ids ids, Call &call) {
 // Drops blocks, or queues them again while a service may grant slots.
 void CopyOut::no_room(std::span<const DeviceBlock> ids, Call &call) {
     if (ids.empty()) return;
-    const double since = starved_since_.value_or(call.now);
-    const bool may_come = call.target && call.room && call.room->granted > call.target.room();
-    if (may_come && call.now - since < kPatience) {
+    const bool may_come = call.now && call.target.capacity() > call.target.room();
+    const double since = may_come ? starved_since_.value_or(*call.now) : 0;
+    if (may_come && *call.now - since < kPatience) {
         starved_since_ = since;
         set_queued(ids, true);
         queue_.emplace_front(ids.begin(), ids.end());
@@ -272,7 +272,7 @@ void CopyOut::drop(std::span<const DeviceBlock> ids, Call &call) {
 // The blocks whose parent is being copied, or waits itself; the others are dropped.
 CopyOut::Ids CopyOut::waiting_of(Ids ids, Call &call) {
     if (ids.empty()) return ids;
-    if (call.room) {
+    if (call.now) {
         const std::vector<Presence> above = call.target.contains(parents_of(ids));
         std::unordered_set<Digest, DigestHash> expected;
         std::size_t kept = 0;

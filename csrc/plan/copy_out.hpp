@@ -27,13 +27,6 @@ struct PlannedCopies : PlannedBackups {
     std::vector<std::uint64_t> after;
 };
 
-// `granted`: slots that a service has given so far, nothing for a tier of this process. `in_flight`: blocks
-// being backed up.
-struct BackupRoom {
-    std::optional<std::size_t> granted;
-    std::size_t in_flight;
-};
-
 class CopyOut {
   public:
     // Without `writes_back` blocks are wanted below as soon as they have `least_hits`; with it, once they are
@@ -47,24 +40,24 @@ class CopyOut {
     // matter.
     void offered(const std::shared_ptr<const DevicePath> &path, std::size_t start, std::size_t counted);
     // Copies wanted blocks before their device blocks are overwritten, and forgets them.
-    PlannedCopies given_away(std::span<const DeviceBlock> ids, BackupTarget target, BlockCopies &copies,
+    PlannedCopies given_away(std::span<const DeviceBlock> ids, HostIndex &target, BlockCopies &copies,
                              const std::function<bool(std::uint64_t)> &is_in_flight);
-    void forget_blocks(std::span<const DeviceBlock> ids, const BackupTarget &target);
+    void forget_blocks(std::span<const DeviceBlock> ids, const HostIndex &target);
     // Forgets every block and what is queued.
     void forget();
     // Which blocks the engine gives away next, for the clean reserve of write_back.
     void next_evicted(std::span<const DeviceBlock> ids);
 
     // Number of blocks that wait for a plan.
-    std::size_t queued(const BackupTarget &target);
+    std::size_t queued(const HostIndex &target);
     // True if the next plan may copy blocks, or offers have not been looked at.
     bool has_queue() const {
         return !offers_.empty() || !queue_.empty() || !coldest_.empty() || (may_retry_ && !waiting_.empty());
     }
     // True if the next plan may copy queued blocks.
-    bool has_work(const BackupTarget &target);
-    // Plans backups of queued blocks.
-    PlannedCopies plan(BackupTarget target, const BackupRoom &room, bool is_patient, double now,
+    bool has_work(const HostIndex &target);
+    // Plans backups of queued blocks, while `in_flight` blocks are being backed up.
+    PlannedCopies plan(HostIndex &target, std::size_t in_flight, bool is_patient, double now,
                        BlockCopies &copies);
     // Notes which device blocks a plan reads.
     void sent(std::uint64_t plan, std::span<const std::span<const DeviceBlock>> read);
@@ -76,21 +69,20 @@ class CopyOut {
 
     // A call that plans copies.
     struct Call {
-        BackupTarget &target;
+        HostIndex &target;
         BlockCopies &copies;
         PlannedCopies &out;
-        std::optional<BackupRoom> room;  // of backups; the blocks are given away without
-        double now = 0;
+        std::optional<double> now;  // of backups; the blocks are given away without
     };
 
-    void take_offers(const BackupTarget &target);
-    void keep_wanted(Ids &ids, const BackupTarget &target) const;
+    void take_offers(const HostIndex &target);
+    void keep_wanted(Ids &ids, const HostIndex &target) const;
     // A patient plan leaves a few blocks to a later one: each plan has a cost of its own.
     bool waits_for_more(bool is_patient);
     void back_up(std::size_t most, Call &call);
     void clean(std::size_t most, Call &call);
-    Ids with_ancestors(Ids ids, const BackupTarget &target, std::size_t most = SIZE_MAX) const;
-    Ids uncovered_ancestors(DeviceBlock id, const BackupTarget &target) const;
+    Ids with_ancestors(Ids ids, const HostIndex &target, std::size_t most = SIZE_MAX) const;
+    Ids uncovered_ancestors(DeviceBlock id, const HostIndex &target) const;
     // Plans copies of blocks, parents first; returns those that wait for copies of their parents.
     Ids copy(Ids ids, Call &call);
     void no_room(std::span<const DeviceBlock> ids, Call &call);

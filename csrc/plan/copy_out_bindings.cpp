@@ -1,5 +1,4 @@
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -10,7 +9,6 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "plan/backup_target_argument.hpp"
 #include "plan/copy_out.hpp"
 #include "plan/ledger.hpp"
 
@@ -138,46 +136,38 @@ void bind_copy_out(nb::module_ &module) {
             "``counted``.")
         .def(
             "given_away",
-            [](CopyOut &self, const Ids &ids, const BackupTargetArgument &target, BlockCopies &copies,
+            [](CopyOut &self, const Ids &ids, HostIndex &target, BlockCopies &copies,
                const PlanTable &plans) {
                 const auto is_in_flight = [&plans](std::uint64_t plan) { return plans.find(nb::int_(plan)); };
-                return unless_empty(self.given_away(span_of(ids), target_of(target), copies, is_in_flight));
+                return unless_empty(self.given_away(span_of(ids), target, copies, is_in_flight));
             },
-            "ids"_a, "target"_a.none(), "copies"_a, "plans"_a,
+            "ids"_a, "target"_a, "copies"_a, "plans"_a,
             "Plan copies of wanted blocks before these device blocks are overwritten, and forget them.")
         .def(
             "forget_blocks",
-            [](CopyOut &self, const Ids &ids, const BackupTargetArgument &target) {
-                self.forget_blocks(span_of(ids), target_of(target));
+            [](CopyOut &self, const Ids &ids, HostIndex &target) {
+                self.forget_blocks(span_of(ids), target);
             },
-            "ids"_a, "target"_a.none(), "Forget what is in these device blocks, without a copy.")
+            "ids"_a, "target"_a, "Forget what is in these device blocks, without a copy.")
         .def("forget", &CopyOut::forget, "Forget every block and what is queued.")
         .def(
             "next_evicted", [](CopyOut &self, const Ids &ids) { self.next_evicted(span_of(ids)); }, "ids"_a,
             "Learn which device blocks are given away next, for the clean reserve.")
         .def(
-            "queued",
-            [](CopyOut &self, const BackupTargetArgument &target) { return self.queued(target_of(target)); },
-            "target"_a.none(), "Return the number of blocks that wait for a plan.")
+            "queued", [](CopyOut &self, HostIndex &target) { return self.queued(target); }, "target"_a,
+            "Return the number of blocks that wait for a plan.")
         .def(
-            "has_work",
-            [](CopyOut &self, const BackupTargetArgument &target) {
-                return self.has_work(target_of(target));
-            },
-            "target"_a.none(), "Return True if the next plan may copy queued blocks.")
+            "has_work", [](CopyOut &self, HostIndex &target) { return self.has_work(target); }, "target"_a,
+            "Return True if the next plan may copy queued blocks.")
         .def(
             "plan",
-            [](CopyOut &self, const BackupTargetArgument &target, std::optional<std::size_t> granted,
-               std::size_t in_flight, bool is_patient, double now, BlockCopies &copies) {
-                return unless_empty(
-                    self.plan(target_of(target), {granted, in_flight}, is_patient, now, copies));
+            [](CopyOut &self, HostIndex &target, std::size_t in_flight, bool is_patient, double now,
+               BlockCopies &copies) {
+                return unless_empty(self.plan(target, in_flight, is_patient, now, copies));
             },
-            "target"_a.none(), "granted"_a.none(), "in_flight"_a, "is_patient"_a, "now"_a, "copies"_a,
-            "Plan backups of queued blocks, while ``in_flight`` blocks are being backed up. ``granted``: "
-            "slots that a\n"
-            "service has given so far, None for a tier of this process. While ``is_patient``, a few blocks "
-            "wait\n"
-            "for more.")
+            "target"_a, "in_flight"_a, "is_patient"_a, "now"_a, "copies"_a,
+            "Plan backups of queued blocks, while ``in_flight`` blocks are being backed up. While\n"
+            "``is_patient``, a few blocks wait for more.")
         .def(
             "sent",
             [](CopyOut &self, std::uint64_t plan, const std::vector<Ids> &read) {

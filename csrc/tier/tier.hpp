@@ -34,6 +34,7 @@
 #include "tier/free_runs.hpp"
 #include "tier/hash_index.hpp"
 #include "tier/hints.hpp"
+#include "tier/host_index.hpp"
 #include "tier/large_vector.hpp"
 #include "tier/orphans.hpp"
 #include "tier/presence.hpp"
@@ -41,8 +42,6 @@
 #include "tier/tenants.hpp"
 
 namespace fdcache {
-
-using LeaseId = std::uint64_t;
 
 enum class SlotState : std::uint8_t { kFree, kWriting, kReady };
 
@@ -69,79 +68,11 @@ class TierMutex {
     std::uint64_t turn_ = 0;
 };
 
-// Reserves memory to append `count` elements, with room to spare, so that many small calls allocate rarely.
-template <typename T>
-void make_room(std::vector<T> &list, std::size_t count) {
-    if (list.capacity() - list.size() < count)
-        list.reserve(std::max(list.size() + count, 2 * list.capacity()));
-}
-
-// Parallel arrays that describe blocks. A zero parent digest is the root.
-struct BlockList {
-    std::vector<Slot> slots;
-    std::vector<std::uint32_t> generations;
-    std::vector<Digest> hashes;
-    std::vector<Digest> parents;
-    std::vector<std::uint32_t> hits;
-
-    void make_room(std::size_t count) {
-        fdcache::make_room(slots, count);
-        fdcache::make_room(generations, count);
-        fdcache::make_room(hashes, count);
-        fdcache::make_room(parents, count);
-        fdcache::make_room(hits, count);
-    }
-
-    void append(const BlockList &more) {
-        const auto add = [](auto &column, const auto &values) {
-            column.insert(column.end(), values.begin(), values.end());
-        };
-        add(slots, more.slots);
-        add(generations, more.generations);
-        add(hashes, more.hashes);
-        add(parents, more.parents);
-        add(hits, more.hits);
-    }
-
-    // Keeps the memory.
-    void clear() {
-        slots.clear();
-        generations.clear();
-        hashes.clear();
-        parents.clear();
-        hits.clear();
-    }
-};
-
 struct MatchRun {
     std::vector<Slot> slots;
     std::vector<std::uint32_t> generations;
     std::vector<std::uint32_t> hits;
     bool pending = false;  // the block after the run is being copied into this tier
-};
-
-struct Reservation {
-    std::vector<Slot> slots;
-    std::vector<std::uint32_t> generations;
-    BlockList evicted;          // evicted entries, perhaps ahead of need, children before parents
-    std::uint32_t missing = 0;  // slots that are not available; if not 0, none is reserved
-};
-
-enum class Presence : std::uint8_t { kAbsent, kReady, kPending };
-
-enum class ReserveStatus : std::uint8_t { kReserved, kReady, kPending, kNoParent };
-
-struct CopyReservation : Reservation {
-    std::vector<ReserveStatus> status;  // per hash; `slots` has the reserved ones, in order
-
-    // Keeps the memory.
-    void clear() {
-        slots.clear();
-        generations.clear();
-        evicted.clear();
-        missing = 0;
-        status.clear();
-    }
 };
 
 enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
@@ -185,7 +116,7 @@ struct NodeView {
     double ready_seconds;  // since it was stored
 };
 
-class Tier : public LowerTier {
+class Tier : public HostIndex {
   public:
     // Several operations under one lock: tier/session.hpp.
     class Session;
@@ -197,19 +128,32 @@ class Tier : public LowerTier {
 
     // Tells the eviction order of the tier below, which must outlive this one. `is_always_copied`: every
     // evicted entry is copied there.
-    void set_below(const LowerTier &below, bool is_always_copied);
+    void set_below(const HostIndex &below, bool is_always_copied);
     // Tells it that there is a tier above.
     void set_above();
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
     std::size_t blocks() const override;
+
+    // The rest of a host tier, of which `reserve` is `reserve_copies` without a lease.
+    Found find_and_pin(std::span<const Digest> path, std::size_t start, StorageUse storage) override;
+    void begin_load(LeaseId lease, std::span<const Slot> slots) override;
+    void end_load(const EndedLoad &ended) override;
+    std::size_t room() const override { return stats().slots; }
+    std::size_t capacity() const override { return stats().slots; }
+    std::size_t longest_path() const override { return stats().slots; }
+    CopyReservation reserve(std::span<const Digest> parents, std::span<const Digest> hashes,
+                            bool below_pending) override {
+        return reserve_copies(0, parents, hashes, below_pending);
+    }
 
     // From now on the time is what the caller says last, in milliseconds. Time does not go back: it stands
     // still until the caller's has come as far again.
     void set_clock(std::uint64_t milliseconds);
 
     LeaseId open_lease();
-    // Releases everything the lease owns. Returns false if it is unknown or was released before.
-    bool release(LeaseId lease);
+    // Releases everything the lease owns. Returns false if it is unknown or was released before. The eviction
+    // order learns that the entries of a run were used if some were loaded.
+    bool release(LeaseId lease) override;
     // As `release`, and the eviction order learns that the lease's entries were used. `end`: null if no more
     // is known of the request.
     bool finish(LeaseId lease, const RequestEnd *end = nullptr);
@@ -223,7 +167,7 @@ class Tier : public LowerTier {
     // Pins, for `lease`, the leading run of READY blocks from index `start` on. Adds a hit to each block
     // except the first `known`, which the same request has matched before.
     MatchRun match(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known = 0);
-    std::vector<Presence> contains(std::span<const Digest> hashes) const;
+    std::vector<Presence> contains(std::span<const Digest> hashes) const override;
 
     // Reserves `count` anonymous slots to compute into.
     Reservation reserve(LeaseId lease, std::uint32_t count);
@@ -265,7 +209,7 @@ class Tier : public LowerTier {
 
     // Reports copies into pending slots, parents first. Returns 1 for each that became READY.
     std::vector<std::uint8_t> complete(std::span<const Slot> slots, std::span<const std::uint8_t> copied,
-                                       std::span<const std::uint64_t> checksums);
+                                       std::span<const std::uint64_t> checksums) override;
     // Starts and ends a copy out of these slots. The copy into a pending slot ends with `complete` only.
     void hold(std::span<const Slot> slots);
     void unhold(std::span<const Slot> slots);
@@ -372,6 +316,7 @@ class Tier : public LowerTier {
     struct Lease {
         std::uint64_t epoch;
         std::vector<Slot> slots;  // one pin each, in the order taken
+        bool is_loaded = false;   // blocks of it were loaded
     };
     // Holds entries for a scope, so that making room does not evict them.
     class ScopedHolds {
@@ -395,6 +340,7 @@ class Tier : public LowerTier {
 
     LeaseId add_lease();
     bool end_lease(LeaseId lease);
+    bool is_loaded(LeaseId lease) const;
     bool end_use(LeaseId lease, const RequestEnd *end);
     void path_of(const Lease &lease);
     bool pin_run(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known,
@@ -412,7 +358,7 @@ class Tier : public LowerTier {
     std::size_t make_entries(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                              std::span<const Slot> slots, std::vector<CommitStatus> *status);
     Presence presence_of(const Digest &hash) const;
-    std::uint32_t room() const { return free_.size() + orphans_.idle() + order_->size(); }
+    std::uint32_t free_or_evictable() const { return free_.size() + orphans_.idle() + order_->size(); }
 
     Lease &lease_of(LeaseId lease);
     Lease &current_lease(LeaseId lease);

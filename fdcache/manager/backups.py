@@ -8,14 +8,13 @@ request is short of blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fdcache import _core
-from fdcache._core import BlockList
-from fdcache.metadata import Int32Array
+from fdcache._core import BlockList, HostIndex
+from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers.host import HostTier, LocalHostTier
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
 
@@ -27,14 +26,21 @@ _SHARE = 2
 class BackupPlanner:
     """Plans copies from the device tier to the host tier, by the write policy of ``settings``.
 
+    ``on_displaced`` is called with the blocks that leave the host to make room.
+
     The native planner finds and reserves the blocks of one call; this class decides which and how many.
     """
 
     def __init__(
-        self, settings: CacheSettings, device: BlockPool, host: HostTier, counters: Counters
+        self,
+        settings: CacheSettings,
+        device: BlockPool,
+        host: HostIndex,
+        counters: Counters,
+        on_displaced: Callable[[HashArray], None] | None = None,
     ) -> None:
         self._host = host
-        self._own_host = host if isinstance(host, LocalHostTier) else None
+        self._on_displaced = on_displaced
         self._counters = counters
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
         selective = settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
@@ -80,8 +86,7 @@ class BackupPlanner:
         count = sum(map(len, evicted))
         if count:
             self._credit += count
-            target = self._own_host or self._host.copy_target
-            self._count(self._planner.evict(evicted, target, plan.evictions))
+            self._count(self._planner.evict(evicted, self._host, plan.evictions))
 
     def give_way(self) -> None:
         """Begin no backup in this step while some are in flight: a request did not get its blocks."""
@@ -93,16 +98,14 @@ class BackupPlanner:
         if is_short and in_flight:
             return
         if self._awaited:
-            target = self._own_host or self._host.copy_target
             most = self._most(in_flight)
-            planned = self._planner_of_awaited.flush(self._awaited, target, most, plan.backups)
+            planned = self._planner_of_awaited.flush(self._awaited, self._host, most, plan.backups)
             in_flight += planned.planned
             self._count(planned)
         if self._writes_back:
             self._refill_clean_reserve(plan, in_flight)
         elif self._queue:
-            target = self._own_host or self._host.copy_target
-            self._count(self._planner.flush(self._queue, target, self._most(in_flight), plan.backups))
+            self._count(self._planner.flush(self._queue, self._host, self._most(in_flight), plan.backups))
 
     def forget(self) -> None:
         """Clear the queue, as after a reset."""
@@ -117,8 +120,7 @@ class BackupPlanner:
     def _refill_clean_reserve(self, plan: OpenPlan, in_flight: int) -> None:
         wanted = min(self._clean_reserve - in_flight, self._credit)
         if wanted > 0:
-            target = self._own_host or self._host.copy_target
-            planned = self._planner.clean(wanted, target, self._most(in_flight), plan.backups)
+            planned = self._planner.clean(wanted, self._host, self._most(in_flight), plan.backups)
             self._credit -= planned.planned
             self._count(planned)
 
@@ -129,5 +131,5 @@ class BackupPlanner:
 
     def _count(self, planned: _core.PlannedBackups) -> None:
         self._counters.backups_dropped += planned.dropped
-        if planned.asked:
-            self._host.copies_reserved(planned)
+        if self._on_displaced is not None and planned.asked:
+            self._on_displaced(planned.displaced.hashes)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fdcache import _core
-from fdcache._core import DevicePath
-from fdcache.metadata import Int32Array, TransferPlan
+from fdcache._core import DevicePath, HostIndex
+from fdcache.metadata import HashArray, Int32Array, TransferPlan
 from fdcache.plans.ledger import OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers.host import HostTier, LocalHostTier
 from fdcache.tiers.statistics import Counters
 
 
@@ -17,15 +16,21 @@ class CopyOut:
     """Plans copies of offered blocks to the host tier, by the write policy of ``settings``.
 
     The native object knows what lies in the device blocks, and which plans read them; it finds and reserves the blocks
-    of one call. While ``is_patient``, a few blocks wait for more before they have a plan.
+    of one call. While ``is_patient``, a few blocks wait for more before they have a plan. ``on_displaced`` is called
+    with the blocks that leave the host to make room.
     """
 
     def __init__(
-        self, settings: CacheSettings, host: HostTier, counters: Counters, clock: Callable[[], float]
+        self,
+        settings: CacheSettings,
+        host: HostIndex,
+        counters: Counters,
+        clock: Callable[[], float],
+        on_displaced: Callable[[HashArray], None] | None = None,
     ) -> None:
         self._clock = clock
         self._host = host
-        self._own_host = host if isinstance(host, LocalHostTier) else None
+        self._on_displaced = on_displaced
         self._counters = counters
         selective = settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
@@ -61,7 +66,7 @@ class CopyOut:
 
         Return True if that may have changed ``plan``.
         """
-        planned = self._native.given_away(ids, self._target, plan.evictions, plans)
+        planned = self._native.given_away(ids, self._host, plan.evictions, plans)
         if planned is None:
             return False
         if planned.after:
@@ -71,7 +76,7 @@ class CopyOut:
 
     def forget_blocks(self, ids: Int32Array) -> None:
         """Forget what is in these device blocks, without a copy."""
-        self._native.forget_blocks(ids, self._target)
+        self._native.forget_blocks(ids, self._host)
 
     def forget(self) -> None:
         """Forget every block and what is queued."""
@@ -82,7 +87,7 @@ class CopyOut:
     @property
     def queued(self) -> int:
         """Number of blocks that wait for a plan."""
-        return self._native.queued(self._target)
+        return self._native.queued(self._host)
 
     @property
     def has_queue(self) -> bool:
@@ -92,14 +97,11 @@ class CopyOut:
     @property
     def has_work(self) -> bool:
         """True if the next plan may copy queued blocks."""
-        return self._native.has_work(self._target)
+        return self._native.has_work(self._host)
 
     def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
         """Plan backups of queued blocks; ``in_flight``: number of blocks being backed up."""
-        granted = None if self._own_host is not None else self._host.num_blocks
-        planned = self._native.plan(
-            self._target, granted, in_flight, self.is_patient, self._clock(), plan.backups
-        )
+        planned = self._native.plan(self._host, in_flight, self.is_patient, self._clock(), plan.backups)
         if planned is not None:
             self._count(planned)
 
@@ -113,11 +115,7 @@ class CopyOut:
         """Let blocks go on whose parents were being copied."""
         self._native.copies_ended()
 
-    @property
-    def _target(self) -> _core.Tier | _core.OutgoingCopies | None:
-        return self._own_host or self._host.copy_target
-
     def _count(self, planned: _core.PlannedCopies) -> None:
         self._counters.backups_dropped += planned.dropped
-        if planned.asked:
-            self._host.copies_reserved(planned)
+        if self._on_displaced is not None and planned.asked:
+            self._on_displaced(planned.displaced.hashes)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import Request
-from fdcache.tiers.host import HostTier
+from fdcache.tiers.host import HostService
 
 
-def describe(host: HostTier | None, request: OffloadRequest) -> None:
+def describe(service: HostService | None, request: OffloadRequest) -> None:
     """Describe the full blocks of a request, unless nobody asks for that. Requests with keys alone have no tokens."""
-    notes = host.notes if host is not None else None
+    notes = service.notes if service is not None else None
     if notes is not None and notes.is_wanted and isinstance(request, Request):
         notes.describe(request.block_hashes, request.tokens, request.note)

@@ -29,7 +29,7 @@ from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.host import HostMatch, PathNote
+from fdcache.tiers.host import Found, PathNote
 from fdcache.tiers.statistics import Counters
 
 Unanswered = tuple[int, int]
@@ -184,9 +184,9 @@ class LiveRequests:
             settings.enable_prefix_caching,
             follow_stored=backups is not None and backups.follows_commits,
             follow_evicted=backups is not None,
-            follow_owners=tiers.host is not None,
+            follow_owners=tiers.host is not None and tiers.host.service is not None,
             follow_hits=backups.follows_hits if backups else 0,
-            host=tiers.host.pins if tiers.host is not None else None,
+            host=tiers.host.index if tiers.host is not None else None,
         )
 
         self._load_forms = load_forms(layout)
@@ -265,7 +265,7 @@ class LiveRequests:
     def answer(
         self,
         request: Request,
-        match: HostMatch,
+        match: Found,
         forms: MatchForms,
         clock: Callable[[], float],
         worth_loading: LoadLimit | None = None,
@@ -408,9 +408,9 @@ class LiveRequests:
         if evicted is not None:
             assert backups is not None and plan is not None
             backups.on_evict([evicted], plan)
-        if host is not None:
+        if host is not None and host.service is not None:
             for block, tenant in owners:
-                host.own(block, tenant)
+                host.service.own(block, tenant)
 
     # --- end ----------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
+from fdcache._core import HostIndex
 from fdcache.plans.ledger import Mask, SwapInFlight
-from fdcache.tiers.host import HostTier
 from fdcache.tiers.pool import PENDING
 
 
@@ -23,7 +23,7 @@ class EarlyCopies:
             complete_copies(ended, None, host, counters)
     """
 
-    def __init__(self, host: HostTier) -> None:
+    def __init__(self, host: HostIndex) -> None:
         self._host = host
         self._waiting: list[SwapInFlight] = []
 

@@ -168,7 +168,8 @@ class CopyOutOracle:
         count = len(ids)
         while count:
             blocks = [self.known[each] for each in ids[:count]]
-            taken = self.host.take_slots(
+            taken = self.host.reserve_copies(
+                0,
                 hashes([each.parent for each in blocks]),
                 hashes([each.hash for each in blocks]),
                 below_pending=not is_backup,

@@ -94,7 +94,7 @@ class World:
         backups = (ids for purpose, ids in self.in_flight.values() if purpose is SwapPurpose.BACKUP)
         in_flight, is_patient = sum(map(len, backups)), self.random.random() < 0.5
         has_queue = self.native.has_queue
-        planned = self.native.plan(self.hosts[0], None, in_flight, is_patient, 0.0, self.plan.backups)
+        planned = self.native.plan(self.hosts[0], in_flight, is_patient, 0.0, self.plan.backups)
         assert planned is None or has_queue
         self.count(planned)
         expected = self.oracle.plan(in_flight, is_patient=is_patient)

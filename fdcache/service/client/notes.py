@@ -7,7 +7,8 @@ from collections import OrderedDict
 import numpy as np
 
 from fdcache.metadata import HashArray, Int32Array
-from fdcache.service.client.session import Session, SessionKeeper
+from fdcache.service.client.session import Session
+from fdcache.service.client.session_keeper import SessionKeeper
 from fdcache.service.wire.protocol import Describe
 from fdcache.tiers.host import PathNote
 

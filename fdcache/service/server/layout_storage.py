@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fdcache import tracing
 from fdcache._core import RecordTable
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, SwapPurpose, TransferReport
 from fdcache.plans.ledger import InFlightPlan, PlanLedger
@@ -191,6 +192,8 @@ class LayoutStorage:
                 self._complete(flight)
 
     def _count(self, report: TransferReport) -> None:
+        if tracing.spans is not None:
+            tracing.spans.copied(report)
         for result in report.results:
             moved = self.moved[result.purpose]
             moved.bytes += result.copied_bytes
