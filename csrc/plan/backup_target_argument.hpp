@@ -8,7 +8,7 @@
 #include <variant>
 
 #include "bindings.hpp"
-#include "plan/backup_planner.hpp"
+#include "plan/backup_target.hpp"
 
 namespace fdcache {
 

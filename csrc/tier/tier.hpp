@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "hash/digest.hpp"
+#include "tier/device_index.hpp"
 #include "tier/eviction.hpp"
 #include "tier/free_runs.hpp"
 #include "tier/hash_index.hpp"
@@ -67,50 +68,6 @@ class TierMutex {
   private:
     std::mutex mutex_;
     std::uint64_t turn_ = 0;
-};
-
-// Reserves memory to append `count` elements, with room to spare, so that many small calls allocate rarely.
-template <typename T>
-void make_room(std::vector<T> &list, std::size_t count) {
-    if (list.capacity() - list.size() < count)
-        list.reserve(std::max(list.size() + count, 2 * list.capacity()));
-}
-
-// Parallel arrays that describe blocks. A zero parent digest is the root.
-struct BlockList {
-    std::vector<Slot> slots;
-    std::vector<std::uint32_t> generations;
-    std::vector<Digest> hashes;
-    std::vector<Digest> parents;
-    std::vector<std::uint32_t> hits;
-
-    void make_room(std::size_t count) {
-        fdcache::make_room(slots, count);
-        fdcache::make_room(generations, count);
-        fdcache::make_room(hashes, count);
-        fdcache::make_room(parents, count);
-        fdcache::make_room(hits, count);
-    }
-
-    void append(const BlockList &more) {
-        const auto add = [](auto &column, const auto &values) {
-            column.insert(column.end(), values.begin(), values.end());
-        };
-        add(slots, more.slots);
-        add(generations, more.generations);
-        add(hashes, more.hashes);
-        add(parents, more.parents);
-        add(hits, more.hits);
-    }
-
-    // Keeps the memory.
-    void clear() {
-        slots.clear();
-        generations.clear();
-        hashes.clear();
-        parents.clear();
-        hits.clear();
-    }
 };
 
 struct MatchRun {
@@ -185,7 +142,7 @@ struct NodeView {
     double ready_seconds;  // since it was stored
 };
 
-class Tier : public LowerTier {
+class Tier : public LowerTier, public DeviceIndex {
   public:
     // Several operations under one lock: tier/session.hpp.
     class Session;
@@ -268,8 +225,8 @@ class Tier : public LowerTier {
     std::vector<std::uint8_t> complete(std::span<const Slot> slots, std::span<const std::uint8_t> copied,
                                        std::span<const std::uint64_t> checksums);
     // Starts and ends a copy out of these slots. The copy into a pending slot ends with `complete` only.
-    void hold(std::span<const Slot> slots);
-    void unhold(std::span<const Slot> slots);
+    void hold(std::span<const Slot> slots) override;
+    void unhold(std::span<const Slot> slots) override;
 
     // The READY blocks, in the order of `hashes`.
     BlockList find(std::span<const Digest> hashes) const;
@@ -277,7 +234,7 @@ class Tier : public LowerTier {
     // last of `slots` that it met, or at an entry listed before.
     BlockList ancestry(std::span<const Slot> slots, std::uint32_t levels = UINT32_MAX) const;
     // The next `count` entries to be evicted, in order.
-    BlockList coldest(std::uint32_t count) const;
+    BlockList coldest(std::uint32_t count) const override;
     // The READY entries with the most hits; of equal ones, those nearer to the root first.
     BlockList hottest(std::uint32_t count) const;
     // The READY entries not matched for this long, of one tenant or all.
@@ -326,8 +283,12 @@ class Tier : public LowerTier {
     std::uint32_t available() const;
     // Number of entries that `evict_copied` makes evictable.
     std::uint32_t above_copies() const;
-    // The READY blocks in these slots, in this order.
-    BlockList entries_in(std::span<const Slot> slots) const;
+    BlockList entries_in(std::span<const Slot> slots) const override;
+    BlockList above(const BlockList &blocks, std::span<const std::size_t> which,
+                    std::uint32_t levels) const override;
+    std::uint32_t depth(Slot slot) const override;
+    std::uint32_t num_slots() const override;
+    std::size_t most_held() const override { return std::max<std::uint32_t>(num_slots() / 2, 1); }
     // The invariants that do not hold, in words.
     std::vector<std::string> check_integrity() const;
 

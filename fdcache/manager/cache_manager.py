@@ -248,8 +248,8 @@ class CacheManager(TierManager[Request]):
             return given
 
     def _give_way(self) -> None:
-        if self._tiers.backups:
-            self._tiers.backups.give_way()
+        if self._tiers.copies is not None:
+            self._tiers.copies.give_way()
 
     # --- hand-overs between instances -------------------------------------------------------------------------
 
@@ -505,7 +505,7 @@ class CacheManager(TierManager[Request]):
             return self._snapshot(
                 self._device.usage(),
                 self._all_counters(),
-                self._tiers.backups.queued if self._tiers.backups else 0,
+                self._tiers.copies.queued if self._tiers.copies is not None else 0,
                 self._handovers.held_blocks if self._handovers else 0,
             )
 

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import msgspec
 
+from fdcache._core import DeviceContents
 from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
@@ -33,7 +34,6 @@ from fdcache.metadata import (
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.early_copies import EarlyCopies
 from fdcache.tiers.host import HostTier, LocalHostTier
 from fdcache.tiers.statistics import CacheStats, TierUsage
 
@@ -89,9 +89,9 @@ class OffloadManager(TierManager[OffloadRequest]):
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
         self._host = _required(host)
-        self._copies = CopyOut(settings, self._host, counters, clock)
-        early = EarlyCopies(self._host)
-        tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches, early)
+        self._contents = DeviceContents()
+        self._copies = CopyOut(settings, self._contents, self._host, counters, clock)
+        tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches)
         tiers.record_events(settings.event_buffer)
         self._choices = LoadChoices(
             settings.load_or_recompute,
@@ -109,7 +109,6 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
         self._hints = RequestHints(tiers, layout.block_size, clock, layout.num_groups)
         self._clock = clock
-        self._early = early
         self._looks_always = storage_tier is not None or not isinstance(self._host, LocalHostTier)
         self._must_look = True  # something may follow from what is not in the open plans
         self._has_planned = False
@@ -250,7 +249,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 return
             path, start = offered
             self._count_lookup(tracked)
-            self._copies.offered(path, start, tracked.counted_blocks)
+            self._contents.offered(path, start, tracked.counted_blocks)
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))
             if not start and request.tenant is not None and (root := path.root) is not None:
                 self._host.own(root, request.tenant)
@@ -269,13 +268,16 @@ class OffloadManager(TierManager[OffloadRequest]):
         """Forget what was offered in these device blocks: it has gone, or is not wanted below."""
         ids = device_ids_of(device_ids)
         with self._lock:
-            self._copies.forget_blocks(ids)
+            self._contents.forget(ids)
 
     def next_evicted(self, device_ids: Int32Array) -> None:
         """Learn which device blocks the engine gives away next, coldest first: write_back keeps them clean."""
         ids = device_ids_of(device_ids)
+        if self.settings.write_policy is not WritePolicy.WRITE_BACK:
+            return
         with self._lock:
-            self._copies.next_evicted(ids)
+            self._contents.next_evicted(ids)
+            self._must_look = True
 
     def finish(self, request: OffloadRequest) -> None:
         """End, abort or forget a request. Idempotent; loads in flight still end with a ``LoadOutcome``.
@@ -290,7 +292,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         story.finished((request.request_id,))
 
     def _give_away(self, ids: Int32Array) -> None:
-        if self._copies.given_away(ids, self._plans.open, self._plans.ledger):
+        if self._copies.give_away(ids, self._contents, self._plans.open, self._plans.ledger):
             self._has_planned = True
 
     def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> list[HintOutcome]:
@@ -316,7 +318,8 @@ class OffloadManager(TierManager[OffloadRequest]):
         ``is_patient``: more steps are sure to follow, so that a few blocks to copy may wait for others.
         """
         with self._lock:
-            if not (self._has_planned or self._copies.has_queue or self._must_look):
+            has_copies = self._contents.has_offers or self._copies.has_queue
+            if not (has_copies or self._has_planned or self._must_look):
                 return []
             self._set_time()
             self._copies.is_patient = is_patient
@@ -327,11 +330,11 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._host.flush()
             plans = self._plans.close(self._host.plan_arena)
             for plan in plans:
-                self._copies.sent(plan)
+                for swap in (plan.evictions, plan.backups):
+                    if swap is not None:
+                        self._contents.sent(plan.plan_id, swap.src_block_ids)
             self._has_planned = False
-            self._must_look = (
-                self._looks_always or self._loads.has_open or self._hints.has_open or self._early.has_work
-            )
+            self._must_look = self._looks_always or self._loads.has_open or self._hints.has_open
             return plans
 
     def load_of(self, request: OffloadRequest) -> int:
@@ -363,8 +366,6 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._must_look = True
             self._plans.apply(reports)
             self._choices.record(reports)
-            if reports:
-                self._copies.copies_ended()
             outcomes = self._loads.take_outcomes()
             if outcomes:
                 story.loads_ended(outcomes)
@@ -409,7 +410,6 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._requests.forget_found(f"rank {rank}: its process is gone")
             self._plans.lose_rank(rank)
             self._tiers.worker_lost()
-            self._copies.copies_ended()
             outcomes = self._loads.take_outcomes()
             if outcomes:
                 story.loads_ended(outcomes)
@@ -444,7 +444,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     def get_stats(self) -> CacheStats:
         """Return a snapshot of tiers and counters; ``device`` has the engine's blocks as far as they were offered."""
         with self._lock:
-            device = TierUsage(blocks=self._copies.num_blocks, ready=self._copies.num_known)
+            device = TierUsage(blocks=self._contents.num_blocks, ready=self._contents.num_known)
             counters = msgspec.structs.replace(self._counters)
             self._plans.count(counters)
             return self._snapshot(device, counters, self._copies.queued)

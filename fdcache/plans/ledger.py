@@ -209,6 +209,24 @@ class SwapInFlight:
         """Set which blocks the target tier has; ``arrived`` is 1 for these."""
         self._copied = arrived.view(np.bool_) if 0 in arrived.tobytes() else None
 
+    def part(self, chosen: Mask) -> SwapInFlight:
+        """Return the transfer of the chosen blocks alone."""
+        swap = self.swap
+        part = SwapInFlight(
+            replace(
+                swap,
+                src_block_ids=swap.src_block_ids[chosen],
+                src_generations=swap.src_generations[chosen],
+                dst_block_ids=swap.dst_block_ids[chosen],
+                dst_generations=swap.dst_generations[chosen],
+                hash_values=swap.hash_values[chosen],
+                parent_hashes=swap.parent_hashes[chosen],
+            )
+        )
+        part.settle(self.flags[chosen])
+        part.checksums = self.checksums[chosen] if len(self.checksums) else self.checksums
+        return part
+
     @property
     def copied(self) -> Mask:
         """Blocks that every rank has copied and, once the transfer is settled, the target tier has."""

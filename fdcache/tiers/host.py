@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from fdcache import _core
-from fdcache._core import CopyReservation, PlannedBackups
+from fdcache._core import CopyReservation, PlannedCopies
 from fdcache.errors import ConfigurationError, HashingError
 from fdcache.hints import GivenHint, HintOutcome
 from fdcache.layout import KVLayout
@@ -131,9 +131,9 @@ class HostTier(Protocol):
 
     @property
     def copy_target(self) -> _core.Tier | _core.OutgoingCopies | None:
-        """The native object in which ``BackupPlanner`` reserves slots; None while there is no service."""
+        """The native object in which ``CopyOut`` reserves slots; None while there is no service."""
 
-    def copies_reserved(self, planned: PlannedBackups) -> None:
+    def copies_reserved(self, planned: PlannedCopies) -> None:
         """Learn which slots were reserved in ``copy_target``."""
 
     def take_slots(
@@ -274,7 +274,7 @@ class LocalHostTier(BlockPool):
         """The tier itself."""
         return self
 
-    def copies_reserved(self, planned: PlannedBackups) -> None:
+    def copies_reserved(self, planned: PlannedCopies) -> None:
         """Call ``on_evict`` for the blocks that made room."""
         if self.on_evict is not None:
             self.on_evict(planned.displaced.hashes)

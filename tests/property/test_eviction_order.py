@@ -32,8 +32,8 @@ class OrderMachine(StorageMachine):
         requests._blocks = witnesses[0].of_requests(requests._blocks, witnesses[1])
         assert manager._plans._whole is not None
         manager._plans._whole = witnesses[0].of_reports(manager._plans._whole, witnesses[1])
-        if (backups := manager._tiers.backups) is not None:
-            backups._planner = witnesses[1].of_backups(backups._planner, witnesses[0])
+        if (copies := manager._tiers.copies) is not None:
+            copies._native = witnesses[1].of_copies(copies._native, witnesses[0])
         self.witnesses.extend(witnesses)
         return manager
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fdcache._core import CopyReservation, OutgoingCopies, PinnedRuns, PlannedBackups
+from fdcache._core import CopyReservation, OutgoingCopies, PinnedRuns, PlannedCopies
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.hashing import NO_TENANT, tenant_key
 from fdcache.layout import KVLayout
@@ -272,7 +272,7 @@ class RemoteHostTier:
         target = self.copy_target
         return np.zeros(len(hashes), np.uint8) if target is None else target.contains(hashes)
 
-    def copies_reserved(self, planned: PlannedBackups) -> None:
+    def copies_reserved(self, planned: PlannedCopies) -> None:
         """Size the stock for as many slots."""
         if (session := self.sessions.session) is not None:
             session.expect(planned.asked)

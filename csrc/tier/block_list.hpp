@@ -1,0 +1,58 @@
+// Blocks in slots of a tier.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "hash/digest.hpp"
+#include "tier/eviction.hpp"
+
+namespace fdcache {
+
+// Reserves memory to append `count` elements, with room to spare, so that many small calls allocate rarely.
+template <typename T>
+void make_room(std::vector<T> &list, std::size_t count) {
+    if (list.capacity() - list.size() < count)
+        list.reserve(std::max(list.size() + count, 2 * list.capacity()));
+}
+
+// Parallel arrays that describe blocks. A zero parent digest is the root.
+struct BlockList {
+    std::vector<Slot> slots;
+    std::vector<std::uint32_t> generations;
+    std::vector<Digest> hashes;
+    std::vector<Digest> parents;
+    std::vector<std::uint32_t> hits;
+
+    void make_room(std::size_t count) {
+        fdcache::make_room(slots, count);
+        fdcache::make_room(generations, count);
+        fdcache::make_room(hashes, count);
+        fdcache::make_room(parents, count);
+        fdcache::make_room(hits, count);
+    }
+
+    void append(const BlockList &more) {
+        const auto add = [](auto &column, const auto &values) {
+            column.insert(column.end(), values.begin(), values.end());
+        };
+        add(slots, more.slots);
+        add(generations, more.generations);
+        add(hashes, more.hashes);
+        add(parents, more.parents);
+        add(hits, more.hits);
+    }
+
+    // Keeps the memory.
+    void clear() {
+        slots.clear();
+        generations.clear();
+        hashes.clear();
+        parents.clear();
+        hits.clear();
+    }
+};
+
+}  // namespace fdcache
