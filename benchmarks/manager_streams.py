@@ -85,7 +85,7 @@ class Engine:
         request = self._request(number, blocks)
         self.manager.prepare([request])
         start = time.perf_counter()
-        self.manager.prefetch([request])
+        self.manager.begin([request])
         while (found := self.manager.match_prefix([request])[0]).status is MatchStatus.DEFERRED:
             self._run_step()
         assert found.total_matched_blocks == blocks, found
@@ -120,7 +120,7 @@ class Engine:
         self._run_step()
         while is_busy():
             self._run_step()
-        self.manager.request_finish([request])
+        self.manager.finish([request])
 
     def close(self) -> None:
         """Release everything."""

@@ -98,7 +98,7 @@ class Instance:
         self.manager.match_prefix(requests)
         self.manager.allocate_device_blocks([(each, self._block_size) for each in requests])
         for index in random.permutation(len(requests)):
-            self.manager.request_finish([requests[index]])
+            self.manager.finish([requests[index]])
 
     def submit(self) -> None:
         """Submit what is planned."""
@@ -130,7 +130,7 @@ def serve(pipe: Connection, case: Case, folder: Path) -> None:
                 time.sleep(0.0002)
             instance.controller.layer_computed(layer, {name: len(request.block_hashes)})
         pipe.send(time.monotonic())
-        instance.manager.request_finish([request])
+        instance.manager.finish([request])
         while instance.manager.get_stats().plans_in_flight:
             instance.manager.apply(instance.controller.poll())
             time.sleep(0.0005)
@@ -276,7 +276,7 @@ class Pair:
         assert outcomes[0].recompute_from == self._blocks * self._layout.block_size, outcomes
         computed = self._pipe.recv()
         assert self._pipe.recv() == "ready"
-        decode.manager.request_finish([request])
+        decode.manager.finish([request])
         decode.manager.reset_cache()
         begun, ended = self._recorder.begun[0], self._recorder.ended
         return HandOver(

@@ -109,7 +109,7 @@ class Instance:
         self.stream.synchronize()
         computed = time.monotonic()
         manager.commit([(request, BLOCKS * self.layout.block_size)])
-        manager.request_finish([request])
+        manager.finish([request])
         return computed
 
     def await_sends(self) -> None:
@@ -133,7 +133,7 @@ class Instance:
         done = time.monotonic()
         if outcomes[0].error_message is not None:
             raise RuntimeError(outcomes[0].error_message)
-        self.manager.request_finish([request])
+        self.manager.finish([request])
         return first or done, done
 
     def _stats(self) -> Any:

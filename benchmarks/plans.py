@@ -196,7 +196,7 @@ class Serving:
         with self.clock.measure("commit"):
             self.manager.commit([(request, request.num_tokens) for request in requests])
         with self.clock.measure("finish"):
-            self.manager.request_finish(requests)
+            self.manager.finish(requests)
 
     def settle(self) -> None:
         """Run steps until nothing is planned any more."""

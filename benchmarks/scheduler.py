@@ -108,7 +108,7 @@ def drive(items: Iterator[WorkItem], blocks: int, concurrency: int) -> tuple[Clo
                 continue
             reserved -= -(-entry.request.num_tokens // BLOCK) + 2
             clock.start()
-            manager.request_finish([entry.request])
+            manager.finish([entry.request])
             clock.lap("finish", entry.request)
     return clock, hits / prompts, count
 
@@ -153,7 +153,7 @@ def decode_step_us(concurrency: int) -> float:
     manager.match_prefix([filler])
     manager.allocate_device_blocks([(filler, blocks * BLOCK)])
     manager.commit([(filler, blocks * BLOCK)])
-    manager.request_finish([filler])
+    manager.finish([filler])
     requests = [
         Request(str(i), random.integers(0, 1000, 4096 + 7 * i, dtype=np.int32)) for i in range(concurrency)
     ]

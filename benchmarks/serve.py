@@ -210,7 +210,7 @@ class Engine:
         new = [self._request(self.steps * prompts + i, blocks) for i in range(prompts)]
         tokens = blocks * BLOCK + 1
         wall, cpu = time.perf_counter(), time.thread_time()
-        self.manager.prefetch(new)
+        self.manager.begin(new)
         self.arrived.append(new)
         requests = self.arrived.popleft() if len(self.arrived) > self.waits else []
         self.manager.match_prefix(requests)
@@ -222,7 +222,7 @@ class Engine:
         wall, cpu = wall + time.perf_counter(), cpu + time.thread_time()
         self.manager.apply(reports)
         self.manager.commit([(request, tokens) for request in requests])
-        self.manager.request_finish(requests)
+        self.manager.finish(requests)
         self.walls[-1].append((time.perf_counter() - wall) * 1e6)
         self.cpus[-1].append((time.thread_time() - cpu) * 1e6)
 

@@ -82,7 +82,7 @@ def take_plans_us(waiting: int, blocks: int, calls: int) -> tuple[float, float]:
     with CacheManager(settings, shape, storage=storage) as manager:
         stored = scan_of(requests, shape.fingerprint)
         assert manager.restore_storage([stored]) == len(stored.slots)
-        manager.prefetch(requests)
+        manager.begin(requests)
         manager.take_plans()
         assert not manager.take_plans()
         step = median_us(manager.take_plans, calls)

@@ -28,9 +28,9 @@ import numpy as np
 
 from fdcache.layout import KVLayout
 from fdcache.settings.cache import FsyncPolicy
-from fdcache.storage.conformance import HostRecords, path_of
 from fdcache.storage.connector import RecordBatch
 from fdcache.storage.slab import SlabStore
+from fdcache.testing.storage import HostRecords, path_of
 
 _BATCH = 256
 _SECTOR = 4096

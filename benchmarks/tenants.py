@@ -69,7 +69,7 @@ def store_all(address: str, prompts: int) -> None:
             manager.allocate_device_blocks([(request, tokens)])
             copy()
             manager.commit([(request, tokens)])
-            manager.request_finish([request])
+            manager.finish([request])
             while ready(client) < (number + 1) * BLOCKS:
                 copy()
 
@@ -89,7 +89,7 @@ def match(user: Engine) -> LookUp:
         (found,) = user.manager.match_prefix([request])
         seconds = time.perf_counter() - began
         check(found, tenant)
-        user.manager.request_finish([request])
+        user.manager.finish([request])
         return seconds
 
     return look_up

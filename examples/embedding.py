@@ -50,13 +50,13 @@ class Engine:
     def serve(self, name: str, prompt: list[int]) -> str:
         """Serve one prompt and return where its prefix was found."""
         request = Request(name, prompt)
-        self.manager.prefetch([request])
+        self.manager.begin([request])
         while (match := self.manager.match_prefix([request])[0]).status is MatchStatus.DEFERRED:
             self.submit_plans()  # its blocks are being read; an engine computes other requests meanwhile
             self.collect_reports()
         allocation = self.manager.allocate_device_blocks([(request, len(prompt))])[0]
         if not allocation.ok:
-            self.manager.request_finish([request])
+            self.manager.finish([request])
             return f"{name}: {allocation.shortfall} blocks too few"
         counters = self.submit_plans()
         for layer in range(LAYOUT.total_layers):
@@ -65,7 +65,7 @@ class Engine:
             self.compute(layer, request, match.num_cached_tokens)
         self.collect_reports()
         self.manager.commit([(request, len(prompt))])
-        self.manager.request_finish([request])
+        self.manager.finish([request])
         self.submit_plans()  # a step without requests: copies to the host, by the write policy
         self.collect_reports()
         found = f"{match.num_device_blocks} blocks on the device, {match.num_host_blocks} on the host"

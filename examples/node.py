@@ -1,7 +1,8 @@
 """A service with several engines on one machine: one engine, a second one, two at once, and a look into the service.
 
-    python examples/node.py
+    python examples/node.py [--stay]
 
+The page of the service shows all of it while it runs; with --stay it can be looked at until Ctrl-C.
 Each engine is a `fdcache replay` that verifies every byte it reuses. The second one finds the first one's blocks in
 the service's host tier. At the end no process, socket or shared memory is left. The environment configures them, for
 example `FDCACHE_HOST_MEMORY=1GiB python examples/node.py`.
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 FDCACHE = [sys.executable, "-m", "fdcache_cli.main"]
@@ -52,17 +54,21 @@ def main() -> None:
         service = start(
             "serve",
             "--http",
-            "off",
+            "127.0.0.1:0",
             "--discard",  # or the memory stays for the next start
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
         try:
             assert service.stdout is not None
+            page = ""
             for line in service.stdout:
                 print(line, end="", flush=True)
+                if line.startswith("page"):
+                    page = line.split()[1]
                 if line.startswith("ready"):
                     break
+            say(f"its page: {page} shows what follows, as long as it runs")
             say("one engine")
             finish(start(*chat))
             say("a second engine: it finds the first one's blocks on the host")
@@ -75,6 +81,10 @@ def main() -> None:
             for view in ("tiers", "namespaces", "clients"):
                 finish(start("inspect", view))
             finish(start("inspect", "tree", "--limit", "5"))
+            if "--stay" in sys.argv[1:]:
+                say(f"{page} stays until Ctrl-C")
+                with suppress(KeyboardInterrupt):
+                    signal.pause()
         finally:
             service.send_signal(signal.SIGTERM)
             status = service.wait()

@@ -8,9 +8,11 @@ Importing the package imports nothing else; each public name imports its module 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # importing typing takes longer than this package
 if TYPE_CHECKING:
+    from typing import Any
+
     from fdcache.controller.cache_controller import CacheController
     from fdcache.controller.layers import LayerDoneCounter
     from fdcache.errors import FdcacheError, LayerSwapTimeoutError

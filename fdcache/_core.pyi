@@ -529,10 +529,11 @@ class MissLog:
     def clear(self) -> None:
         """Forget what was not sent."""
 
-    def take(self) -> tuple[int, bytes, bytes]:
+    def take(self) -> tuple[int, bytes, bytes, bytes, int]:
         """
         Return and forget: the number of look-ups without any hit, the hash of the first missing block of
-        each look-up, and how many blocks were missing as int32.
+        each look-up, how many blocks were missing as int32, and a sample of all missing blocks: the
+        beginnings of their hashes as uint64, those below a limit, and the limit.
         """
 
 class PinnedRuns(LowerTier):
@@ -687,14 +688,11 @@ class Tier(LowerTier):
     noted, opened before a reset.
     """
 
-    def __init__(
-        self, slots: int, eviction: str = "lru", extent: int = 0, spare: float = 0.0, depth_value: float = 0.0
-    ) -> None:
+    def __init__(self, slots: int, eviction: str = "lru", extent: int = 0, spare: float = 0.0) -> None:
         """
         ``extent``: runs of slots cross no multiple of it; 0: there is one extent. ``spare``:
         reservations evict ahead of need, for longer runs, while less than this share of the slots
-        (0 to 0.5) is free. ``depth_value``: how much more a block is worth to ``learned`` for each
-        block above it.
+        (0 to 0.5) is free.
         """
 
     def set_below(self, below: LowerTier, is_always_copied: bool) -> None:
@@ -1455,6 +1453,12 @@ class RequestState:
         """
 
     @property
+    def load(self) -> int:
+        """
+        Number of the load that the request waits for, by which its outcome names it; 0 for none.
+        """
+
+    @property
     def lease(self) -> int:
         """
         Lease of the request's device blocks, another one after each match; 0 unless it is live.
@@ -1545,6 +1549,143 @@ class AdvanceResult:
     def __getstate__(self) -> tuple[list[int], list[int], list[int], int]: ...
     def __setstate__(self, arg: tuple[Sequence[int], Sequence[int], Sequence[int], int], /) -> None: ...
 
+class LoadForms:
+    """How Python is told of the ends of loads."""
+
+    def __init__(
+        self,
+        outcome: object,
+        confirmed: object,
+        failed: object,
+        overdue: object,
+        block_size: int,
+        groups: int = 1,
+    ) -> None: ...
+
+class LoadTotals:
+    """How loads have ended."""
+
+    @property
+    def confirmed(self) -> int: ...
+    @property
+    def failed(self) -> int: ...
+    @property
+    def cut_short(self) -> int: ...
+    @property
+    def overdue(self) -> int: ...
+
+class Load:
+    """
+    Blocks ``first`` to ``stop`` of one request, loaded in one part or more.
+    """
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def planned(self) -> int:
+        """The block after the last one that is part of a plan."""
+
+    @property
+    def plan(self) -> int:
+        """The plan of the first part; 0 before it is sent."""
+
+    @property
+    def is_revoked(self) -> bool:
+        """True if its blocks are gone through no fault of the load."""
+
+    @property
+    def arrived(self) -> int:
+        """The block after the last one that counts."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if another part will be planned."""
+
+    @property
+    def is_in_flight(self) -> bool:
+        """True until its end."""
+
+    @property
+    def is_confirmed(self) -> bool: ...
+    @property
+    def is_overdue(self) -> bool: ...
+    def outcome(self, forms: LoadForms, request_id: str, unplanned: tuple[int, ...]) -> Any:
+        """Return the outcome, once the load has ended."""
+
+class LoadPart:
+    """Blocks of a load that one plan has."""
+
+    @property
+    def load(self) -> Load: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def has_parts_below(self) -> bool: ...
+
+class Loads:
+    """
+    What the requests of one manager load, from the plan of a load's first part to its end.
+
+    A whole load has one part; one that follows reads from storage has several.
+    """
+
+    def begin(self, first: int, stop: int) -> Load:
+        """Begin a load, whose parts follow."""
+
+    def add(self, load: Load, stop: int, offset: int, count: int, is_ahead: bool) -> None:
+        """
+        Let the next part of a load, up to block ``stop``, wait for the plan that is sent next. ``count`` of
+        its blocks are copied, from ``offset`` of the plan's loads on.
+        """
+
+    def send(self, plan: int, is_ahead: bool) -> None:
+        """Let the parts added since the last call wait for this plan's reports."""
+
+    def send_part(self, plan: int, part: LoadPart) -> None:
+        """Let one part wait for this plan's reports."""
+
+    def end(
+        self,
+        plan: int,
+        copied: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        errors: Sequence[str],
+    ) -> None:
+        """End the parts of a plan that every rank has reported."""
+
+    def give_up(self, plan: int) -> None:
+        """End the loads that wait for an overdue plan."""
+
+    def cut_off(self, load: Load, reason: str) -> None:
+        """Plan no other part of a load."""
+
+    def revoke(self, reason: str) -> None:
+        """
+        Make every load fail that has not ended, or whose end was not taken: its blocks are gone.
+        """
+
+    def take_ended(self) -> list[Load]:
+        """Return the loads that have ended since the last call."""
+
+    def loads_of(self, plan: int) -> list[tuple[int, bool]]:
+        """
+        Return the numbers of the loads that have blocks in a plan in flight; True: their last.
+        """
+
+    @property
+    def open(self) -> list[Load]:
+        """The loads of which other parts will be planned."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True if ``take_ended`` has something."""
+
+    @property
+    def totals(self) -> LoadTotals: ...
+
 class MatchForms:
     """
     How ``BlockManager`` tells of matches, and their terms: ``cell`` blocks are a cell of
@@ -1577,10 +1718,6 @@ class BlockManagerStats:
     def storage_hit_tokens(self) -> int: ...
     @property
     def deferred(self) -> int: ...
-    @property
-    def loads_confirmed(self) -> int: ...
-    @property
-    def loads_failed(self) -> int: ...
     @property
     def allocation_failures(self) -> int: ...
 
@@ -1712,17 +1849,13 @@ class BlockManager:
         Append tokens, extend the block tables and publish full blocks: a whole decode step.
         """
 
-    def send_loads(self, plan: int) -> None:
-        """
-        Let the loads planned since the last call wait for this plan's reports.
-        """
+    @property
+    def loads(self) -> Loads:
+        """What requests load."""
 
-    def end_loads(
-        self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]
-    ) -> list[tuple[str, int, int, int]]:
+    def take_outcomes(self, forms: LoadForms) -> list[Any]:
         """
-        End a plan's loads, of which blocks were ``copied``: publish what waited for them. Return
-        (request id, first block, blocks copied, blocks planned) of each that a request waits for.
+        Return the ends of loads that a request waits for, each once; publish what waited for them.
         """
 
     def expect_from_peer(self, request: RequestState) -> int:
@@ -1733,28 +1866,11 @@ class BlockManager:
     def take_fetches(
         self,
     ) -> list[
-        tuple[str, int, int, numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint32], bool]
+        tuple[str, int, LoadPart, numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint32]]
     ]:
         """
-        Return (request id, lease, first block, slots, generations, True if the blocks below are
-        loaded) of the fetches that allocations have planned since the last call.
-        """
-
-    def send_fetch(self, plan: int, lease: int, first_block: int, count: int) -> None:
-        """Let a fetch wait for this plan's reports."""
-
-    def end_fetch(
-        self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]
-    ) -> tuple[str, int, bool, bool] | None:
-        """
-        End a plan's fetch after the load below it. Return (request id, first block it lacks, True if the
-        load failed, True if it got all), or None if no request waits for it.
-        """
-
-    def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
-        """
-        Let the requests that wait for a plan's loads load nothing any more. Return (request id, first
-        block) of each load.
+        Return (request id, lease, part of its load, slots, generations) of the fetches that allocations
+        have planned since the last call.
         """
 
     def release(self, request: RequestState, live: dict[str, Any]) -> bool:
@@ -1783,11 +1899,6 @@ class BlockManager:
     @property
     def stats(self) -> BlockManagerStats: ...
 
-class LoadForms:
-    """How ``WholeReports`` tells of the ends of loads."""
-
-    def __init__(self, outcome: object, confirmed: object, failed: object, block_size: int) -> None: ...
-
 class CopiedBlocks:
     """Totals of blocks copied by purpose."""
 
@@ -1807,19 +1918,17 @@ class WholeReports:
     def __init__(
         self,
         plans: PlanTable,
-        blocks: BlockManager | None,
+        loads: Loads,
         device: Tier | None,
         host: Tier | PinnedRuns | None | None,
         meter: CopyMeter,
         tells_arrivals: bool,
-        forms: LoadForms,
     ) -> None: ...
-    def count(self, reports: list[Any]) -> tuple[list[Any], list[Any]] | None:
+    def count(self, reports: list[Any]) -> list[Any] | None:
         """
-        Count reports. Return the outcomes of loads that ended, without a device the numbers of their plans,
-        and (transfer, 1 for each block that is in the tier or None for a service, checksums or None) of copies
-        to the host. Return None, and change nothing, if one of the reports is another: unexpected, refused, of a
-        failure or a task, or of a copy below one in flight.
+        Count reports. Return (transfer, 1 for each block that is in the tier or None for a service, checksums or
+        None) of copies to the host. Return None, and change nothing, if one of the reports is another:
+        unexpected, refused, of a failure or a task, or of a copy below one in flight.
         """
 
     @property

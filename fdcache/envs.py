@@ -48,7 +48,7 @@ class _Unloaded(ModuleType):
 
 
 def _load() -> ModuleType:
-    from fdcache.settings.legacy import VariablesModule
+    from fdcache.integrations.fastdeploy.old_module import VariablesModule
 
     module = sys.modules[__name__]
     module.__class__ = VariablesModule

@@ -148,7 +148,7 @@ class HintStatus(StrEnum):
     NO_BLOCK = "no_block"
     """No block of its own is cached."""
     REFUSED = "refused"
-    """It is malformed, or of an unknown type."""
+    """It is malformed, of an unknown type, or asks for what cannot be done: ``reason`` says which."""
 
 
 EARLY_REASONS = ("room", "removed")
@@ -253,6 +253,15 @@ class _Retain(msgspec.Struct):
     scope: str | None = None
 
 
+class _Fetch(msgspec.Struct):
+    """``kv.fetch`` 1.0: blocks that a peer has, by the hashes of a router."""
+
+    source_control_endpoint: Annotated[str, msgspec.Meta(min_length=1)]
+    block_hashes: Annotated[list[int], msgspec.Meta(min_length=1, max_length=1 << 20)]
+    mode: str = "copy"
+    no_retain: Any = msgspec.UNSET
+
+
 class _Action(msgspec.Struct):
     action_id: str
     action_type: str
@@ -291,10 +300,28 @@ def _enveloped(given: Any) -> Iterator[tuple[str, Hint | str]]:
             yield name, f"{action.action_type}: version {action.action_version!r} is not 1.x"
         elif action.action_type == "kv.retain":
             yield from ((name, hint) for hint in _retained(name, action.payload))
+        elif action.action_type == "kv.fetch":
+            yield name, _fetch_refused(action.payload)
         elif action.action_type.startswith(_OWN) and kind in list(HintKind):
             yield name, _plain({**action.payload, "kind": kind, "id": name})
         else:
-            yield name, f"{action.action_type}: unknown type; use kv.retain or fdcache.{'|'.join(HintKind)}"
+            yield (
+                name,
+                f"{action.action_type}: unknown type; use kv.retain, kv.fetch or fdcache.{'|'.join(HintKind)}",
+            )
+
+
+def _fetch_refused(payload: Mapping[str, Any]) -> str:
+    """Return why blocks are not fetched: the action is malformed, or names a peer, whose blocks cannot be read."""
+    try:
+        fetch = msgspec.convert(payload, _Fetch)
+    except msgspec.ValidationError as error:
+        return f"kv.fetch: {error}"
+    if not all(0 <= each < 1 << 64 for each in fetch.block_hashes):
+        return "kv.fetch: block_hashes are numbers of 64 bits"
+    if fetch.mode != "copy" or fetch.no_retain is not msgspec.UNSET:
+        return "kv.fetch: only the mode 'copy' without no_retain is known"
+    return f"kv.fetch: {len(set(fetch.block_hashes))} blocks were not fetched: the memory of other nodes cannot be read"
 
 
 def _retained(name: str, payload: Mapping[str, Any]) -> Iterator[Hint | str]:

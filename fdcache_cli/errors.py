@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from fdcache.errors import ConfigurationError, FdcacheError
 
+TYPE_CHECKING = False  # typing, pathlib and contextlib would take a third of the time of `fdcache --help`
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import NoReturn, TextIO
+
     from fdcache.settings import Problem
 
 FAILED = 1
@@ -56,7 +57,7 @@ def _status_of(command: Callable[[], object]) -> int:
 
 def _has_working_directory() -> bool:
     try:
-        Path.cwd()
+        os.getcwd()  # noqa: PTH109
     except FileNotFoundError:
         return False
     return True

@@ -1,8 +1,7 @@
-"""``fdcache init``: check a machine, prepare it, and measure the links of its GPUs and its storage."""
+"""``fdcache init``: the settings for a machine and its engine; prepares the machine and measures GPUs and storage."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fdcache_cli import errors, output
+from fdcache_cli.doctor import compile_kernels, has_gpu, print_findings
 
 if TYPE_CHECKING:
     from fdcache.devices.calibration import Calibration
-    from fdcache.service.server.machine_setup import Finding
 
 
 def init(
@@ -23,7 +22,26 @@ def init(
         typer.Option(metavar="UUID", help="Measure only this GPU; may be repeated. Default: all visible."),
     ] = None,
     *,
-    check: Annotated[bool, typer.Option("--check", help="Only report: measure and change nothing.")] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="ENGINE", help="vllm, fastdeploy, or own for one that embeds fdcache."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="What the engine serves, a folder or a name; for an own engine its program."),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory for blocks. Default: a quarter of what is left."),
+    ] = None,
+    storage: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep blocks in files of this folder, too.")
+    ] = None,
+    service: Annotated[
+        bool | None,
+        typer.Option("--service/--no-service", help="Share one host tier among the engines of this machine."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Take the defaults without asking.")] = False,
     clean_arenas: Annotated[
         bool, typer.Option("--clean-arenas", help="Remove the arenas of stopped services.")
     ] = False,
@@ -44,48 +62,47 @@ def init(
         typer.Option(metavar="FILE", help="Plot the first GPU's measurements (needs matplotlib)."),
     ] = None,
 ) -> None:
-    """Check this machine and prepare it: create missing directories and a settings file, compile the swap kernels for
-    each GPU, measure its link and the folder of local storage, and save the calibrations.
+    """Write the settings for this machine and your engine, and print the line that starts it.
+
+    It asks on a terminal; elsewhere give --yes. Then it creates missing directories, compiles the swap kernels for
+    each GPU, measures its link and the folder of local storage, and saves the calibrations.
 
     Exit 1 if something would keep a service from starting; every problem names its remedy.
 
     A calibration of another driver, topology, file system or version is measured again. Without one, copies on a GPU
     use safe defaults. For the storage at most 256 MiB are written, for a few seconds.
 
-    Example: `fdcache init --check` reports and changes nothing.
+    Example: `fdcache init --yes --engine vllm --model /models/llama --host-memory 64GiB`
     """
-    if check and (force or clean_arenas or plot is not None or env_file is not None):
-        raise typer.BadParameter(
-            "it changes nothing; leave out --force, --clean-arenas, --env-file and --plot",
-            param_hint="--check",
-        )
     from fdcache.devices.topology import find_gpu, visible_gpus
-    from fdcache.service.server import machine_setup
+    from fdcache.service.server import machine_findings, machine_setup
     from fdcache.service.wire.address import load_settings
+    from fdcache_cli.answers import Answers
 
     if plot is not None:
         from fdcache_cli.link_plot import require_plotting
 
         require_plotting(plot)
-    settings = load_settings({})
+    answers = Answers(engine, model, host_memory, storage, service).complete(ask=not yes)
+    settings = load_settings(answers.arguments)
     removed = machine_setup.clean_arenas(settings) if clean_arenas else []
-    made = [] if check else machine_setup.make_directories(settings)
-    findings = machine_setup.examine(settings) + made
-    kernels = _compile_kernels(keep=not check) if _has_gpu(findings) else {}
+    made = machine_setup.make_directories(settings)
+    findings = machine_findings.examine(settings) + made
+    kernels = compile_kernels(keep=True) if has_gpu(findings) else {}
     findings += kernels.values()
-    findings += machine_setup.storage_speed(settings, measure=not check, force=force)
-    if check:
-        findings += machine_setup.calibrations(settings) if _has_gpu(findings) else []
-    else:
-        findings.append(machine_setup.write_env_file(env_file or machine_setup.default_env_file(), findings))
+    findings += machine_findings.storage_speed(settings, measure=True, force=force)
+    file = env_file or machine_setup.default_env_file()
+    findings.append(machine_setup.write_env_file(file, findings, answers.settings))
     if not json:
-        _print_machine(findings, removed)
+        for text in removed:
+            output.print_line(f"removed a dead arena: {text}")
+        print_findings(findings)
     if device:
         gpus = [find_gpu(uuid) for uuid in device]
     else:
-        gpus = visible_gpus() if plot is not None or _has_gpu(findings) else []
+        gpus = visible_gpus() if plot is not None or has_gpu(findings) else []
     usable = [gpu.uuid for gpu in gpus if gpu.uuid in kernels and not kernels[gpu.uuid].problem]
-    calibrations = [] if check else [_calibrate(uuid, force=force, quiet=json) for uuid in usable]
+    calibrations = [_calibrate(uuid, force=force, quiet=json) for uuid in usable]
     if json:
         import msgspec
 
@@ -94,11 +111,11 @@ def init(
                 "machine": [asdict(each) for each in findings],
                 "removed_arenas": removed,
                 "calibrations": [msgspec.to_builtins(each) for each in calibrations],
+                "start": answers.lines(file.absolute()),
             }
         )
     else:
-        for calibration in calibrations:
-            _print_calibration(calibration)
+        _print_results(calibrations, answers.lines(file.absolute()), answers.title)
     if plot is not None and calibrations:
         from fdcache_cli.link_plot import write_plot
 
@@ -107,36 +124,19 @@ def init(
         raise typer.Exit(errors.FAILED)
 
 
-def _has_gpu(findings: Sequence[Finding]) -> bool:
-    return any(each.name == "GPU" and each.hint is None for each in findings)
-
-
-def _compile_kernels(*, keep: bool) -> dict[str, Finding]:
-    """Compile the swap kernels and return the result by GPU; without ``keep`` leave nothing on disk."""
-    from fdcache.devices.topology import visible_gpus
-    from fdcache.service.server import machine_setup
-
-    if not keep:
-        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-    return machine_setup.kernels(visible_gpus())
-
-
-def _print_machine(findings: Sequence[Finding], removed: Sequence[str]) -> None:
-    for text in removed:
-        output.print_line(f"removed a dead arena: {text}")
-    for each in findings:
-        output.print_line(f"{each.name:<15} {each.found}")
-        if each.hint:
-            output.print_line(f"{'':<15} hint: {each.hint}")
-        if each.problem:
-            output.print_line(f"{'':<15} PROBLEM: {each.problem}")
+def _print_results(calibrations: Sequence[Calibration], lines: Sequence[str], title: str) -> None:
+    for calibration in calibrations:
+        _print_calibration(calibration)
+    output.print_line(f"\nStart {title}:\n")
+    for line in lines:
+        output.print_line(f"  {line}")
 
 
 def _calibrate(uuid: str, *, force: bool, quiet: bool) -> Calibration:
     from fdcache.devices.calibration import load_calibration, save_calibration
-    from fdcache.devices.link_probe import LinkProbe
     from fdcache.devices.topology import find_gpu
     from fdcache.settings import Settings
+    from fdcache_cli.link_probe import LinkProbe
 
     gpu = find_gpu(uuid)
     directory = Settings.load().transfer.calibration_dir

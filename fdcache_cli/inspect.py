@@ -18,6 +18,7 @@ COMMANDS = (
     Command("transfers", __name__, "transfers", "Copies in flight, and bytes copied so far."),
     Command("namespaces", __name__, "namespaces", "Memory and hits of each model."),
     Command("tenants", __name__, "tenants", "Blocks and quota of each tenant."),
+    Command("pins", __name__, "pins", "Prefixes that are kept in the host tier for a time."),
     Command(
         "eviction",
         __name__,
@@ -133,6 +134,13 @@ def tenants(
     TENANTS.show(server, json=json, watch=watch, plot=plot, namespace=namespace)
 
 
+def pins(server: ServerOption = None, *, json: Json = False, watch: WatchOption = False) -> None:
+    """Show the pins in force, as `fdcache pin` and HTTP made them."""
+    from fdcache_cli.control_service import show_pins
+
+    show_pins(server, json=json, watch=watch)
+
+
 def eviction(
     server: ServerOption = None,
     *,
@@ -189,8 +197,8 @@ def explain(
     server: ServerOption = None,
     *,
     namespace: Annotated[
-        str, typer.Option(help="Beginning of the namespace's name; needed if there are several.")
-    ] = "",
+        str | None, typer.Option(help="Beginning of the namespace's name; needed if there are several.")
+    ] = None,
     tenant: Annotated[str | None, typer.Option(help="Tenant of the prompt.")] = None,
     adapter: Annotated[str | None, typer.Option(help="Adapter id of the prompt.")] = None,
     lookahead: Annotated[

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import typer
 
-from fdcache.service.client.connection import Client
 from fdcache.service.wire.client_views import ClientFigures, ClientView
 from fdcache.service.wire.views import BlockView, ExplainedBlock, ExplainView, TreeNode
-from fdcache.settings.kinds import readable_size
 from fdcache.tiers.statistics import LoadDecision
 from fdcache_cli import inspect_plot, output
+from fdcache_cli.control_service import prefix_of
 from fdcache_cli.service_view import ask, connect, seconds, show_live, table
-
-_LARGEST_PROMPT = 64 << 20
 
 
 def show_tree(
@@ -99,7 +94,7 @@ def show_block(server: str | None, prefix: str, *, json: bool) -> None:
 def show_explanation(
     server: str | None,
     tokens: Path,
-    namespace: str,
+    namespace: str | None,
     tenant: str | None,
     adapter: str | None,
     lookahead: int | None,
@@ -107,12 +102,9 @@ def show_explanation(
     json: bool,
 ) -> None:
     """Show for each block of a prompt where it is, or why it is missing."""
-    from fdcache.service.wire.address import load_settings
-
-    prompt = _read_tokens(tokens)
-    ahead = load_settings({"FDCACHE_LOOKAHEAD_TOKENS": lookahead}).cache.lookahead_tokens
+    prefix = prefix_of(tokens, None, namespace, tenant, adapter, lookahead)
     with connect(server) as client:
-        explained, answer = explain_tokens(client, namespace, prompt, tenant, ahead, adapter)
+        explained, answer = ask(client, ExplainView, "explain", **prefix.arguments(client.ask))
         clients, _ = ask(client, list[ClientView], "clients")
     decisions = decisions_on(clients, {each.hash for each in explained.blocks})
     if json:
@@ -166,27 +158,6 @@ def _decided(found: LoadDecision) -> str:
     return f"{reused}{late}; {expected}, {true}"
 
 
-def explain_tokens(
-    client: Client,
-    namespace: str,
-    tokens: Sequence[int],
-    tenant: str | None,
-    lookahead: int = 0,
-    adapter: str | None = None,
-) -> tuple[ExplainView, Any]:
-    """Ask about the path of a prompt, hashed with the layout of the namespace."""
-
-    from fdcache.hashing import TokenBlocks, root_hash
-    from fdcache.layout import KVLayout
-
-    layout = KVLayout.from_json(msgspec.json.encode(client.ask("layout", namespace=namespace)))
-    root = root_hash(layout.fingerprint, tenant)
-    blocks = TokenBlocks(layout.block_size, root, adapter_id=adapter, lookahead=lookahead)
-    blocks.append(list(tokens))
-    hashes = [row.tobytes().hex() for row in blocks.hashes]
-    return ask(client, ExplainView, "explain", namespace=layout.fingerprint.hex()[:16], hashes=hashes)
-
-
 def _left(block: ExplainedBlock) -> str:
     if not isinstance(block.left_at, float) or not isinstance(block.reason, str):
         return ""
@@ -195,20 +166,3 @@ def _left(block: ExplainedBlock) -> str:
 
 def _ago(when: float) -> str:
     return f"{seconds(max(time.time() - when, 0.0))} ago"
-
-
-def _read_tokens(path: Path) -> list[int]:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_PROMPT + 1)
-        text = content.decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path} cannot be read as text: {error}", param_hint="--tokens") from error
-    if len(content) > _LARGEST_PROMPT:
-        wrong = f"{path} has more than {readable_size(_LARGEST_PROMPT)}, which is no prompt"
-        raise typer.BadParameter(wrong, param_hint="--tokens")
-    words = text.strip("[]").replace(",", " ").split()
-    wrong_word = next((word for word in words if not re.fullmatch(r"\d{1,10}", word, re.ASCII)), None)
-    if wrong_word is not None:
-        raise typer.BadParameter(f"{path}: {wrong_word[:40]!r} is not a token id", param_hint="--tokens")
-    return [int(word) for word in words]

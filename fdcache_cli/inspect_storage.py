@@ -56,7 +56,7 @@ def show_files(path: Path, verify: bool, json: bool) -> None:
     """Show the files of a local storage; exit with 1 if one is damaged."""
     from fdcache.service.wire.address import load_settings
     from fdcache.storage.calibration import load_storage_speed
-    from fdcache.storage.offline import GIVE_FOLDER, read_file, slab_files, summarize
+    from fdcache_cli.slab_files import GIVE_FOLDER, read_file, slab_files, summarize
 
     found = slab_files(path)
     if verify and not found:

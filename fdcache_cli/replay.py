@@ -17,6 +17,8 @@ from typing import Annotated
 import typer
 
 from fdcache.errors import ReplayOptionError
+from fdcache.integrations.fastdeploy.model_variables import AttentionSettings
+from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.replay.capacities import Axis, Capacities
 from fdcache.replay.config import (
     LAPTOP_DEFAULTS,
@@ -262,7 +264,14 @@ def replay(
     }
     settings = _settings(options)
     print_problems(settings.misspelt, sys.stderr)
-    shape = Shape(layout or layout_of(settings.attention), layers, draft_layers, kv_heads, head_dim, dtype)
+    shape = Shape(
+        layout or layout_of(settings.group(AttentionSettings)),
+        layers,
+        draft_layers,
+        kv_heads,
+        head_dim,
+        dtype,
+    )
     try:
         ranks = settings.deployment.ranks
         kv_layout = shape.build(settings.deployment.block_size, ranks)
@@ -271,8 +280,8 @@ def replay(
             cache=settings.cache_for(kv_layout, partial(device_bytes, device, ranks)),
             transfer=settings.transfer,
             storage=settings.storage_tier,
-            mooncake=settings.mooncake,
-            scheduling=settings.scheduling,
+            storage_options=settings.connector_options,
+            scheduling=settings.group(SchedulingSettings),
             concurrency=concurrency,
             chunk_tokens=chunk_tokens if sweep is None else max(chunk_tokens, concurrency),
             speed=speed,

@@ -49,7 +49,8 @@ class Tier(StrEnum):
     ALL = "all"
 
 
-def _duration(text: str) -> float:
+def duration(text: str) -> float:
+    """Return the seconds of a time such as 30s or 2w. Raises ``typer.BadParameter``."""
     from fdcache.settings.kinds import parse_duration
 
     weeks = text.endswith("w")
@@ -85,7 +86,7 @@ def reset(
     older_than: Annotated[
         float | None,
         typer.Option(
-            parser=_duration,
+            parser=duration,
             metavar="TIME",
             help="Only host and storage blocks unused for that long, such as 1h or 7d; device tiers are left alone.",
         ),
@@ -95,7 +96,7 @@ def reset(
     wait: Annotated[
         float | None,
         typer.Option(
-            parser=_duration,
+            parser=duration,
             metavar="TIME",
             help="Wait at most that long for loads in flight to end, and for engines to reset their device tiers. "
             f"Default: refuse if loads are in flight, and wait {_ACKNOWLEDGE_SECONDS:g} s for engines.",
@@ -142,7 +143,7 @@ def storage(
     older_than: Annotated[
         float | None,
         typer.Option(
-            parser=_duration, metavar="AGE", help="Only blocks written longer ago, such as 12h or 7d."
+            parser=duration, metavar="AGE", help="Only blocks written longer ago, such as 12h or 7d."
         ),
     ] = None,
     corrupt: Annotated[

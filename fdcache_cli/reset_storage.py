@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fdcache.storage.offline import Removal, Selection, remove
 from fdcache_cli import output
 from fdcache_cli.app import confirm
 from fdcache_cli.output import progress_bars
+from fdcache_cli.slab_files import Removal, Selection, remove
 
 
 def reset_storage(

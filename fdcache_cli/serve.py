@@ -132,7 +132,7 @@ def _bind_http(server: Server, settings: Settings) -> HttpServer | None:
         return None
     from fdcache.service.server.http_server import HttpServer
 
-    keys = tuple(key.get_secret_value() for key in settings.service.api_keys)
+    keys = tuple(key.get_secret_value() for key in settings.value("FD_API_KEY"))
     try:
         return HttpServer(endpoints.address, keys, *endpoints.http)
     except OSError as error:
@@ -172,7 +172,7 @@ def _print_summary(server: Server, settings: Settings, web: HttpServer | None) -
     rows = [
         ("address", server.endpoints.address),
         ("http", "off" if http is None or web is None else f"http://{http[0]}:{web.port}"),
-        *([] if web is None else [("http key", str(web.key_path))]),
+        *([] if http is None or web is None else _web_rows(f"http://{http[0]}:{web.port}/", web)),
         ("memory", f"{format_size(arena.total_bytes)} in {arena.directory}"),
         ("extents", f"{arena.manifest.extents} of {format_size(arena.manifest.extent_bytes)}"),
         ("recovered", f"{server.recovered} blocks"),
@@ -187,6 +187,10 @@ def _print_summary(server: Server, settings: Settings, web: HttpServer | None) -
     for name, text in rows:
         output.print_line(f"{name:<10} {text}")
     sys.stdout.flush()
+
+
+def _web_rows(page: str, web: HttpServer) -> list[tuple[str, str]]:
+    return [("page", page), ("http key", str(web.key_path))]
 
 
 def _storage_row(settings: Settings) -> str:

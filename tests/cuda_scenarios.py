@@ -214,7 +214,7 @@ def _without_time(report: TransferReport) -> list[TransferResult]:
 def keep_loads_in_order() -> None:
     """Let loads wait for room: plans behind them do not overtake, and those after them go in one call again."""
     driver = Driver()
-    options = {"device_blocks": BLOCKS, "host_blocks": 8, "loads_ahead": LAYOUT.payload_bytes}
+    options = {"device_blocks": BLOCKS, "host_blocks": 8, "queued_bytes": LAYOUT.payload_bytes}
     with GpuWorker(LAYOUT, **options) as worker:
         worker.run(plan(1, backup=[(slot, slot) for slot in range(8)]))
         expected = [worker.block(slot) for slot in range(8)]

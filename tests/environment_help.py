@@ -17,6 +17,8 @@ from typer.core import TyperCommand
 from fdcache import CacheController, CacheManager, KVLayout, Request
 from fdcache.devices.calibration import Calibration, load_calibration, make_policy, save_calibration
 from fdcache.devices.topology import Gpu
+from fdcache.integrations.mooncake.client import ClientOptions
+from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.integrations.vllm.config import layout_from_config
 from fdcache.integrations.vllm.settings import given_settings
 from fdcache.metadata import TransferPlan
@@ -24,7 +26,6 @@ from fdcache.service.server import process
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.wire.address import load_settings
 from fdcache.settings import Settings
-from fdcache.storage.mooncake_client import ClientOptions
 from tests.fastdeploy_help import fd_config
 from tests.vllm_configs import kv_config, vllm_config
 
@@ -49,7 +50,7 @@ class Engine:
             assert self.manager.allocate_device_blocks([(request, LONG)])[0].ok
             self._copy()
             self.manager.commit([(request, LONG)])
-            self.manager.request_finish([request])
+            self.manager.finish([request])
             self._copy()
             self.hits = match.num_cached_tokens
 
@@ -144,10 +145,6 @@ def events(engine: Engine) -> object:
 
 def reads(name: str) -> Read:
     return lambda engine: getattr(engine.manager._tiers.fetches.terms, name)
-
-
-def groups(engine: Engine) -> object:
-    return engine.controller._plans.queue._groups._groups
 
 
 def in_service(name: str) -> Read:
@@ -261,12 +258,7 @@ CASES: dict[str, Case] = {
     "FDCACHE_EVICTION": Case(
         "lru",
         lambda engine: engine.manager._tiers.device.reuse() is not None,
-        serve=lambda server: namespace(server)._eviction.policy,
-    ),
-    "FDCACHE_EVICTION_OBJECTIVE": Case(
-        "compute",
-        lambda engine: engine.manager._tiers.device.depth_value,
-        serve=lambda server: namespace(server)._eviction.depth_value(64),
+        serve=lambda server: namespace(server)._eviction,
     ),
     "FDCACHE_DEFER_TIMEOUT": Case("7s", lambda engine: engine.manager._matcher._defer_timeout),
     "FDCACHE_LOAD_OR_RECOMPUTE": Case("always", lambda engine: engine.manager._choices._is_auto),
@@ -274,7 +266,6 @@ CASES: dict[str, Case] = {
     "FDCACHE_EVENT_BUFFER": Case("100", events),
     "FDCACHE_RUNTIME_DIR": Case("{dir}/other", serve=lambda server: server.endpoints.address),
     "FDCACHE_ARENA_DIR": Case("{dir}/blocks", serve=lambda server: server.arena.directory),
-    "FDCACHE_EXTENT_SIZE": Case("64KiB", serve=lambda server: server.arena.manifest.extent_bytes),
     "FDCACHE_HUGE_PAGES": Case("1", serve=lambda server: server.arena._kind.huge_pages),
     "FDCACHE_NUMA_NODE": Case("0", serve=lambda server: server.arena._kind.numa_node),
     "FDCACHE_HTTP_ADDRESS": Case("127.0.0.1:9", serve=lambda server: server.endpoints.http),
@@ -289,14 +280,9 @@ CASES: dict[str, Case] = {
     ),
     "FDCACHE_EVICTION_LOG": Case("7", serve=lambda server: namespace(server).history.evictions.capacity),
     "FDCACHE_LOG_FORMAT": Case("text", serve=formatter),
-    "FDCACHE_FIRST_GROUP_LAYERS": Case("2", groups),
-    "FDCACHE_GROUP_LAYERS": Case("1", groups),
-    "FDCACHE_LOADS_AHEAD": Case("1MiB", lambda engine: engine.controller._plans.queue._loads._ahead_bytes),
-    "FDCACHE_COPY_THREADS": Case("3", lambda engine: engine.controller.device._copy_threads),
     "FDCACHE_LAYER_TIMEOUT": Case("7s", Engine.layer_timeout),
     "FDCACHE_SWAP_DRAIN_TIMEOUT": Case("7s", lambda engine: engine.controller.settings.drain_timeout),
     "FDCACHE_SWAP_METHOD": Case("dma", elsewhere=_swap_method),
-    "FDCACHE_SWAP_CTAS": Case("3", elsewhere=lambda: policy().kernel_ctas),
     "FDCACHE_SWAP_SM_BUDGET": Case("1", elsewhere=lambda: policy().transpose_ctas),
     "FDCACHE_VERIFY": Case("all", lambda engine: engine.controller.device._verify),
     "FDCACHE_CALIBRATION_DIR": Case("{dir}/calibration", elsewhere=_calibrated),
@@ -318,15 +304,6 @@ CASES: dict[str, Case] = {
     "FDCACHE_STORAGE_FSYNC_INTERVAL": Case(
         "7s", lambda engine: engine.slab._syncer._args, storage_in_service("fsync_interval"), beside=STORAGE
     ),
-    "FDCACHE_STORAGE_THREADS": Case(
-        "3", lambda engine: engine.slab._threads, storage_in_service("threads"), beside=STORAGE
-    ),
-    "FDCACHE_STORAGE_RETRY": Case(
-        "7s",
-        lambda engine: engine.slab.health.retry_after,
-        storage_in_service("retry_after"),
-        beside=STORAGE,
-    ),
     "FDCACHE_STORAGE_TIMEOUT": Case(
         "7s",
         lambda engine: (
@@ -337,14 +314,6 @@ CASES: dict[str, Case] = {
         beside=STORAGE,
     ),
     "FDCACHE_PREFETCH_POLICY": Case("best_effort", reads("policy"), beside=STORAGE),
-    "FDCACHE_PREFETCH_TIMEOUT": Case("7s", reads("timeout"), beside=STORAGE),
-    "FDCACHE_PREFETCH_BANDWIDTH": Case("1MiB", reads("bandwidth"), beside=STORAGE),
-    "FDCACHE_STORAGE_WRITE_BLOCKS": Case(
-        "7",
-        lambda engine: engine.manager._tiers.storage.writes._write_blocks,
-        storage_in_service("write_blocks"),
-        beside=STORAGE,
-    ),
     "FDCACHE_TRANSFER": Case(
         "ipc", elsewhere=embedded(lambda engine: engine.controller.open_transfer() is None)
     ),
@@ -365,18 +334,12 @@ CASES: dict[str, Case] = {
         "7s", elsewhere=endpoint(lambda opened: opened._decode._lease_ms), beside=PEERS
     ),
     "FDCACHE_TRANSFER_HELD": Case("0.5", elsewhere=peer_terms("held"), beside=PEERS),
-    "FDCACHE_TRANSFER_THREADS": Case(
-        "3", elsewhere=endpoint(lambda opened: opened._connector._threads._max_workers), beside=PEERS
-    ),
     "FDCACHE_TRANSFER_PEER_RANKS": Case(
         "1", elsewhere=endpoint(lambda opened: opened._settings.peer_ranks), beside=PEERS
     ),
-    "FDCACHE_TRANSFER_RING": Case(
-        "64MiB", elsewhere=endpoint(lambda opened: opened._settings.ring), beside=PEERS
-    ),
     "FDCACHE_MOONCAKE_LOG_LEVEL": Case(
         "0",
-        elsewhere=lambda: ClientOptions.resolve(Settings.load().mooncake, 0).log_level,
+        elsewhere=lambda: ClientOptions.resolve(Settings.load().group(MooncakeSettings), 0).log_level,
         beside={"MOONCAKE_MASTER_SERVER_ADDR": "127.0.0.1:1"},
     ),
 }

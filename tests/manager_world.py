@@ -118,7 +118,7 @@ class World:
         request = Request("probe", list(tokens))
         result = self.manager.match_prefix([request])[0]
         assert result.status is MatchStatus.MATCHED
-        self.manager.request_finish([request])
+        self.manager.finish([request])
         return result.num_device_blocks, result.num_host_blocks
 
     @property
@@ -145,7 +145,7 @@ class World:
         """End the engine wherever it stands."""
         for rank in self.engine.ranks:
             self.manager.worker_lost(rank.index)
-        self.manager.request_finish([job.request for job in self.engine.jobs])
+        self.manager.finish([job.request for job in self.engine.jobs])
         self.engine.close()
 
 

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from fdcache.errors import ConnectorNotFoundError
+from fdcache.integrations.mooncake.client import load_client
+from fdcache.integrations.mooncake.store import MooncakeConnector
+from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.layout import KVLayout
-from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
+from fdcache.settings.cache import StorageTierSettings
 from fdcache.storage.connector import ConnectorContext
-from fdcache.storage.mooncake import MooncakeConnector
-from fdcache.storage.mooncake_client import load_client
 from tests.service_help import until
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 
-from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
-from fdcache.storage.conformance import HostRecords, conformance_layout, path_of
+from fdcache.integrations.mooncake.store import MooncakeConnector
+from fdcache.integrations.mooncake.variables import MooncakeSettings
+from fdcache.settings.cache import StorageTierSettings
 from fdcache.storage.connector import ConnectorContext
-from fdcache.storage.mooncake import MooncakeConnector
+from fdcache.testing.storage import HostRecords, conformance_layout, path_of
 from tests.mooncake_master import stop
 
 

@@ -96,7 +96,7 @@ class Engine:
         self.manager.commit([(request, len(tokens))])
         while plans := self.manager.take_plans():  # backups come a share of the pool at a time
             self.carry_out(plans)
-        self.manager.request_finish([request])
+        self.manager.finish([request])
         return match.num_host_blocks, outcomes
 
     def carry_out(self, plans: list[TransferPlan]) -> list[LoadOutcome]:

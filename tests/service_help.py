@@ -8,10 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from fdcache.errors import ServiceError
 from fdcache.service.client.connection import Client
@@ -69,14 +69,17 @@ def next_line(process: subprocess.Popen[str]) -> str:
 class LocalService:
     """A service in a thread that does not delay the end of a test run.
 
-    The state of ``service`` may be looked at while nothing is asked of it.
+    The state of ``service`` may be looked at while nothing is asked of it. ``tier``: constants of the storage tier.
     """
 
-    def __init__(self, directory: Path, **settings: str) -> None:
+    def __init__(self, directory: Path, tier: Mapping[str, object] | None = None, /, **settings: str) -> None:
+        directory.mkdir(mode=0o700, exist_ok=True)
         directory.chmod(0o700)
         self.directory = directory
         self.address = f"ipc://{directory}/fdcache.sock"
-        self.server = Server(Settings.load(environ={}, arguments=arguments(directory, **settings)))
+        loaded = Settings.load(environ={}, arguments=arguments(directory, **settings))
+        storage = loaded.storage_tier.model_copy(update=tier)
+        self.server = Server(loaded.model_copy(update={"storage_tier": storage}))
         self.server.start()
         self._thread = threading.Thread(target=self.server.run, name="fdcache-serve", daemon=True)
         self._thread.start()
@@ -88,6 +91,12 @@ class LocalService:
 
     def ask(self, what: str, **arguments: Any) -> Any:
         return self.client.ask(what, **arguments)
+
+    def drain(self) -> bool:
+        """End it as one signal would; return True if it ended in time."""
+        self.server.stop()
+        self._thread.join(TIMEOUT)
+        return not self._thread.is_alive()
 
     def stop(self) -> None:
         """End it as a signal would, forced."""
@@ -106,8 +115,10 @@ class LocalService:
 
 
 @contextmanager
-def local_service(directory: Path, **settings: str) -> Iterator[LocalService]:
-    service = LocalService(directory, **settings)
+def local_service(
+    directory: Path, tier: Mapping[str, object] | None = None, /, **settings: str
+) -> Iterator[LocalService]:
+    service = LocalService(directory, tier, **settings)
     try:
         yield service
     finally:
@@ -126,7 +137,7 @@ class ServiceProcess:
         self.command = [sys.executable, "-m", "fdcache_cli.main", "serve"]
         self.process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> ServiceProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

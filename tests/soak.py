@@ -198,7 +198,7 @@ class Soak:
                 self.preempt(job)
 
     def preempt(self, job: Job) -> None:
-        self.manager.request_finish([job.request])
+        self.manager.finish([job.request])
         self.waiting.appendleft(job)
 
     def decode(self) -> None:
@@ -242,7 +242,7 @@ class Soak:
         """End requests that have their output, and abort a few others."""
         ended = [job for job in self.running if job.done == len(job.output) or self.random.random() < 0.005]
         self.running = [job for job in self.running if job not in ended]
-        self.manager.request_finish([job.request for job in ended])
+        self.manager.finish([job.request for job in ended])
         self.finished += len(ended)
 
     def disturb(self) -> None:
@@ -312,7 +312,7 @@ def soak(
                 f"{name}: {one.finished:,} requests, {samples[-1].resident >> 20} MiB, {now - start:.0f} s",
                 flush=True,
             )
-    one.manager.request_finish([job.request for job in one.running])
+    one.manager.finish([job.request for job in one.running])
     faults = one.check_end()
     one.manager.check_integrity()
     one.manager.close()

@@ -129,7 +129,7 @@ class Engine:
         self.settle()
         self.check(request, match.num_cached_tokens // BLOCK)
         self.compute(request, len(tokens))
-        self.manager.request_finish([request])
+        self.manager.finish([request])
         self.settle()
         self.manager.check_integrity()
         return match

@@ -20,7 +20,7 @@ from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadOutcome
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.conformance import transfer_layout
+from fdcache.testing.transfer import transfer_layout
 from fdcache.transfer.nixl_agent import find_nixl
 from fdcache.transfer.statistics import TransferStats
 from tests.service_help import until

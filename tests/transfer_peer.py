@@ -115,7 +115,7 @@ class Commands:
         for request in requests:
             self._instance.start(request)
             self._instance.manager.send([(request, request.request_id)])
-        self._instance.manager.request_finish(requests)
+        self._instance.manager.finish(requests)
 
     def compute_many(self, count: int) -> None:
         """Announce the first layer of all, some of whose requests are gone."""
@@ -131,10 +131,10 @@ class Commands:
 
     def give_up(self, name: str) -> None:
         self._instance.manager.end_transfers([self._requests[name]])
-        self._instance.manager.request_finish([self._requests[name]])
+        self._instance.manager.finish([self._requests[name]])
 
     def finish(self, name: str) -> None:
-        self._instance.manager.request_finish([self._requests[name]])
+        self._instance.manager.finish([self._requests[name]])
 
     def overwrite(self, name: str) -> None:
         """Use the blocks of a request for other bytes."""

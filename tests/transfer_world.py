@@ -117,7 +117,7 @@ class World:
         outcome = self.outcome()
         assert outcome.status is LoadStatus.CONFIRMED, outcome
         assert self.mine.wrong_blocks(request, 0, BLOCKS) == []
-        self.mine.manager.request_finish([request])
+        self.mine.manager.finish([request])
         self.until(lambda: self.mine.is_clean and self.peer.ask("is_clean"))
 
     def take_whole(self, request: Request, *, late: bool = False) -> LoadOutcome:
@@ -126,7 +126,7 @@ class World:
         whole = outcome.recompute_from // BLOCK
         assert self.mine.wrong_blocks(request, 0, whole) == []
         assert (outcome.status is LoadStatus.CONFIRMED) == (whole == len(request.block_hashes))
-        self.mine.manager.request_finish([request])
+        self.mine.manager.finish([request])
         return outcome
 
     # --- with prefill in this process -------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class World:
         if computed:
             self.mine.compute(request, name, 0, computed)
         if computed == BLOCKS:
-            self.mine.manager.request_finish([request])
+            self.mine.manager.finish([request])
         return request
 
     def read_by_peer(self, name: str, seed: int, fault: Fault = Parcel.arrive) -> None:

@@ -211,7 +211,7 @@ def decode_beside_swaps(shape: Shape, device: str, *, sequences: int, context: i
         for case, measured in found.items():
             measured.append(_run(decode, beside, *case))
     beside.leave()
-    server.manager.request_finish(decode.requests)
+    server.manager.finish(decode.requests)
     server.close()
     return [_row(*case, found[case], found[case[0], 0]) for case in cases]
 

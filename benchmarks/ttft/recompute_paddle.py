@@ -43,7 +43,7 @@ class PaddleEngine:
         config = EngineConfig.load(model, cache | stored, **limits)
         self._cache = FdcacheBlocks(config)
         self._worker = Worker(model, EngineConfig.load(model, cache, **limits), self._cache.host_cache)
-        context = ConnectorContext(layout, 0, config.settings.storage_tier, config.settings.mooncake)
+        context = ConnectorContext(layout, 0, config.settings.storage_tier, config.settings.connector_options)
         storage = open_storage(context)
         assert isinstance(storage, PlacedStorage)
         self.storage = ThrottledStorage(storage)

@@ -28,7 +28,7 @@ from fdcache import (
 )
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.metadata import SLOT_HEADER_BYTES
-from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
+from fdcache.settings.cache import StorageTierSettings
 from fdcache.storage.connector import ConnectorContext, PlacedStorage
 from fdcache.storage.factory import open_storage
 from fdcache.storage.slab_format import file_name
@@ -118,7 +118,7 @@ class Server:
         self.controller.register_kv_cache(planes)
         if host_blocks:
             self.controller.initialize_host_cache(host_blocks)
-        context = ConnectorContext(self.layout, 0, self._storage_tier, MooncakeSettings())
+        context = ConnectorContext(self.layout, 0, self._storage_tier)
         found = open_storage(context)
         self._storage = ThrottledStorage(found) if isinstance(found, PlacedStorage) else None
         if self._storage and (scan := self.controller.initialize_storage(self._storage)):
@@ -162,7 +162,7 @@ class Server:
     def match(self, request: Request) -> Request:
         """Match a request, waiting until its blocks in storage are read."""
         with self.manager_time():
-            self.manager.prefetch([request])
+            self.manager.begin([request])
             match = self.manager.match_prefix([request])[0]
         while match.status is not MatchStatus.MATCHED:
             self.submit()
@@ -212,7 +212,7 @@ class Server:
         """Commit the given number of tokens of each request, and finish them."""
         with self.manager_time():
             self.manager.commit(done)
-            self.manager.request_finish([request for request, _ in done])
+            self.manager.finish([request for request, _ in done])
 
     def first_token(self, prompt: Tokens, *, use_cache: bool = True) -> tuple[float, FirstToken]:
         """Return the seconds from arrival to first token, and the token; then wait for all copies."""

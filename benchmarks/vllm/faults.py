@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.vllm.shapes import BLOCK
 from benchmarks.vllm.timing import FOLDER
-from fdcache.storage.offline import Damaged, read_file
+from fdcache_cli.slab_files import Damaged, read_file
 
 CHOSEN, MADE = "chosen.fault", "made.fault"
 

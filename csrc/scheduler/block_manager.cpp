@@ -99,7 +99,7 @@ bool BlockManager::begin(Tier::Session &tier, RequestState &request, std::size_t
     request.table_ = {};
     request.committed_tokens_ = request.allocated_tokens_ = 0;
     request.committed_blocks_ = request.returned_blocks_ = 0;
-    request.is_loading = request.is_counted_ = request.lacks_blocks_below_ = false;
+    request.is_counted_ = false;
     request.ahead_from_host_ = request.ahead_from_storage_ = request.peer_blocks_ = 0;
     const bool pending = publishes(request) && extend_match(tier, request, limit);
     request.returned_blocks_ = request.committed_blocks_;
@@ -180,7 +180,7 @@ void BlockManager::commit(RequestState &request, std::uint64_t num_tokens) {
 
 void BlockManager::commit_to(Tier::Session &tier, RequestState &request, std::uint64_t num_tokens) {
     request.committed_tokens_ = num_tokens;
-    if (publishes(request) && !request.is_loading) publish(tier, request);
+    if (publishes(request) && !request.is_loading()) publish(tier, request);
 }
 
 void BlockManager::publish(Tier::Session &tier, RequestState &request) {
@@ -248,10 +248,10 @@ void BlockManager::finish(RequestState &request) {
 
 void BlockManager::forget(RequestState &request) {
     drop_run(request);
-    if (request.is_loading) loading_.erase(request.lease_);
+    if (request.load_) request.load_->waiting = nullptr;
+    request.load_.reset();
     request.lease_ = request.owner_ = 0;
     request.table_ = {};
-    request.is_loading = false;
     request.num_cached_tokens = 0;
     request.deferred_since_.reset();
 }

@@ -9,13 +9,13 @@
 #include <span>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "plan/block_copies.hpp"
 #include "plan/slot_queue.hpp"
 #include "scheduler/host_source.hpp"
+#include "scheduler/loads.hpp"
 #include "scheduler/request_state.hpp"
 #include "tier/session.hpp"
 
@@ -40,8 +40,7 @@ struct Followed {
 
 struct BlockManagerStats {
     std::uint64_t lookups = 0, lookup_tokens = 0, device_hit_tokens = 0, host_hit_tokens = 0,
-                  storage_hit_tokens = 0, deferred = 0, allocation_failures = 0, loads_confirmed = 0,
-                  loads_failed = 0;
+                  storage_hit_tokens = 0, deferred = 0, allocation_failures = 0;
 };
 
 // A tier did not do what it had promised.
@@ -76,24 +75,12 @@ struct Allocated {
     std::uint32_t missing = 0;
 };
 
-// The part of a plan's loads that one request waits for: blocks from `first_block` of its path on.
-struct LoadRange {
-    LeaseId lease;  // of the request when the load was planned
-    std::uint32_t offset, count, first_block;
-    bool is_fetch = false;   // from a peer
-    bool has_fetch = false;  // the blocks above are fetched: the request waits for the end of both
-};
-
-// Device blocks reserved for what one request fetches from a peer.
+// Device blocks reserved for what one request fetches from a peer: the last part of its load.
 struct PlannedFetch {
-    LoadRange range;
+    LoadPart part;
     std::vector<Slot> slots;
     std::vector<std::uint32_t> generations;
-    bool has_load;  // of the blocks below, in the same plan
 };
-
-// How many leading blocks of a load were copied; `copied` has a flag for each block of its plan's loads.
-std::uint32_t leading_copied(const LoadRange &load, std::span<const std::uint8_t> copied);
 
 // The blocks that a step added to its requests, ascending by request.
 struct AdvanceResult {
@@ -171,19 +158,11 @@ class BlockManager {
 
     // --- loads -------------------------------------------------------------------------------------------
 
-    // Moves the loads planned since the last call to the plan of this number.
-    void send_loads(std::uint64_t plan);
-    // The loads of a plan, which the caller ends.
-    std::vector<LoadRange> take_loads(std::uint64_t plan);
-    const std::vector<LoadRange> &loads_of(std::uint64_t plan) const;
-    // The request that waits for a load; null once it was released.
-    RequestState *waiting_for(const LoadRange &load) const;
-    // Counts the leading blocks of a load that were copied, and publishes what waited for all of them.
-    void end_load(RequestState &request, std::uint32_t copied, std::uint32_t planned);
-    // The same for a load whose request waits for a fetch as well: nothing ends but the load.
-    void end_load_below(RequestState &request, std::uint32_t copied, std::uint32_t planned);
-    // True if a load below the request's fetch failed: no block of the fetch has its parent.
-    bool lacks_blocks_below(const RequestState &request) const { return request.lacks_blocks_below_; }
+    Loads &loads() { return loads_; }
+    // The loads that have ended since the last call, but for those whose request was released. Publishes what
+    // waited for them. A request whose load is overdue goes on waiting until it is released, and loads
+    // nothing any more.
+    std::vector<LoadPointer> take_ended();
 
     // --- fetches from peers ------------------------------------------------------------------------------
 
@@ -192,8 +171,6 @@ class BlockManager {
     std::size_t expect_from_peer(RequestState &request);
     // The fetches that allocations have planned since the last call.
     std::vector<PlannedFetch> take_fetches() { return std::exchange(open_fetches_, {}); }
-    // Lets a fetch wait for the reports of the plan of this number.
-    void send_fetch(std::uint64_t plan, const LoadRange &fetch) { loads_[plan] = {fetch}; }
 
     // Live requests keep their blocks and publish no more.
     void stop_publishing() { ++epoch_; }
@@ -230,6 +207,7 @@ class BlockManager {
                       AdvanceResult &out);
     void commit_to(Tier::Session &tier, RequestState &request, std::uint64_t num_tokens);
     void publish(Tier::Session &tier, RequestState &request);
+    void end_load(RequestState &request, const Load &load);
     void forget(RequestState &request);
 
     Tier &tier_;
@@ -243,10 +221,8 @@ class BlockManager {
     std::vector<Digest> former_;
     Followed followed_;
     BlockManagerStats stats_;
-    std::vector<LoadRange> open_loads_;  // of the present step
+    Loads loads_;
     std::vector<PlannedFetch> open_fetches_;
-    std::unordered_map<std::uint64_t, std::vector<LoadRange>> loads_;  // by the number of their plan
-    std::unordered_map<LeaseId, RequestState *> loading_;              // requests that wait for loads
     std::vector<Slot> slots_;  // of the last call; kept for its capacity
     std::vector<Digest> parents_;
     CopyReservation taken_;

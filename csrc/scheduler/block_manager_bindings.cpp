@@ -14,6 +14,7 @@
 #include "plan/copy_out.hpp"
 #include "python_arrays.hpp"
 #include "scheduler/block_manager.hpp"
+#include "scheduler/python_loads.hpp"
 #include "scheduler/python_request.hpp"
 
 namespace fdcache {
@@ -220,65 +221,26 @@ AnyList allocate(PythonBlockManager &manager, const Counted &demands, BlockCopie
 
 // --- loads -------------------------------------------------------------------------------------------------
 
-// Each load of a plan that a request waits for, ended: (request, first block, copied, planned). A load below
-// a fetch ends with it.
-nb::list end_loads(PythonBlockManager &manager, std::uint64_t plan, const VectorIn<std::uint8_t> &copied) {
-    nb::list ended;
-    for (const LoadRange &load : manager.take_loads(plan)) {
-        auto *const request = static_cast<PythonRequest *>(manager.waiting_for(load));
-        if (!request) continue;
-        const auto count = leading_copied(load, span_of(copied));
-        if (load.has_fetch) {
-            manager.end_load_below(*request, count, load.count);
-            continue;
-        }
-        manager.end_load(*request, count, load.count);
-        ended.append(nb::make_tuple(request->request_id, load.first_block, count, load.count));
-    }
-    return ended;
+nb::list take_outcomes(PythonBlockManager &manager, const LoadForms &forms) {
+    nb::list outcomes;
+    for (const LoadPointer &load : manager.take_ended())
+        outcomes.append(
+            forms.outcome_of(*load, static_cast<PythonRequest *>(load->waiting)->request_id, nb::tuple()));
+    return outcomes;
 }
 
-// The end of a fetch that a request waits for, or nothing: (request, first block that it lacks, and if a load
-// below failed, and if everything was fetched).
-nb::object end_fetch(PythonBlockManager &manager, std::uint64_t plan, const VectorIn<std::uint8_t> &copied) {
-    for (const LoadRange &fetch : manager.take_loads(plan)) {
-        auto *const request = static_cast<PythonRequest *>(manager.waiting_for(fetch));
-        if (!request) continue;
-        const bool lacks_below = manager.lacks_blocks_below(*request);
-        const auto count = lacks_below ? 0 : leading_copied(fetch, span_of(copied));
-        manager.end_load(*request, count, fetch.count);
-        const std::uint64_t lacking =
-            lacks_below ? request->num_cached_tokens / manager.block_size() : fetch.first_block + count;
-        return nb::make_tuple(request->request_id, lacking, lacks_below, count == fetch.count);
-    }
-    return nb::none();
-}
-
-// (request id, lease, first block, slots, generations, and if blocks below are loaded) of the fetches planned
-// since the last call.
+// (request id, lease, part, slots, generations) of the fetches planned since the last call.
 nb::list take_fetches(PythonBlockManager &manager) {
     nb::list fetches;
     for (PlannedFetch &each : manager.take_fetches()) {
-        auto *const request = static_cast<PythonRequest *>(manager.waiting_for(each.range));
+        auto *const request = static_cast<PythonRequest *>(each.part.load->waiting);
         if (!request) continue;
         std::vector<std::int32_t> slots(each.slots.begin(), each.slots.end());
-        fetches.append(nb::make_tuple(request->request_id, each.range.lease, each.range.first_block,
+        fetches.append(nb::make_tuple(request->request_id, request->lease(), std::move(each.part),
                                       to_numpy<std::int32_t>(std::move(slots)),
-                                      to_numpy<std::uint32_t>(std::move(each.generations)), each.has_load));
+                                      to_numpy<std::uint32_t>(std::move(each.generations))));
     }
     return fetches;
-}
-
-// The requests that wait for loads of a plan and the first block of each; they load nothing from now on.
-nb::list give_up_loads(const PythonBlockManager &manager, std::uint64_t plan) {
-    nb::list given_up;
-    for (const LoadRange &load : manager.loads_of(plan)) {
-        auto *const request = static_cast<PythonRequest *>(manager.waiting_for(load));
-        if (!request) continue;
-        request->device_only = true;
-        given_up.append(nb::make_tuple(request->request_id, load.first_block));
-    }
-    return given_up;
 }
 
 // --- advance -----------------------------------------------------------------------------------------------
@@ -347,8 +309,6 @@ void bind_block_manager(nb::module_ &module) {
         .def_ro("host_hit_tokens", &BlockManagerStats::host_hit_tokens)
         .def_ro("storage_hit_tokens", &BlockManagerStats::storage_hit_tokens)
         .def_ro("deferred", &BlockManagerStats::deferred)
-        .def_ro("loads_confirmed", &BlockManagerStats::loads_confirmed)
-        .def_ro("loads_failed", &BlockManagerStats::loads_failed)
         .def_ro("allocation_failures", &BlockManagerStats::allocation_failures);
     nb::class_<PythonBlockManager>(
         module, "BlockManager", traversed<PythonBlockManager>(),
@@ -465,41 +425,21 @@ void bind_block_manager(nb::module_ &module) {
             "progress"_a, "Publish the full blocks of the first tokens of each (request, number of tokens).")
         .def("advance", &advance, "requests"_a, "tokens"_a, "uncomputed_tokens"_a = 1, "grow"_a = true,
              "Append tokens, extend the block tables and publish full blocks: a whole decode step.")
-        .def(
-            "send_loads", [](PythonBlockManager &self, std::uint64_t plan) { self.send_loads(plan); },
-            "plan"_a, "Let the loads planned since the last call wait for this plan's reports.")
-        .def("end_loads", &end_loads, "plan"_a, "copied"_a,
-             nb::sig("def end_loads(self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]) -> "
-                     "list[tuple[str, int, int, int]]"),
-             "End a plan's loads, of which blocks were ``copied``: publish what waited for them. Return\n"
-             "(request id, first block, blocks copied, blocks planned) of each that a request waits for.")
+        .def_prop_ro(
+            "loads", [](PythonBlockManager &self) -> Loads & { return self.loads(); }, "What requests load.")
+        .def("take_outcomes", &take_outcomes, "forms"_a,
+             nb::sig("def take_outcomes(self, forms: LoadForms) -> list[typing.Any]"),
+             "Return the ends of loads that a request waits for, each once; publish what waited for them.")
         .def(
             "expect_from_peer",
             [](PythonBlockManager &self, PythonRequest &request) { return self.expect_from_peer(request); },
             "request"_a, "Extend a match by the blocks that only a peer has; return their number.")
         .def("take_fetches", &take_fetches,
-             nb::sig("def take_fetches(self) -> list[tuple[str, int, int, "
-                     "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint32], bool]]"),
-             "Return (request id, lease, first block, slots, generations, True if the blocks below "
-             "are\nloaded) of the fetches that allocations have planned since the last call.")
-        .def(
-            "send_fetch",
-            [](PythonBlockManager &self, std::uint64_t plan, std::uint64_t lease, std::uint32_t first_block,
-               std::uint32_t count) {
-                self.send_fetch(plan, {static_cast<LeaseId>(lease), 0, count, first_block, true});
-            },
-            "plan"_a, "lease"_a, "first_block"_a, "count"_a, "Let a fetch wait for this plan's reports.")
-        .def("end_fetch", &end_fetch, "plan"_a, "copied"_a,
-             nb::sig("def end_fetch(self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]) -> "
-                     "tuple[str, int, bool, bool] | None"),
-             "End a plan's fetch after the load below it. Return (request id, first block it lacks, True if "
-             "the\n"
-             "load failed, True if it got all), or None if no request waits for it.")
-        .def(
-            "give_up_loads", &give_up_loads, "plan"_a,
-            nb::sig("def give_up_loads(self, plan: int) -> list[tuple[str, int]]"),
-            "Let the requests that wait for a plan's loads load nothing any more. Return (request id, first\n"
-            "block) of each load.")
+             nb::sig("def take_fetches(self) -> list[tuple[str, int, LoadPart, "
+                     "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint32]]]"),
+             "Return (request id, lease, part of its load, slots, generations) of the fetches that "
+             "allocations\n"
+             "have planned since the last call.")
         .def("release", &end<&BlockManager::release>, "request"_a, "live"_a,
              "Release every block of a live request; return False if it is not live.")
         .def(

@@ -8,8 +8,6 @@
 namespace fdcache {
 namespace {
 
-const std::vector<LoadRange> kNoLoads;
-
 void append(BlockList &list, const BlockList &more) {
     const auto add = [](auto &to, const auto &from) { to.insert(to.end(), from.begin(), from.end()); };
     add(list.slots, more.slots);
@@ -190,7 +188,8 @@ bool BlockManager::refresh_host_run(Tier::Session &tier, RequestState &request) 
 // Reserves device blocks for the run, and plans its copies from the host and its fetch from a peer.
 void BlockManager::plan_loads(Tier::Session &tier, RequestState &request, BlockCopies &loads) {
     const HostRun &run = request.host_run_;
-    const std::size_t first = request.table_.size(), on_host = run.size(), count = run_length(request);
+    const std::size_t first = request.table_.size(), count = run_length(request);
+    const auto start = static_cast<std::uint32_t>(first), on_host = static_cast<std::uint32_t>(run.size());
     const std::span<const Digest> path{request.blocks().hashes().data(), first + count};
     std::span<const Digest> parents = path.subspan(first ? first - 1 : 0, count);
     if (!first) {
@@ -206,26 +205,22 @@ void BlockManager::plan_loads(Tier::Session &tier, RequestState &request, BlockC
     if (follow_.evicted) append(followed_.evicted, taken_.evicted);
     const std::span slots(taken_.slots);
     const std::span generations(taken_.generations);
+    const LoadPointer load = loads_.begin(start, start + static_cast<std::uint32_t>(count), &request);
     if (on_host) {
         host_.begin_load(run);
         const auto offset = static_cast<std::uint32_t>(loads.size());
         loads.append({run.slots, run.generations, path.subspan(first, on_host), parents.first(on_host),
                       run.unverified},
                      slots.first(on_host), generations.first(on_host));
-        open_loads_.push_back({request.lease_, offset, static_cast<std::uint32_t>(on_host),
-                               static_cast<std::uint32_t>(first), false, request.peer_blocks_ != 0});
+        loads_.add(loads_.next_part(load, start + on_host, offset, on_host));
     }
     if (request.peer_blocks_) {
-        const LoadRange range{request.lease_, 0, request.peer_blocks_,
-                              static_cast<std::uint32_t>(first + on_host), true};
         const auto at = static_cast<std::ptrdiff_t>(on_host);
-        open_fetches_.push_back({range,
+        open_fetches_.push_back({loads_.next_part(load, load->stop, 0, request.peer_blocks_),
                                  {slots.begin() + at, slots.end()},
-                                 {generations.begin() + at, generations.end()},
-                                 on_host != 0});
+                                 {generations.begin() + at, generations.end()}});
     }
-    loading_.insert_or_assign(request.lease_, &request);
-    request.is_loading = true;
+    request.load_ = load;
     if (run.lease) host_.finish(run.lease);
     request.host_run_ = {};
     request.peer_blocks_ = 0;
@@ -233,45 +228,23 @@ void BlockManager::plan_loads(Tier::Session &tier, RequestState &request, BlockC
 
 // --- loads -------------------------------------------------------------------------------------------------
 
-std::uint32_t leading_copied(const LoadRange &load, std::span<const std::uint8_t> copied) {
-    const auto range = copied.subspan(load.offset, load.count);
-    return static_cast<std::uint32_t>(std::find(range.begin(), range.end(), 0) - range.begin());
+std::vector<LoadPointer> BlockManager::take_ended() {
+    std::vector<LoadPointer> ended = loads_.take_ended(true);
+    for (const LoadPointer &load : ended) end_load(*load->waiting, *load);
+    return ended;
 }
 
-void BlockManager::send_loads(std::uint64_t plan) {
-    if (!open_loads_.empty()) loads_.insert_or_assign(plan, std::exchange(open_loads_, {}));
-}
-
-std::vector<LoadRange> BlockManager::take_loads(std::uint64_t plan) {
-    const auto found = loads_.extract(plan);
-    return found ? std::move(found.mapped()) : kNoLoads;
-}
-
-const std::vector<LoadRange> &BlockManager::loads_of(std::uint64_t plan) const {
-    const auto found = loads_.find(plan);
-    return found == loads_.end() ? kNoLoads : found->second;
-}
-
-RequestState *BlockManager::waiting_for(const LoadRange &load) const {
-    const auto found = loading_.find(load.lease);
-    return found == loading_.end() ? nullptr : found->second;
-}
-
-void BlockManager::end_load_below(RequestState &request, std::uint32_t copied, std::uint32_t planned) {
-    request.committed_blocks_ += copied;
-    request.lacks_blocks_below_ = copied < planned;
-}
-
-void BlockManager::end_load(RequestState &request, std::uint32_t copied, std::uint32_t planned) {
-    loading_.erase(request.lease_);
-    request.is_loading = false;
-    request.committed_blocks_ += copied;
-    if (copied < planned) {
-        ++stats_.loads_failed;
-        request.num_cached_tokens = request.committed_blocks_ * block_size_;
+void BlockManager::end_load(RequestState &request, const Load &load) {
+    if (load.status == LoadStatus::kOverdue) {
+        request.device_only = true;
         return;
     }
-    ++stats_.loads_confirmed;
+    request.load_.reset();
+    request.committed_blocks_ = load.whole;
+    if (load.status == LoadStatus::kFailed) {
+        request.num_cached_tokens = load.whole * block_size_;
+        return;
+    }
     if (publishes(request)) {
         Tier::Session tier(tier_);
         publish(tier, request);

@@ -13,17 +13,11 @@
 
 #include "plan/ledger.hpp"
 #include "python_arrays.hpp"
-#include "scheduler/block_manager.hpp"
+#include "scheduler/loads.hpp"
 #include "scheduler/python_request.hpp"
 
 namespace fdcache {
 namespace {
-
-// How Python is told of the end of a load: its class and members.
-struct LoadForms {
-    nb::object outcome, confirmed, failed;
-    std::size_t block_size;
-};
 
 struct CopiedBlocks {
     std::uint64_t loaded = 0, evicted = 0, backed_up = 0, failed = 0;
@@ -31,21 +25,19 @@ struct CopiedBlocks {
 
 class WholeReports {
   public:
-    // Without blocks and a device, which are there together, the device cache is the engine's.
-    WholeReports(PlanTable &plans, BlockManager *blocks, Tier *device, HostSource host, CopyMeter &meter,
-                 bool tells_arrivals, LoadForms forms)
+    // Without a device the device cache is the engine's.
+    WholeReports(PlanTable &plans, Loads &loads, Tier *device, HostSource host, CopyMeter &meter,
+                 bool tells_arrivals)
         : plans_(plans),
-          blocks_(blocks),
+          loads_(loads),
           device_(device),
           host_(host),
           meter_(meter),
-          tells_arrivals_(tells_arrivals),
-          forms_(std::move(forms)) {}
+          tells_arrivals_(tells_arrivals) {}
 
-    // Counts the reports and returns the loads that ended, for a device of the engine the numbers of their
-    // plans, and the (transfer, flags, checksums) of blocks that came to the host. Returns nothing, and
-    // changes nothing, if Python has to count one of them.
-    std::optional<std::pair<nb::list, nb::list>> count(const nb::list &reports);
+    // Counts the reports and returns the (transfer, flags, checksums) of blocks that came to the host.
+    // Returns nothing, and changes nothing, if Python has to count one of them.
+    std::optional<nb::list> count(const nb::list &reports);
     const CopiedBlocks &copied() const { return copied_; }
 
   private:
@@ -60,17 +52,17 @@ class WholeReports {
     bool is_whole(const PlannedTransfer &transfer, nb::handle result) const;
     bool waits_for_copy_above(const PlannedTransfer &transfer) const;
     void count(const Report &report);
-    void end_plan(PlanInFlight &flight, nb::list &outcomes, nb::list &arrived);
-    void end_loads(const PlanInFlight &flight, const PlannedTransfer &loads, nb::list &outcomes);
+    bool is_below_fetch(const PlanInFlight &flight) const;
+    void end_plan(PlanInFlight &flight, nb::list &arrived);
+    void end_loads(const PlanInFlight &flight, const PlannedTransfer &loads);
     void end_copies_to_host(const PlannedTransfer &copies, nb::list &arrived);
 
     PlanTable &plans_;
-    BlockManager *blocks_;
+    Loads &loads_;
     Tier *device_;
     HostSource host_;
     CopyMeter &meter_;
     bool tells_arrivals_;
-    LoadForms forms_;
     CopiedBlocks copied_;
     std::vector<std::uint8_t> ones_;
 };
@@ -104,8 +96,7 @@ bool WholeReports::read(nb::handle value, Report &report) const {
     if (report.rank >= plans_.num_ranks || !report.flight->waits_for(report.rank)) return false;
     if (report.flight->is_task || report.flight->is_counted_in_python) return false;
     if (!value.attr("refused").is(nb::bool_(false))) return false;
-    if (blocks_ && std::ranges::any_of(blocks_->loads_of(report.flight->plan_id), &LoadRange::has_fetch))
-        return false;
+    if (is_below_fetch(*report.flight)) return false;
     report.keep = nb::borrow(plans_.plans[plan_id]);
     report.results = value.attr("results");
     const auto &transfers = report.flight->transfers;
@@ -136,7 +127,7 @@ bool WholeReports::waits_for_copy_above(const PlannedTransfer &transfer) const {
     return host_.is_copying(above);
 }
 
-std::optional<std::pair<nb::list, nb::list>> WholeReports::count(const nb::list &reports) {
+std::optional<nb::list> WholeReports::count(const nb::list &reports) {
     std::vector<Report> read_reports;
     read_reports.reserve(nb::len(reports));
     for (nb::handle each : reports) {
@@ -146,12 +137,12 @@ std::optional<std::pair<nb::list, nb::list>> WholeReports::count(const nb::list 
             if (other.flight == report.flight && other.rank == report.rank) return std::nullopt;
         read_reports.push_back(std::move(report));
     }
-    std::pair<nb::list, nb::list> ended;
+    nb::list arrived;
     for (const Report &report : read_reports) {
         count(report);
-        if (!report.flight->remaining) end_plan(*report.flight, ended.first, ended.second);
+        if (!report.flight->remaining) end_plan(*report.flight, arrived);
     }
-    return ended;
+    return arrived;
 }
 
 void WholeReports::count(const Report &report) {
@@ -165,39 +156,33 @@ void WholeReports::count(const Report &report) {
     report.flight->stop_waiting(report.rank);
 }
 
-void WholeReports::end_plan(PlanInFlight &flight, nb::list &outcomes, nb::list &arrived) {
+// True if a load of the plan goes on with a fetch from a peer, which has to end after it.
+bool WholeReports::is_below_fetch(const PlanInFlight &flight) const {
+    return device_ && std::ranges::any_of(loads_.parts_of(flight.plan_id),
+                                          [](const LoadPart &part) { return part.stop < part.load->stop; });
+}
+
+void WholeReports::end_plan(PlanInFlight &flight, nb::list &arrived) {
     plans_.remove(flight);
     for (const PlannedTransfer &transfer : flight.transfers) {
         transfer.swap.attr("success") = true;
         if (ones_.size() < transfer.size) ones_.assign(transfer.size, 1);
         if (transfer.kind == kLoad)
-            end_loads(flight, transfer, outcomes);
+            end_loads(flight, transfer);
         else
             end_copies_to_host(transfer, arrived);
     }
 }
 
-void WholeReports::end_loads(const PlanInFlight &flight, const PlannedTransfer &loads, nb::list &outcomes) {
+void WholeReports::end_loads(const PlanInFlight &flight, const PlannedTransfer &loads) {
     const Slots targets(loads, "dst_block_ids"), sources(loads, "src_block_ids");
     copied_.loaded += loads.size;
-    if (!device_) {
-        host_.end_load(sources.all());
-        outcomes.append(flight.plan_id);
-        return;
-    }
-    const auto ready =
-        device_->complete(targets.all(), std::span(ones_).first(loads.size), checksums_of(loads));
+    const std::span all = std::span<const std::uint8_t>(ones_).first(loads.size);
+    if (device_)
+        loads_.end(flight.plan_id, device_->complete(targets.all(), all, checksums_of(loads)), {});
+    else
+        loads_.end(flight.plan_id, all, {});
     host_.end_load(sources.all());
-    for (const LoadRange &load : blocks_->take_loads(flight.plan_id)) {
-        auto *const request = static_cast<PythonRequest *>(blocks_->waiting_for(load));
-        if (!request) continue;
-        const std::uint32_t copied = leading_copied(load, ready);
-        const bool is_whole = copied == load.count;
-        blocks_->end_load(*request, copied, load.count);
-        const nb::object message = is_whole ? nb::none() : nb::object(nb::str("the cache was reset"));
-        outcomes.append(forms_.outcome(request->request_id, is_whole ? forms_.confirmed : forms_.failed,
-                                       (load.first_block + copied) * forms_.block_size, message));
-    }
 }
 
 void WholeReports::end_copies_to_host(const PlannedTransfer &copies, nb::list &arrived) {
@@ -218,9 +203,6 @@ void WholeReports::end_copies_to_host(const PlannedTransfer &copies, nb::list &a
 }  // namespace
 
 void bind_whole_reports(nb::module_ &module) {
-    nb::class_<LoadForms>(module, "LoadForms", "How ``WholeReports`` tells of the ends of loads.")
-        .def(nb::init<nb::object, nb::object, nb::object, std::size_t>(), "outcome"_a, "confirmed"_a,
-             "failed"_a, "block_size"_a);
     nb::class_<CopiedBlocks>(module, "CopiedBlocks", "Totals of blocks copied by purpose.")
         .def_ro("loaded", &CopiedBlocks::loaded)
         .def_ro("evicted", &CopiedBlocks::evicted)
@@ -232,29 +214,23 @@ void bind_whole_reports(nb::module_ &module) {
         "their transfers in the tiers.")
         .def(
             "__init__",
-            [](Reports *self, nb::typed<nb::object, PlanTable> plans,
-               nb::typed<nb::object, PythonBlockManager> blocks, nb::typed<nb::object, Tier> device,
-               const nb::typed<nb::object, HostArgument> &host, nb::typed<nb::object, CopyMeter> meter,
-               bool tells_arrivals, const LoadForms &forms) {
-                new (self) Reports(nb::cast<PlanTable &>(plans), nb::cast<PythonBlockManager *>(blocks),
-                                   nb::cast<Tier *>(device), host_source(host), nb::cast<CopyMeter &>(meter),
-                                   tells_arrivals, forms);
-                self->parts = {plans, blocks, device, host, meter};
+            [](Reports *self, nb::typed<nb::object, PlanTable> plans, nb::typed<nb::object, Loads> loads,
+               nb::typed<nb::object, Tier> device, const nb::typed<nb::object, HostArgument> &host,
+               nb::typed<nb::object, CopyMeter> meter, bool tells_arrivals) {
+                new (self)
+                    Reports(nb::cast<PlanTable &>(plans), nb::cast<Loads &>(loads), nb::cast<Tier *>(device),
+                            host_source(host), nb::cast<CopyMeter &>(meter), tells_arrivals);
+                self->parts = {plans, loads, device, host, meter};
             },
-            "plans"_a, "blocks"_a.none(), "device"_a.none(), "host"_a.none(), "meter"_a, "tells_arrivals"_a,
-            "forms"_a)
+            "plans"_a, "loads"_a, "device"_a.none(), "host"_a.none(), "meter"_a, "tells_arrivals"_a)
         .def(
             "count", [](Reports &self, const nb::list &reports) { return self.count(reports); }, "reports"_a,
-            nb::sig("def count(self, reports: list[typing.Any]) -> "
-                    "tuple[list[typing.Any], list[typing.Any]] | None"),
-            "Count reports. Return the outcomes of loads that ended, without a device the numbers of their "
-            "plans,\n"
-            "and (transfer, 1 for each block that is in the tier or None for a service, checksums or None) "
-            "of "
-            "copies\n"
-            "to the host. Return None, and change nothing, if one of the reports is another: unexpected, "
-            "refused, of a\n"
-            "failure or a task, or of a copy below one in flight.")
+            nb::sig("def count(self, reports: list[typing.Any]) -> list[typing.Any] | None"),
+            "Count reports. Return (transfer, 1 for each block that is in the tier or None for a service, "
+            "checksums or\n"
+            "None) of copies to the host. Return None, and change nothing, if one of the reports is "
+            "another:\n"
+            "unexpected, refused, of a failure or a task, or of a copy below one in flight.")
         .def_prop_ro("copied", [](const Reports &self) -> const CopiedBlocks & { return self.copied(); });
 }
 

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "scheduler/block_manager.hpp"
+#include "scheduler/python_loads.hpp"
 #include "scheduler/python_request.hpp"
 
 namespace fdcache {
@@ -134,8 +135,11 @@ void bind_request_state(nb::module_ &module) {
             "max_cached_tokens", [](const PythonRequest &self) { return self.max_cached_tokens; },
             [](PythonRequest &self, nb::handle value) { self.max_cached_tokens = cached_limit(value); },
             nb::for_setter(nb::sig("def max_cached_tokens(self, value: int | None, /) -> None")))
-        .def_ro("is_loading", &PythonRequest::is_loading,
-                "True from the planning of a load to the ``LoadOutcome`` of ``CacheManager.apply``.")
+        .def_prop_ro("is_loading", &PythonRequest::is_loading,
+                     "True from the planning of a load to the ``LoadOutcome`` of ``CacheManager.apply``.")
+        .def_prop_ro(
+            "load", [](const PythonRequest &self) { return self.load() ? self.load()->number : 0; },
+            "Number of the load that the request waits for, by which its outcome names it; 0 for none.")
         .def_prop_ro(
             "lease", &RequestState::lease,
             "Lease of the request's device blocks, another one after each match; 0 unless it is live.")
@@ -285,6 +289,7 @@ void bind_scheduler(nb::module_ &module) {
     });
     bind_request_state(module);
     bind_advance_result(module);
+    bind_loads(module);
     bind_block_manager(module);
     bind_whole_reports(module);
 }

@@ -14,6 +14,7 @@
 
 #include "hash/block_hash.hpp"
 #include "scheduler/host_source.hpp"
+#include "scheduler/loads.hpp"
 #include "tier/tier.hpp"
 
 namespace fdcache {
@@ -77,10 +78,11 @@ class RequestState {
     // Found by the match, until their loads are planned.
     const HostRun &host_run() const { return host_run_; }
     std::uint32_t peer_blocks() const { return peer_blocks_; }
+    bool is_loading() const { return load_ != nullptr; }
+    const LoadPointer &load() const { return load_; }
 
     bool use_cache = true;  // false: finds no blocks and publishes none
     bool device_only = false;
-    bool is_loading = false;
     std::optional<std::uint64_t> max_cached_tokens;
     // Of the prefix found by the match; 0 unless the request is live.
     std::uint64_t num_cached_tokens = 0;
@@ -101,10 +103,10 @@ class RequestState {
     LeaseId lease_ = 0;
     AppendOnly<std::int32_t> table_;
     HostRun host_run_;
+    LoadPointer load_;                   // that the request waits for
     std::uint32_t ahead_from_host_ = 0;  // blocks on the device that were loaded before the match
     std::uint32_t ahead_from_storage_ = 0;
     std::uint32_t peer_blocks_ = 0;         // that follow the run on the host, until their fetch is planned
-    bool lacks_blocks_below_ = false;       // a load below its fetch failed
     std::uint32_t searched_from_ = 0;       // first block that the host was asked for
     std::optional<double> deferred_since_;  // seconds by the caller's clock
     std::uint64_t committed_tokens_ = 0;

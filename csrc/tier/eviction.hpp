@@ -92,8 +92,8 @@ class EvictionOrder {
     virtual void set_demotion(Demotion) {}
     // There is a tier above, which lets through what it does not find.
     virtual void set_above() {}
-    // Blocks of one path, each the parent of the next one, became entries, the first one at this depth.
-    virtual void arrive(std::span<const Slot>, std::span<const Digest>, std::uint32_t /* depth */) {}
+    // Blocks of one path, each the parent of the next one, became entries.
+    virtual void arrive(std::span<const Slot>, std::span<const Digest>) {}
     // A block is no entry any more: evicted, or removed for another reason.
     virtual void leave(Slot, const Digest &, bool /* evicted */) {}
     // A use of these entries, which were not used, begins.
@@ -111,7 +111,6 @@ class EvictionOrder {
     virtual void prefetch(Slot, const Digest &) const {}
 };
 
-// `depth_value`: how much more an entry is worth for each level above it, for policies that weigh worth.
-std::unique_ptr<EvictionOrder> make_eviction_order(std::string_view name, double depth_value = 0);
+std::unique_ptr<EvictionOrder> make_eviction_order(std::string_view name);
 
 }  // namespace fdcache

@@ -60,12 +60,11 @@ double LearnedOrder::share_to_rank(double passed) const {
     return leaves() <= kFewLeaves ? 1 : passed / std::max(kRankEvery, count / kMostRanks);
 }
 
-void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> digests, std::uint32_t depth) {
+void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> digests) {
     std::optional<std::size_t> held;
     for (std::size_t i = 0; i < path.size(); ++i) {
         Block &block = blocks_[path[i]];
         block = Block{};
-        block.depth = depth + static_cast<std::uint32_t>(i);
         const auto ghost = ghosts_.take(digests[i]);
         if (!ghost) continue;
         if (!held) held = held_below(path);
@@ -78,7 +77,7 @@ void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> di
         count(block, false, i < *held);
         leave_shadows(block.last_ms);
     }
-    judge(path.size());
+    judge();
 }
 
 void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
@@ -135,14 +134,12 @@ void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
     for (std::size_t i = 0; i < path.size(); ++i) touch(path[i], features, i < tail_);
     tables_.path(path.size());
     trim_shadows();
-    judge(path.size());
+    judge();
 }
 
-void LearnedOrder::judge(std::size_t path) {
-    // In the middle of a path a block counts this much.
-    const double middle = 1 + depth_value_ * static_cast<double>(path) / 2;
+void LearnedOrder::judge() {
     const bool was_given = trust_.is_given();
-    trust_.judge(tables_.mean_path() * middle, static_cast<double>(slots()));
+    trust_.judge(tables_.mean_path(), static_cast<double>(slots()));
     if (trust_.is_given() != was_given) owe(1);
     is_forecast_ = is_forecast_ && !trust_.is_given();
 }
@@ -163,7 +160,7 @@ void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
     Block &block = blocks_[slot];
     if (block.is_idle) begin_use(block, is_below(slot));
     ++uses_;
-    trust_.use(1 + depth_value_ * block.depth);
+    trust_.use();
     if (block.is_tracked && block.hits != kMostHits) ++block.hits;
     kept_ -= is_kept(block);
     const std::size_t role = role_of(block.hits, features.is_fresh, is_last);
@@ -177,11 +174,10 @@ void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
 // begins again, counts once. A block that is not found here, but below, costs a load.
 void LearnedOrder::count(Block &block, bool is_found, bool is_below) {
     const Comparison compared = compare(block, is_found);
-    const double depth = 1 + depth_value_ * block.depth;
-    trust_.compare(depth * (demotion_.below ? score(block, is_found, is_below) : compared.gain));
+    trust_.compare(demotion_.below ? score(block, is_found, is_below) : compared.gain);
     if (compared.forecast != 0) {
         const double lost = is_found ? loss(block, is_below) : is_below ? Survival::kLoad : 1;
-        trust_.expect(depth * lost * compared.forecast);
+        trust_.expect(lost * compared.forecast);
     }
     tables_.reuse(block.kind, now_ - block.last_ms);
     block.is_counted = true;
@@ -282,7 +278,7 @@ double LearnedOrder::worth(const Block &block) const {
         placed_ms_ = block.last_ms;
         place_ = ReuseTables::place(now_ - block.last_ms);
     }
-    return tables_.worth(block.kind, place_) * (1 + depth_value_ * block.depth);
+    return tables_.worth(block.kind, place_);
 }
 
 // The ages of a sample of the blocks in the tier and of its ghosts.

@@ -22,8 +22,6 @@ namespace fdcache {
 // were evicted. docs/eviction.md explains it.
 class LearnedOrder final : public LeafOrder {
   public:
-    explicit LearnedOrder(double depth_value) : depth_value_(depth_value) {}
-
     bool learns() const override { return true; }
     void set_demotion(Demotion demotion) override {
         demotion_ = std::move(demotion);
@@ -31,7 +29,7 @@ class LearnedOrder final : public LeafOrder {
     }
     void set_above() override { trust_.be_one_of_several(); }
     void set_time(std::uint64_t milliseconds) override;
-    void arrive(std::span<const Slot> path, std::span<const Digest> digests, std::uint32_t depth) override;
+    void arrive(std::span<const Slot> path, std::span<const Digest> digests) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
     void take(std::uint32_t count, std::vector<Slot> &taken) override;
     void begin(std::span<const Slot> path) override;
@@ -73,7 +71,6 @@ class LearnedOrder final : public LeafOrder {
         bool is_idle : 1 = false;            // no use of it has begun since the last one ended
         bool is_counted : 1 = false;         // the use that has begun
         mutable bool was_below : 1 = false;  // when it was ranked or taken last
-        std::uint32_t depth = 0;
     };
 
     // What the blocks of one request have in common.
@@ -130,7 +127,7 @@ class LearnedOrder final : public LeafOrder {
     void touch(Slot slot, const Features &features, bool is_last);
     void begin_use(Block &block, bool is_below);
     void count(Block &block, bool is_found, bool is_below);
-    void judge(std::size_t path);
+    void judge();
     void leave_shadows(std::uint32_t last_ms);
     void trim_shadows();
     Comparison compare(const Block &block, bool is_found) const;
@@ -144,7 +141,6 @@ class LearnedOrder final : public LeafOrder {
     Survival survival_;
     Ghosts ghosts_;
     LargeVector<Block> blocks_;
-    const double depth_value_;
     mutable std::uint32_t placed_ms_ = 0;  // the last use whose age was looked up
     mutable double place_ = 0;             // on the scale of ages
     std::uint32_t tail_ = 1;               // blocks of a path's end

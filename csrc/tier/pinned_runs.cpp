@@ -40,7 +40,7 @@ std::size_t PinnedRuns::blocks() const {
 }
 
 void PinnedRuns::count_miss(std::span<const Digest> path, std::size_t start, std::size_t end) {
-    misses_.count(path[end], path.size() - end, end == start);
+    misses_.count(path.subspan(end), end == start);
     if (copies_->contains(path.subspan(end, 1))[0] == Presence::kPending) ++misses_.in_flight;
 }
 

@@ -1,6 +1,8 @@
 // The runs that an engine has pinned in the tier of a service, by lease, and the loads that read them.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -19,22 +21,52 @@ namespace fdcache {
 struct MissLog {
     static constexpr std::size_t kMost = 4096;
 
-    std::vector<Digest> firsts;        // first missing block of each look-up
-    std::vector<std::int32_t> blocks;  // missing blocks from there on
-    std::uint32_t whole = 0;           // look-ups that found nothing
-    std::uint64_t in_flight = 0;       // look-ups that ended at a block which this engine is copying there
+    std::vector<Digest> firsts;         // first missing block of each look-up
+    std::vector<std::int32_t> blocks;   // missing blocks from there on
+    std::uint32_t whole = 0;            // look-ups that found nothing
+    std::uint64_t in_flight = 0;        // look-ups that ended at a block which this engine is copying there
+    std::vector<std::uint64_t> sample;  // of all missing blocks, the beginnings of hashes that are below ...
+    std::uint64_t below = kAll;         // ... this, which is halved when there are too many
 
-    void count(const Digest &first, std::size_t missing, bool is_whole) {
+    void count(std::span<const Digest> missing, bool is_whole) {
         if (firsts.size() == kMost) return;
-        firsts.push_back(first);
-        blocks.push_back(static_cast<std::int32_t>(missing));
+        firsts.push_back(missing.front());
+        blocks.push_back(static_cast<std::int32_t>(missing.size()));
         whole += is_whole;
+        if (is_new(missing.back()))
+            for (const Digest &digest : missing) add_to_sample(digest);
     }
     void clear() {
         firsts.clear();
         blocks.clear();
         whole = 0;
+        sample.clear();
+        below = kAll;
     }
+
+  private:
+    static constexpr std::uint64_t kAll = ~std::uint64_t{0};
+
+    // A request that gets no blocks looks its path up again; the sample has it once.
+    bool is_new(const Digest &last) {
+        const std::uint64_t path = last.word(0);
+        if (std::ranges::find(recent_, path) != recent_.end()) return false;
+        recent_[next_++ % recent_.size()] = path;
+        return true;
+    }
+
+    void add_to_sample(const Digest &digest) {
+        const std::uint64_t start = digest.word(0);
+        if (start >= below) return;
+        sample.push_back(start);
+        while (sample.size() > kMost) {
+            below /= 2;
+            std::erase_if(sample, [this](std::uint64_t each) { return each >= below; });
+        }
+    }
+
+    std::array<std::uint64_t, 64> recent_{};  // the last paths
+    std::size_t next_ = 0;
 };
 
 // May a look-up be answered from shared memory although the service may read blocks from storage?

@@ -25,13 +25,15 @@ void bind_misses(nb::module_ &module) {
             "take",
             [](MissLog &self) {
                 auto taken =
-                    std::tuple(self.whole, vector_to_bytes(self.firsts), vector_to_bytes(self.blocks));
+                    std::tuple(self.whole, vector_to_bytes(self.firsts), vector_to_bytes(self.blocks),
+                               vector_to_bytes(self.sample), self.below);
                 self.clear();
                 return taken;
             },
             "Return and forget: the number of look-ups without any hit, the hash of the first missing block "
             "of\n"
-            "each look-up, and how many blocks were missing as int32.");
+            "each look-up, how many blocks were missing as int32, and a sample of all missing blocks: the\n"
+            "beginnings of their hashes as uint64, those below a limit, and the limit.");
 }
 
 }  // namespace

@@ -9,12 +9,8 @@
 
 namespace fdcache {
 
-Tier::Tier(std::uint32_t slots, std::string_view eviction, std::uint32_t extent, double spare,
-           double depth_value)
-    : order_(make_eviction_order(eviction, depth_value)),
-      learns_(order_->learns()),
-      free_(extent),
-      spare_(spare) {
+Tier::Tier(std::uint32_t slots, std::string_view eviction, std::uint32_t extent, double spare)
+    : order_(make_eviction_order(eviction)), learns_(order_->learns()), free_(extent), spare_(spare) {
     if (!(spare >= 0 && spare <= 0.5)) throw std::invalid_argument("the spare share is between 0 and 0.5");
     resize(slots);
 }
@@ -344,7 +340,7 @@ void Tier::make_ready(Slot slot) {
 void Tier::arrive(std::span<const Slot> path, std::span<const Digest> hashes) {
     if (!learns_ || path.empty()) return;
     order_->set_time(now_ms());
-    order_->arrive(path, hashes, entries_[path.front()].depth);
+    order_->arrive(path, hashes);
 }
 
 void Tier::add_entry(Slot slot) {

@@ -148,10 +148,9 @@ class Tier : public LowerTier, public DeviceIndex {
     class Session;
 
     // `extent`: runs of slots cross no multiple of it; 0: there is one extent. `spare`: reservations evict
-    // ahead of need, for longer runs, while less than this share of the slots is free. `depth_value`: of the
-    // eviction order.
+    // ahead of need, for longer runs, while less than this share of the slots is free.
     explicit Tier(std::uint32_t slots, std::string_view eviction = "lru", std::uint32_t extent = 0,
-                  double spare = 0, double depth_value = 0);
+                  double spare = 0);
 
     // Tells the eviction order of the tier below, which must outlive this one. `is_always_copied`: every
     // evicted entry is copied there.

@@ -142,12 +142,11 @@ void bind_tier(nb::module_ &module) {
         "operation is all or nothing. Raises IndexError for a slot that is not in use, ValueError\n"
         "for other bad arguments, and StaleLeaseError for a lease that was released or, unless\n"
         "noted, opened before a reset.")
-        .def(nb::init<std::uint32_t, std::string_view, std::uint32_t, double, double>(), "slots"_a,
-             "eviction"_a = "lru", "extent"_a = 0, "spare"_a = 0.0, "depth_value"_a = 0.0,
+        .def(nb::init<std::uint32_t, std::string_view, std::uint32_t, double>(), "slots"_a,
+             "eviction"_a = "lru", "extent"_a = 0, "spare"_a = 0.0,
              "``extent``: runs of slots cross no multiple of it; 0: there is one extent. ``spare``:\n"
              "reservations evict ahead of need, for longer runs, while less than this share of the slots\n"
-             "(0 to 0.5) is free. ``depth_value``: how much more a block is worth to ``learned`` for each\n"
-             "block above it.")
+             "(0 to 0.5) is free.")
         .def("set_below", &Tier::set_below, "below"_a, "is_always_copied"_a, nb::keep_alive<1, 2>(),
              "Tell the eviction order of the tier below: that of this process, or the runs of a service.\n\n"
              "``learned`` then weighs a block by what its eviction loses: less if the tier below keeps it.\n"

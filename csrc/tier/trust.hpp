@@ -14,8 +14,8 @@ class Trust {
     bool is_given() const { return is_given_; }
     // The tier is one of several, whose losses add up.
     void be_one_of_several() { share_ = kOfSeveral; }
-    // A block was used that counts this much.
-    void use(double value) { uses_ += value; }
+    // A block was used.
+    void use() { ++uses_; }
     // One that was used before: by how much more likely it was found than by last use.
     void compare(double gain) { gain_ += gain; }
     // While trust is not given: by how much more likely it would have been found.

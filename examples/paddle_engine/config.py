@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fdcache import KVLayout
+from fdcache.integrations.fastdeploy.model_variables import AttentionSettings
+from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.replay.config import PLAIN_SCHEDULING, PLAIN_VALUES
 from fdcache.settings import Settings
-from fdcache.settings.engine_serving import SchedulingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +144,14 @@ class EngineConfig:
         """
         engine = {"FDCACHE_REUSE_GRID": grid, "FDCACHE_LOOKAHEAD_TOKENS": model.draft_layers}
         settings = Settings.load(arguments=arguments, defaults={**PLAIN_VALUES, **DEFAULTS, **engine})
-        if grid and settings.attention.deterministic:
-            grid = limits["split_kv"] = settings.attention.split_kv_size
+        attention = settings.group(AttentionSettings)
+        if grid and attention.deterministic:
+            grid = limits["split_kv"] = attention.split_kv_size
         layout = model.layout(settings.deployment.block_size, settings.deployment.ranks)
-        follows = {"scheduling": settings.scheduling, "log_digests": settings.attention.deterministic_log}
+        follows = {
+            "scheduling": settings.group(SchedulingSettings),
+            "log_digests": attention.deterministic_log,
+        }
         return cls(layout, settings, grid=grid, **follows, **limits)  # type: ignore[arg-type]
 
     @property

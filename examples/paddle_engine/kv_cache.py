@@ -70,7 +70,7 @@ class FdcacheBlocks:
         if request is None:
             request = Request(prompt.name, list(prompt.tokens), multimodal=prompt.images)
             self._requests[prompt.name] = request
-            self.manager.prefetch([request])
+            self.manager.begin([request])
         if self._fetches(prompt) and not self.manager.fetch_room:
             return None
         match = self.manager.match_prefix([request])[0]
@@ -143,7 +143,7 @@ class FdcacheBlocks:
         """Release the blocks, at the end or, if the sequence ``resumes``, until it is admitted again."""
         if resumes:
             self.manager.end_transfers([self._requests[name]])
-        self.manager.request_finish([self._requests[name]])
+        self.manager.finish([self._requests[name]])
         if not resumes:
             del self._requests[name]
             self._handed_over.discard(name)

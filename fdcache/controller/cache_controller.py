@@ -176,7 +176,7 @@ class CacheController:
             self.layout,
             self.rank,
             settings.storage_tier,
-            settings.mooncake,
+            settings.connector_options,
             verify=settings.transfer.verify is not Verify.OFF,
             on_progress=progress,
         )
@@ -285,7 +285,7 @@ class CacheController:
         nothing without ``open_transfer``.
         """
         if eagerly is None:
-            eagerly = self._settings_in_force().disaggregation.eager_rdma
+            eagerly = self._settings_in_force().value("FD_ENABLE_PD_RDMA_EAGER_CONNECT")
         with self._lock:
             transfer = self._parts.transfer
         if transfer is not None and eagerly:
@@ -301,7 +301,7 @@ class CacheController:
         """Enqueue the copies of a plan and return at once.
 
         Copies wait for the work that ``compute_stream`` has now; its later work waits for the plan's evictions. Loads
-        beyond ``TransferSettings.loads_ahead`` start later, at the latest when one of their layers is waited for.
+        beyond ``TransferSettings.queued_bytes`` start later, at the latest when one of their layers is waited for.
         ``compute_stream``: anything that the device's ``as_stream`` takes; required on a GPU for a plan with copies.
 
         ``poll`` reports every submitted plan once. Failures of device, memory, service or storage are in the report,

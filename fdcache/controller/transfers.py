@@ -146,7 +146,7 @@ class TransferQueue:
         self._groups = LayerGroups(
             device, layout, first=settings.first_group_layers, later=settings.group_layers
         )
-        self._loads = LoadQueue(device, layout, self._groups, lock, ahead_bytes=settings.loads_ahead)
+        self._loads = LoadQueue(device, layout, self._groups, lock, ahead_bytes=settings.queued_bytes)
         self._evictions = device.create_stream()
         self._backups = device.create_stream(background=True)
         self._fence = Fence(device)

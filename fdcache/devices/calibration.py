@@ -227,7 +227,7 @@ def make_policy(settings: TransferSettings, calibration: Calibration, *, batched
         to_host=_limits(calibration.to_host),
         to_device=_limits(calibration.to_device),
         staging_bytes=STAGING_SLOT_BYTES,
-        kernel_ctas=min(settings.swap_ctas or calibration.kernel_ctas, budget),
+        kernel_ctas=min(calibration.kernel_ctas, budget),
         transpose_ctas=min(calibration.transpose_ctas, budget),
         direct_pieces=_MAX_DIRECT_PIECES,
         small_pieces=_SMALL_BATCH_PIECES,

@@ -1,1 +1,1 @@
-"""Integrations with other systems: Paddle and FastDeploy."""
+"""Integrations with other systems: FastDeploy, Mooncake Store, Paddle and vLLM."""

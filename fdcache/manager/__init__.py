@@ -2,7 +2,6 @@
 
 from fdcache.manager.cache_manager import CacheManager, ManagerState
 from fdcache.manager.device_contents import NO_BLOCK
-from fdcache.manager.engine_client import AsyncEngineClient, EngineClient
 from fdcache.manager.keyed import KeyedRequest
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.requests import Request
@@ -20,9 +19,7 @@ __all__ = [
     "NO_BLOCK",
     "Allocation",
     "AllocationFailure",
-    "AsyncEngineClient",
     "CacheManager",
-    "EngineClient",
     "KeyedRequest",
     "LoadOutcome",
     "LoadStatus",

@@ -13,12 +13,14 @@ from fdcache.errors import ConfigurationError, PlanError
 from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
+from fdcache.manager import story
 from fdcache.manager.hints import RequestHints
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.plans import Plans
+from fdcache.manager.results import LoadOutcome
 from fdcache.manager.tiers import LowerTiers
-from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose
+from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferReport
 from fdcache.settings import Settings, logs
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.checks import log_misspelt, require_host_tier
@@ -40,6 +42,15 @@ class KnownRequests(Protocol[RequestT_contra]):
 
     def change_fingerprint(self, fingerprint: bytes) -> None:
         """Publish no more of the requests that are running; hash those to come under this fingerprint."""
+
+    def load_of(self, request: RequestT_contra) -> int:
+        """Return the number of the load that a request waits for; 0 for none."""
+
+    def take_outcomes(self) -> list[LoadOutcome]:
+        """Return the loads that have ended since the last call."""
+
+    def forget_found(self, reason: str) -> None:
+        """Let no request count on blocks that are in the tiers now, nor leave any there that it has computed."""
 
     def __len__(self) -> int: ...
 
@@ -133,6 +144,59 @@ class TierManager(Generic[RequestT_contra]):
         """
         for request in requests:
             self._requests.prepare(request)
+
+    def load_of(self, request: RequestT_contra) -> int:
+        """Return the number of the load that a request waits for, by which its outcome names it; 0 for none."""
+        with self._lock:
+            return self._requests.load_of(request)
+
+    def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
+        """Count the ranks' reports; return the loads that ended with them.
+
+        Raises ``PlanError`` for a report that does not fit its plan; none is counted then. Repeated reports have no
+        effect but ``Counters.unexpected_reports``.
+        """
+        reports = list(reports)
+        with self._lock:
+            self._set_time()
+            self._plans.apply(reports)
+            self._choices.record(reports)
+            return self._outcomes()
+
+    def expire(self) -> list[LoadOutcome]:
+        """Return the loads whose deadline has passed, each once. What they copy stays held until the reports."""
+        with self._lock:
+            self._plans.expire()
+            return self._outcomes()
+
+    def worker_lost(self, rank: int) -> list[LoadOutcome]:
+        """Forget the blocks that a rank had a part of, once its process is known to be gone; return the loads that end.
+
+        The host tier of a service is kept. Local storage is not used until the next ``restore_storage``. Raises
+        ``PlanError`` for an unknown rank.
+        """
+        with self._lock:
+            self._plans.require_rank(rank)
+            self._requests.forget_found(f"rank {rank}: its process is gone")
+            self._plans.lose_rank(rank)
+            self._tiers.worker_lost()
+            return self._outcomes()
+
+    def reset_cache(self) -> int:
+        """Forget every block of every tier; return their number.
+
+        Running requests keep their device blocks, which nobody finds, and loads of an ``OffloadManager`` fail. The next
+        plan clears the workers' local storage.
+        """
+        with self._lock:
+            self._requests.forget_found("the cache was reset")
+            return self._tiers.reset()
+
+    def _outcomes(self) -> list[LoadOutcome]:
+        outcomes = self._requests.take_outcomes()
+        if outcomes:
+            story.loads_ended(outcomes)
+        return outcomes
 
     def observe_prefill(
         self,
@@ -279,7 +343,9 @@ def lookup_for(
     None if the settings have no store that a look-up could ask, or a service asks it.
     """
     if lookup is None and settings.cache.server is None:
-        lookup = open_lookup(ConnectorContext(layout, None, settings.storage_tier, settings.mooncake))
+        lookup = open_lookup(
+            ConnectorContext(layout, None, settings.storage_tier, settings.connector_options)
+        )
     try:
         yield lookup
     except BaseException:

@@ -18,13 +18,13 @@ from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.handover import Handovers, PeerTerms
 from fdcache.manager.hints import RequestHints
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
-from fdcache.manager.loads_ahead import make_loads_ahead
+from fdcache.manager.loads import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import LiveRequests, PeerSource, Request
-from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
+from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers, make_tiers
-from fdcache.metadata import TransferPlan, TransferReport
+from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
@@ -55,7 +55,7 @@ class CacheManager(TierManager[Request]):
             plans = manager.take_plans()              # send them to every rank, then compute the step
             outcomes = manager.apply(reports)         # of every rank
             manager.commit([(request, num_computed_tokens)])
-            manager.request_finish([request])
+            manager.finish([request])
 
     Calls take lists of requests and are thread-safe. Any number of steps may be in flight.
 
@@ -99,7 +99,7 @@ class CacheManager(TierManager[Request]):
         self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._requests = LiveRequests(settings, layout, tiers, counters)
         ahead = make_loads_ahead(
-            layout, tiers, counters, lambda: self._plans.ahead, clock, settings.plan_timeout, loads_ahead
+            layout, tiers, self._requests.loads, counters, lambda: self._plans.ahead, loads_ahead
         )
         self._choices = LoadChoices(
             settings.load_or_recompute,
@@ -125,7 +125,9 @@ class CacheManager(TierManager[Request]):
                 settings.lookahead_tokens,
             )
         self._handovers = handovers
-        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
+        self._plans = Plans(
+            layout, settings.plan_timeout, tiers, self._requests.loads, counters, clock, handovers
+        )
         self._reuse = RecentReuse(tiers.reuse)
         self._hints = RequestHints(tiers, layout.block_size, reuse_clock)
         self._set_time()
@@ -166,7 +168,7 @@ class CacheManager(TierManager[Request]):
 
     # --- a scheduler step ---------------------------------------------------------------------------------
 
-    def prefetch(self, requests: Iterable[Request]) -> None:
+    def begin(self, requests: Iterable[Request]) -> None:
         """Start to read blocks of requests from storage into the host tier. Call it when requests arrive.
 
         The blocks are pinned there until the request is matched or finished.
@@ -177,7 +179,7 @@ class CacheManager(TierManager[Request]):
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 for request in requests:
-                    self._matcher.prefetch(request)
+                    self._matcher.begin(request)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Pin the longest cached prefix of each request, without its last token.
@@ -257,7 +259,7 @@ class CacheManager(TierManager[Request]):
         """Hand over the full blocks of requests under these names, to the decode instance that asks for them.
 
         Call it after the allocation: with the next plan the workers hand over what the engine then reports with
-        ``CacheController.layer_computed``. A request keeps its blocks until then, also after ``request_finish``; end
+        ``CacheController.layer_computed``. A request keeps its blocks until then, also after ``finish``; end
         what will not be completed with ``end_transfers``. Raises ``RequestStateError`` for a request without blocks
         or a name that another send has, ``TransferError`` if FDCACHE_TRANSFER is none.
         """
@@ -379,30 +381,7 @@ class CacheManager(TierManager[Request]):
                 self._give_way()
             return result
 
-    def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
-        """Count the ranks' reports; return the loads that ended with them.
-
-        Raises ``PlanError`` for a report that does not fit its plan; none is counted then. Repeated reports have no
-        effect but ``Counters.unexpected_reports``.
-        """
-        reports = list(reports)
-        with self._lock:
-            self._set_time()
-            outcomes = self._plans.apply(reports)
-            self._choices.record(reports)
-            if outcomes:
-                story.loads_ended(outcomes)
-            return outcomes
-
-    def expire(self) -> list[LoadOutcome]:
-        """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""
-        with self._lock:
-            outcomes = self._plans.expire()
-            if outcomes:
-                story.loads_ended(outcomes)
-            return outcomes
-
-    def request_finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
+    def finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.
 
         The hints of a request are taken then, unless it is ``preempted`` and comes back.
@@ -422,27 +401,6 @@ class CacheManager(TierManager[Request]):
         story.finished((request.request_id for request in requests), preempted=preempted)
 
     # --- the whole cache ----------------------------------------------------------------------------------
-
-    def worker_lost(self, rank: int) -> list[LoadOutcome]:
-        """Forget the blocks that a rank had a part of, once its process is known to be gone; return the loads that end.
-
-        The host tier of a service is kept. Local storage is not used until the next ``restore_storage``. Raises
-        ``PlanError`` for an unknown rank.
-        """
-        with self._lock:
-            outcomes = self._plans.lose_rank(rank)
-            self._tiers.worker_lost()
-            self._requests.stop_publishing()
-            return outcomes
-
-    def reset_cache(self) -> int:
-        """Forget every block of every tier; return their number. Running requests keep their blocks, unpublished.
-
-        The next plan clears the workers' local storage.
-        """
-        with self._lock:
-            self._requests.stop_publishing()
-            return self._tiers.reset()
 
     def resize_device_pool(self, num_blocks: int) -> bool:
         """Change the number of device blocks. Return False, and change nothing, while a block beyond it is in use.
@@ -529,4 +487,4 @@ class CacheManager(TierManager[Request]):
 
     def _reset_device(self) -> None:
         self._tiers.reset_device()
-        self._requests.stop_publishing()
+        self._requests.forget_found("the device cache was reset")

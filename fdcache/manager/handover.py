@@ -19,6 +19,12 @@ from fdcache.settings.peers import PeerSettings
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.tiers.statistics import Counters
 
+_TERMS = (
+    "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",
+    "PREFILL_CONTINUOUS_REQUEST_DECODE_RESOURCES",
+    "FD_EP_MAX_PREFETCH_TASK_NUM",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class PeerTerms:
@@ -36,8 +42,8 @@ class PeerTerms:
     @classmethod
     def of(cls, settings: Settings) -> PeerTerms:
         """Return the terms of settings."""
-        terms = settings.disaggregation
-        return cls(settings.peers_in_force, terms.wait_decode, terms.keep_asking_decode, terms.max_prefetch)
+        wait, keeps_asking, most = (settings.value(name) for name in _TERMS)
+        return cls(settings.peers_in_force, wait, keeps_asking, most)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +87,6 @@ class Handovers:
         self._fetches: dict[int, PlannedFetch] = {}
         self._below: dict[int, int] = {}  # fetch to the plan with the loads below it, while that is in flight
         self._stashed: dict[int, list[InFlightPlan]] = {}  # fetches that ended before that plan
-        self._failed_below: dict[int, str] = {}  # fetch to what failed in that plan
 
     @property
     def is_idle(self) -> bool:
@@ -185,8 +190,8 @@ class Handovers:
         plan = plan or ledger.send(OpenPlan(), now)
         for task, fetch in zip(numbered[len(sends) :], fetches, strict=False):
             self._fetches[task.plan_id] = fetch
-            self._requests.send_fetch(task.plan_id, fetch)
-            if fetch.has_load:  # without the blocks below it a fetched block has no parent
+            self._requests.loads.send_part(task.plan_id, fetch.part)
+            if fetch.part.has_parts_below:  # without the blocks below it a fetched block has no parent
                 self._below[task.plan_id] = plan.plan_id
         return msgspec.structs.replace(plan, peers=numbered, cancelled=plan.cancelled + cancelled)
 
@@ -203,32 +208,19 @@ class Handovers:
         plan_id = flight.plan.plan_id
         for fetch in [fetch for fetch, below in self._below.items() if below == plan_id]:
             del self._below[fetch]
-            self._failed_below[fetch] = "; ".join(flight.errors)
         return self._stashed.pop(plan_id, [])
 
-    def ended(self, flight: InFlightPlan) -> tuple[str, int, str | None] | None:
-        """End a hand-over that every rank has reported, and that is settled in the tier.
-
-        Return (request id, first block that is lacking, the reason or None) of a fetch that a request waits for.
-        """
+    def ended(self, flight: InFlightPlan) -> None:
+        """End a hand-over that every rank has reported, and that is settled in the tier."""
         task = flight.plan
         if not isinstance(task, PeerTask):
-            return None
+            return
         if (sent := self._sends.pop(task.plan_id, None)) is not None:
             self._requests.end_send(sent.request)
             if self._named.get(sent.transfer) is sent:
                 del self._named[sent.transfer]
-        failed_below = self._failed_below.pop(task.plan_id, "")
-        if self._fetches.pop(task.plan_id, None) is None:
-            return None
-        ended = self._requests.end_fetch(task.plan_id, flight.swaps[SwapPurpose.FETCH].flags)
-        if ended is None:
-            return None
-        request_id, lacking, lacks_below, is_whole = ended
-        if is_whole:
-            return request_id, lacking, None
-        reason = failed_below if lacks_below else "; ".join(flight.errors)
-        return request_id, lacking, reason or "the cache was reset"
+        if self._fetches.pop(task.plan_id, None) is not None:
+            self._requests.loads.end(task.plan_id, flight.swaps[SwapPurpose.FETCH].flags, flight.errors)
 
     def committed(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Note the tokens of requests that have their KV."""
@@ -272,7 +264,7 @@ class Handovers:
         hashes, first, peer_hashes = np.empty((0, 32), np.uint8), 0, b""
         slots, generations = np.empty(0, np.int32), np.empty(0, np.uint32)
         if fetch is not None:
-            slots, generations, first = fetch.slots, fetch.generations, fetch.first_block
+            slots, generations, first = fetch.slots, fetch.generations, fetch.part.first
             hashes = fetch.request.block_hashes[: first + len(slots)]
             if self._peer_layout is not self._layout:
                 theirs = fetch.request.hashes_for(self._peer_layout, self._lookahead_tokens)

@@ -15,7 +15,7 @@ from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads_ahead import LoadsAhead
+from fdcache.manager.loads import LoadsAhead
 from fdcache.manager.requests import LiveRequests, Request, Unanswered
 from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.service_reads import Wait
@@ -73,7 +73,7 @@ class PrefixMatcher:
             self._reuse.cell, settings.defer_timeout, MatchResult, MatchStatus.MATCHED, MatchStatus.DEFERRED
         )
 
-    def prefetch(self, request: Request) -> None:
+    def begin(self, request: Request) -> None:
         """Start to read from storage what a request that has arrived will need."""
         if self._fetches is not None and self._fetches.is_on and self._requests.may_prefetch(request):
             number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
@@ -142,7 +142,7 @@ class PrefixMatcher:
         number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
         if fetches.must_wait(number, hashes, self._on_device, self._choices.reads_for(request)):
             return True
-        return self._ahead is not None and self._ahead.is_loading(request, hashes)
+        return self._ahead is not None and self._ahead.is_loading(request)
 
     def _load_ahead(self, request: Request, read: range) -> None:
         """Load what is there of a request's path, of which ``read`` was read for it, while others are read."""

@@ -105,8 +105,8 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._requests = OffloadedRequests(
             settings, layout, self._host, counters, clock, self._choices, streams=streams
         )
-        self._loads = self._requests.loads
-        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
+        self._loads = self._requests.native_loads
+        self._plans = Plans(layout, settings.plan_timeout, tiers, self._loads, counters, clock)
         self._hints = RequestHints(tiers, layout.block_size, clock, layout.num_groups)
         self._clock = clock
         self._looks_always = storage_tier is not None or not isinstance(self._host, LocalHostTier)
@@ -324,7 +324,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._set_time()
             self._copies.is_patient = is_patient
             self._hints.settle()
-            self._loads.advance(self._plans.ahead, self._requests.look)
+            self._requests.loads.plan_parts(self._plans.ahead, self._requests.look)
             self._plans.plan_background()
             self._host.report(lambda: msgspec.json.encode(self.get_stats()))
             self._host.flush()
@@ -334,17 +334,8 @@ class OffloadManager(TierManager[OffloadRequest]):
                     if swap is not None:
                         self._contents.sent(plan.plan_id, swap.src_block_ids)
             self._has_planned = False
-            self._must_look = self._looks_always or self._loads.has_open or self._hints.has_open
+            self._must_look = self._looks_always or bool(self._loads.open) or self._hints.has_open
             return plans
-
-    def load_of(self, request: OffloadRequest) -> int:
-        """Return the number of a request's load that has not ended, by which its outcome names it; 0 for none.
-
-        A load that was planned before the request's last ``finish`` is not the request's any more.
-        """
-        with self._lock:
-            tracked = self._requests.get(request)
-            return tracked.load.number if tracked is not None and tracked.load is not None else 0
 
     def loads_of(self, plan_id: int) -> dict[tuple[str, int], bool]:
         """Return (request id, number) of the loads whose blocks a plan in flight loads; True if these are their last.
@@ -352,23 +343,14 @@ class OffloadManager(TierManager[OffloadRequest]):
         So a rank can tell by itself when all plans of a load have ended.
         """
         with self._lock:
-            return self._loads.loads_of(plan_id)
+            return self._requests.loads.loads_of(plan_id)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
-        """Count the ranks' reports; return the loads that ended with them.
-
-        Raises ``PlanError`` for a report that does not fit its plan; none is counted then. Repeated reports have no
-        effect but ``Counters.unexpected_reports``.
-        """
+        """Count the ranks' reports; return the loads that ended with them. See ``CacheManager.apply``."""
         reports = list(reports)
         with self._lock:
-            self._set_time()
+            outcomes = super().apply(reports)
             self._must_look = True
-            self._plans.apply(reports)
-            self._choices.record(reports)
-            outcomes = self._loads.take_outcomes()
-            if outcomes:
-                story.loads_ended(outcomes)
             return outcomes
 
     def expire(self) -> list[LoadOutcome]:
@@ -377,13 +359,8 @@ class OffloadManager(TierManager[OffloadRequest]):
         The host blocks of an overdue load stay held until the reports.
         """
         with self._lock:
-            if self._requests.pinned or self._clock() > self._plans.ledger.next_deadline:
-                self._requests.expire()
-                self._plans.expire()
-            outcomes = self._loads.take_outcomes()
-            if outcomes:
-                story.loads_ended(outcomes)
-            return outcomes
+            self._requests.expire()
+            return super().expire()
 
     @property
     def has_pending_work(self) -> bool:
@@ -394,36 +371,22 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             storage = self._tiers.storage
             has_copies = self._copies.has_work or (storage is not None and storage.writes.has_work)
-            return bool(self._plans.unfinished) or has_copies or self._loads.has_work
+            has_loads = self._loads.has_ended or bool(self._loads.open)
+            return bool(self._plans.unfinished) or has_copies or has_loads
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
     def worker_lost(self, rank: int) -> list[LoadOutcome]:
-        """Forget the blocks that a rank had a part of, once its process is known to be gone; return the loads that end.
-
-        The host tier of a service is kept. Local storage is not used until the next ``restore_storage``. Raises
-        ``PlanError`` for an unknown rank.
-        """
+        """Forget the blocks that a rank had a part of, once its process is gone. See ``CacheManager.worker_lost``."""
         with self._lock:
-            self._plans.require_rank(rank)
             self._must_look = True
-            self._requests.forget_found(f"rank {rank}: its process is gone")
-            self._plans.lose_rank(rank)
-            self._tiers.worker_lost()
-            outcomes = self._loads.take_outcomes()
-            if outcomes:
-                story.loads_ended(outcomes)
-            return outcomes
+            return super().worker_lost(rank)
 
     def reset_cache(self) -> int:
-        """Forget every block of every tier; return their number. Loads in flight fail.
-
-        The next plan clears the workers' local storage.
-        """
+        """Forget every block of every tier; return their number. See ``CacheManager.reset_cache``."""
         with self._lock:
-            self._requests.forget_found("the cache was reset")
             self._must_look = True
-            return self._tiers.reset()
+            return super().reset_cache()
 
     def weights_changed(self) -> int:
         """Forget every block after the engine has loaded other weights in place; return the number in this process.

@@ -7,21 +7,21 @@ from collections.abc import Callable
 import numpy as np
 
 from fdcache import _core
-from fdcache._core import DevicePath, LoadForms, WholeReports
+from fdcache._core import DevicePath
 from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.device_contents import device_ids_of
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.loads import EngineLoad, EngineLoads
 from fdcache.manager.matching import ReuseLimit
-from fdcache.manager.offloaded_loads import OffloadedLoad, OffloadedLoads
 from fdcache.manager.requests import Request
-from fdcache.manager.results import LoadOutcome, LoadStatus
+from fdcache.manager.results import LoadOutcome, load_forms
 from fdcache.manager.service_reads import Wait
-from fdcache.metadata import HashArray, Int32Array, TransferPlan
+from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.blocks import ROOT
-from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import NOTHING, HostMatch, HostTier
 from fdcache.tiers.statistics import Counters
@@ -35,8 +35,8 @@ class Tracked:
 
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
     slots refer to. ``coming`` blocks after them are being read from storage. ``device_blocks`` is the number that the
-    engine had when it asked last, ``load`` the load that has not ended. ``keys`` are those of the records of its pages;
-    everything here counts records, of which a page has one for each group of layers.
+    engine had when it asked last, ``load`` the load whose outcome was not taken. ``keys`` are those of the records of
+    its pages; everything here counts records, of which a page has one for each group of layers.
     """
 
     __slots__ = (
@@ -72,7 +72,7 @@ class Tracked:
         self.deferred_since: float | None = None
         self.fetch = 0
         self.path: DevicePath | None = None
-        self.load: OffloadedLoad | None = None
+        self.load: EngineLoad | None = None
         self.counted_blocks = 0
         self.is_counted = False
         self.is_stale = False
@@ -141,10 +141,12 @@ class OffloadedRequests:
         self._tracked: dict[str, Tracked] = {}
         self.pinned: set[Tracked] = set()
         """Those of which something found is pinned."""
-        self.loads = OffloadedLoads(layout, host, counters, self._load_ended)
         self._hasher = _core.BlockManager(
             _core.Tier(1), layout.block_size, layout.fingerprint, settings.lookahead_tokens
         )
+        self._load_forms = load_forms(layout)
+        self.native_loads = self._hasher.loads
+        self.loads = EngineLoads(layout, host, self.native_loads, counters)
 
     def __len__(self) -> int:
         return len(self._tracked)
@@ -182,7 +184,7 @@ class OffloadedRequests:
         del self._tracked[request.request_id]
         self.unpin(tracked)
         if tracked.load is not None:
-            self.loads.cut_off(tracked.load, "the request has ended")
+            self.native_loads.cut_off(tracked.load.load, "the request has ended")
         self._choices.forget([request])
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
@@ -202,7 +204,7 @@ class OffloadedRequests:
         for tracked in self._tracked.values():
             self.unpin(tracked)
             tracked.path = None
-        self.loads.revoke(reason)
+        self.native_loads.revoke(reason)
 
     def change_fingerprint(self, fingerprint: bytes) -> None:
         """Hash with another layout from now on; requests that have arrived find and leave nothing."""
@@ -378,9 +380,9 @@ class OffloadedRequests:
         tracked.load = self.loads.plan(tracked.request, first, ids, run, plan)
         return len(run)
 
-    def look(self, load: OffloadedLoad) -> tuple[HostMatch, bool]:
+    def look(self, loading: EngineLoad) -> tuple[HostMatch, bool]:
         """Pin the blocks of a load that have been read since its last part; False if no others are waited for."""
-        tracked = self._waiting_for(load)
+        tracked, load = self._waiting_for(loading), loading.load
         if tracked is None:
             return NOTHING, False
         found, stop = self._look(tracked, self._keys(tracked)[: load.stop], load.planned)
@@ -395,48 +397,30 @@ class OffloadedRequests:
         if self._fetches is not None and tracked.fetch:
             self._fetches.leave(tracked.fetch, keep=True)
 
-    def _waiting_for(self, load: OffloadedLoad) -> Tracked | None:
+    def _waiting_for(self, loading: EngineLoad) -> Tracked | None:
         """Return the request that waits for a load; None if it has ended since, whether or not it began anew."""
-        tracked = self._tracked.get(load.request.request_id)
-        return tracked if tracked is not None and tracked.load is load else None
+        tracked = self._tracked.get(loading.request.request_id)
+        return tracked if tracked is not None and tracked.load is loading else None
 
-    def _load_ended(self, load: OffloadedLoad) -> None:
-        """End the request's wait. After a load that failed by itself it loads nothing more."""
-        tracked = self._waiting_for(load)
-        if tracked is None:
-            return
-        tracked.load = None
-        if load.status is LoadStatus.CONFIRMED:
-            return
-        if load.status is LoadStatus.OVERDUE or not load.is_revoked:
-            load.request.device_only = True
-        self._choices.matched(load.request.request_id, load.first, load.arrived - load.first)
+    def load_of(self, request: OffloadRequest) -> int:
+        """Return the number of the load that a request waits for; 0 for none."""
+        tracked = self.get(request)
+        return tracked.load.load.number if tracked is not None and tracked.load is not None else 0
 
-    # --- for Plans ----------------------------------------------------------------------------------------
+    def take_outcomes(self) -> list[LoadOutcome]:
+        """Return the loads that have ended since the last call."""
+        return [self._end_wait(each) for each in self.loads.take_ended()]
 
-    def send_loads(self, plan: TransferPlan) -> None:
-        """Let the loads planned in this step wait for this plan's reports."""
-        self.loads.sent(plan)
-
-    def end_loads(self, flight: InFlightPlan) -> list[tuple[str, int, int, int]]:
-        """Count what a plan has loaded. Return nothing: ``loads`` has the outcomes."""
-        self.loads.end_loads(flight)
-        return []
-
-    def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
-        """End the loads that wait for an overdue plan. Return nothing: ``loads`` has the outcomes."""
-        self.loads.give_up(plan)
-        return []
-
-    def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> WholeReports:
-        """Return the native side of reports without failures."""
-        return WholeReports(plans, None, None, self._host.pins, self._host.traffic, tells_arrivals, forms)
-
-    def whole_loads_ended(self, ended: list[int]) -> list[LoadOutcome]:
-        """Count that all blocks of these plans have arrived. Return nothing: ``loads`` has the outcomes."""
-        for plan in ended:
-            self.loads.end_whole(plan)
-        return []
+    def _end_wait(self, loading: EngineLoad) -> LoadOutcome:
+        """End the wait for a load. A request whose load failed by itself loads nothing more."""
+        load, request = loading.load, loading.request
+        if (tracked := self._waiting_for(loading)) is not None:
+            tracked.load = None
+            if not load.is_confirmed:
+                request.device_only |= load.is_overdue or not load.is_revoked
+                self._choices.matched(request.request_id, load.first, load.arrived - load.first)
+        outcome: LoadOutcome = load.outcome(self._load_forms, request.request_id, loading.unplanned)
+        return outcome
 
     def offer(
         self, tracked: Tracked, num_tokens: int, device_ids: Int32Array
@@ -446,7 +430,7 @@ class OffloadedRequests:
         start = 0 if path is None else len(path)
         stop = min(num_tokens // self._block_size, len(device_ids) // self._groups) * self._groups
         if tracked.load is not None:
-            stop = min(stop, tracked.load.first)
+            stop = min(stop, tracked.load.load.first)
         if stop <= start or tracked.is_stale or not (self._caches_prefixes and request.use_cache):
             return None
         self.prepare(request, keeps_gil=True)

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
-from fdcache._core import LoadForms, WholeReports
+from fdcache._core import Loads, WholeReports
 from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.handover import Handovers
-from fdcache.manager.results import LoadOutcome, LoadStatus
-from fdcache.manager.tiers import LowerTiers
+from fdcache.manager.tiers import LowerTiers, Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
-
-
-class WaitingRequests(Protocol):
-    """The requests that wait for loads: ``LiveRequests``, or those of an engine that owns its device cache."""
-
-    def send_loads(self, plan: TransferPlan) -> None:
-        """Let the loads planned in this step wait for this plan's reports."""
-
-    def end_loads(self, flight: InFlightPlan) -> list[tuple[str, int, int, int]]:
-        """End the loads of a plan that every rank has reported.
-
-        Return (request id, first block, blocks copied, blocks planned) of each load that a request waits for.
-        """
-
-    def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
-        """Let the requests that wait for a plan's loads load nothing any more; return (request id, first block)."""
-
-    def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> WholeReports | None:
-        """Return the native side of reports without failures; None if all are counted here."""
-
-    def whole_loads_ended(self, ended: list[Any]) -> list[LoadOutcome]:
-        """Pass on what has followed from the ends of loads that ``WholeReports`` has counted; return the outcomes."""
 
 
 class Plans:
@@ -50,15 +26,14 @@ class Plans:
         layout: KVLayout,
         timeout: float,
         tiers: LowerTiers,
-        requests: WaitingRequests,
+        loads: Loads,
         counters: Counters,
         clock: Callable[[], float],
         handovers: Handovers | None = None,
     ) -> None:
-        self._block_size = layout.block_size
         self._tiers = tiers
         self._copies, self._storage = tiers.copies, tiers.storage
-        self._requests = requests
+        self._loads = loads
         self._counters = counters
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
@@ -72,8 +47,9 @@ class Plans:
         if tiers.host is None:
             return None
         tells_arrivals = tiers.storage is not None or not isinstance(tiers.host, LocalHostTier)
-        forms = LoadForms(LoadOutcome, LoadStatus.CONFIRMED, LoadStatus.FAILED, self._block_size)
-        return self._requests.whole_reports(self._ledger, tells_arrivals, forms)
+        device = tiers.device if isinstance(tiers, Tiers) else None
+        host = tiers.host
+        return WholeReports(self._ledger, self._loads, device, host.pins, host.traffic, tells_arrivals)
 
     def count(self, counters: Counters) -> None:
         """Add what the native side has counted."""
@@ -82,6 +58,11 @@ class Plans:
             counters.blocks_loaded += copied.loaded
             counters.blocks_evicted_to_host += copied.evicted
             counters.blocks_backed_up += copied.backed_up
+        loads = self._loads.totals
+        counters.loads_confirmed += loads.confirmed
+        counters.loads_failed += loads.failed
+        counters.loads_cut_short += loads.cut_short
+        counters.loads_overdue += loads.overdue
 
     @property
     def ledger(self) -> PlanLedger:
@@ -136,28 +117,24 @@ class Plans:
         now, sent = self._clock(), []
         if not is_empty or not others:
             plan = self._ledger.send(step, now, arena, orders)
-            self._requests.send_loads(plan)
+            self._loads.send(plan.plan_id, is_ahead=False)
             sent.append(plan)
             orders = None
         for other in others:
             plan = self._ledger.send(other, now, arena, orders)
             if plan.is_ahead:
-                self._requests.send_loads(plan)
+                self._loads.send(plan.plan_id, is_ahead=True)
             sent.append(plan)
             orders = None
         return sent
 
-    def apply(self, reports: list[TransferReport]) -> list[LoadOutcome]:
-        """Count reports; return the loads that ended. Raises ``PlanError`` before any report is counted."""
-        outcomes: list[LoadOutcome] = []
-        if self._whole is not None and (ended := self._whole.count(reports)) is not None:
-            loads, arrived = ended
-            if loads:
-                outcomes = self._requests.whole_loads_ended(loads)
+    def apply(self, reports: list[TransferReport]) -> None:
+        """Count reports. Raises ``PlanError`` before any report is counted."""
+        if self._whole is not None and (arrived := self._whole.count(reports)) is not None:
             if arrived:
                 self._tiers.blocks_arrived(arrived)
             self._tiers.complete_early(self._counters)
-            return outcomes
+            return
         for report in reports:
             self._ledger.check(report)
         for report in reports:
@@ -170,86 +147,53 @@ class Plans:
             if self.handovers is not None:
                 self.handovers.tally.record(report)
             for flight in self._ledger.record(report):
-                outcomes += self._complete(flight)
+                self._complete(flight)
             if not_cleared and self._tiers.storage:
                 self._tiers.storage.reset()  # the rank's file still has the blocks
         self._tiers.complete_early(self._counters)
-        return outcomes
 
     def require_rank(self, rank: int) -> None:
         """Raise ``PlanError`` for an unknown rank."""
         self._ledger.require_rank(rank)
 
-    def lose_rank(self, rank: int) -> list[LoadOutcome]:
+    def lose_rank(self, rank: int) -> None:
         """Fail what this rank has not reported, and copies that were not sent: they read or fill memory that is gone.
 
-        Return the loads that end. Raises ``PlanError`` for an unknown rank.
+        Raises ``PlanError`` for an unknown rank.
         """
-        ended = [outcome for flight in self._ledger.lose_rank(rank) for outcome in self._complete(flight)]
+        for flight in self._ledger.lose_rank(rank):
+            self._complete(flight)
         for plan in (self.open, self.ahead, self._background):
-            ended += self._drop(plan, rank)
+            self._drop(plan, rank)
         self._tiers.complete_early(self._counters)
-        return ended
 
-    def _drop(self, plan: OpenPlan, rank: int) -> list[LoadOutcome]:
+    def _drop(self, plan: OpenPlan, rank: int) -> None:
         """Fail the copies of a plan that was not sent. The step still waits for what plans in flight read."""
         after = plan.take_after()
         dropped = None if plan.is_empty else self._ledger.send(plan, self._clock())
         plan.after = after
         if dropped is None:
-            return []
-        self._requests.send_loads(dropped)
-        return [each for flight in self._ledger.drop(dropped, rank) for each in self._complete(flight)]
+            return
+        self._loads.send(dropped.plan_id, plan.is_ahead)
+        for flight in self._ledger.drop(dropped, rank):
+            self._complete(flight)
 
-    def expire(self) -> list[LoadOutcome]:
-        """Return the loads of plans whose deadline has passed since the last call."""
+    def expire(self) -> None:
+        """End the loads of plans whose deadline has passed since the last call."""
         late = self._ledger.newly_overdue(self._clock())
-        if not late:
-            return []
-        if self._tiers.storage:
+        if late and self._tiers.storage:
             self._tiers.storage.overdue(late)
-        given_up = [load for flight in late for load in self._requests.give_up_loads(flight.plan.plan_id)]
-        self._counters.loads_overdue += len(given_up)
-        return [
-            self._outcome(request_id, LoadStatus.OVERDUE, first, "no report within the plan's deadline")
-            for request_id, first in given_up
-        ]
+        for flight in late:
+            self._loads.give_up(flight.plan.plan_id)
 
-    def _complete(self, flight: InFlightPlan) -> list[LoadOutcome]:
+    def _complete(self, flight: InFlightPlan) -> None:
         if self.handovers is not None and self.handovers.stash(flight):
-            return []
+            return
         self._tiers.complete(flight, self._counters)
-        return self._end_loads(flight) + self._end_handovers(flight)
-
-    def _end_loads(self, flight: InFlightPlan) -> list[LoadOutcome]:
-        if SwapPurpose.LOAD not in flight.swaps:
-            return []
-        return [
-            self._ended(request_id, first, copied, planned, flight)
-            for request_id, first, copied, planned in self._requests.end_loads(flight)
-        ]
-
-    def _end_handovers(self, flight: InFlightPlan) -> list[LoadOutcome]:
-        """End a fetch, or the fetches that ended before the load of the blocks below them."""
-        if self.handovers is None:
-            return []
-        outcomes = []
-        if (ended := self.handovers.ended(flight)) is not None:
-            request_id, lacking, message = ended
-            status = LoadStatus.CONFIRMED if message is None else LoadStatus.FAILED
-            outcomes.append(self._outcome(request_id, status, lacking, message))
-        for fetch in self.handovers.take_stashed(flight):
-            outcomes += self._complete(fetch)
-        return outcomes
-
-    def _ended(
-        self, request_id: str, first: int, copied: int, planned: int, flight: InFlightPlan
-    ) -> LoadOutcome:
-        """Confirm a load that every rank has reported, or fail it from the first block that a rank lacks."""
-        if copied == planned:
-            return self._outcome(request_id, LoadStatus.CONFIRMED, first + copied, None)
-        message = "; ".join(flight.errors) or "the cache was reset"
-        return self._outcome(request_id, LoadStatus.FAILED, first + copied, message)
-
-    def _outcome(self, request_id: str, status: LoadStatus, block: int, message: str | None) -> LoadOutcome:
-        return LoadOutcome(request_id, status, block * self._block_size, message)
+        if SwapPurpose.LOAD in flight.swaps:
+            loaded = flight.swaps[SwapPurpose.LOAD].flags
+            self._loads.end(flight.plan.plan_id, loaded, flight.errors)
+        if self.handovers is not None:
+            self.handovers.ended(flight)
+            for fetch in self.handovers.take_stashed(flight):
+                self._complete(fetch)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -17,18 +16,18 @@ from fdcache._core import (
     AdvanceResult,
     AllocationForms,
     BlockManager,
-    LoadForms,
+    LoadPart,
+    Loads,
     MatchForms,
     RequestState,
-    WholeReports,
 )
 from fdcache.hashing import MultimodalItem, Tokens, encode_text, hash_blocks, make_extra_keys, root_hash
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
-from fdcache.manager.results import Allocation, MatchResult
+from fdcache.manager.results import Allocation, LoadOutcome, MatchResult, load_forms
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose, TransferPlan, UInt32Array
-from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.metadata import HashArray, Int32Array, UInt32Array
+from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import HostMatch
 from fdcache.tiers.statistics import Counters
@@ -137,10 +136,9 @@ class PlannedFetch:
     source: PeerSource
     request: Request
     lease: int
-    first_block: int
+    part: LoadPart
     slots: Int32Array
     generations: UInt32Array
-    has_load: bool
     given_up: bool = False
 
     @property
@@ -179,8 +177,15 @@ class LiveRequests:
             host=tiers.host.pins if tiers.host is not None else None,
         )
 
+        self._load_forms = load_forms(layout)
+
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def loads(self) -> Loads:
+        """What the requests load."""
+        return self._blocks.loads
 
     def prepare(self, request: Request) -> None:
         """Hash the tokens of a request, unless they are hashed. Raises ``HashingError``, ``RequestStateError``."""
@@ -206,7 +211,7 @@ class LiveRequests:
         """Hash with another layout from now on; running requests keep their blocks and publish no more."""
         self._blocks.change_fingerprint(fingerprint)
 
-    def stop_publishing(self) -> None:
+    def forget_found(self, reason: str) -> None:
         """Let running requests keep their blocks and publish no more, as after a reset."""
         self._blocks.stop_publishing()
 
@@ -220,8 +225,6 @@ class LiveRequests:
         counters.storage_hit_tokens += found.storage_hit_tokens
         counters.deferred_lookups += found.deferred
         counters.allocation_failures += found.allocation_failures
-        counters.loads_confirmed += found.loads_confirmed
-        counters.loads_failed += found.loads_failed
 
     # --- match --------------------------------------------------------------------------------------------
 
@@ -323,12 +326,10 @@ class LiveRequests:
         return given
 
     def _plan_fetches(self) -> None:
-        for request_id, lease, first_block, slots, generations, has_load in self._blocks.take_fetches():
+        for request_id, lease, part, slots, generations in self._blocks.take_fetches():
             source, request = self._sources.pop(request_id), self._live[request_id]
             request._unasked = None
-            self._planned.append(
-                PlannedFetch(source, request, lease, first_block, slots, generations, has_load)
-            )
+            self._planned.append(PlannedFetch(source, request, lease, part, slots, generations))
 
     def give_up_fetch(self, request: Request) -> None:
         """Do not ask a peer for blocks that an allocation has planned to fetch."""
@@ -371,55 +372,18 @@ class LiveRequests:
 
     # --- loads --------------------------------------------------------------------------------------------
 
-    def send_loads(self, plan: TransferPlan) -> None:
-        """Let the loads planned in this step wait for this plan's reports; none waits for a load ahead."""
-        if not plan.is_ahead:
-            self._blocks.send_loads(plan.plan_id)
+    def load_of(self, request: Request) -> int:
+        """Return the number of the load that a request waits for; 0 for none."""
+        return request.load
 
-    def end_loads(self, flight: InFlightPlan) -> list[tuple[str, int, int, int]]:
-        """End the loads of a plan that every rank has reported, and publish what waited for them.
-
-        Return (request id, first block, blocks copied, blocks planned) of each load that a request waits for.
-        """
-        ended = self._blocks.end_loads(flight.plan.plan_id, flight.swaps[SwapPurpose.LOAD].flags)
-        self.pass_on_published()
-        return ended
-
-    def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> WholeReports:
-        """Return the native side of reports without failures, which ends loads; see ``whole_loads_ended``."""
-        host = self._tiers.host
-        assert host is not None
-        return WholeReports(
-            plans, self._blocks, self._tiers.device, host.pins, host.traffic, tells_arrivals, forms
-        )
-
-    def whole_loads_ended(self, ended: list[Any]) -> list[Any]:
-        """Pass on what was published; return the outcomes."""
-        self.pass_on_published()
-        return ended
-
-    def pass_on_published(self) -> None:
-        """Tell the write policies and the host tier which blocks were published as loads ended."""
+    def take_outcomes(self) -> list[LoadOutcome]:
+        """Return the ends of loads that requests wait for, each once, and publish what waited for them."""
+        if not self.loads.has_ended:
+            return []
+        outcomes: list[LoadOutcome] = self._blocks.take_outcomes(self._load_forms)
         if self._blocks.has_followed:
             self._pass_on(None)
-
-    def send_fetch(self, plan: int, fetch: PlannedFetch) -> None:
-        """Let a fetch wait for this plan's reports."""
-        self._blocks.send_fetch(plan, fetch.lease, fetch.first_block, len(fetch.slots))
-
-    def end_fetch(self, plan: int, copied: HashArray) -> tuple[str, int, bool, bool] | None:
-        """End a fetch after the load below it, and publish what waited for both.
-
-        Return (request id, first block that is lacking, True if the load failed, True if nothing is lacking), or None
-        if no request waits for it.
-        """
-        ended = self._blocks.end_fetch(plan, copied)
-        self.pass_on_published()
-        return ended
-
-    def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
-        """Let the requests that wait for a plan's loads load nothing any more; return (request id, first block)."""
-        return self._blocks.give_up_loads(plan)
+        return outcomes
 
     def _pass_on(self, plan: OpenPlan | None) -> None:
         """Tell the write policies and the host tier what the last call did."""

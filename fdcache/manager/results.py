@@ -7,6 +7,8 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
+from fdcache._core import LoadForms
+from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array
 
 NO_BLOCKS = np.empty(0, np.int32)
@@ -127,12 +129,12 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 
     FAILED: discard the tokens of all the request's steps in flight and compute again from token ``recompute_from``,
     in the same blocks. OVERDUE: a rank may still write into the blocks, so preempt the request with
-    ``request_finish``; its next match reuses blocks on the device and loads nothing.
+    ``finish``; its next match reuses blocks on the device and loads nothing.
 
-    Of an ``OffloadManager``: ``unplanned`` are the device blocks at the end of the load that no plan loads. They are
-    free at once, those that a plan loads once every rank has reported it. ``load`` is the number that ``load_of``
-    returned. A request that began anew meanwhile also gets the outcome of its former load, under the former number; a
-    ``CacheManager`` tells that of the present load alone, with number 0.
+    ``load`` is the number that ``load_of`` returned: a request that began anew may load again before its former load
+    has ended. An ``OffloadManager`` tells the end of each load; a ``CacheManager``, which holds the device blocks, only
+    that of a load that a request waits for. ``unplanned``, of an ``OffloadManager``: the device blocks at the end of
+    the load that no plan loads. They are free at once, those that a plan loads once every rank has reported it.
     """
 
     request_id: str
@@ -141,3 +143,11 @@ class LoadOutcome(msgspec.Struct, frozen=True):
     error_message: str | None = None
     unplanned: tuple[int, ...] = ()
     load: int = 0
+
+
+def load_forms(layout: KVLayout) -> LoadForms:
+    """Return how the native side tells of the ends of loads."""
+    status = LoadStatus
+    return LoadForms(
+        LoadOutcome, status.CONFIRMED, status.FAILED, status.OVERDUE, layout.block_size, layout.num_groups
+    )

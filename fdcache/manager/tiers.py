@@ -240,12 +240,7 @@ def make_tiers(
     clock: Callable[[], float],
 ) -> Tiers:
     """Return the tiers of the settings, empty. Raises ``ConfigurationError`` for settings that contradict."""
-    device = BlockPool(
-        CacheLevel.DEVICE,
-        settings.device_blocks,
-        settings.eviction,
-        depth_value=settings.evicts.depth_value(layout.block_size),
-    )
+    device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
     host, storage = make_lower_tiers(settings, layout, storage_settings, lookup, counters, clock)
     if host is not None:
         device.set_below(host.pins, settings.write_policy is WritePolicy.WRITE_BACK)
@@ -275,14 +270,7 @@ def make_lower_tiers(
 
 def _own_host(settings: CacheSettings, layout: KVLayout, blocks: int) -> LocalHostTier:
     extent = max(EXTENT_BYTES // layout.record_bytes, 1)
-    return LocalHostTier(
-        CacheLevel.HOST,
-        blocks,
-        settings.eviction,
-        extent=extent,
-        spare=HOST_SPARE,
-        depth_value=settings.evicts.depth_value(layout.block_size),
-    )
+    return LocalHostTier(CacheLevel.HOST, blocks, settings.eviction, extent=extent, spare=HOST_SPARE)
 
 
 def _make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier | None:
@@ -316,7 +304,7 @@ def _make_storage(
         raise ConfigurationError(
             f"FDCACHE_STORAGE={storage.connector} needs a host tier to read into; set FDCACHE_HOST_MEMORY"
         )
-    index = make_index(storage, layout, lookup, clock, settings.evicts)
+    index = make_index(storage, layout, lookup, clock, settings.eviction)
     tier = StorageTier(settings, storage, layout, host, index, counters, clock)
     host.on_evict = tier.writes.on_evict
     host.fetches = FetchTable(lambda: tier.reads, FetchTerms.of(storage))

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fdcache.errors import LayoutError, ReplayOptionError
+from fdcache.integrations.fastdeploy.model_variables import AttentionBackend, AttentionSettings
+from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.layout import KVLayout, LayoutOptions
 from fdcache.machine.memory import available_memory
 from fdcache.replay.devices import DeviceName
 from fdcache.settings import Settings
-from fdcache.settings.cache import CacheSettings, MooncakeSettings, StorageTierSettings, TransferSettings
-from fdcache.settings.engine_model import AttentionBackend, AttentionSettings
-from fdcache.settings.engine_serving import SchedulingSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings, TransferSettings
 from fdcache.settings.kinds import readable_size
+from fdcache.settings.variable import Group
 from fdcache.tiers.host import host_block_bytes
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
@@ -126,7 +127,9 @@ class ReplayConfig:
     cache: CacheSettings
     transfer: TransferSettings = field(default_factory=TransferSettings)
     storage: StorageTierSettings = field(default_factory=StorageTierSettings)
-    mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
+    storage_options: Group | None = None
+    """The settings of the storage connector's own."""
+
     scheduling: SchedulingSettings = PLAIN_SCHEDULING
     concurrency: int = 16
     chunk_tokens: int = 4096

@@ -50,7 +50,7 @@ def replay(
     ``ReplayError`` if a rank is lost or no progress is possible, ``TraceError`` for an invalid trace line.
     """
     require_machine(config)
-    lookup = open_lookup(ConnectorContext(config.layout, None, config.storage, config.mooncake))
+    lookup = open_lookup(ConnectorContext(config.layout, None, config.storage, config.storage_options))
     arrivals = Arrivals(items, config.speed, window=64 + 4 * config.concurrency)
     manager = CacheManager(
         config.cache,
@@ -67,7 +67,7 @@ def replay(
         verify_every=config.verify.every,
         faults=LoadFaults(config.load_failures, config.seed),
         storage=config.storage,
-        mooncake=config.mooncake,
+        storage_options=config.storage_options,
         device=config.device,
     )
     with manager:

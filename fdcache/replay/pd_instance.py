@@ -241,7 +241,7 @@ class Instance:
 
     def _end(self, job: _Job, *, aborted: bool = False) -> None:
         del self._state.jobs[job.work.index]
-        self.manager.request_finish([job.request])
+        self.manager.finish([job.request])
         if job.allocated:
             self._ranks.end(job.work.index)
         self._answer(
@@ -266,7 +266,7 @@ class Instance:
                 continue
             job.waits = False
             if outcome.status is LoadStatus.OVERDUE:
-                self.manager.request_finish([job.request])
+                self.manager.finish([job.request])
                 self._ranks.end(job.work.index)
                 job.allocated = False
             else:

@@ -130,7 +130,7 @@ class Point:
             verify_every=config.verify.every,
             faults=LoadFaults(),
             storage=config.storage,
-            mooncake=config.mooncake,
+            storage_options=config.storage_options,
         )
         try:
             return start_ranks(spec, config.layout.tp_size)
@@ -196,7 +196,7 @@ class Point:
                 (allocation,) = self._manager.allocate_device_blocks([(job.request, job.total)])
                 if allocation.ok:
                     return match
-                self._manager.request_finish([job.request], preempted=True)
+                self._manager.finish([job.request], preempted=True)
             if not self._running:
                 raise ReplayError(f"request {job.index} gets no blocks though no other request is in flight")
             self._finish_oldest()
@@ -222,7 +222,7 @@ class Point:
         job = self._running.pop(index)
         job.append_accepted()
         self._manager.commit([(job.request, job.total)])
-        self._manager.request_finish([job.request])
+        self._manager.finish([job.request])
         self._ended.append(job.index)
         self._settle()
 

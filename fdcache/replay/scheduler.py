@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterable
 
 from fdcache.errors import ReplayError
+from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.manager import Allocation, CacheManager, LoadOutcome, LoadStatus, MatchResult, MatchStatus
 from fdcache.replay.config import ReplayConfig
 from fdcache.replay.jobs import Job, Segment, Step
 from fdcache.replay.messages import StepOrder, StepResult
 from fdcache.replay.statistics import Stopwatch, Tally
 from fdcache.replay.workloads import Arrivals
-from fdcache.settings.engine_serving import SchedulingSettings
 
 
 class DecodeReserve:
@@ -119,7 +119,7 @@ class Scheduler:
         if step is not None:
             step.drop(job)
         self.running.remove(job)
-        self._manager.request_finish([job.request], preempted=True)
+        self._manager.finish([job.request], preempted=True)
         job.release()
         self._waiting.appendleft(job)
         self._tally.preemptions += 1
@@ -128,7 +128,7 @@ class Scheduler:
 
     def abort(self) -> None:
         """Release every request, running or waiting."""
-        self._manager.request_finish([job.request for job in (*self.running, *self._waiting)])
+        self._manager.finish([job.request for job in (*self.running, *self._waiting)])
         self._ended += [job.index for job in self.running]
         for job in self.running:
             job.epoch += 1
@@ -241,7 +241,7 @@ class Scheduler:
         """Take requests before their turn, so that their blocks are read from storage meanwhile."""
         while len(self._waiting) < self._config.concurrency and (job := self._next_arrival(now)) is not None:
             self._waiting.append(job)
-            self._manager.prefetch([job.request])
+            self._manager.begin([job.request])
 
     def _next_arrival(self, now: float) -> Job | None:
         """Take the next request that has arrived; reject those that are larger than the device pool."""
@@ -267,7 +267,7 @@ class Scheduler:
                 continue
             missing = self._config.blocks_for(job.request.num_tokens) - match.num_device_blocks
             if budget <= 0 or not self._has_room(missing):
-                self._manager.request_finish([job.request], preempted=True)
+                self._manager.finish([job.request], preempted=True)
                 put_back.append(job)
                 continue
             cached = match.num_cached_tokens
@@ -279,7 +279,7 @@ class Scheduler:
             if allocation.ok:
                 self._enter(step, job, match, end)
             else:
-                self._manager.request_finish([job.request], preempted=True)
+                self._manager.finish([job.request], preempted=True)
                 self._blocks_may_be_free = False
                 put_back.append(job)
         return budget, put_back
@@ -372,7 +372,7 @@ class Scheduler:
     def _finish(self, jobs: list[Job], now: float) -> None:
         """Release requests that have all their tokens."""
         since = self._watch.now()
-        self._manager.request_finish([job.request for job in jobs])
+        self._manager.finish([job.request for job in jobs])
         self._watch.add("finish", since, len(jobs))
         for job in jobs:
             self.running.remove(job)

@@ -23,7 +23,8 @@ from fdcache.replay.devices import (
     open_gpu,
 )
 from fdcache.replay.messages import StepOrder, StepResult
-from fdcache.settings.cache import MooncakeSettings, StorageTierSettings, TransferSettings, Verify
+from fdcache.settings.cache import StorageTierSettings, TransferSettings, Verify
+from fdcache.settings.variable import Group
 from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.tiers.host import HostCache
@@ -48,7 +49,7 @@ class WorkerSpec:
     verify_every: int
     faults: LoadFaults
     storage: StorageTierSettings
-    mooncake: MooncakeSettings
+    storage_options: Group | None
     device: DeviceName = DeviceName.CPU
 
 
@@ -76,7 +77,7 @@ class RankWorker:
             layout,
             rank,
             spec.storage,
-            spec.mooncake,
+            spec.storage_options,
             verify=spec.transfer.verify is not Verify.OFF,
             on_progress=on_start and partial(on_start, f"scanning the storage of rank {rank}"),
         )

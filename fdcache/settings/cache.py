@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from fdcache.settings.kinds import FilePath, Flag, HomePath, Integer, Memory, Seconds, Size, Text, TextList
-from fdcache.settings.variable import Component, Group, variable
+from fdcache.settings.kinds import FilePath, Flag, HomePath, Integer, Memory, Seconds, Size, Text
+from fdcache.settings.variable import Component, Group, constant, variable
 
 
 class DeploymentSettings(Group):
@@ -51,31 +50,7 @@ class EvictionPolicy(StrEnum):
     """Order in which unpinned blocks are evicted from a full tier."""
 
     LRU = "lru"
-    SLRU = "slru"
     LEARNED = "learned"
-
-
-class EvictionObjective(StrEnum):
-    """What the learned order of eviction maximizes."""
-
-    HITS = "hits"
-    COMPUTE = "compute"
-
-
-_TOKENS_TO_DOUBLE = 30_000
-"""Tokens before a block that make it twice as expensive to compute again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """How the tiers choose what to evict."""
-
-    policy: EvictionPolicy = EvictionPolicy.LEARNED
-    objective: EvictionObjective = EvictionObjective.HITS
-
-    def depth_value(self, block_size: int) -> float:
-        """Return how much more a block is worth for each block above it."""
-        return block_size / _TOKENS_TO_DOUBLE if self.objective is EvictionObjective.COMPUTE else 0.0
 
 
 class LoadOrRecompute(StrEnum):
@@ -162,22 +137,9 @@ class CacheSettings(Group):
     eviction: EvictionPolicy = variable(
         "FDCACHE_EVICTION",
         EvictionPolicy.LEARNED,
-        "Order in which blocks are evicted from a full tier: by last use, by last use in two segments, or by what is "
-        "learned of their reuse.",
+        "Order in which blocks are evicted from a full tier: by last use, or by what is learned of their reuse.",
         used_in=(Component.MANAGER, Component.SERVE),
     )
-    eviction_objective: EvictionObjective = variable(
-        "FDCACHE_EVICTION_OBJECTIVE",
-        EvictionObjective.HITS,
-        "What the learned order maximizes: blocks found, or the time saved: later blocks of a prompt count more.",
-        used_in=(Component.MANAGER, Component.SERVE),
-    )
-
-    @property
-    def evicts(self) -> Eviction:
-        """How the tiers choose what to evict."""
-        return Eviction(self.eviction, self.eviction_objective)
-
     load_or_recompute: LoadOrRecompute = variable(
         "FDCACHE_LOAD_OR_RECOMPUTE",
         LoadOrRecompute.AUTO,
@@ -230,23 +192,15 @@ class TransferSettings(Group):
 
     used_in = (Component.CONTROLLER,)
 
-    first_group_layers: Integer = variable(
-        "FDCACHE_FIRST_GROUP_LAYERS", 1, "Layers in the first group of a load.", ge=1, unit="layers"
-    )
-    group_layers: Integer = variable(
-        "FDCACHE_GROUP_LAYERS", 4, "Layers in each later group of a load.", ge=1, unit="layers"
-    )
-    loads_ahead: Size = variable(
-        "FDCACHE_LOADS_AHEAD",
+    first_group_layers: Integer = constant(1, "Layers in the first group of a load.", ge=1)
+    group_layers: Integer = constant(4, "Layers in each later group of a load.", ge=1)
+    queued_bytes: Size = constant(
         1 << 29,
         "Bytes of loads queued on the device behind the one in flight, so that it never idles. Later loads wait and "
         "are submitted in batches of up to this size. A load that a layer is waiting for is submitted at once.",
         ge=1,
-        unit="bytes",
     )
-    copy_threads: Integer = variable(
-        "FDCACHE_COPY_THREADS", 1, "CPU copy threads per direction.", ge=1, le=64, unit="threads"
-    )
+    copy_threads: Integer = constant(1, "CPU copy threads per direction.", ge=1, le=64)
     layer_timeout: Seconds = variable(
         "FDCACHE_LAYER_TIMEOUT", 30.0, "Default timeout of wait_for_layer.", gt=0, unit="s"
     )
@@ -262,15 +216,6 @@ class TransferSettings(Group):
         SwapMethod.AUTO,
         "How blocks are copied between GPU and host memory: by copy engines (dma), by copy engines and a staging ring "
         "(staged), by a kernel that reads host memory in place (kernel), or the fastest as measured (auto).",
-    )
-    swap_ctas: Integer = variable(
-        "FDCACHE_SWAP_CTAS",
-        0,
-        "Thread blocks of the kernel that copies scattered blocks, within FDCACHE_SWAP_SM_BUDGET; 0 selects the "
-        "calibrated number.",
-        ge=0,
-        le=1024,
-        unit="thread blocks",
     )
     swap_sm_budget: Integer = variable(
         "FDCACHE_SWAP_SM_BUDGET",
@@ -343,17 +288,10 @@ class StorageTierSettings(Group):
         gt=0,
         unit="s",
     )
-    threads: Integer = variable(
-        "FDCACHE_STORAGE_THREADS",
-        16,
-        "Maximum number of requests to local storage in flight, for each rank.",
-        ge=1,
-        le=256,
-        unit="threads",
+    threads: Integer = constant(
+        16, "Maximum number of requests to local storage in flight, for each rank.", ge=1, le=256
     )
-    retry_after: Seconds = variable(
-        "FDCACHE_STORAGE_RETRY", 5.0, "Time between retries of a failed storage.", ge=0, unit="s"
-    )
+    retry_after: Seconds = constant(5.0, "Time between retries of a failed storage.", ge=0)
     timeout: Seconds = variable(
         "FDCACHE_STORAGE_TIMEOUT",
         10.0,
@@ -367,68 +305,15 @@ class StorageTierSettings(Group):
         "How long a request waits for blocks in flight from storage: best_effort does not wait, wait_complete waits "
         "for all, timeout waits up to a budget.",
     )
-    prefetch_timeout: Seconds = variable(
-        "FDCACHE_PREFETCH_TIMEOUT", 0.5, "Fixed part of the budget of the policy timeout.", ge=0, unit="s"
+    prefetch_timeout: Seconds = constant(0.5, "Fixed part of the budget of the policy timeout.", ge=0)
+    prefetch_bandwidth: Size = constant(
+        256 * 2**20, "Bytes a second by which the budget grows with the bytes to read.", gt=0
     )
-    prefetch_bandwidth: Size = variable(
-        "FDCACHE_PREFETCH_BANDWIDTH",
-        256 * 2**20,
-        "Bandwidth by which the budget grows with the bytes to read.",
-        gt=0,
-        unit="bytes/s",
-    )
-    write_blocks: Integer = variable(
-        "FDCACHE_STORAGE_WRITE_BLOCKS",
-        256,
-        "Maximum number of blocks in flight to storage. More wait or are dropped.",
-        ge=1,
-        unit="blocks",
+    write_blocks: Integer = constant(
+        256, "Maximum number of blocks in flight to storage. More wait or are dropped.", ge=1
     )
 
     @property
     def is_on(self) -> bool:
         """True if there is a storage tier."""
         return self.connector.lower() not in ("", "none")
-
-
-class MooncakeSettings(Group):
-    """The client of Mooncake Store. The file ``MOONCAKE_CONFIG_PATH`` overrides the variables."""
-
-    used_in = (Component.STORAGE,)
-
-    config_path: FilePath | None = variable(
-        "MOONCAKE_CONFIG_PATH", None, "JSON file with the settings below, which it overrides."
-    )
-    local_hostname: Text | None = variable(
-        "MOONCAKE_LOCAL_HOSTNAME",
-        None,
-        "Name or address at which other nodes reach this one. Unset, its address towards the master.",
-    )
-    metadata_server: Text = variable(
-        "MOONCAKE_METADATA_SERVER", "P2PHANDSHAKE", "The metadata server; P2PHANDSHAKE needs none."
-    )
-    master: Text | None = variable("MOONCAKE_MASTER_SERVER_ADDR", None, "Host and port of the master.")
-    global_segment_size: Size = variable(
-        "MOONCAKE_GLOBAL_SEGMENT_SIZE",
-        2**30,
-        "Memory that each rank contributes to the store.",
-        ge=0,
-        unit="bytes",
-    )
-    local_buffer_size: Size = variable(
-        "MOONCAKE_LOCAL_BUFFER_SIZE", 16 * 2**20, "The client's own buffer.", ge=0, unit="bytes"
-    )
-    protocol: Text = variable("MOONCAKE_PROTOCOL", "rdma", "Transport of records: rdma or tcp.")
-    rdma_devices: TextList = variable(
-        "MOONCAKE_RDMA_DEVICES", (), "Network devices; rank r uses the one at index r modulo their number."
-    )
-    tcp_connection_pool: Flag = variable(
-        "MC_TCP_ENABLE_CONNECTION_POOL", True, "Reuse connections with the protocol tcp."
-    )
-    log_level: Integer = variable(
-        "FDCACHE_MOONCAKE_LOG_LEVEL",
-        2,
-        "Lowest level that the client logs to standard error: 0 info, 1 warnings, 2 errors, 3 fatal errors.",
-        ge=0,
-        le=3,
-    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from fdcache.machine.memory import MemoryLimits
 from fdcache.settings.cache import WritePolicy
+from fdcache.settings.extensions import extensions
 from fdcache.settings.kinds import format_size
-from fdcache.settings.problems import Problem, SettingsError, Severity, disagreement, note, warning
+from fdcache.settings.problems import Problem, SettingsError, Severity, note, warning
 from fdcache.settings.sources import FILE_SUFFIX, OWN_PREFIX, PREFIXES, Layer, Source
 from fdcache.settings.tree import SettingsTree
 
@@ -21,15 +22,13 @@ logger = logging.getLogger(__name__)
 def cross_checks(settings: SettingsTree, memory: MemoryLimits) -> Iterator[Problem]:
     """Run every check; each problem names the variables that conflict, and the remedy."""
     yield from _reuse_grid(settings)
-    yield from _deterministic_grid(settings)
     yield from _host_memory(settings, memory)
     yield from _device_memory(settings)
     yield from _host_tier(settings)
     yield from _storage_beside_a_service(settings)
-    yield from _mooncake(settings)
-    yield from _recovery(settings)
-    yield from _ranks(settings)
     yield from _transfer_key(settings)
+    for extension in extensions():
+        yield from extension.check(settings)
 
 
 def require_host_tier(settings: SettingsTree) -> None:
@@ -39,18 +38,13 @@ def require_host_tier(settings: SettingsTree) -> None:
         raise SettingsError(problems)
 
 
-def _conflict(settings: SettingsTree, names: Sequence[str], wrong: str, right: str) -> Problem:
-    return disagreement({name: settings.place(name) for name in names}, wrong, right)
-
-
 def _reuse_grid(settings: SettingsTree) -> Iterator[Problem]:
     """Compare the grid with block size and device tier. In deterministic mode the grid is the split size."""
     name = "FDCACHE_REUSE_GRID"
     grid, block = settings.cache.reuse_grid, settings.deployment.block_size
     is_set = settings.source(name) not in (Source.DEFAULT, Source.DERIVED)
     if is_set and grid and grid % block and block % grid:
-        yield _conflict(
-            settings,
+        yield settings.conflict(
             (name, "FDCACHE_BLOCK_SIZE"),
             f"a grid of {grid} tokens neither divides the block size {block} nor is a multiple of it",
             f"make FDCACHE_REUSE_GRID a multiple of {block}, or unset it",
@@ -58,34 +52,12 @@ def _reuse_grid(settings: SettingsTree) -> Iterator[Problem]:
     tokens = settings.cache.device_blocks * block
     if grid > tokens and settings.deployment.device_memory is None:
         cause = "FD_DETERMINISTIC_SPLIT_KV_SIZE" if settings.source(name) is Source.DERIVED else name
-        problem = _conflict(
-            settings,
+        problem = settings.conflict(
             (cause, "FDCACHE_DEVICE_BLOCKS"),
             f"prefixes are reused in steps of {grid} tokens, and the device tier has {tokens}: nothing is ever reused",
             f"make it at most {tokens}, or raise FDCACHE_DEVICE_BLOCKS",
         )
         yield replace(problem, severity=Severity.WARNING)
-
-
-def _deterministic_grid(settings: SettingsTree) -> Iterator[Problem]:
-    split, block = settings.attention.split_kv_size, settings.deployment.block_size
-    if not settings.attention.deterministic:
-        return
-    grid = max(settings.cache.reuse_grid, block)
-    if grid % split and not split % block:
-        yield _conflict(
-            settings,
-            ("FDCACHE_REUSE_GRID", "FD_DETERMINISTIC_SPLIT_KV_SIZE"),
-            f"in deterministic mode prefixes reused up to a multiple of {grid} tokens may end off the grid of {split}",
-            "unset FDCACHE_REUSE_GRID, or make it a multiple of FD_DETERMINISTIC_SPLIT_KV_SIZE",
-        )
-    if split % block and block % split:
-        yield _conflict(
-            settings,
-            ("FD_DETERMINISTIC_SPLIT_KV_SIZE", "FDCACHE_BLOCK_SIZE"),
-            f"in deterministic mode {split} must divide the block size {block} or be divided by it",
-            "make both powers of two, such as 16 and 64",
-        )
 
 
 def _host_memory(settings: SettingsTree, memory: MemoryLimits) -> Iterator[Problem]:
@@ -94,8 +66,7 @@ def _host_memory(settings: SettingsTree, memory: MemoryLimits) -> Iterator[Probl
     known = [(size, owner) for owner, size in limits.items() if size is not None]
     size, owner = min(known, default=(wanted, ""))
     if wanted > size:
-        yield _conflict(
-            settings,
+        yield settings.conflict(
             ("FDCACHE_HOST_MEMORY",),
             f"{format_size(wanted)} do not fit into the {size // 2**20}MiB of {owner}",
             f"set FDCACHE_HOST_MEMORY below {size // 2**20}MiB, or give the container more memory",
@@ -106,7 +77,7 @@ def _device_memory(settings: SettingsTree) -> Iterator[Problem]:
     names = ("FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY")
     sources = {settings.source(name) for name in names}
     if len(sources) == 1 and Source.DEFAULT not in sources:
-        yield _conflict(settings, names, "both set the size of the device tier", "unset one of them")
+        yield settings.conflict(names, "both set the size of the device tier", "unset one of them")
 
 
 def _host_tier(settings: SettingsTree) -> Iterator[Problem]:
@@ -128,15 +99,13 @@ def _without_host_tier(settings: SettingsTree) -> Iterator[Problem]:
         return  # a service always has a host tier, and so have its clients
     name = "FDCACHE_WRITE_POLICY"
     if settings.source(name) is not Source.DEFAULT:
-        yield _conflict(
-            settings,
+        yield settings.conflict(
             (name, "FDCACHE_HOST_MEMORY"),
             f"{WritePolicy(settings.cache.write_policy).value} writes to a host tier, and there is none",
             "set FDCACHE_HOST_MEMORY, such as 8GiB, or unset FDCACHE_WRITE_POLICY",
         )
     if settings.storage_tier.is_on:
-        yield _conflict(
-            settings,
+        yield settings.conflict(
             ("FDCACHE_STORAGE", "FDCACHE_HOST_MEMORY"),
             f"{settings.storage_tier.connector} reads and writes through a host tier, and there is none",
             "set FDCACHE_HOST_MEMORY, such as 8GiB, or FDCACHE_STORAGE=none",
@@ -147,8 +116,7 @@ def _transfer_key(settings: SettingsTree) -> Iterator[Problem]:
     """Report an address in the network that would be open to everyone, as an engine refuses it."""
     address, key = settings.peers.address, settings.peers.key
     if settings.peers.is_on and key is None and (address or "").startswith("tcp://"):
-        yield _conflict(
-            settings,
+        yield settings.conflict(
             ("FDCACHE_TRANSFER_ADDRESS", "FDCACHE_TRANSFER_KEY"),
             "whoever reaches this address could read and change blocks",
             "set FDCACHE_TRANSFER_KEY_FILE to a file with a secret that all instances share",
@@ -160,8 +128,7 @@ def _storage_beside_a_service(settings: SettingsTree) -> Iterator[Problem]:
     names = ("FDCACHE_STORAGE", "FDCACHE_SERVER")
     sources = {settings.source(name) for name in names}
     if settings.storage_tier.is_on and sources.isdisjoint((Source.DEFAULT, Source.ARGUMENT)):
-        problem = _conflict(
-            settings,
+        problem = settings.conflict(
             names,
             f"a service with {settings.storage_tier.connector} storage starts at this address; an engine does not "
             "start, since its storage is then the service's",
@@ -170,43 +137,31 @@ def _storage_beside_a_service(settings: SettingsTree) -> Iterator[Problem]:
         yield replace(problem, severity=Severity.NOTE)
 
 
-def _mooncake(settings: SettingsTree) -> Iterator[Problem]:
-    has_master = settings.mooncake.master or settings.mooncake.config_path
-    if settings.storage_tier.connector.lower() == "mooncake" and not has_master:
-        yield _conflict(
-            settings,
-            ("FDCACHE_STORAGE", "MOONCAKE_MASTER_SERVER_ADDR"),
-            "mooncake storage needs the address of a master",
-            "set MOONCAKE_MASTER_SERVER_ADDR, such as master:50051, or MOONCAKE_CONFIG_PATH",
-        )
-
-
-def _recovery(settings: SettingsTree) -> Iterator[Problem]:
-    if settings.scheduling.v1 and settings.scheduling.disabled_recover:
-        yield _conflict(
-            settings,
-            ("FD_DISABLED_RECOVER", "ENABLE_V1_KVCACHE_SCHEDULER"),
-            "the v1 scheduler must recompute requests when the cache is full",
-            "set FD_DISABLED_RECOVER=0, or ENABLE_V1_KVCACHE_SCHEDULER=0",
-        )
-
-
-def _ranks(settings: SettingsTree) -> Iterator[Problem]:
-    devices = settings.hardware.visible_devices
-    ranks = settings.deployment.ranks
-    if devices and devices != ("-1",) and ranks > len(devices):
-        yield _conflict(
-            settings,
-            ("FDCACHE_RANKS", "CUDA_VISIBLE_DEVICES"),
-            f"{ranks} ranks need a device each, and {len(devices)} are visible",
-            f"set FDCACHE_RANKS={len(devices)} or make more devices visible",
-        )
-
-
 # --- names --------------------------------------------------------------------------------------------------
 
 _LINK_NAME = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+
+_IS_CONSTANT = "unset it; its default is fixed"
+
+REMOVED: Mapping[str, str] = {
+    "FDCACHE_EVICTION_OBJECTIVE": "unset it; FDCACHE_EVICTION=learned keeps the blocks that are found most",
+    "FDCACHE_FIRST_GROUP_LAYERS": _IS_CONSTANT,
+    "FDCACHE_GROUP_LAYERS": _IS_CONSTANT,
+    "FDCACHE_LOADS_AHEAD": _IS_CONSTANT,
+    "FDCACHE_COPY_THREADS": _IS_CONSTANT,
+    "FDCACHE_SWAP_CTAS": "unset it; `fdcache init` measures the number, and FDCACHE_SWAP_SM_BUDGET limits it",
+    "FDCACHE_STORAGE_THREADS": _IS_CONSTANT,
+    "FDCACHE_STORAGE_RETRY": _IS_CONSTANT,
+    "FDCACHE_STORAGE_WRITE_BLOCKS": _IS_CONSTANT,
+    "FDCACHE_PREFETCH_TIMEOUT": "unset it; FDCACHE_LOAD_OR_RECOMPUTE=auto waits for reads that take less time than "
+    "computing, and FDCACHE_PREFETCH_POLICY=wait_complete waits for all",
+    "FDCACHE_PREFETCH_BANDWIDTH": "unset it; FDCACHE_LOAD_OR_RECOMPUTE=auto measures the bandwidth",
+    "FDCACHE_TRANSFER_THREADS": _IS_CONSTANT,
+    "FDCACHE_TRANSFER_RING": _IS_CONSTANT,
+    "FDCACHE_EXTENT_SIZE": "unset it; FDCACHE_HOST_MEMORY decides it",
+}
+"""Settings that earlier versions had, each with the remedy."""
 
 _logged: set[Problem] = set()
 
@@ -225,7 +180,9 @@ def unknown_names(layers: Iterable[Layer], known: Collection[str]) -> Iterator[P
                 continue
             is_own = name.startswith(OWN_PREFIX)
             meant = suggest(name, known)
-            if meant and (is_own or _is_near_miss(name, meant)):
+            if remedy := REMOVED.get(name.removesuffix(FILE_SUFFIX)):
+                yield warning(name, value.place, "this setting is gone", remedy)
+            elif meant and (is_own or _is_near_miss(name, meant)):
                 yield warning(name, value.place, "there is no such setting", f"did you mean {meant}?")
             elif is_own:
                 remedy = "`fdcache env show --all` lists the settings"

@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from fdcache.machine.memory import memory_limits
 from fdcache.settings.checks import cross_checks, is_link_address, suggest, unknown_names
+from fdcache.settings.extensions import extensions
 from fdcache.settings.problems import Problem, SettingsError, Severity, error, warning
 from fdcache.settings.sources import (
     ENV_FILE,
@@ -35,15 +36,6 @@ from fdcache.settings.sources import (
 )
 from fdcache.settings.tree import GROUPS, KNOWN_NAMES, SOURCES, VARIABLES, SettingsTree
 from fdcache.settings.variable import Actor, Variable
-
-FALLBACKS: Mapping[str, str] = {
-    "FDCACHE_STORAGE_DIR": "FILE_BACKEND_STORAGE_DIR",
-    "FDCACHE_DRAIN_TIMEOUT": "FD_CACHE_PROC_EXIT_TIMEOUT",
-    "FDCACHE_SWAP_DRAIN_TIMEOUT": "FD_CACHE_PROC_EXIT_TIMEOUT",
-}
-"""Variables that take their value from a variable of the engine, if only that is set."""
-
-GRID, MODE, SPLIT = "FDCACHE_REUSE_GRID", "FD_DETERMINISTIC_MODE", "FD_DETERMINISTIC_SPLIT_KV_SIZE"
 
 _BY_NAME = {name: each for each in VARIABLES.values() for name in (each.name, *each.aliases)}
 
@@ -293,26 +285,13 @@ def read_secrets(directory: Path, problems: list[Problem]) -> Layer:
 def _with_derived(settings: Settings, problems: list[Problem]) -> Settings:
     """Add the values that follow from another variable; one that cannot be taken over is a problem."""
     derived: dict[str, tuple[Candidate, Any]] = {}
-    for name, candidate in _derive(settings):
+    following = [each for extension in extensions() for each in extension.derive(settings)]
+    for name, candidate in following:
         try:
             derived[name] = candidate, VARIABLES[name].parse(candidate.value)
         except ValidationError:
             problems.append(_unusable(settings, name, candidate))
     return settings.with_derived(derived)
-
-
-def _derive(settings: SettingsTree) -> Iterator[tuple[str, Candidate]]:
-    for name, engine_name in FALLBACKS.items():
-        if settings.source(name) is Source.DEFAULT and settings.source(engine_name) is not Source.DEFAULT:
-            yield name, _derived_from(settings, engine_name)
-    if settings.value(MODE) and (settings.source(GRID) is Source.DEFAULT or not settings.value(GRID)):
-        yield GRID, _derived_from(settings, SPLIT, f", with {MODE} in {settings.place(MODE)}")
-
-
-def _derived_from(settings: SettingsTree, name: str, condition: str = "") -> Candidate:
-    """Return the value of variable ``name``. The place names that variable, since it is the one to change."""
-    place = f"{name} in {settings.place(name)}{condition}"
-    return Candidate(Source.DERIVED, name, place, settings.value(name))
 
 
 def _unusable(settings: SettingsTree, name: str, candidate: Candidate) -> Problem:

@@ -23,6 +23,8 @@ _MOST_BYTES = 64 << 20
 
 _ENGINE = "fdcache-engine-"
 
+LEVEL, DEBUG, FOLDER, DAYS = "FD_LOG_LEVEL", "FD_DEBUG", "FD_LOG_DIR", "FD_LOG_BACKUP_COUNT"
+
 _LINE = "%(asctime)s %(levelname)s %(message)s"
 
 logger = logging.getLogger("fdcache")
@@ -99,8 +101,8 @@ class LogFile(TimedRotatingFileHandler):
 
 def level_of(settings: Settings) -> int:
     """Return the level that the settings ask for."""
-    chosen = settings.logging.level
-    debug = chosen == "DEBUG" or (chosen is None and settings.logging.debug)
+    chosen = settings.value(LEVEL)
+    debug = chosen == "DEBUG" or (chosen is None and settings.value(DEBUG))
     return logging.DEBUG if debug else logging.INFO
 
 
@@ -129,7 +131,7 @@ def follow(settings: Settings) -> None:
     What the application has set stays otherwise, and its handlers get the lines as well. The file is
     ``fdcache-engine-<process>.log``. Raises ``ConfigurationError`` when it cannot be written.
     """
-    if settings.source("FD_LOG_LEVEL") is not Source.DEFAULT or settings.logging.debug:
+    if settings.source(LEVEL) is not Source.DEFAULT or settings.value(DEBUG):
         logger.setLevel(level_of(settings))
         if not logger.hasHandlers():
             _add(logging.StreamHandler(), TextFormatter(_LINE))
@@ -140,7 +142,7 @@ def follow(settings: Settings) -> None:
         logger.removeHandler(handler)  # of the process that this one was forked from
         handler.close()
     if (file := _file(settings, name)) is not None:
-        _remove_files_of_the_dead(Path(file.baseFilename), settings.logging.backup_count)
+        _remove_files_of_the_dead(Path(file.baseFilename), settings.value(DAYS))
         _add(file, JsonFormatter())
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
@@ -152,9 +154,9 @@ def _add(handler: logging.Handler, formatter: logging.Formatter) -> None:
 
 
 def _file(settings: Settings, name: str) -> LogFile | None:
-    if settings.source("FD_LOG_DIR") is Source.DEFAULT:
+    if settings.source(FOLDER) is Source.DEFAULT:
         return None
-    return LogFile(settings.logging.directory / f"{name}.log", settings.logging.backup_count)
+    return LogFile(settings.value(FOLDER) / f"{name}.log", settings.value(DAYS))
 
 
 def _remove_files_of_the_dead(own: Path, most: int) -> None:

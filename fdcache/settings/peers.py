@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from fdcache.settings.kinds import FilePath, Integer, Number, Seconds, Secret, Size, Text
-from fdcache.settings.variable import Component, Group, variable
+from fdcache.settings.variable import Component, Group, constant, variable
 
 
 class TransferRole(StrEnum):
@@ -79,15 +79,10 @@ class PeerSettings(Group):
         ge=0,
         le=1,
     )
-    threads: Integer = variable(
-        "FDCACHE_TRANSFER_THREADS", 1, "Threads that read from peers with ipc.", ge=1, le=64, unit="threads"
-    )
-    ring: Size = variable(
-        "FDCACHE_TRANSFER_RING",
+    ring: Size = constant(
         256 << 20,
         "Memory in which rdma packs blocks for its peers, and as much again into which it reads.",
         ge=1 << 20,
-        unit="bytes",
     )
 
     @property

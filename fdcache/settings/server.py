@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from fdcache.settings.kinds import FilePath, Flag, Integer, Number, Seconds, Shares, Size, Text
+from fdcache.settings.kinds import FilePath, Flag, Integer, Number, Seconds, Shares, Text
 from fdcache.settings.variable import Component, Group, variable
 
 
@@ -45,13 +45,6 @@ class ServerSettings(Group):
     )
     arena_dir: FilePath = variable(
         "FDCACHE_ARENA_DIR", Path("/dev/shm"), "Folder of the shared arena, on a tmpfs or hugetlbfs."
-    )
-    extent_size: Size = variable(
-        "FDCACHE_EXTENT_SIZE",
-        64 << 20,
-        "Maximum size of an extent, the unit in which layouts get memory. Small arenas have smaller extents.",
-        ge=1 << 16,
-        unit="bytes",
     )
     huge_pages: Flag = variable("FDCACHE_HUGE_PAGES", False, "Ask for huge pages for the arena.")
     numa_node: Integer | None = variable(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from fdcache.settings.sources import OWN_PREFIX, quote
 from fdcache.settings.tree import GROUPS, VARIABLES
@@ -49,12 +49,20 @@ def _comments(variable: Variable, indent: str) -> Iterator[str]:
     yield f"{indent}# {_effect(variable)}"
 
 
-def render_dotenv() -> str:
-    """Write a dotenv file with every variable commented out at its default."""
+def render_dotenv(chosen: Mapping[str, str] | None = None) -> str:
+    """Write a dotenv file with every variable commented out at its default.
+
+    With ``chosen`` these are set, at the top, and the others are those with an effect in fdcache.
+    """
     lines = ["# Settings of fdcache. Uncomment a line to set it; FDCACHE_ENV_FILE must name this file."]
+    if chosen:
+        lines += ["", "# --- chosen ---"]
+        for name, value in chosen.items():
+            lines += ["", *_comments(VARIABLES[name], ""), f"{name}={quote(value)}"]
     for group, members in GROUPS.items():
-        lines += ["", f"# --- {heading(group)} ---"]
-        for variable in members:
+        shown = [each for each in members if not chosen or (each.used_in and each.name not in chosen)]
+        lines += ["", f"# --- {heading(group)} ---"] if shown else []
+        for variable in shown:
             lines += ["", *_comments(variable, "")]
             lines.append(f"# {variable.name}={quote(default_text(variable))}")
     return "\n".join(lines) + "\n"

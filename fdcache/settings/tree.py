@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, create_model
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -15,31 +15,10 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from fdcache.settings.cache import (
-    CacheSettings,
-    DeploymentSettings,
-    MooncakeSettings,
-    StorageTierSettings,
-    TransferSettings,
-)
-from fdcache.settings.engine_model import (
-    AttentionSettings,
-    HardwareSettings,
-    KernelSettings,
-    ModelSettings,
-    MoeSettings,
-    SamplingSettings,
-)
-from fdcache.settings.engine_serving import (
-    DisaggregationSettings,
-    EngineCacheSettings,
-    SchedulingSettings,
-    ServiceSettings,
-    StorageSettings,
-)
-from fdcache.settings.observability import LoggingSettings, TracingSettings, UsageSettings
+from fdcache.settings.cache import CacheSettings, DeploymentSettings, StorageTierSettings, TransferSettings
+from fdcache.settings.extensions import SomeGroup, extensions
 from fdcache.settings.peers import PeerSettings, TransferRole
-from fdcache.settings.problems import Problem, SettingsError, Severity, error
+from fdcache.settings.problems import Problem, SettingsError, Severity, disagreement, error
 from fdcache.settings.server import FileSettings, ServerSettings
 from fdcache.settings.sources import FILE_SUFFIX, OWN_PREFIX, Candidate, Source
 from fdcache.settings.variable import Group, Variable, describe
@@ -51,8 +30,8 @@ SOURCES = "sources"
 """Keyword under which ``SettingsTree`` takes the sources to read; it is not a field."""
 
 
-class SettingsTree(BaseSettings):
-    """Every group of settings, and the source of each value. ``Settings`` adds reading them."""
+class OwnSettings(BaseSettings):
+    """The groups of fdcache's own settings, and the source of each value."""
 
     model_config = SettingsConfigDict(frozen=True, case_sensitive=True, hide_input_in_errors=True)
 
@@ -63,21 +42,6 @@ class SettingsTree(BaseSettings):
     transfer: TransferSettings = Field(default_factory=TransferSettings)
     peers: PeerSettings = Field(default_factory=PeerSettings)
     storage_tier: StorageTierSettings = Field(default_factory=StorageTierSettings)
-    mooncake: MooncakeSettings = Field(default_factory=MooncakeSettings)
-    logging: LoggingSettings = Field(default_factory=LoggingSettings)
-    tracing: TracingSettings = Field(default_factory=TracingSettings)
-    usage: UsageSettings = Field(default_factory=UsageSettings)
-    model: ModelSettings = Field(default_factory=ModelSettings)
-    sampling: SamplingSettings = Field(default_factory=SamplingSettings)
-    attention: AttentionSettings = Field(default_factory=AttentionSettings)
-    moe: MoeSettings = Field(default_factory=MoeSettings)
-    kernels: KernelSettings = Field(default_factory=KernelSettings)
-    scheduling: SchedulingSettings = Field(default_factory=SchedulingSettings)
-    engine_cache: EngineCacheSettings = Field(default_factory=EngineCacheSettings)
-    storage: StorageSettings = Field(default_factory=StorageSettings)
-    disaggregation: DisaggregationSettings = Field(default_factory=DisaggregationSettings)
-    service: ServiceSettings = Field(default_factory=ServiceSettings)
-    hardware: HardwareSettings = Field(default_factory=HardwareSettings)
 
     _candidates: Mapping[str, tuple[Candidate, ...]] = PrivateAttr(default_factory=dict)
     _warnings: tuple[Problem, ...] = PrivateAttr(default=())
@@ -117,9 +81,23 @@ class SettingsTree(BaseSettings):
     @property
     def peers_in_force(self) -> PeerSettings:
         """Settings of hand-overs, with the role ``mixed`` if a split deployment may become a centralised one."""
-        if not self.disaggregation.changeable:
+        if not self.value("FD_PD_CHANGEABLE"):
             return self.peers
         return self.peers.model_copy(update={"role": TransferRole.MIXED})
+
+    def group(self, kind: type[SomeGroup]) -> SomeGroup:
+        """Return the group of a class, such as one of an integration."""
+        return next(value for _, value in self if isinstance(value, kind))
+
+    @property
+    def connector_options(self) -> Group | None:
+        """The group that has the name of the storage connector: its own settings, if it has some."""
+        found = getattr(self, self.storage_tier.connector, None)
+        return found if isinstance(found, Group) else None
+
+    def conflict(self, names: Sequence[str], wrong: str, right: str) -> Problem:
+        """Return an error about several variables."""
+        return disagreement({name: self.place(name) for name in names}, wrong, right)
 
     def value(self, name: str) -> Any:
         """Return the value of a variable by its environment name."""
@@ -239,6 +217,21 @@ class SettingsTree(BaseSettings):
     def _strength(self, name: str) -> int:
         return list(Source).index(self.source(name))
 
+
+if TYPE_CHECKING:
+
+    class SettingsTree(OwnSettings):
+        """Every group of settings, those of integrations too. ``Settings`` adds reading them."""
+
+else:
+    _FROM_INTEGRATIONS = {
+        name: (group, Field(default_factory=group))
+        for extension in extensions()
+        for name, group in extension.groups.items()
+    }
+    SettingsTree = create_model(
+        "SettingsTree", __base__=OwnSettings, __module__=__name__, **_FROM_INTEGRATIONS
+    )
 
 GROUPS: Mapping[str, tuple[Variable, ...]] = {
     group: tuple(describe(group, info.annotation))

@@ -144,6 +144,13 @@ def variable(
     return Field(default=default, description=meaning, ge=ge, gt=gt, le=le, json_schema_extra=extra)
 
 
+def constant(
+    value: Any, meaning: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None
+) -> Any:
+    """Describe a number that no source sets, as the field of a group: only the constructor's argument changes it."""
+    return Field(default=value, description=meaning, ge=ge, gt=gt, le=le)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
     """Description of one variable, read from its field. ``Facts`` explains the optional parts."""

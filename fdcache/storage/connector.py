@@ -24,21 +24,23 @@ from numpy.typing import NDArray
 from fdcache._core import CancelFlag, RecordTable
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, StorageScan, UInt32Array, UInt64Array
-from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
+from fdcache.settings.cache import StorageTierSettings
+from fdcache.settings.variable import Group
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
     """Everything a connector is made from.
 
-    ``rank`` is None for the scheduler, which only asks which blocks exist. ``verify``: compare every record that is
-    read with its checksum. ``on_progress`` is called with the number of slots scanned so far and in all.
+    ``rank`` is None for the scheduler, which only asks which blocks exist. ``options``: the group of settings that has
+    the connector's name. ``verify``: compare every record that is read with its checksum. ``on_progress`` is called
+    with the number of slots scanned so far and in all.
     """
 
     layout: KVLayout
     rank: int | None
     settings: StorageTierSettings
-    mooncake: MooncakeSettings
+    options: Group | None = None
     verify: bool = True
     on_progress: Callable[[int, int], None] | None = None
 

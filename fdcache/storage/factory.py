@@ -1,14 +1,14 @@
-"""Connectors by the name in FDCACHE_STORAGE: built in, or from an installed package."""
+"""Connectors by the name in FDCACHE_STORAGE: local, or of the entry point of a package."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
-from fdcache.errors import ConnectorNotFoundError, StorageError, StorageGoneError
-from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
+from fdcache.errors import ConnectorNotFoundError, StorageError
+from fdcache.settings.cache import StorageTierSettings
+from fdcache.settings.variable import Group
 
 if TYPE_CHECKING:
     from fdcache.storage.connector import BlockStorage, ConnectorContext, StorageConnector
@@ -52,25 +52,19 @@ def open_lookup(context: ConnectorContext) -> StorageConnector | None:
     return _connect(context)
 
 
-def require_connector(settings: StorageTierSettings, mooncake: MooncakeSettings) -> None:
-    """Raise ``StorageError`` early for a storage that these settings can never open."""
-    if settings.connector == "mooncake":
-        from fdcache.storage.mooncake_client import ClientOptions, load_client
+def require_connector(settings: StorageTierSettings, options: Group | None) -> None:
+    """Raise ``StorageError`` early for a storage that these settings can never open.
 
-        load_client()
-        with suppress(StorageGoneError):  # an absent master may come back
-            ClientOptions.resolve(mooncake, None)
-    elif settings.is_on and settings.connector != "local":
-        _find(settings.connector)
+    A factory may have a function ``require(options)``, which does so for its own.
+    """
+    if settings.is_on and settings.connector != "local":
+        require = getattr(_factory(_find(settings.connector)), "require", None)
+        if require is not None:
+            require(options)
 
 
 def _connect(context: ConnectorContext) -> StorageConnector:
-    name = context.settings.connector
-    if name == "mooncake":
-        from fdcache.storage.mooncake import MooncakeConnector
-
-        return MooncakeConnector(context)
-    return _load(_find(name), context)
+    return _load(_find(context.settings.connector), context)
 
 
 def _find(name: str) -> EntryPoint:
@@ -82,22 +76,27 @@ def _find(name: str) -> EntryPoint:
             "FDCACHE_STORAGE=attnstore: the AttentionStore SDK is not a public package; install the vendor's "
             f"connector, a package with the entry point 'attnstore' in the group {ENTRY_POINTS!r}"
         )
-    known = ", ".join(sorted({"none", "local", "mooncake", *entry_points(group=ENTRY_POINTS).names}))
+    known = ", ".join(sorted({"none", "local", *entry_points(group=ENTRY_POINTS).names}))
     raise ConnectorNotFoundError(
         f"FDCACHE_STORAGE={name}: no such connector; use one of {known}, or install the package that has the entry "
         f"point {name!r} in the group {ENTRY_POINTS!r}"
     )
 
 
-def _load(found: EntryPoint, context: ConnectorContext) -> StorageConnector:
-    from fdcache.storage.connector import StorageConnector
-
+def _factory(found: EntryPoint) -> ConnectorFactory:
     try:
-        factory = found.load()
+        factory: ConnectorFactory = found.load()
     except ImportError as error:
         raise ConnectorNotFoundError(
             f"FDCACHE_STORAGE={found.name}: {found.value} cannot be loaded: {error}"
         ) from error
+    return factory
+
+
+def _load(found: EntryPoint, context: ConnectorContext) -> StorageConnector:
+    from fdcache.storage.connector import StorageConnector
+
+    factory = _factory(found)
     try:
         connector = factory(context)
     except StorageError:

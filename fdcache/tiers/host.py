@@ -243,9 +243,8 @@ class LocalHostTier(BlockPool):
         *,
         extent: int = 0,
         spare: float = 0.0,
-        depth_value: float = 0.0,
     ) -> None:
-        super().__init__(level, num_blocks, eviction, extent=extent, spare=spare, depth_value=depth_value)
+        super().__init__(level, num_blocks, eviction, extent=extent, spare=spare)
         self.traffic = TrafficMeter()
         self._loaded: set[int] = set()  # leases of runs that were used
 

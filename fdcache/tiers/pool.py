@@ -53,8 +53,8 @@ class BlockPool(_core.Tier):
         run = pool.match(lease, hashes)
         pool.release(lease)
 
-    The calls of the data path are those of the native ``Tier``, which also explains ``extent``, ``spare`` and
-    ``depth_value``. Raises ``ConfigurationError`` for a number of blocks that no tier can have.
+    The calls of the data path are those of the native ``Tier``, which also explains ``extent`` and
+    ``spare``. Raises ``ConfigurationError`` for a number of blocks that no tier can have.
     """
 
     def __init__(
@@ -65,14 +65,12 @@ class BlockPool(_core.Tier):
         *,
         extent: int = 0,
         spare: float = 0.0,
-        depth_value: float = 0.0,
     ) -> None:
         _check_size(level, num_blocks)
-        super().__init__(num_blocks, eviction, extent, spare, depth_value)
+        super().__init__(num_blocks, eviction, extent, spare)
         if level is not CacheLevel.DEVICE:
             self.set_above()
         self.level = level
-        self.depth_value = depth_value
         self.loading_from_storage: set[int] = set()
         """Slots that blocks are being read into from storage, kept by the storage tier."""
 

@@ -12,7 +12,7 @@ from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageScan, StorageTask, SwapPurpose
 from fdcache.plans.blocks import NO_BLOCKS
 from fdcache.plans.ledger import InFlightPlan, Mask, StorageOrders, SwapInFlight
-from fdcache.settings.cache import CacheSettings, Eviction, StorageTierSettings
+from fdcache.settings.cache import CacheSettings, EvictionPolicy, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.storage.slab_format import slots_for
 from fdcache.tiers.host import discard_corrupt
@@ -24,8 +24,6 @@ from fdcache.tiers.storage_writes import StorageWrites
 
 log = logging.getLogger(__name__)
 
-_BY_USE = Eviction()
-
 _MOST_AWAITED = 64
 """Missing blocks that are looked for at once."""
 
@@ -35,13 +33,12 @@ def make_index(
     layout: KVLayout,
     lookup: StorageConnector | None,
     clock: Callable[[], float] = time.monotonic,
-    eviction: Eviction = _BY_USE,
+    eviction: EvictionPolicy = EvictionPolicy.LEARNED,
 ) -> LocalIndex | RemoteIndex:
     """Return an index that asks ``lookup``, or without one an index of local slab files."""
     if lookup is None:
         slots = slots_for(settings.size, layout)
-        depth_value = eviction.depth_value(layout.block_size)
-        return LocalIndex.make(slots, settings.retry_after, clock, eviction.policy, depth_value)
+        return LocalIndex.make(slots, settings.retry_after, clock, eviction)
     return RemoteIndex(lookup, timeout=settings.timeout, clock=clock)
 
 

@@ -49,9 +49,8 @@ class StoragePool(BlockPool):
         *,
         retry_after: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
-        depth_value: float = 0.0,
     ) -> None:
-        super().__init__(CacheLevel.STORAGE, num_blocks, eviction, depth_value=depth_value)
+        super().__init__(CacheLevel.STORAGE, num_blocks, eviction)
         self._pause = retry_after
         self._clock = clock
         self._written = np.zeros(num_blocks, np.bool_)
@@ -337,12 +336,9 @@ class LocalIndex:
         retry_after: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         eviction: str = "lru",
-        depth_value: float = 0.0,
     ) -> LocalIndex:
         """Return an index of ``slots`` slots; a full disk is tried again after ``retry_after`` seconds."""
-        return LocalIndex(
-            StoragePool(slots, eviction, retry_after=retry_after, clock=clock, depth_value=depth_value)
-        )
+        return LocalIndex(StoragePool(slots, eviction, retry_after=retry_after, clock=clock))
 
 
 class RemoteIndex:

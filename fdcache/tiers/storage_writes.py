@@ -73,6 +73,10 @@ class StorageWrites:
         if not self._writes_back:
             self._enqueue(hashes)
 
+    def request(self, hashes: HashArray) -> None:
+        """Queue blocks that someone asks to be stored, with any policy."""
+        self._enqueue(hashes)
+
     def on_evict(self, hashes: HashArray) -> None:
         """Count blocks that left the host tier and, with write_back, were not written in time."""
         if self._writes_back and len(hashes):

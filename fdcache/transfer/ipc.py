@@ -26,6 +26,9 @@ from fdcache.transfer.connector import (
 )
 from fdcache.transfer.shared_planes import MappedPlanes, PlanesFile, find_shared
 
+_THREADS = 1
+"""Threads that read; copies from memory of the same node are limited by its bandwidth."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
@@ -57,7 +60,7 @@ class IpcConnector:
         self._planes = planes
         self._wake = context.wake
         self._peers: dict[bytes, _Peer] = {}
-        self._threads = ThreadPoolExecutor(context.settings.threads, "fdcache-transfer-read")
+        self._threads = ThreadPoolExecutor(_THREADS, "fdcache-transfer-read")
         self._ended: deque[ReadEnd] = deque()
         self._reads = self._failed = self._bytes = self._in_flight = 0
 

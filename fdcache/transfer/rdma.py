@@ -75,7 +75,8 @@ class RdmaConnector:
         least = _PART_SHARE * Packing(self._whole.sizes, 0, len(self._whole.sizes)).record_bytes
         if size < least:
             raise TransferError(
-                f"FDCACHE_TRANSFER_RING={size}: a block has {least // _PART_SHARE} bytes; use at least {least}"
+                f"FDCACHE_TRANSFER=rdma: a block of {least // _PART_SHARE} bytes is more than a part of the {size} "
+                "bytes in which blocks are packed; use smaller blocks, or ipc"
             )
         self._out, self._in = _packed_memory(context.planes, size), _packed_memory(context.planes, size)
         memory = [(each.address, each.regions.nbytes) for each in (self._out, self._in)]
@@ -444,4 +445,4 @@ def _packed_memory(planes: LocalPlanes, nbytes: int) -> PackedMemory:
     try:
         return DevicePackedMemory(nbytes, planes, planes.gpu)
     except DeviceError as error:
-        raise TransferError(f"FDCACHE_TRANSFER_RING={nbytes}: {error}") from error
+        raise TransferError(f"FDCACHE_TRANSFER=rdma: {nbytes} bytes for packed blocks: {error}") from error

@@ -7,8 +7,48 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer import Context
+from typer.core import TyperGroup
+from typer.main import get_command
 
+from fdcache_cli.commands import make_app
 from tests.commands import FDCACHE, everything, fdcache
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["--version"]])
+def test_the_first_pages_import_almost_nothing(words: list[str]) -> None:
+    program = (
+        "import sys, importlib.util; before = set(sys.modules); from fdcache_cli.main import run\n"
+        f"sys.argv[1:] = {words}\n"
+        "try: run()\n"
+        "except SystemExit as end: print(end.code, *sorted(set(sys.modules) - before), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    status, *loaded = done.stderr.split()
+    assert status == "0" and done.stdout.startswith(("fdcache ", "Usage: fdcache"))
+    assert not {"typing", "re", "pathlib", "contextlib", "typer", "dataclasses", "subprocess"} & set(loaded)
+    assert len([name for name in loaded if not name.startswith("fdcache")]) <= 8
+
+
+def test_alone_it_says_what_to_do_next(tmp_path: Path) -> None:
+    first = fdcache(XDG_CONFIG_HOME=str(tmp_path))
+    assert first.returncode == 0
+    assert "fdcache doctor" in first.stdout and "fdcache init" in first.stdout
+    file = tmp_path / "fdcache/fdcache.env"
+    file.parent.mkdir()
+    file.touch()
+    second = fdcache(XDG_CONFIG_HOME=str(tmp_path))
+    assert f"export FDCACHE_ENV_FILE={file}" in second.stdout and "fdcache serve" in second.stdout
+    assert "export" not in fdcache(FDCACHE_ENV_FILE=str(file)).stdout
+
+
+def test_the_help_lists_every_option_and_command() -> None:
+    shown = fdcache("--help").stdout
+    app = get_command(make_app())
+    assert isinstance(app, TyperGroup)
+    options = {option for parameter in app.params for option in parameter.opts if option.startswith("--")}
+    commands = app.list_commands(Context(app))
+    assert all(name in shown for name in (*options, *commands, "--version"))
 
 
 def test_help_imports_neither_pydantic_nor_rich_nor_asyncio() -> None:

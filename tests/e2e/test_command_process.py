@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fdcache_cli import commands
 from tests.commands import FDCACHE
 
 COMMANDS = ("--version", "--help", "inspect --help", "env check", "env show --all --json", "serve --check")
@@ -126,7 +127,7 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
         "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Presses())\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "sys.argv = ['fdcache', '--help']\n"
+        "sys.argv = ['fdcache', 'env', '--help']\n"
         "from fdcache_cli.main import run\n"
         "run()\n"
     )
@@ -220,7 +221,7 @@ def test_bash_completes_commands_options_and_choices_once_it_is_installed(tmp_pa
     subprocess.run(
         ["bash", "--norc", "-c", script], check=True, capture_output=True, env=environment_of(tmp_path)
     )
-    assert completions(tmp_path, "fdcache", "") == ["init", "env", "serve", "inspect", "replay", "reset"]
+    assert completions(tmp_path, "fdcache", "") == list(commands.COMMANDS)
     assert completions(tmp_path, "fdcache", "inspect", "t") == ["tiers", "tree", "transfers", "tenants"]
     assert completions(tmp_path, "fdcache", "inspect", "tiers", "--wa") == ["--watch"]
     assert completions(tmp_path, "fdcache", "reset", "--tier", "") == ["device", "host", "storage", "all"]

@@ -1,10 +1,13 @@
-"""``fdcache init`` on a machine without a GPU, and the plot of a calibration."""
+"""``fdcache init`` and ``fdcache doctor`` on a machine without a GPU, and the plot of a calibration."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,16 +15,21 @@ import pytest
 from fdcache.devices import topology
 from fdcache.devices.calibration import Calibration, Measurement
 from fdcache.errors import ConfigurationError
-from fdcache.service.server import machine_setup
+from fdcache.service.server import machine_findings
 from fdcache.service.server.arena import Arena
-from fdcache.settings import Settings
+from fdcache.settings import VARIABLES, Settings
 from fdcache_cli.link_plot import require_plotting, write_plot
 from tests.commands import Done, run_command
 from tests.gpu.conftest import missing_gpu
+from tests.terminals import on_terminal
 
 
 def run_init(*options: str, **environment: str) -> Done:
-    return run_command(("init", *options), {**os.environ, **environment})
+    return run_command(("init", "--yes", *options), {**os.environ, **environment})
+
+
+def run_doctor(*options: str, **environment: str) -> Done:
+    return run_command(("doctor", *options), {**os.environ, **environment})
 
 
 def home(tmp_path: Path) -> dict[str, str]:
@@ -42,15 +50,16 @@ def test_an_unknown_gpu_is_an_error(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
 
 
-def test_check_reports_the_machine_and_changes_nothing(tmp_path: Path) -> None:
+def test_doctor_reports_the_machine_and_changes_nothing(tmp_path: Path) -> None:
     folders = {"FDCACHE_ARENA_DIR": str(tmp_path), "FDCACHE_RUNTIME_DIR": str(tmp_path / "run")}
-    done = run_init("--check", "--json", **folders)
+    done = run_doctor("--json", **folders)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     names = {each["name"] for each in answer["machine"]}
-    what = {"GPU", "memory", "NUMA nodes", "memlock", "huge pages", "arena folder", "runtime folder", "disk"}
-    assert names - {"calibration", "swap kernels"} == what
-    assert answer["calibrations"] == []
+    what = {"GPU", "memory", "NUMA nodes", "memlock", "huge pages", "arena folder", "runtime folder"}
+    what |= {"HTTP address", "disk", "engine"}
+    assert names - {"calibration", "swap kernels", "driver", "CuPy", "GPU devices"} == what
+    assert answer["ok"] is True
     assert list(tmp_path.iterdir()) == []
 
 
@@ -61,10 +70,12 @@ def test_check_reports_the_machine_and_changes_nothing(tmp_path: Path) -> None:
         ({"FDCACHE_ARENA_DIR": "/sys"}, "choose another one, a tmpfs such as /dev/shm"),
         ({"FDCACHE_NUMA_NODE": "4095"}, "no NUMA node 4095; unset the variable"),
         ({"FDCACHE_RUNTIME_DIR": "/"}, "set FDCACHE_RUNTIME_DIR to another directory"),
+        ({"FDCACHE_HTTP_ADDRESS": "0.0.0.0:9470"}, "set FD_API_KEY, or use 127.0.0.1"),
+        ({"FDCACHE_HOST_MEMORY": "much"}, "FDCACHE_HOST_MEMORY"),
     ],
 )
 def test_every_problem_names_its_remedy(settings: dict[str, str], said: str) -> None:
-    done = run_init("--check", **settings)
+    done = run_doctor(**settings)
     assert done.returncode == 1
     (line,) = [each for each in done.stdout.splitlines() if "PROBLEM" in each]
     assert said in line
@@ -88,7 +99,9 @@ class TestPreparing:
         assert file.stat().st_mode & 0o777 == 0o600
         assert f"FDCACHE_ENV_FILE={file}" in done.stdout
         text = file.read_text()
-        assert "# FDCACHE_HOST_MEMORY=" in text
+        assert re.search(r"^FDCACHE_HOST_MEMORY=\d+[GM]iB$", text, re.MULTILINE)
+        assert "# FDCACHE_WRITE_POLICY=" in text
+        assert all(bool(each.used_in) == (f"{each.name}=" in text) for each in VARIABLES.values())
         assert re.search(r"^#   memory: [\d.]+ GiB left", text, re.MULTILINE)
         file.write_text(text + "FDCACHE_DEVICE_BLOCKS=32\n")
         again = run_init("--json", **settings, FDCACHE_ENV_FILE=str(file))
@@ -109,40 +122,162 @@ class TestPreparing:
         assert "--env-file" in file and "choose another" in file
         assert "Traceback" not in done.stderr
 
-    def test_check_creates_nothing(self, tmp_path: Path) -> None:
-        assert run_init("--check", **home(tmp_path)).returncode == 0
+    def test_doctor_creates_nothing(self, tmp_path: Path) -> None:
+        assert run_doctor(**home(tmp_path)).returncode == 0
         assert list(tmp_path.iterdir()) == []
-        assert run_init("--check", "--env-file", str(tmp_path / "x"), **home(tmp_path)).returncode == 2
+
+
+class TestTheSettingsOfAnEngine:
+    def test_without_a_terminal_init_wants_yes(self, tmp_path: Path) -> None:
+        done = run_command(("init",), {**os.environ, **home(tmp_path)})
+        assert done.returncode == 2
+        assert "no terminal to ask on; give --yes" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_unknown_engine_is_refused(self, tmp_path: Path) -> None:
+        done = run_init("--engine", "vlm", **home(tmp_path))
+        assert done.returncode == 2
+        assert "none of vllm, fastdeploy, own" in done.stderr
+
+    def test_the_last_line_starts_the_engine_with_the_settings(self, tmp_path: Path) -> None:
+        options = ("--engine", "vllm", "--model", "/models/a b", "--host-memory", "1GiB")
+        done = run_init(*options, "--storage", str(tmp_path / "blocks"), **home(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+        file = tmp_path / "config/fdcache/fdcache.env"
+        last = done.stdout.splitlines()[-1].strip()
+        words = shlex.split(last)
+        assert words[:4] == [f"FDCACHE_ENV_FILE={file}", "vllm", "serve", "/models/a b"]
+        assert json.loads(words[5]) == {"kv_connector": "FdcacheConnector", "kv_role": "kv_both"}
+        found = Settings.load(environ={"FDCACHE_ENV_FILE": str(file)})
+        assert found.cache.host_memory == 1 << 30
+        assert found.storage_tier.directory == tmp_path / "blocks"
+
+    def test_with_a_service_the_engine_has_its_address_alone(self, tmp_path: Path) -> None:
+        options = ("--engine", "fastdeploy", "--host-memory", "64MiB", "--service", "--json")
+        done = run_init(*options, **home(tmp_path))
+        assert done.returncode == 0, done.stderr
+        serve, engine = json.loads(done.stdout)["start"]
+        assert serve == "fdcache serve --host-memory 64MiB"
+        assert "FD_PLUGINS=fdcache" in engine
+        found = Settings.load(environ={"FDCACHE_ENV_FILE": str(tmp_path / "config/fdcache/fdcache.env")})
+        assert found.cache.server == f"ipc://{tmp_path}/run/fdcache.sock"
+        assert found.cache.host_memory == 0
+        assert (
+            run_command((*shlex.split(serve)[1:], "--check"), {**os.environ, **home(tmp_path)}).returncode
+            == 0
+        )
+
+    def test_on_a_terminal_it_asks_and_asks_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, value in home(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        answers = f"vlm\nvllm\n/models/llama\n2GiB\n{tmp_path}/blocks\ny\n"
+        status, seen, output = on_terminal("init", answer=answers)
+        assert status == 0, seen
+        assert "'vlm' is none of vllm, fastdeploy, own" in seen
+        serve, engine = (line.strip() for line in output.splitlines()[-2:])
+        assert serve.startswith(
+            f"fdcache serve --host-memory 2GiB --storage {tmp_path}/blocks/ --storage-size "
+        )
+        assert "vllm serve /models/llama" in engine
+
+
+class TestDoctor:
+    def test_an_open_address_of_transfers_is_a_hint_until_it_is_used(self, tmp_path: Path) -> None:
+        address = {**home(tmp_path), "FDCACHE_TRANSFER_ADDRESS": "tcp://0.0.0.0:7000"}
+        (found,) = finding("transfer", run_doctor("--json", **address))
+        assert "FDCACHE_TRANSFER_KEY" in found["hint"] and "write the host" in found["hint"]
+        used = run_doctor("--json", **address, FDCACHE_TRANSFER="ipc")
+        assert used.returncode == 1
+        (found,) = finding("transfer", used)
+        assert "FDCACHE_TRANSFER_KEY" in found["problem"]
+        key = {"FDCACHE_TRANSFER_KEY": "0123456789abcdef" * 2, "FDCACHE_TRANSFER": "ipc"}
+        done = run_doctor("--json", **address | key | {"FDCACHE_TRANSFER_ADDRESS": "tcp://127.0.0.1:7000"})
+        assert done.returncode == 0, done.stdout
+        assert key["FDCACHE_TRANSFER_KEY"] not in done.stdout
+
+    def test_every_wrong_setting_is_listed(self, tmp_path: Path) -> None:
+        done = run_doctor("--json", **home(tmp_path), FDCACHE_RANKS="many", FDCACHE_VERIFY="some")
+        assert done.returncode == 1
+        assert {each["found"] for each in finding("setting", done)} == {"FDCACHE_RANKS", "FDCACHE_VERIFY"}
+
+    def test_a_port_in_use_is_a_problem(self, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            done = run_doctor("--json", **home(tmp_path), FDCACHE_HTTP_ADDRESS=f"127.0.0.1:{port}")
+        (found,) = finding("HTTP address", done)
+        assert "Address already in use; choose another" in found["problem"]
+
+    def test_engines_are_named_with_their_versions(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        installed = tmp_path / "site"
+        for name, version in (("vllm", "0.25.1"), ("fastdeploy_gpu", "2.3.0")):
+            info = installed / f"{name}-{version}.dist-info"
+            info.mkdir(parents=True)
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(str(installed))
+        done = run_doctor("--json", **home(tmp_path), VLLM_PLUGINS="other")
+        vllm, fastdeploy, *_ = finding("engine", done)
+        assert vllm["found"] == "vllm 0.25.1" and "pip install 'vllm>=0.26.0'" in vllm["hint"]
+        assert fastdeploy["found"] == "fastdeploy-gpu 2.3.0" and not fastdeploy["hint"]
+        (plugins,) = finding("vLLM plug-ins", done)
+        assert "VLLM_PLUGINS=other,fdcache" in plugins["problem"]
+
+    @pytest.mark.parametrize(
+        ("driver", "cupy", "said"),
+        [
+            ("580.65.06", (), "pip install 'fdcache[cuda13]'"),
+            ("535.104.12", (), "pip install 'fdcache[cuda12]'"),
+            ("535.104.12", ("cupy_cuda13x",), "cupy-cuda13x needs driver 580 or newer"),
+            ("580.65.06", ("cupy_cuda12x", "cupy_cuda13x"), "only one may be installed"),
+            ("470.82.01", (), "older than 525"),
+        ],
+    )
+    def test_a_driver_has_the_cupy_that_suits_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, cupy: tuple[str, ...], said: str
+    ) -> None:
+        for name in cupy:
+            info = tmp_path / "site" / f"{name}-13.6.0.dist-info"
+            info.mkdir(parents=True)
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 13.6.0\n")
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        version = tmp_path / "proc/driver/nvidia/version"
+        version.parent.mkdir(parents=True)
+        version.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat Jul  5 2025\n")
+        found = list(machine_findings.examine_driver(tmp_path))
+        assert any(said in f"{each.hint} {each.problem}" for each in found), found
+
+
+def finding(name: str, done: Done) -> list[dict[str, str]]:
+    return [each for each in json.loads(done.stdout)["machine"] if each["name"] == name]
 
 
 @pytest.mark.skipif(missing_gpu() is None, reason="kernels compile here; tests/gpu has those that do not")
-@pytest.mark.parametrize("options", [("--check",), ()])
+@pytest.mark.parametrize("command", [run_doctor, run_init])
 def test_kernels_that_do_not_compile_are_a_problem_of_their_own(
-    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = topology.Gpu(0, "GPU-1", "H200", 13000, "0000:01:00.0", "PCIe 5 x16", 0, 132, 1 << 37)
-    for module in (topology, machine_setup):
+    for module in (topology, machine_findings):
         monkeypatch.setattr(module, "visible_gpus", lambda: [gpu])
-
-    def init(*more: str) -> Done:
-        return run_init(*options, *more, **home(tmp_path))
-
-    done = init()
+    done = command(**home(tmp_path))
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     lines = done.stdout.splitlines()
     (found,) = (number for number, line in enumerate(lines) if line.startswith("swap kernels "))
     assert lines[found].split()[2:] == ["GPU-1:", "not", "compiled"]
     assert "PROBLEM: " in lines[found + 1] and "install fdcache[cuda12]" in lines[found + 1]
-    answer = json.loads(init("--json").stdout)
+    answer = json.loads(command("--json", **home(tmp_path)).stdout)
     (kernels,) = (each for each in answer["machine"] if each["name"] == "swap kernels")
     assert "install fdcache[cuda12]" in kernels["problem"]
-    assert answer["calibrations"] == [], "a GPU without kernels is not measured"
+    assert answer.get("calibrations", []) == [], "a GPU without kernels is not measured"
 
 
 def test_a_disk_smaller_than_the_storage_is_a_hint(tmp_path: Path) -> None:
     storage = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path / "storage")}
-    done = run_init("--check", "--json", **storage, FDCACHE_STORAGE_SIZE="1000TiB")
+    done = run_doctor("--json", **storage, FDCACHE_STORAGE_SIZE="1000TiB")
     (disk,) = (each for each in json.loads(done.stdout)["machine"] if each["name"] == "disk")
     assert "more than is free" in disk["hint"]
     assert "created at the start" in disk["found"]
@@ -152,38 +287,37 @@ def test_the_storage_folder_is_measured_once_and_shown(tmp_path: Path) -> None:
     places = {**home(tmp_path), "FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_SIZE": "1MiB"}
     places["FDCACHE_STORAGE_DIR"] = str(tmp_path / "storage")
 
-    def speed(*options: str) -> str:
-        done = run_init(*options, "--json", **places)
+    def speed(command: Callable[..., Done] = run_init) -> str:
+        done = command("--json", **places)
         found = [each for each in json.loads(done.stdout)["machine"] if each["name"] == "storage speed"]
         assert "cannot be measured" not in done.stdout and "too little room" not in done.stdout, done.stdout
         return found[0]["found"] if found else ""
 
-    assert speed("--check") == ""  # there is no folder yet
+    assert speed(run_doctor) == ""  # there is no folder yet
     first = speed()
     assert re.search(r"[0-9.]+ GB/s, [0-9.]+ ms for a small read", first)
-    assert speed() == speed("--check") == first
+    assert speed() == speed(run_doctor) == first
     assert list((tmp_path / "storage").iterdir()) == []
     (saved,) = (tmp_path / "calibration" / "storage").iterdir()
     saved.unlink()
-    assert "not measured" in speed("--check")
+    assert "not measured" in speed(run_doctor)
 
 
 def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:
     dead = Arena(tmp_path, "deaddead", "ipc:///run/x.sock")
     dead.lock()
-    dead.create(1 << 20, 1 << 16)
+    dead.create(1 << 20)
     dead.close()
     living = Arena(tmp_path, "11111111")
     living.lock()
     folder = {**home(tmp_path / "home"), "FDCACHE_ARENA_DIR": str(tmp_path)}
-    shown = run_init("--check", **folder).stdout
+    shown = run_doctor(**folder).stdout
     assert "dead, 1" in shown and "--socket ipc:///run/x.sock takes it over" in shown
     done = run_init("--clean-arenas", **folder)
     assert done.returncode == 0, done.stderr
     assert "removed a dead arena" in done.stdout
     assert [path.name for path in tmp_path.glob("fdcache-*")] == ["fdcache-11111111.arena"]
     living.close(discard=True)
-    assert run_init("--check", "--clean-arenas", **folder).returncode == 2
 
 
 def test_a_calibration_is_plotted(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ class TestReset:
 
 
 def test_explain_names_evictions(tmp_path: Path) -> None:
-    small = {"FDCACHE_HOST_MEMORY": "128KiB", "FDCACHE_EXTENT_SIZE": "64KiB"}
+    small = {"FDCACHE_HOST_MEMORY": "128KiB"}
     with local_service(tmp_path, **small) as service:
         engine = Engine(service.address, device_blocks=64)
         starts = iter(range(1000, 10**6, 1000))

@@ -143,7 +143,6 @@ def test_a_service(tmp_path: Path) -> None:
     terminal = Terminal(
         *("serve", "--socket", f"ipc://{tmp_path}/s/x.sock", "--http", "off", "--host-memory", "4MiB"),
         *("--arena-dir", str(arena), "--storage", str(tmp_path / "storage"), "--storage-size", str(MANY)),
-        FDCACHE_EXTENT_SIZE="256KiB",
     )
     until(lambda: "loading the storage index" in terminal.shown, "the scan is shown")
     until(lambda: answers(f"ipc://{tmp_path}/s/x.sock"), "it serves")

@@ -29,7 +29,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import Request
 from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.conformance import TransferConformance
+from fdcache.testing.transfer import TransferConformance
 from fdcache.transfer.connector import LocalPlanes, ReadEnd, ReadOrder, TransferContext
 from fdcache.transfer.device_ipc import DeviceIpcConnector
 from fdcache.transfer.device_packed_memory import DevicePackedMemory
@@ -251,7 +251,7 @@ def _prefill(gpu: str, directory: str, connector: str = "ipc") -> None:
                     with cupy.cuda.Device(instance.ordinal):
                         spin(instance.stream, cycles)
                 instance.compute(request, f"r{seed}")
-                instance.manager.request_finish([request])
+                instance.manager.finish([request])
                 _answer("computed")
             instance.step()
 

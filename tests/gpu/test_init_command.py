@@ -23,8 +23,10 @@ def run_init(
     folder: Path, *options: str, program: str = RUN, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program, "init", *options],
-        env=os.environ | {"FDCACHE_CALIBRATION_DIR": str(folder)} | environment,
+        [sys.executable, "-c", program, "init", "--yes", *options],
+        env=os.environ
+        | {"FDCACHE_CALIBRATION_DIR": str(folder), "XDG_CONFIG_HOME": str(folder / "config")}
+        | environment,
         capture_output=True,
         text=True,
         timeout=120,

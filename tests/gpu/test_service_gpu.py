@@ -20,9 +20,7 @@ def service() -> Iterator[ServiceProcess]:
     """Start a service with its arena in shared memory; files on a disk cannot be pinned."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="fdcache-test-") as folder,
-        service_process(
-            Path(folder) / "service", FDCACHE_HOST_MEMORY="64MiB", FDCACHE_EXTENT_SIZE="1MiB"
-        ) as running,
+        service_process(Path(folder) / "service", FDCACHE_HOST_MEMORY="64MiB") as running,
     ):
         yield running
 

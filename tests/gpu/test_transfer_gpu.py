@@ -21,7 +21,7 @@ from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadStatus
 from fdcache.settings.cache import TransferSettings
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.conformance import TransferConformance, transfer_layout
+from fdcache.testing.transfer import TransferConformance, transfer_layout
 from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
 from fdcache.transfer.device_ipc import DeviceIpcConnector
 from fdcache.transfer.sharing import share
@@ -217,7 +217,7 @@ def test_expandable_segments_are_refused_with_the_remedy() -> None:
         from fdcache.errors import TransferError
         from fdcache.settings.cache import TransferSettings
         from fdcache.settings.peers import PeerSettings
-        from fdcache.transfer.conformance import transfer_layout
+        from fdcache.testing.transfer import transfer_layout
         layout = transfer_layout()
         controller = CacheController(TransferSettings(), layout, device=CudaDevice())
         controller.register_kv_cache(
@@ -263,7 +263,7 @@ def test_a_prompt_is_handed_over_between_processes_while_both_gpus_compute(
             assert (outcome.status, outcome.error_message) == (LoadStatus.CONFIRMED, None)
             assert decode.wrong_blocks(request, 0, blocks) == []
             decode.outcomes.clear()
-            decode.manager.request_finish([request])
+            decode.manager.finish([request])
         assert decode.transfers.connector.read_bytes == 29 * LAYOUT.payload_bytes
 
 

@@ -15,7 +15,7 @@ from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadStatus
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.conformance import TransferConformance, transfer_layout
+from fdcache.testing.transfer import TransferConformance, transfer_layout
 from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
 from fdcache.transfer.rdma import RdmaConnector
 from fdcache.transfer.sharing import share
@@ -208,7 +208,7 @@ def test_head_ranges_of_one_rank_are_packed_for_each_of_its_readers() -> None:
 
 def test_packed_memory_that_the_gpu_has_not_is_refused() -> None:
     planes = GpuPeerPlanes(transfer_layout(), 4, 0)
-    with pytest.raises(TransferError, match=r"FDCACHE_TRANSFER_RING=.*could not allocate"):
+    with pytest.raises(TransferError, match=r"FDCACHE_TRANSFER=rdma: .*could not allocate"):
         RdmaConnector(planes.context(RDMA.model_copy(update={"ring": 1 << 50})))
 
 
@@ -229,5 +229,5 @@ def test_a_prompt_is_handed_over_between_processes_while_both_gpus_compute(
             assert (outcome.status, outcome.error_message) == (LoadStatus.CONFIRMED, None)
             assert decode.wrong_blocks(request, 0, blocks) == []
             decode.outcomes.clear()
-            decode.manager.request_finish([request])
+            decode.manager.finish([request])
         assert decode.transfers.connector.read_bytes == 15 * LAYOUT.payload_bytes

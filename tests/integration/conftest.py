@@ -22,7 +22,7 @@ from tests.transfer_world import World
 
 @pytest.fixture(scope="module")
 def service_of_worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
-    with local_service(tmp_path_factory.mktemp("service"), FDCACHE_EXTENT_SIZE="256KiB") as running:
+    with local_service(tmp_path_factory.mktemp("service")) as running:
         yield running
 
 

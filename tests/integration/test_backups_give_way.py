@@ -47,7 +47,7 @@ class Pool:
             self.plan()
             self.copy(keep_backups=True)
             self.manager.commit([(request, len(tokens))])
-        self.manager.request_finish([request])
+        self.manager.finish([request])
         return tokens if allocation.ok else None
 
     def plan(self) -> None:

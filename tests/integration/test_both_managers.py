@@ -197,7 +197,7 @@ class OwnDevice(Side):
             self.report(1)
         plans = self.step()
         self.manager.commit([(request, request.num_tokens)])
-        self.manager.request_finish([request])
+        self.manager.finish([request])
         return plans
 
     def begin(self, request: Request) -> bool:
@@ -343,9 +343,7 @@ def test_an_eviction_takes_a_bounded_number_of_ancestors_along(
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
-    with local_service(
-        tmp_path_factory.mktemp("service"), FDCACHE_EXTENT_SIZE="512KiB", FDCACHE_HOST_MEMORY="64MiB"
-    ) as running:
+    with local_service(tmp_path_factory.mktemp("service"), FDCACHE_HOST_MEMORY="64MiB") as running:
         yield running
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fdcache.storage.offline import SlabContents, read_file, slab_files
+from fdcache_cli.slab_files import SlabContents, read_file, slab_files
 from tests.seeds import budget
 from tests.service_help import ServiceProcess, service_process, until
 
@@ -149,12 +149,10 @@ def test_nothing_is_corrupt_leaked_or_stuck_whoever_dies(tmp_path: Path, layers:
     with service_process(
         tmp_path / "s",
         FDCACHE_HOST_MEMORY="8MiB",
-        FDCACHE_EXTENT_SIZE="512KiB",
         FDCACHE_SESSION_TIMEOUT="0.5s",
         FDCACHE_STORAGE="local",
         FDCACHE_STORAGE_DIR=str(folder),
         FDCACHE_STORAGE_SIZE="32MiB",
-        FDCACHE_STORAGE_THREADS="2",
     ) as service:
         clients = [Replayer(service.address, seed, layers[seed % len(layers)]) for seed in range(CLIENTS)]
         try:

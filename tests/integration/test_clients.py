@@ -72,7 +72,7 @@ class TestChangeOfLayout:
             assert plans[0].backups is not None
             engine.manager.change_revision(str(turn + 1))
             engine.carry_out(plans)
-            engine.manager.request_finish([request])
+            engine.manager.finish([request])
             until(lambda: host_of(engine).copy_room, "it has registered with the new layout")
             former = namespace(service, str(turn))
             assert (former["tier"]["ready"], former["clients"]) == (10, 0)
@@ -109,7 +109,7 @@ class TestChangeOfLayout:
         until(lambda: leaving.heartbeat_at > begin + 2, "it sends heartbeats while it leaves")
         assert leaving.runs
         engine.carry_out(plans)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         until(lambda: namespace(service, "1")["clients"] == 0, "it has left")
         engine.close()
         assert_nothing_is_held(service)
@@ -133,7 +133,7 @@ class TestChangeOfLayout:
             engine.manager.change_revision("2")
             (outcome,) = engine.carry_out(plans)
             assert outcome.status is LoadStatus.FAILED
-            engine.manager.request_finish([request])
+            engine.manager.finish([request])
             until(lambda: namespace(service, "1")["totals"]["corrupt"] == 1, "the service has heard of it")
             engine.close()
             assert_nothing_is_held(service)

@@ -83,7 +83,6 @@ class TestDeath:
             tmp_path,
             FDCACHE_SESSION_TIMEOUT="1s",
             FDCACHE_HOST_MEMORY="256KiB",
-            FDCACHE_EXTENT_SIZE="64KiB",
         ) as service:
             writer = Engine(service.address, device_blocks=64)
             writer.serve(PROMPT)
@@ -155,7 +154,7 @@ engine.manager._device.reset()
 request = Request("held", PROMPT)
 while True:
     if engine.manager.match_prefix([request])[0].num_host_blocks == 10: break
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     time.sleep(0.01)
 engine.await_stock()
 print("held", flush=True)

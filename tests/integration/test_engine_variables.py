@@ -17,6 +17,7 @@ import pytest
 from fdcache.controller.cache_controller import CacheController as Controller
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy import CacheController, CacheManager, layout_from_config
+from fdcache.integrations.fastdeploy.old_module import OLD_VARIABLES
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind
 from fdcache.manager import CacheManager as Manager
@@ -25,7 +26,6 @@ from fdcache.manager.requests import PeerSource
 from fdcache.metadata import TransferReport
 from fdcache.replay.scheduler import Scheduler
 from fdcache.settings import VARIABLES, Settings
-from fdcache.settings.legacy import OLD_VARIABLES
 from fdcache_cli.main import run as run_command
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request, make, run, settle
 from tests.service_engine import PROMPT, Engine
@@ -374,7 +374,7 @@ class TestFastDeploy:
             request = fd_request("a", 2 * BLOCK)
             run(manager, request, outputs=2 * BLOCK + 1)
             request.status = SimpleNamespace(name=status)
-            manager.request_finish(request)
+            manager.finish(request)
             settle(manager)
             again = fd_request("b", prompt=[*request.prompt_token_ids, *request.output_token_ids])
             manager.match_prefix(again)

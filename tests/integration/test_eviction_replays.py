@@ -1,4 +1,4 @@
-"""What hints and the objective of eviction are worth in replays of generated traffic."""
+"""What hints are worth in replays of generated traffic."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 from fdcache.hints import HintKind
-from fdcache.layout import KVLayout
-from fdcache.manager import CacheManager, Request
 from fdcache.replay.config import Verify
 from fdcache.replay.hints import with_hints
 from fdcache.replay.points import Point, run_point
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
-from fdcache.settings import Settings
 from fdcache.settings.cache import WritePolicy
 from tests.replay_help import small_config
 
@@ -156,36 +153,3 @@ def test_hints_of_a_replay_all_have_an_outcome(chat: list[WorkItem]) -> None:
     answered = sum(outcomes.get(name, 0) for name in ("taken", "over_budget", "no_block", "ignored"))
     assert answered == sum(len(item.hints) for item in items)
     assert outcomes["kept"] + outcomes.get("evicted_early", 0) == len(told) > 100
-
-
-@pytest.mark.parametrize(("objective", "short_stays"), [("hits", True), ("compute", False)])
-def test_the_objective_decides_between_a_recent_and_a_deep_block(objective: str, short_stays: bool) -> None:
-    block = 4096
-    layout = KVLayout.uniform(
-        model="m", revision="1", num_layers=1, block_size=block, kv_heads=1, head_dim=8, dtype="bfloat16"
-    )
-    values = {
-        "FDCACHE_DEVICE_BLOCKS": "12",
-        "FDCACHE_HOST_MEMORY": "0",
-        "FDCACHE_EVICTION": "learned",
-        "FDCACHE_EVICTION_OBJECTIVE": objective,
-    }
-    now = 0.0
-    manager = CacheManager.from_settings(layout, Settings.load(environ=values), clock=lambda: now)
-
-    def serve(first: int, blocks: int) -> Request:
-        request = Request(f"r{first}", np.arange(first, first + blocks * block, dtype=np.int32))
-        manager.match_prefix([request])
-        assert manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
-        manager.take_plans()
-        manager.commit([(request, request.num_tokens)])
-        manager.request_finish([request])
-        return request
-
-    deep = serve(0, 9)
-    now = 20.0
-    short = serve(50_000, 3)
-    now = 21.0
-    serve(70_000, 1)
-    left = [sum(map(len, manager.find_blocks(each).values())) for each in (deep, short)]
-    assert left == ([8, 3] if short_stays else [9, 2])

@@ -19,7 +19,7 @@ from fdcache.integrations.fastdeploy import (
     settings_from_config,
 )
 from fdcache.metadata import StorageScan, SwapPurpose, TransferPlan
-from fdcache.settings.cache import MooncakeSettings, StorageTierSettings, TransferSettings
+from fdcache.settings.cache import StorageTierSettings, TransferSettings
 from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.storage.slab import SlabStore
@@ -218,7 +218,7 @@ class Engine:
     def start(self) -> StorageScan | None:
         """Allocate the memory, and open the storage if there is one."""
         self.planes = self.controller.initialize_kv_cache(backend(), self.manager.num_gpu_blocks)
-        store = open_storage(ConnectorContext(self.controller.layout, 0, self.storage, MooncakeSettings()))
+        store = open_storage(ConnectorContext(self.controller.layout, 0, self.storage))
         return self.controller.initialize_storage(store) if store else None
 
     def serve(self, request: Any) -> int:

@@ -55,7 +55,18 @@ PATHS = [
     ("GET", "/v1/namespaces"),
     ("GET", "/v1/clients"),
     ("GET", "/v1/tree"),
+    ("GET", "/v1/block"),
+    ("GET", "/v1/page"),
     ("GET", "/v1/config"),
+    ("GET", "/v1/pins"),
+    ("GET", "/v1/quotas"),
+    ("POST", "/v1/explain"),
+    ("POST", "/v1/pin"),
+    ("POST", "/v1/unpin"),
+    ("POST", "/v1/prefetch"),
+    ("POST", "/v1/move"),
+    ("POST", "/v1/delete"),
+    ("POST", "/v1/quotas"),
     ("POST", "/v1/reset"),
     ("POST", "/v1/pause"),
     ("POST", "/v1/resume"),
@@ -69,7 +80,12 @@ def test_openapi_has_every_path(web: TestClient) -> None:
 
 @pytest.mark.parametrize(
     ("path", "view"),
-    [("/v1/stats", "ServiceView"), ("/v1/clients", "ClientView"), ("/v1/reset", "ResetView")],
+    [
+        ("/v1/stats", "ServiceView"),
+        ("/v1/clients", "ClientView"),
+        ("/v1/reset", "ResetView"),
+        ("/v1/pin", "PinView"),
+    ],
 )
 def test_openapi_describes_the_answers(web: TestClient, path: str, view: str) -> None:
     schema = web.get("/openapi.json").json()
@@ -89,7 +105,8 @@ def test_answers_conform_to_the_openapi_schema(
     path: str,
     keys: tuple[str, ...],
 ) -> None:
-    needs_key = method == "POST" or (keys and path.startswith(("/v1", "/metrics")))
+    is_view = method == "GET" or path == "/v1/explain"
+    needs_key = not is_view or (keys and path.startswith(("/v1", "/metrics")))
     headers = BEARER if needs_key else {}
     operation = schemas[keys][path][method]
 

@@ -20,7 +20,7 @@ from fdcache.service.client.connection import Client
 from fdcache.service.server import http_server
 from fdcache.service.server.endpoints import endpoints
 from fdcache.service.server.http import make_app
-from fdcache.service.server.http_guard import MAX_BODY, MAX_REQUESTS
+from fdcache.service.server.http_guard import MAX_BODY, MAX_PROMPT, MAX_REQUESTS
 from fdcache.service.server.http_server import MAX_CONNECTIONS, HttpServer
 from fdcache.settings import Settings
 from fdcache_cli.running_service import is_served
@@ -167,6 +167,21 @@ class TestLimits:
                 )
                 assert line.recv(100).startswith(b"HTTP/1.1 413 ")
         assert web.process.memory_info().rss - before < 8 << 20
+
+    def test_a_long_prompt_is_taken_with_the_key_only(self, web: Web) -> None:
+        prompt = json.dumps({"tokens": list(range(100_000))})
+        assert MAX_BODY < len(prompt) < MAX_PROMPT
+        wrong = "Authorization: Bearer " + "x" * 43 + "\r\n"
+        for length, keys in ((len(prompt), ""), (len(prompt), wrong)):
+            with web.line() as line:
+                head = (
+                    f"POST /v1/explain HTTP/1.1\r\nHost: localhost\r\n{keys}Content-Length: {length}\r\n\r\n"
+                )
+                line.sendall(head.encode())
+                assert line.recv(100).startswith(b"HTTP/1.1 413 ")
+        json_body = {"Content-Type": "application/json"} | web.bearer
+        assert web.send("POST", "/v1/explain", json_body, prompt) == 404, "there is no namespace"
+        assert web.send("POST", "/v1/reset", json_body, prompt) == 413
 
     @pytest.mark.parametrize("path", ["/v1/reset", "/v1/pause", "/metrics"])
     def test_a_body_of_unknown_length_ends_with_the_connection(self, web: Web, path: str) -> None:

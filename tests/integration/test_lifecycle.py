@@ -24,7 +24,8 @@ from fdcache.service.client.connection import Connection
 from fdcache.service.server.arena import Arena
 from fdcache.service.server.arenas import find_arenas, foreign_arenas, remove_arena
 from fdcache.service.server.lifecycle import Server
-from fdcache.service.server.machine_setup import clean_arenas, examine
+from fdcache.service.server.machine_findings import examine
+from fdcache.service.server.machine_setup import clean_arenas
 from fdcache.service.server.preflight import check_all
 from fdcache.service.server.process import notify, notify_status
 from fdcache.service.wire.liveness import LiveFile
@@ -247,7 +248,7 @@ class TestOtherUsers:
     def test_arenas_of_other_users_are_passed_over(self, shared_folder: Path) -> None:
         theirs = Arena(shared_folder, "0decaf00")
         theirs.lock()
-        theirs.create(1 << 20, 1 << 16)
+        theirs.create(1 << 20)
         (shared_folder / "fdcache-0badcafe-free-00000").touch(mode=0o600)
         assert as_nobody(partial(find_arenas, shared_folder)) == []
         found = as_nobody(partial(foreign_arenas, shared_folder))

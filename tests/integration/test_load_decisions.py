@@ -31,7 +31,7 @@ def test_blocks_that_the_device_has_already_are_no_gain_of_a_read(
         engine.match(computed)
         assert engine.allocate(computed).ok
         engine.compute(computed, computed.num_tokens)
-        engine.manager.request_finish([computed])
+        engine.manager.finish([computed])
         learn(engine, compute=0.1, read=read)
         engine.store.gate.clear()
         request = Request("a", tokens_of(1, BLOCKS))
@@ -50,7 +50,7 @@ def test_blocks_that_the_device_has_already_are_no_gain_of_a_read(
             assert engine.match(request).status is MatchStatus.MATCHED
         assert request.num_cached_tokens == 6 * BLOCK
         settle_reads(engine)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
 
 
 @pytest.mark.parametrize("queued", [0.0, 60.0])
@@ -60,7 +60,7 @@ def test_the_true_time_begins_with_the_match(stored: Path, queued: float) -> Non
         learn(engine, compute=0.1, read=0.05)
         engine.store.gate.clear()
         request = Request("a", tokens_of(1, BLOCKS))
-        engine.manager.prefetch([request])
+        engine.manager.begin([request])
         engine.send()
         (decision,) = loads(engine).recent
         assert (decision.choice, decision.waited_seconds) == ("whole", 0.0)
@@ -78,7 +78,7 @@ def test_the_true_time_begins_with_the_match(stored: Path, queued: float) -> Non
         assert decision.waited_seconds == pytest.approx(waited)
         assert decision.true_seconds == pytest.approx(waited + 2.0)
         engine.settle()
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
 
 
 def test_requests_that_share_reads_have_decisions_of_their_own(stored: Path) -> None:
@@ -99,7 +99,7 @@ def test_requests_that_share_reads_have_decisions_of_their_own(stored: Path) -> 
         for request in (first, second):
             assert engine.allocate(request).ok
             engine.compute(request, request.num_tokens)
-            engine.manager.request_finish([request])
+            engine.manager.finish([request])
         figures = loads(engine)
         assert (figures.whole, figures.hedged, figures.judged) == (2, 2, 2)
         assert [each.hedged for each in figures.recent] == [True, True]
@@ -122,7 +122,7 @@ def test_a_request_does_not_wait_for_reads_of_others_that_are_not_worth_it(store
         assert [each.choice for each in figures.recent] == ["whole", "nothing"]
         assert (figures.hedged, figures.probes) == (0, 0)
         settle_reads(engine)
-        engine.manager.request_finish([first, second])
+        engine.manager.finish([first, second])
         assert counters(engine).blocks_prefetched == BLOCKS
 
 
@@ -139,7 +139,7 @@ def test_a_late_read_is_counted_also_without_a_decision(stored: Path) -> None:
         figures = loads(engine)
         assert (figures.hedged, figures.recent) == (1, [])
         settle_reads(engine)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
 
 
 def test_a_disk_that_answers_nothing_is_soon_not_waited_for(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_disk_that_answers_nothing_is_soon_not_waited_for(tmp_path: Path) -> N
                 engine.now += 0.01
             waited.append(engine.now - begin)
             assert request.num_cached_tokens == 0
-            engine.manager.request_finish([request])
+            engine.manager.finish([request])
         assert waited[0] > 0.3, "as long as the read would have saved"
         assert waited[-2:] == [0.0, 0.0]
         settle_reads(engine)
@@ -183,7 +183,7 @@ def test_room_is_waited_for_no_longer_than_a_read(tmp_path: Path) -> None:
         assert engine.match(waiting[-1]).status is MatchStatus.DEFERRED
         engine.now += 0.5
         assert engine.match(waiting[-1]).status is MatchStatus.MATCHED
-        engine.manager.request_finish(waiting)
+        engine.manager.finish(waiting)
         settle_reads(engine)
 
 
@@ -212,7 +212,7 @@ class Traffic:
         path, blocks = self.chosen.randint(1, 3), self.chosen.randint(1, BLOCKS)
         self.new.append(Request(f"r{self._number}", tokens_of(path, blocks)))
         if self.chosen.random() < 0.5:
-            self.engine.manager.prefetch(self.new[-1:])
+            self.engine.manager.begin(self.new[-1:])
 
     def step(self) -> None:
         """Let one request go on, be unmatched or end."""
@@ -221,7 +221,7 @@ class Traffic:
             return
         request = self.chosen.choice(requests)
         if self.chosen.random() < 0.2:
-            manager.request_finish([request])
+            manager.finish([request])
             for each in (self.new, self.matched, self.allocated):
                 if request in each:
                     each.remove(request)
@@ -278,7 +278,7 @@ def test_whatever_is_decided_leaves_nothing_behind(tmp_path: Path, policy: Prefe
         for _ in range(120):
             traffic.chosen.choice(actions)()
             engine.manager.check_integrity()
-        engine.manager.request_finish(traffic.requests)
+        engine.manager.finish(traffic.requests)
         settle_reads(engine)
         assert not engine.manager._choices.has_open
         storage = engine.manager._tiers.storage

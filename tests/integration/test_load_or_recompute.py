@@ -84,7 +84,7 @@ def test_blocks_that_are_sooner_computed_are_not_read(stored: Path) -> None:
         assert (decision.choice, decision.storage_blocks, decision.reused_blocks) == ("nothing", BLOCKS, 0)
         assert decision.expected_seconds == pytest.approx(0.1 * (BLOCKS + 1 / BLOCK), rel=0.01)
         assert decision.expected_seconds_whole == pytest.approx(SLOW * BLOCKS, rel=0.02)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
 
 
 def test_always_reads_what_is_slower(stored: Path) -> None:
@@ -102,7 +102,7 @@ def test_host_blocks_that_are_sooner_computed_are_not_loaded(stored: Path) -> No
         assert engine.allocate(request).ok
         assert not request.is_loading
         engine.compute(request, BLOCKS * BLOCK)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
 
 
 def test_a_part_is_loaded_while_the_rest_is_computed(stored: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_part_is_loaded_while_the_rest_is_computed(stored: Path) -> None:
         engine.settle()
         engine.check(request, match.num_host_blocks)
         engine.compute(request, BLOCKS * BLOCK)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         (decision,) = loads(engine).recent
         assert decision.choice == "part"
         assert decision.expected_seconds < min(
@@ -136,7 +136,7 @@ def test_a_step_that_waited_for_a_load_shorter_than_it_is_observed(stored: Path)
         engine.settle()
         engine.manager.observe_prefill([(request, first, request.num_tokens)], FAST / 1000, waited=True)
         assert model_of(engine).prefill._fit.observations == observed
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         engine.manager.sleep()
         engine.manager.wakeup()
         again = Request("b", tokens_of(1, BLOCKS))
@@ -145,7 +145,7 @@ def test_a_step_that_waited_for_a_load_shorter_than_it_is_observed(stored: Path)
         engine.settle()
         engine.manager.observe_prefill([(again, first, again.num_tokens)], 3.0, waited=True)
         assert model_of(engine).prefill._fit.observations == observed + 1
-        engine.manager.request_finish([again])
+        engine.manager.finish([again])
 
 
 def test_an_old_speed_of_the_link_decides_nothing(stored: Path) -> None:
@@ -162,7 +162,7 @@ def test_an_old_speed_of_storage_is_measured_without_a_wait(stored: Path) -> Non
         engine.now += 11
         match = engine.match(request := Request("a", tokens_of(1, BLOCKS)))
         assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         engine.settle()
         assert counters(engine).blocks_prefetched == BLOCKS
         assert loads(engine).probes == 1
@@ -178,7 +178,7 @@ def test_a_calibrated_speed_of_storage_is_corrected_by_a_read_that_nothing_waits
         for name in ("a", "b"):
             match = engine.match(request := Request(name, tokens_of(1, BLOCKS)))
             assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
-            engine.manager.request_finish([request])
+            engine.manager.finish([request])
             assert loads(engine).probes == 1
         engine.settle()
         assert counters(engine).blocks_prefetched == BLOCKS
@@ -215,7 +215,7 @@ def test_a_late_read_is_left_to_fill_the_host(stored: Path, policy: PrefetchPoli
         engine.compute(request, BLOCKS * BLOCK)
         assert loads(engine).judged == 0
         engine.compute(request, request.num_tokens)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         settle_reads(engine)
         assert counters(engine).blocks_prefetched == BLOCKS
         figures = loads(engine)
@@ -250,7 +250,7 @@ def test_a_match_takes_what_has_arrived_of_a_late_read(stored: Path) -> None:
         settle_reads(engine)
         engine.check(request, 4)
         assert counters(engine).blocks_prefetched == BLOCKS
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
 
 
 def test_a_wait_is_compared_again_once_its_read_is_late(
@@ -276,7 +276,7 @@ def test_a_wait_is_compared_again_once_its_read_is_late(
         assert engine.match(request).status is MatchStatus.DEFERRED
         assert len(compared) == 3
         settle_reads(engine)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
 
 
 @pytest.mark.usefixtures("groups_of_two")
@@ -296,7 +296,7 @@ def test_requests_share_the_reads_of_a_path(stored: Path) -> None:
         for request in (first, second):
             match = engine.match(request)
             assert match.total_matched_blocks == BLOCKS
-            engine.manager.request_finish([request])
+            engine.manager.finish([request])
         assert counters(engine).blocks_requested_from_storage == BLOCKS
 
 
@@ -311,7 +311,7 @@ def test_a_failed_read_ends_those_behind_it(stored: Path) -> None:
         engine.store.fails = True
         settle_reads(engine)
         assert engine.match(request).num_storage_blocks == 2
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         engine.store.fails = False
 
 

@@ -54,7 +54,7 @@ def finish(engine: Engine, request: Request) -> int:
     engine.settle()
     engine.check(request, match.total_matched_blocks)
     engine.compute(request, request.num_tokens)
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     return match.total_matched_blocks
 
 
@@ -72,7 +72,7 @@ def test_blocks_are_on_the_device_while_later_ones_are_read(engine: Engine) -> N
     engine.settle()
     engine.check(request, BLOCKS)
     assert (counters(engine).blocks_loaded, counters(engine).blocks_loaded_ahead) == (8, 6)
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
 
 
 def test_no_step_waits_for_a_load_ahead(engine: Engine) -> None:
@@ -100,7 +100,7 @@ def test_an_aborted_request_leaves_its_loads_as_cached_blocks(engine: Engine) ->
     serve(engine, disk, request, 2)
     disk.serve(1)
     assert engine.match(request).status is MatchStatus.DEFERRED
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     engine.store.gate.set()
     engine.settle()
     assert on_device(engine) == 4
@@ -157,7 +157,7 @@ def test_a_device_without_room_for_the_request_loads_nothing_ahead(engine: Engin
     disk.serve(1)
     assert engine.match(request).status is MatchStatus.DEFERRED
     assert counters(engine).blocks_loaded_ahead == 0
-    engine.manager.request_finish([holder])
+    engine.manager.finish([holder])
     assert engine.match(request).status is MatchStatus.DEFERRED
     assert counters(engine).blocks_loaded_ahead == 2
     assert finish(engine, request) == BLOCKS
@@ -170,7 +170,7 @@ def test_what_a_load_ahead_evicts_is_copied_to_the_host_first(tmp_path: Path, gr
     engine.match(evicted)
     assert engine.allocate(evicted).ok
     engine.compute(evicted, evicted.num_tokens)
-    engine.manager.request_finish([evicted])
+    engine.manager.finish([evicted])
     disk, request = waiting(engine)
     for loaded in (2, 4):  # the first two take free blocks
         serve(engine, disk, request, loaded)

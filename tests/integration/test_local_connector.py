@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from fdcache.layout import KVLayout
-from fdcache.storage.conformance import (
+from fdcache.storage.connector import Outcome
+from fdcache.testing.storage import (
     ConnectorConformance,
     HostRecords,
     OpenConnector,
     conformance_layout,
     path_of,
 )
-from fdcache.storage.connector import Outcome
 from tests.local_connector import LocalConnector
 from tests.storage_help import open_store
 

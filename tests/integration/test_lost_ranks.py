@@ -111,12 +111,12 @@ def test_a_cache_manager_stores_nothing_of_the_lost_rank_either(
     engine.carry_out(manager.take_plans())
     engine.compute(first, PROMPT, 0)
     manager.commit([(first, len(PROMPT))])
-    manager.request_finish([first])
+    manager.finish([first])
     other = Request("other", [500 + token for token in PROMPT])
     manager.match_prefix([other])
     assert manager.allocate_device_blocks([(other, len(PROMPT))])[0].ok
     assert engine.replace_worker(0) == []
-    manager.request_finish([other])
+    manager.finish([other])
     while plans := manager.take_plans():
         engine.carry_out(plans)
     assert manager.get_stats().counters.blocks_evicted_to_host == 0
@@ -139,7 +139,7 @@ def test_a_load_of_a_cache_manager_fails_with_the_rank(service: LocalService) ->
     (outcome,) = engine.replace_worker(0)
     assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 0)
     assert all(plan.loads is None for plan in manager.take_plans())
-    manager.request_finish([request])
+    manager.finish([request])
     assert engine.serve(PROMPT)[0] == 10
     manager.check_integrity()
     end(engine, service)

@@ -53,7 +53,7 @@ class TestFailures:
         assert (allocation.ok, len(allocation.block_ids)) == (True, 0)
         world.manager.commit([(request, 4)])
         assert world.manager.get_stats().device.ready == 1
-        world.manager.request_finish([request])
+        world.manager.finish([request])
         world.assert_nothing_is_held()
 
     def test_nothing_above_an_unconfirmed_load_is_committed(self, worlds: Worlds) -> None:
@@ -112,8 +112,39 @@ class TestFailures:
         world.engine.deliver(0)
         match = world.manager.match_prefix([job.request])[0]
         assert (match.num_device_blocks, match.num_host_blocks) == (0, 0)
-        world.manager.request_finish([job.request])
+        world.manager.finish([job.request])
         assert world.match(*A, *B, *TAIL) == (0, 2), "others load it as before"
+        world.assert_nothing_is_held()
+
+    def test_an_overdue_load_has_one_outcome_though_it_is_reported_later(self, worlds: Worlds) -> None:
+        world = worlds.with_blocks_on_the_host_only()
+        job = world.submit(*A, *B, *TAIL)
+        world.engine.schedule([job], 100)
+        world.now = 100.0
+        (overdue,) = world.manager.expire()
+        assert overdue.load == world.manager.load_of(job.request) > 0
+        (rank,) = world.engine.ranks
+        world.engine.execute(rank, frozenset())
+        assert world.manager.apply(world.engine.reports) == []
+        world.engine.reports.clear()
+        assert world.manager.get_stats().device.ready == 2, "others find what has arrived"
+        world.engine.handle([overdue])
+        world.assert_nothing_is_held()
+
+    def test_the_outcome_of_a_request_that_loads_again_names_its_present_load(self, worlds: Worlds) -> None:
+        world = worlds.with_blocks_on_the_host_only()
+        request = Request("r", [*A, *B, *TAIL])
+        loads = []
+        for _ in range(2):
+            world.manager.match_prefix([request])
+            world.manager.allocate_device_blocks([(request, 9)])
+            loads.append(world.manager.load_of(request))
+            (plan,) = world.manager.take_plans()
+            (outcome,) = world.manager.apply([TransferReport.refusal(plan, 0, "refused")])
+            assert (outcome.status, outcome.load) == (LoadStatus.FAILED, loads[-1])
+            assert world.manager.load_of(request) == 0
+            world.manager.finish([request])
+        assert 0 < loads[0] < loads[1]
         world.assert_nothing_is_held()
 
     def test_nobody_is_told_of_an_overdue_load_whose_request_ended(self, worlds: Worlds) -> None:
@@ -143,7 +174,7 @@ class TestFailures:
         (outcome,) = world.manager.apply([TransferReport.refusal(plan, 0, "no device planes")])
         assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 0)
         assert "no device planes" in (outcome.error_message or "")
-        world.manager.request_finish([request])
+        world.manager.finish([request])
         world.assert_nothing_is_held()
 
     @pytest.mark.parametrize("end", ["lost", "reset"])

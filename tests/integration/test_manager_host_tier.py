@@ -111,7 +111,7 @@ class TestHostTier:
         if world.service is None:
             host = world.manager.get_stats().host
             assert host is not None and (host.pins, host.leases) == (0, 0)
-        world.manager.request_finish([late])
+        world.manager.finish([late])
         world.assert_nothing_is_held()
 
     def test_a_deferred_request_stops_waiting_at_its_deadline(self, worlds: Worlds) -> None:

@@ -19,7 +19,7 @@ from tests.service_help import TIMEOUT, LocalService, local_service, until
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
     directory: Path = tmp_path_factory.mktemp("service")
-    with local_service(directory, FDCACHE_HOST_MEMORY="1MiB", FDCACHE_EXTENT_SIZE="64KiB") as running:
+    with local_service(directory, FDCACHE_HOST_MEMORY="1MiB") as running:
         yield running
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.storage.conformance import (
+from fdcache.integrations.mooncake.client import load_client
+from fdcache.integrations.mooncake.store import MooncakeConnector
+from fdcache.storage.connector import Outcome, StorageState
+from fdcache.testing.storage import (
     ConnectorConformance,
     HostRecords,
     OpenConnector,
     conformance_layout,
     path_of,
 )
-from fdcache.storage.connector import Outcome, StorageState
-from fdcache.storage.mooncake import MooncakeConnector
-from fdcache.storage.mooncake_client import load_client
 from tests.mooncake_master import Master, SharedClient, find_master
 from tests.service_help import until
 

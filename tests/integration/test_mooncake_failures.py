@@ -12,12 +12,12 @@ import pytest
 
 from fdcache.controller.arena import HostArena
 from fdcache.devices.cpu import CpuDevice
+from fdcache.integrations.mooncake.client import load_client
+from fdcache.integrations.mooncake.store import MooncakeConnector
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, StorageTask, SwapPurpose
-from fdcache.storage.conformance import HostRecords, conformance_layout, path_of
 from fdcache.storage.connector import BatchResult, Outcome, StorageState
-from fdcache.storage.mooncake import MooncakeConnector
-from fdcache.storage.mooncake_client import load_client
 from fdcache.storage.queue import StorageQueue, StorageTransfer
+from fdcache.testing.storage import HostRecords, conformance_layout, path_of
 from tests.mooncake_master import Master, find_master
 from tests.mooncake_node import Node
 

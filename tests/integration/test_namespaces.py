@@ -43,7 +43,7 @@ def fill(service: LocalService, engine: Engine, wanted: int) -> None:
     until(has_them, f"{wanted} extents")
 
 
-ARENA = {"FDCACHE_HOST_MEMORY": "1MiB", "FDCACHE_EXTENT_SIZE": "64KiB"}
+ARENA = {"FDCACHE_HOST_MEMORY": "1MiB"}
 
 
 def test_stock_of_an_idle_engine_is_reclaimed_for_another_namespace(

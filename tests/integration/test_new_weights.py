@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fdcache.errors import ConfigurationError, LayoutError
-from fdcache.hashing import TokenBlocks, root_hash
-from fdcache.manager import AsyncEngineClient, CacheManager, LoadStatus, Request
+from fdcache.manager import CacheManager, LoadStatus, Request
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
-from tests.integration.test_engine_client import Blocks, array
 from tests.service_engine import (
-    BLOCK,
     PROMPT,
     Engine,
     assert_nothing_is_held,
@@ -77,11 +72,11 @@ def test_what_was_found_before_is_stale_and_harmless(service: LocalService) -> N
     (allocation,) = engine.manager.allocate_device_blocks([(request, len(PROMPT))])
     outcomes = engine.carry_out(engine.manager.take_plans())
     assert not allocation.ok or all(outcome.status is LoadStatus.FAILED for outcome in outcomes)
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     until(lambda: registered(service, "2"), "it has registered with the new weights")
     engine.await_stock()
     assert engine.manager.match_prefix([request])[0].num_cached_tokens == 0
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     assert engine.serve(PROMPT)[0] == 0
     engine.close()
     assert_nothing_is_held(service)
@@ -100,7 +95,7 @@ def test_a_copy_under_way_ends_before_the_service_hears_of_the_new_weights(servi
     assert not registered(service, "2")
     engine.carry_out(plans)
     until(lambda: registered(service, "2"), "it registers once the copies have ended")
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     engine.close()
     assert_nothing_is_held(service)
 
@@ -121,7 +116,7 @@ def test_blocks_of_new_weights_are_recovered(tmp_path: Path) -> None:
 
 
 def test_more_revisions_than_the_arena_has_extents_find_room(tmp_path: Path) -> None:
-    with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB", FDCACHE_EXTENT_SIZE="64KiB") as service:
+    with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB") as service:
         engine = Engine(service.address, layout(ranks=2))
         extents = service.ask("stats")["tiers"]["host"]["extents"]
         for turn in range(2, extents + 2):
@@ -140,39 +135,6 @@ def test_more_revisions_than_the_arena_has_extents_find_room(tmp_path: Path) -> 
         assert str(extents) in kept  # the one that was used last is the last to go
 
 
-def test_an_engine_client_changes_too_also_from_asyncio(service: LocalService) -> None:
-    blocks, other = Blocks(service.address), Blocks(service.address)
-
-    def hashes(fingerprint: bytes) -> np.ndarray:
-        tokens = TokenBlocks(BLOCK, root_hash(fingerprint, None))
-        tokens.append(list(range(2 * BLOCK)))
-        return tokens.hashes
-
-    old = hashes(blocks.layout.fingerprint)
-    assert blocks.client.store(old, array(0, 1)) == 2
-    until(lambda: blocks.client.lookup(old) == 2, "they are there")
-    changed = blocks.client.change_revision("2")
-    assert changed == other.layout.with_revision("2") == blocks.client.layout
-    until(lambda: blocks.client.store_room, "it has registered with the new weights")
-    new = hashes(changed.fingerprint)
-    assert [blocks.client.lookup(each) for each in (old, new)] == [0, 0]
-    blocks.fill([3, 4])
-    assert blocks.client.store(new, array(3, 4)) == 2
-
-    async def follow() -> int:
-        client = AsyncEngineClient(other.client)
-        assert await client.change_revision("2") == changed
-        while await client.lookup(new) < 2:
-            await asyncio.sleep(0.01)
-        return await client.load(new, array(7, 8))
-
-    assert asyncio.run(follow()) == 2
-    assert other.holds([7, 8])
-    blocks.close()
-    other.close()
-    assert_nothing_is_held(service)
-
-
 class TestEmbedded:
     def engine(self) -> Engine:
         settings = CacheSettings(
@@ -186,13 +148,13 @@ class TestEmbedded:
         engine.serve(PROMPT)
         preempted = Request("preempted", PROMPT)
         assert engine.manager.match_prefix([preempted])[0].num_cached_tokens == 40
-        engine.manager.request_finish([preempted])
+        engine.manager.finish([preempted])
         before = preempted.block_hashes.tobytes()
         assert engine.manager.change_revision("2") >= 20
         match = engine.manager.match_prefix([preempted])[0]
         assert match.num_cached_tokens == 0
         assert preempted.block_hashes.tobytes() != before
-        engine.manager.request_finish([preempted])
+        engine.manager.finish([preempted])
         assert engine.serve(PROMPT) == (0, [])
         engine.manager._device.reset()
         assert engine.serve(PROMPT)[0] == 10
@@ -206,7 +168,7 @@ class TestEmbedded:
         engine.manager.allocate_device_blocks([(request, len(PROMPT))])
         engine.manager.change_revision("2")
         engine.manager.commit([(request, len(PROMPT))])
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         assert engine.serve(PROMPT) == (0, [])
         engine.close()
 

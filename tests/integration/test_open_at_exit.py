@@ -13,7 +13,6 @@ from tests.native_build import ROOT
 PROGRAM = """
 import sys, threading
 from pathlib import Path
-from fdcache.settings.cache import MooncakeSettings
 from fdcache.settings.cache import StorageTierSettings
 from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.factory import open_storage
@@ -24,7 +23,7 @@ how, directory = sys.argv[1:]
 def serve(end):
     worker = Worker(uniform_layout(), device_blocks=64, host_blocks=64)
     tier = StorageTierSettings(connector="local", directory=Path(directory), size=1 << 24)
-    storage = open_storage(ConnectorContext(worker.layout, 0, tier, MooncakeSettings()))
+    storage = open_storage(ConnectorContext(worker.layout, 0, tier))
     worker.controller.initialize_storage(storage)
     worker.run(plan(1, backup=[(slot, slot) for slot in range(64)]))
     for number in range(2, 6):

@@ -54,7 +54,7 @@ def test_a_match_cut_by_the_grid_is_unpinned_as_a_whole(service: ServiceProcess)
         manager.apply(server.worker.controller.poll())
     assert manager.get_stats().counters.host_hit_tokens == 128
     until(lambda: service.ask("clients")[0]["runs"] == 0, "the whole run is unpinned")
-    manager.request_finish([request])
+    manager.finish([request])
     server.close()
     until(lambda: not service.ask("clients"), "the engine has disconnected")
 

@@ -15,7 +15,7 @@ from fdcache.service.client.remote_tier import RemoteHostTier
 from tests.service_engine import PROMPT, Engine, assert_nothing_is_held, ready_blocks, round_trips, totals
 from tests.service_help import LocalService, local_service, next_line, service_process, spawned, until
 
-SMALL = {"FDCACHE_HOST_MEMORY": "256KiB", "FDCACHE_EXTENT_SIZE": "64KiB"}
+SMALL = {"FDCACHE_HOST_MEMORY": "256KiB"}
 
 
 class Interrupted:
@@ -93,7 +93,7 @@ def test_a_pinned_run_is_shown_at_once(service: LocalService, engine: Engine) ->
     (client,) = service.ask("clients")
     assert (client["runs"], client["lookups"] > 0) == (1, True)
     assert service.ask("namespaces")[0]["tier"]["pins"] >= 10
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     assert service.ask("clients")[0]["runs"] == 0
 
 
@@ -126,7 +126,7 @@ def test_no_client_pins_while_a_reset_finds_out_who_loads(
 ) -> None:
     request = Request("r", PROMPT)
     engine.manager.match_prefix([request])
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     session = engine.manager._host.sessions.session  # type: ignore[union-attr]
     hashes, runs, take_runs = request.block_hashes, session.runs, service.service.clients.take_runs
     pinned: list[int] = []
@@ -149,7 +149,7 @@ def test_a_paused_service_lets_no_client_pin(service: LocalService, engine: Engi
         service.ask("resume" if is_open else "pause")
         request = Request("r", PROMPT)
         assert engine.manager.match_prefix([request])[0].num_host_blocks == (10 if is_open else 0)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
     assert round_trips(service) == 1
     (namespace,) = service.ask("namespaces")
     assert namespace["totals"]["missed"]["paused"] == 10
@@ -179,7 +179,7 @@ while True:
     engine.manager._device.reset()
     request = Request("r", PROMPT)
     engine.manager.match_prefix([request])
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
 """
 
 
@@ -223,7 +223,7 @@ def test_unverified_blocks_are_verified_when_they_are_pinned_without_the_service
             assert plan.loads is not None
             assert np.array_equal(plan.loads.unverified, expected)  # type: ignore[arg-type]
             engine.carry_out([plan])
-            engine.manager.request_finish([request])
+            engine.manager.finish([request])
             engine.manager.take_plans()
             until(lambda: not service.ask("namespaces")[0]["unverified"], "they are verified")
             engine.manager._device.reset()

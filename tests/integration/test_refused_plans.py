@@ -104,7 +104,7 @@ def test_refused_loads_are_failed_loads_and_hold_nothing(refusing: Refusing) -> 
     refusing.manager.allocate_device_blocks([(request, len(PROMPT))])
     refusing.refuse(SwapPurpose.LOAD)
     assert request.num_cached_tokens == 0
-    refusing.manager.request_finish([request])
+    refusing.manager.finish([request])
     refusing.assert_nothing_is_held()
 
 
@@ -113,11 +113,11 @@ def test_refused_reads_from_storage_keep_no_request_waiting(refusing: Refusing) 
     refusing.settle()
     refusing.forget(host=True)
     request = Request("second", list(PROMPT))
-    refusing.manager.prefetch([request])
+    refusing.manager.begin([request])
     refusing.refuse(SwapPurpose.PREFETCH)
     (match,) = refusing.manager.match_prefix([request])
     assert (match.status, match.total_matched_blocks) == (MatchStatus.MATCHED, 0)
-    refusing.manager.request_finish([request])
+    refusing.manager.finish([request])
     refusing.assert_nothing_is_held()
 
 

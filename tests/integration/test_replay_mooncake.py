@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.replay.engine import replay
 from fdcache.replay.statistics import Tally
 from fdcache.replay.workloads import WorkloadName, generate
-from fdcache.settings.cache import MooncakeSettings, PrefetchPolicy, StorageTierSettings
-from fdcache.storage.conformance import HostRecords, conformance_layout
+from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
+from fdcache.testing.storage import HostRecords, conformance_layout
 from tests.mooncake_master import Master, find_master
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_help import TIMEOUT, service_process
@@ -46,7 +47,7 @@ def start(master: Master) -> subprocess.Popen[str]:
     program = "from fdcache_cli.main import run; run()"
     return subprocess.Popen(
         [sys.executable, "-c", program, *REPLAY],
-        env={**os.environ, **master.environment(), "FDCACHE_PREFETCH_TIMEOUT": "3s"},
+        env={**os.environ, **master.environment()},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -77,7 +78,7 @@ def test_two_processes_share_a_store(master: Master) -> None:
 def test_a_master_that_dies_does_not_stop_the_engine(mortal: Master) -> None:
     mooncake = MooncakeSettings(master=mortal.address, protocol="tcp", global_segment_size=32 << 20)
     tier = StorageTierSettings(connector="mooncake", retry_after=0.2)
-    config = small_config(device_blocks=150, host_memory=2 << 20, storage=tier, mooncake=mooncake)
+    config = small_config(device_blocks=150, host_memory=2 << 20, storage=tier, storage_options=mooncake)
     assert_clean(run_chat(config, requests=40))
     mortal.kill()
     report = run_chat(config, requests=40)
@@ -97,7 +98,7 @@ def test_a_master_that_freezes_under_traffic_costs_its_deadline(mortal: Master) 
         device_blocks=150,
         host_memory=2 << 20,
         storage=tier,
-        mooncake=mooncake,
+        storage_options=mooncake,
         cache={"write_policy": "write_through"},
     )
     happens = {20: mortal.freeze, 55: mortal.kill}
@@ -122,7 +123,7 @@ def test_services_share_a_store_that_outlives_each_of_them(master: Master, tmp_p
     node.register(HostRecords(layout, 1).table)
     hits = []
     for turn in range(2):
-        settings = {**master.environment(), "FDCACHE_HOST_MEMORY": "4MiB", "FDCACHE_EXTENT_SIZE": "256KiB"}
+        settings = {**master.environment(), "FDCACHE_HOST_MEMORY": "4MiB"}
         with service_process(tmp_path / f"s{turn}", **settings) as service:
             report = run_chat(
                 small_config(

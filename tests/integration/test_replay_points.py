@@ -121,12 +121,12 @@ def test_corrupt_blocks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_left_over_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish: Callable[..., None] = CacheManager.request_finish
+    finish: Callable[..., None] = CacheManager.finish
 
     def finish_all_but_one(manager: CacheManager, requests: Any) -> None:
         finish(manager, [request for request in requests if request.request_id != "7"])
 
-    monkeypatch.setattr(CacheManager, "request_finish", finish_all_but_one)
+    monkeypatch.setattr(CacheManager, "finish", finish_all_but_one)
     with pytest.raises(ReplayError, match="are left after the last request"):
         run_point(generate(WorkloadName.CHAT, 20, 0), small_config(device_blocks=2000, verify=Verify.OFF))
 

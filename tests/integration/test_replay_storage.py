@@ -12,7 +12,7 @@ import pytest
 from fdcache.replay.config import ReplayConfig
 from fdcache.replay.report import Report
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings, WritePolicy
-from fdcache.storage.offline import SlabContents, read_file, slab_files
+from fdcache_cli.slab_files import SlabContents, read_file, slab_files
 from tests.replay_help import assert_clean, run_chat, small_config
 
 

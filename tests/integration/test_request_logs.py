@@ -54,13 +54,13 @@ def settle():
 
 def serve(name, tokens):
     request = Request(name, tokens)
-    manager.prefetch([request])
+    manager.begin([request])
     while manager.match_prefix([request])[0].status is MatchStatus.DEFERRED:
         settle()
     assert manager.allocate_device_blocks([(request, len(tokens))])[0].ok
     settle()
     manager.commit([(request, len(tokens))])
-    manager.request_finish([request])
+    manager.finish([request])
     settle()
 
 def wait_for(done):
@@ -74,7 +74,7 @@ def wait_for(done):
 def is_on_host():
     probe = Request("probe", tokens)
     found = manager.match_prefix([probe])[0].num_host_blocks
-    manager.request_finish([probe])
+    manager.finish([probe])
     return found == 4
 
 tokens = [7] * (4 * layout.block_size + 1)
@@ -86,7 +86,7 @@ serve("second-request", tokens)
 large = Request("too-large", [9] * 40 * layout.block_size)
 manager.match_prefix([large])
 assert not manager.allocate_device_blocks([(large, 40 * layout.block_size)])[0].ok
-manager.request_finish([large])
+manager.finish([large])
 controller.shutdown()
 manager.close()
 """

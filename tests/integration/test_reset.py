@@ -53,7 +53,7 @@ class TestInFlight:
         assert f"process {client['pid']}" in done.stderr
         assert "--wait" in done.stderr
         assert ready_blocks(service) == 10
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
 
     def test_a_drain_lets_loads_end_and_no_new_ones_begin(
         self, service: LocalService, engine: Engine
@@ -66,11 +66,11 @@ class TestInFlight:
             service.ask("reset", tier="host", in_flight="drain")
             late = Request("late", PROMPT)
             found = engine.manager.match_prefix([late])[0].num_host_blocks
-            engine.manager.request_finish([late])
+            engine.manager.finish([late])
             return found == 0
 
         until(holds, "nothing new begins")
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         done = run("reset", "--server", service.address, "--tier", "host", "--yes", "--wait", "60s", "--json")
         assert done.returncode == 0, done.stderr
         answer = json.loads(done.stdout)
@@ -84,13 +84,13 @@ class TestInFlight:
         done = run("reset", "--server", service.address, "--tier", "host", "--yes", "--wait", "200ms")
         assert done.returncode == 1
         assert "wait longer" in done.stderr
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         names = iter(range(10**6))
 
         def finds_it_again() -> bool:
             again = Request(f"again{next(names)}", PROMPT)
             found = engine.manager.match_prefix([again])[0].num_host_blocks
-            engine.manager.request_finish([again])
+            engine.manager.finish([again])
             return found == 10
 
         until(finds_it_again, "look-ups find blocks again")
@@ -104,7 +104,7 @@ class TestInFlight:
         assert allocation.ok
         outcomes = engine.carry_out(engine.manager.take_plans())
         assert all(outcome.status.value in {"confirmed", "failed"} for outcome in outcomes)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         until(lambda: service.ask("clients")[0]["runs"] == 0, "the run is given back")
         assert service.ask("integrity") == []
 

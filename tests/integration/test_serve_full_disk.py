@@ -11,7 +11,7 @@ import pytest
 from tests.integration.test_serve_storage import BLOCKS, storage_of, storage_settings
 from tests.mounts import file_system
 from tests.service_engine import PROMPT, Engine
-from tests.service_help import ServiceProcess, service_process, until
+from tests.service_help import LocalService, local_service, until
 
 OTHER = [token + 1000 for token in PROMPT]
 
@@ -34,19 +34,19 @@ def fill(folder: Path) -> Path:
     return ballast
 
 
-def stored_blocks(service: ServiceProcess) -> int:
+def stored_blocks(service: LocalService) -> int:
     (layout,) = storage_of(service)["layouts"]
     return int(layout["totals"]["stored_blocks"])
 
 
-def has_no_slot(service: ServiceProcess) -> bool:
+def has_no_slot(service: LocalService) -> bool:
     """Return True when the service has taken in that none of its slots has room."""
     (layout,) = storage_of(service)["layouts"]
     return bool(layout["withheld"] == layout["capacity_blocks"])
 
 
 def test_engines_go_on_and_room_is_used_when_it_comes(tmp_path: Path, disk: Path) -> None:
-    with service_process(tmp_path / "s", **storage_settings(disk, FDCACHE_STORAGE_RETRY="0s")) as service:
+    with local_service(tmp_path / "s", {"retry_after": 0.0}, **storage_settings(disk)) as service:
         engine = Engine(service.address)
         until(lambda: storage_of(service)["layouts"], "the storage is open")
         ballast = fill(disk)
@@ -64,7 +64,7 @@ def test_engines_go_on_and_room_is_used_when_it_comes(tmp_path: Path, disk: Path
         assert storage_of(service)["state"] == "ready"
         engine.close()
         other.close()
-        assert service.terminate() == 0
+        assert service.drain()
 
 
 def test_the_end_does_not_wait_for_a_disk_that_takes_nothing(tmp_path: Path, disk: Path) -> None:
@@ -72,24 +72,22 @@ def test_the_end_does_not_wait_for_a_disk_that_takes_nothing(tmp_path: Path, dis
         disk,
         FDCACHE_WRITE_POLICY="write_back",
         FDCACHE_DRAIN_TIMEOUT="1h",
-        FDCACHE_STORAGE_RETRY="1h",
-        FDCACHE_STORAGE_WRITE_BLOCKS="3",
     )
-    with service_process(tmp_path / "s", **settings) as service:
+    with local_service(tmp_path / "s", {"retry_after": 3600.0, "write_blocks": 3}, **settings) as service:
         engine = Engine(service.address)
         engine.serve(PROMPT)
         until(lambda: service.ask("stats")["tiers"]["host"]["ready"] == BLOCKS, "the blocks are there")
         until(lambda: storage_of(service)["layouts"], "the storage is open")
         fill(disk)
         engine.close()
-        assert service.terminate() == 0
+        assert service.drain()
 
 
 def test_a_service_on_a_full_disk_stores_new_blocks_in_place_of_the_coldest(
     tmp_path: Path, disk: Path
 ) -> None:
-    settings = storage_settings(disk, FDCACHE_STORAGE_RETRY="0s", FDCACHE_STORAGE_SIZE="8MiB")
-    with service_process(tmp_path / "s", **settings) as service:
+    settings = storage_settings(disk, FDCACHE_STORAGE_SIZE="8MiB")
+    with local_service(tmp_path / "s", {"retry_after": 0.0}, **settings) as service:
         engine = Engine(service.address)
         until(lambda: storage_of(service)["layouts"], "the storage is open")
         held = fill(disk)
@@ -111,4 +109,4 @@ def test_a_service_on_a_full_disk_stores_new_blocks_in_place_of_the_coldest(
             engine.serve([token + 1000 * stored for token in PROMPT])
             stored += 1
         engine.close()
-        assert service.terminate() == 0
+        assert service.drain()

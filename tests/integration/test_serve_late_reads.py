@@ -53,7 +53,7 @@ def test_a_request_does_not_wait_for_a_read_that_takes_longer_than_computing(sta
     assert decision.expected_seconds_whole > 1000.0
     stage.read_ends()
     assert stage.figures()["totals"]["hit_blocks"] == 0
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
 
 
 def test_a_late_read_is_left_and_fills_the_host_tier(stage: Stage) -> None:
@@ -67,13 +67,13 @@ def test_a_late_read_is_left_and_fills_the_host_tier(stage: Stage) -> None:
     assert (decision.choice, decision.storage_blocks, decision.hedged) == ("whole", BLOCKS, True)
     assert engine.manager.get_stats().loads.hedged == 1
     assert engine.manager.allocate_device_blocks([(request, len(PROMPT))])[0].ok
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     stage.read_ends()
     later = Request("later", PROMPT)
     until(lambda: match(engine, later).status is MatchStatus.MATCHED, "the blocks are on the host")
     assert later.num_cached_tokens == BLOCKS * BLOCK
     assert stage.store.reads == [BLOCKS], "nothing was read again"
-    engine.manager.request_finish([later])
+    engine.manager.finish([later])
 
 
 def test_a_disk_that_is_fast_again_is_used_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_a_disk_that_is_fast_again_is_used_again(stage: Stage, monkeypatch: pyte
         request = Request(next(names), PROMPT)
         while match(engine, request).status is not MatchStatus.MATCHED:
             time.sleep(0.01)
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         stage.read_ends()
         return engine.manager.get_stats().loads.recent[-1].choice == "whole"
 

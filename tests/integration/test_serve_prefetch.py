@@ -30,7 +30,7 @@ def finish(engine: Engine, request: Request, found: MatchResult) -> None:
     assert engine.manager.allocate_device_blocks([(request, len(PROMPT))])[0].ok
     engine.carry_out(engine.manager.take_plans())
     engine.check(request, PROMPT, found.num_cached_tokens // BLOCK)
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
 
 
 def test_a_request_waits_until_all_is_read(stage: Stage) -> None:
@@ -60,7 +60,7 @@ def test_a_path_on_the_host_is_neither_prefetched_nor_asked_for(stage: Stage) ->
     finish(first, read, match(first, read))
     before = round_trips(stage.service)
     known = Request("known", PROMPT)
-    second.manager.prefetch([known])
+    second.manager.begin([known])
     found = match(second, known)
     assert (found.num_host_blocks, found.num_storage_blocks) == (BLOCKS, 0)
     assert round_trips(stage.service) == before
@@ -69,20 +69,20 @@ def test_a_path_on_the_host_is_neither_prefetched_nor_asked_for(stage: Stage) ->
     assert match(second, longer).num_host_blocks == BLOCKS
     assert round_trips(stage.service) == before + 1, "storage may have the rest"
     finish(second, known, found)
-    second.manager.request_finish([longer])
+    second.manager.finish([longer])
 
 
 def test_a_request_that_loads_nothing_neither_reads_nor_waits(stage: Stage) -> None:
     engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
     request = Request("late before", PROMPT, device_only=True)
-    engine.manager.prefetch([request])
+    engine.manager.begin([request])
     found = match(engine, request)
     assert (found.status, found.total_matched_blocks) == (MatchStatus.MATCHED, 0)
     other = Request("other", PROMPT[: 4 * BLOCK + 1])
     assert match(engine, other).status is MatchStatus.DEFERRED
     stage.read_begins()
     assert stage.store.reads == [4], "nothing was read for the first"
-    engine.manager.request_finish([request, other])
+    engine.manager.finish([request, other])
 
 
 def test_with_best_effort_a_match_takes_what_has_come(stage: Stage) -> None:
@@ -90,7 +90,7 @@ def test_with_best_effort_a_match_takes_what_has_come(stage: Stage) -> None:
     early, late = Request("early", PROMPT), Request("late", PROMPT)
     assert match(engine, Request("none", PROMPT)).num_storage_blocks == 0
     assert stage.store.reads == []
-    engine.manager.prefetch([early, late])
+    engine.manager.begin([early, late])
     stage.read_begins()
     assert match(engine, early).num_cached_tokens == 0
     stage.read_ends()
@@ -98,13 +98,13 @@ def test_with_best_effort_a_match_takes_what_has_come(stage: Stage) -> None:
     assert found.num_storage_blocks == BLOCKS
     finish(engine, late, found)
     assert stage.store.reads == [BLOCKS], "both requests wanted the same read"
-    engine.manager.request_finish([early])
+    engine.manager.finish([early])
 
 
 def test_with_timeout_a_request_waits_for_its_budget(stage: Stage) -> None:
     engine = stage.engine(PrefetchPolicy.TIMEOUT, timeout=0.05)
     request = Request("r", PROMPT)
-    engine.manager.prefetch([request])
+    engine.manager.begin([request])
     stage.read_comes_late()
     until(lambda: match(engine, request).status is MatchStatus.MATCHED, "the budget is used up")
     assert request.num_cached_tokens == 0
@@ -113,7 +113,7 @@ def test_with_timeout_a_request_waits_for_its_budget(stage: Stage) -> None:
     other = Request("other", PROMPT)
     found = match(engine, other)
     assert found.num_host_blocks == BLOCKS, "what was begun has come all the same"
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     finish(engine, other, found)
 
 
@@ -136,9 +136,9 @@ def test_the_read_of_an_ended_request_is_cancelled(stage: Stage) -> None:
     first, second = Request("first", PROMPT[: 4 * BLOCK + 1]), Request("second", PROMPT)
     assert match(engine, first).status is MatchStatus.DEFERRED
     stage.read_begins()
-    engine.manager.prefetch([second])
+    engine.manager.begin([second])
     until(lambda: stage.figures()["totals"]["shared_reads"] == 1, "the second waits for the first's read")
-    engine.manager.request_finish([first, second])
+    engine.manager.finish([first, second])
     until(
         lambda: not next(iter(stage.service.service.clients.values())).fetches.num_fetches,
         "the service has forgotten both",
@@ -150,7 +150,7 @@ def test_the_read_of_an_ended_request_is_cancelled(stage: Stage) -> None:
     third = Request("third", PROMPT)
     until(lambda: match(engine, third).status is MatchStatus.MATCHED, "everything is read")
     assert stage.store.reads == [4, BLOCKS]
-    engine.manager.request_finish([third])
+    engine.manager.finish([third])
 
 
 def test_a_cancelled_read_that_has_not_begun_never_begins(stage: Stage) -> None:
@@ -158,13 +158,13 @@ def test_a_cancelled_read_that_has_not_begun_never_begins(stage: Stage) -> None:
     first, queued = Request("first", PROMPT[: 4 * BLOCK + 1]), Request("queued", OTHER)
     assert match(engine, first).status is MatchStatus.DEFERRED
     stage.read_begins()
-    engine.manager.prefetch([queued])
+    engine.manager.begin([queued])
     until(lambda: stage.figures()["reading_blocks"] == 4 + BLOCKS, "its read is queued behind the first")
-    engine.manager.request_finish([queued])
+    engine.manager.finish([queued])
     until(lambda: stage.figures()["reading_blocks"] == 4, "it is taken back")
     stage.read_ends()
     assert match(engine, first).num_storage_blocks == 4
-    engine.manager.request_finish([first])
+    engine.manager.finish([first])
     assert stage.store.reads == [4]
 
 
@@ -184,7 +184,7 @@ def test_a_reuse_grid_cuts_a_run_whose_tail_came_from_storage(stage: Stage) -> N
     first = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
     short = Request("short", PROMPT[: 3 * BLOCK + 1])
     until(lambda: match(first, short).status is MatchStatus.MATCHED, "three blocks are read")
-    first.manager.request_finish([short])
+    first.manager.finish([short])
     engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE, reuse_grid=4 * BLOCK)
     request = Request("r", PROMPT)
     assert match(engine, request).status is MatchStatus.DEFERRED
@@ -203,7 +203,7 @@ def test_a_cut_run_counts_storage_hits_anywhere_in_it(stage: Stage) -> None:
     stage.store.loses = {6}
     engine = stage.engine(PrefetchPolicy.BEST_EFFORT, reuse_grid=4 * BLOCK)
     request = Request("r", PROMPT)
-    engine.manager.prefetch([request])
+    engine.manager.begin([request])
     stage.read_begins()
     stage.read_ends()
     other = stage.engine(PrefetchPolicy.BEST_EFFORT)
@@ -247,4 +247,4 @@ def test_a_reset_by_an_engine_empties_the_storage_too(stage: Stage) -> None:
     assert match(engine, request).status is MatchStatus.MATCHED
     assert request.num_cached_tokens == 0
     assert stage.figures()["blocks"] == 0
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])

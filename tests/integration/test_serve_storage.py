@@ -18,13 +18,13 @@ from fastapi.testclient import TestClient
 
 from fdcache.errors import RefusedError
 from fdcache.replay.report import Report
+from fdcache.service.client.control import Control, Prefix
 from fdcache.service.server.http import make_app
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import BlockStorage, ConnectorContext
 from fdcache.storage.factory import open_storage
-from fdcache.storage.offline import SlabContents, read_file, slab_files
 from fdcache.storage.slab import SlabStore
-from fdcache_cli.inspect_blocks import explain_tokens
+from fdcache_cli.slab_files import SlabContents, read_file, slab_files
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
 from tests.service_help import TIMEOUT, LocalService, ServiceProcess, local_service, service_process, until
@@ -37,9 +37,7 @@ def storage_settings(folder: Path, **others: str) -> dict[str, str]:
         "FDCACHE_STORAGE": "local",
         "FDCACHE_STORAGE_DIR": str(folder),
         "FDCACHE_STORAGE_SIZE": "64MiB",
-        "FDCACHE_STORAGE_THREADS": "4",
         "FDCACHE_HOST_MEMORY": "4MiB",
-        "FDCACHE_EXTENT_SIZE": "256KiB",
         **others,
     }
 
@@ -70,7 +68,7 @@ def contents_of(folder: Path) -> list[SlabContents]:
     return [one for one in found if isinstance(one, SlabContents)]
 
 
-def storage_of(service: ServiceProcess) -> dict[str, Any]:
+def storage_of(service: ServiceProcess | LocalService) -> dict[str, Any]:
     found = service.ask("stats")["storage"]
     assert isinstance(found, dict)
     return found
@@ -222,7 +220,7 @@ class TestReadiness:
     def test_a_folder_that_another_process_uses_is_told_of_and_taken_later(self, tmp_path: Path) -> None:
         folder = tmp_path / "storage"
         other = SlabStore(folder, layout(), rank=0, size=64 << 20)
-        with local_service(tmp_path, **storage_settings(folder, FDCACHE_STORAGE_RETRY="0s")) as service:
+        with local_service(tmp_path, {"retry_after": 0.0}, **storage_settings(folder)) as service:
             until(lambda: service.ask("stats")["state"] == "ready", "no one waits for a busy file")
             engine = Engine(service.address)
             (state,) = service.ask("storage")["layouts"]
@@ -286,7 +284,7 @@ class TestLookingIn:
             engine.serve(PROMPT)
             until(lambda: service.ask("storage")["blocks"] == BLOCKS, "the blocks are stored")
             service.ask("reset", tier="host")
-            answer, _ = explain_tokens(service.client, "", [*PROMPT, *range(900, 904)], None)
+            answer = Control(service.client).explain(Prefix([*PROMPT, *range(900, 904)]))
             assert [block.tier for block in answer.blocks] == ["storage"] * BLOCKS + [None]
             assert answer.broken_at == BLOCKS
             with TestClient(make_app(service.address, ())) as web:

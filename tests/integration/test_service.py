@@ -16,6 +16,7 @@ from fdcache.manager import CacheManager, LoadStatus, MatchStatus, Request
 from fdcache.service.client import session
 from fdcache.service.client.arena import SharedHostArena
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers.events import BlockStored
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_engine import (
     PROMPT,
@@ -42,6 +43,22 @@ class TestSharing:
             assert [outcome.status for outcome in outcomes] == [LoadStatus.CONFIRMED]
             assert_nothing_is_held(service)
 
+    def test_events_of_another_engine_list_what_it_stored_parents_first(self, tmp_path: Path) -> None:
+        with local_service(tmp_path) as service:
+            settings = CacheSettings(server=service.address, event_buffer=100, rpc_timeout=TIMEOUT)
+            writer, reader = Engine(service.address), Engine(None, settings=settings)
+            writer.serve(PROMPT)
+            stored: list[BlockStored] = []
+
+            def all_are_listed() -> bool:
+                stored.extend(each for each in reader.manager.take_events() if isinstance(each, BlockStored))
+                return len(stored) == 10
+
+            until(all_are_listed, "all are listed")
+            assert [each.parent_hash for each in stored[1:]] == [each.block_hash for each in stored[:-1]]
+            writer.close()
+            reader.close()
+
     def test_every_rank_has_its_part(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
             for expected in (0, 10):
@@ -60,7 +77,7 @@ class TestSharing:
             second.close()
 
     def test_memory_moves_from_a_namespace_without_clients(self, tmp_path: Path) -> None:
-        with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB", FDCACHE_EXTENT_SIZE="64KiB") as service:
+        with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB") as service:
             first = Engine(service.address, layout("a"), device_blocks=256)
             starts = iter(range(0, 10**6, 1000))
 
@@ -164,7 +181,7 @@ class TestSharing:
             engine.carry_out(plans)
             assert engine.manager.match_prefix([second])[0].num_device_blocks == 10
             assert (round_trips(service), totals(service)["hit_blocks"]) == (0, 10)
-            engine.manager.request_finish([first, second])
+            engine.manager.finish([first, second])
             engine.close()
             assert_nothing_is_held(service)
 
@@ -176,7 +193,7 @@ class TestSharing:
             assert round_trips(service) == 0
             until(lambda: totals(service)["lookups"] == 50, "the service has heard of the look-ups")
             assert totals(service)["looked_up_blocks"] == 500
-            engine.manager.request_finish(requests)
+            engine.manager.finish(requests)
             engine.close()
             assert_nothing_is_held(service)
 
@@ -193,14 +210,14 @@ class TestSharing:
             second = CacheManager(CacheSettings(server=service.address, rpc_timeout=0.2), layout())
             request = Request("r", PROMPT)
             assert second.match_prefix([request])[0].num_host_blocks == 0
-            second.request_finish([request])
+            second.finish([request])
             monkeypatch.undo()
             names = iter(range(10**6))
 
             def finds_them() -> bool:
                 again = Request(f"again{next(names)}", PROMPT)
                 found = second.match_prefix([again])[0].num_host_blocks
-                second.request_finish([again])
+                second.finish([again])
                 return found == 10
 
             until(finds_them, "the engine is back")
@@ -227,7 +244,7 @@ class TestSharing:
             assert found == [4] * 8 + [0]
             assert round_trips(service) == trips
             assert totals(service)["hit_blocks"] == 32
-            second.manager.request_finish(requests)
+            second.manager.finish(requests)
             first.close()
             second.close()
             assert_nothing_is_held(service)
@@ -265,7 +282,7 @@ class TestReset:
             probe = Request("probe", PROMPT)
             match = engine.manager.match_prefix([probe])[0]
             assert (match.num_device_blocks, match.num_host_blocks) == (0, 10)
-            engine.manager.request_finish([probe])
+            engine.manager.finish([probe])
             engine.close()
 
     def test_a_dry_run_changes_nothing(self, tmp_path: Path) -> None:
@@ -304,7 +321,7 @@ class TestReplay:
             assert_nothing_is_held(service)
 
     def test_a_full_arena_evicts_and_stays_right(self, tmp_path: Path) -> None:
-        with local_service(tmp_path, FDCACHE_HOST_MEMORY="2MiB", FDCACHE_EXTENT_SIZE="128KiB") as service:
+        with local_service(tmp_path, FDCACHE_HOST_MEMORY="2MiB") as service:
             config = small_config(
                 device_blocks=120,
                 cache={
@@ -338,5 +355,5 @@ def test_arrays_of_a_plan_survive_the_wire(tmp_path: Path) -> None:
         assert again.loads is not None
         assert np.array_equal(again.loads.unverified, np.ones(10, np.uint8))  # type: ignore[arg-type]
         engine.carry_out([plan])
-        engine.manager.request_finish([request])
+        engine.manager.finish([request])
         engine.close()

@@ -76,7 +76,7 @@ def finish(stage: Stage, engine: Engine, request: Request) -> MatchResult:
     assert engine.manager.allocate_device_blocks([(request, len(PROMPT))])[0].ok
     engine.carry_out(engine.manager.take_plans())
     engine.check(request, PROMPT, found[-1].num_cached_tokens // BLOCK)
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     return found[-1]
 
 
@@ -137,7 +137,7 @@ def test_an_abort_leaves_its_loads_as_cached_blocks(stage: Stage, engine: Engine
     stage.read(1)
     assert match(engine, request).status is MatchStatus.DEFERRED
     plans = engine.manager.take_plans() if is_sent else []
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     engine.carry_out([*plans, *engine.manager.take_plans()])
     assert on_device(engine) == 4
     usage = engine.manager.get_stats().device
@@ -224,7 +224,7 @@ def test_a_late_read_is_left_with_the_blocks_that_were_loaded(stage: Stage) -> N
     assert engine.manager.get_stats().loads.hedged == 1
     assert engine.manager.allocate_device_blocks([(request, len(PROMPT))])[0].ok
     engine.check(request, PROMPT, 2)
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     stage.read_ends()
 
 

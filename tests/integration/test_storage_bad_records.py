@@ -244,7 +244,7 @@ with tempfile.TemporaryDirectory(prefix="fdcache-test") as runtime:
             lambda: reader.manager.match_prefix([request])[0].status is not MatchStatus.DEFERRED,
             "what can be read was read",
         )
-        reader.manager.request_finish([request])
+        reader.manager.finish([request])
         reader.serve(PROMPT)
         until(lambda: stored()["quarantined"], "the bad record was found")
         until(lambda: stored()["blocks"] == BLOCKS, "what was computed again is stored in other slots")
@@ -273,7 +273,7 @@ def test_verify_counts_an_unreadable_record(run: Callable[..., Any]) -> None:
     corrupt, removed = run(
         STORE
         + """
-from fdcache.storage.offline import Selection, read_file, remove
+from fdcache_cli.slab_files import Selection, read_file, remove
 fail(store.file, 17)
 path = store.path
 store.close()

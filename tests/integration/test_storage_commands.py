@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fdcache.errors import StorageError
-from fdcache.storage.offline import Selection, remove
 from fdcache.storage.slab_format import read_superblock
+from fdcache_cli.slab_files import Selection, remove
 from tests.commands import everything
 from tests.service_help import run
 from tests.storage_help import Records, open_store, path_hashes, storage_layout

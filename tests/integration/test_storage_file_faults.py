@@ -12,7 +12,7 @@ import pytest
 
 from fdcache.errors import StorageBusyError
 from fdcache.storage.connector import Outcome, StorageState
-from fdcache.storage.offline import SlabContents, read_file
+from fdcache_cli.slab_files import SlabContents, read_file
 from tests.service_help import until
 from tests.storage_help import Records, open_store, path_hashes, storage_layout
 

@@ -22,7 +22,7 @@ def stored(tmp_path: Path) -> Path:
 def test_verify_all_refuses_and_drops_changed_host_records(stored: Path) -> None:
     engine = Engine(stored, verify=Verify.ALL)
     first = Request("first", tokens_of(1, 8))
-    engine.manager.prefetch([first])
+    engine.manager.begin([first])
     engine.settle()
     arena = engine.controller.host_arena
     assert arena is not None
@@ -37,7 +37,7 @@ def test_verify_all_refuses_and_drops_changed_host_records(stored: Path) -> None
     assert counters(engine).blocks_corrupt_in_host == 1
     engine.settle()
     engine.compute(first, first.num_tokens)
-    engine.manager.request_finish([first])
+    engine.manager.finish([first])
     engine.close()
 
 
@@ -52,7 +52,7 @@ def spoil_header(engine: Engine) -> None:
 def test_a_host_record_that_cannot_be_loaded_is_dropped_and_computed_once(stored: Path) -> None:
     engine = Engine(stored)
     first = Request("first", tokens_of(1, 8))
-    engine.manager.prefetch([first])
+    engine.manager.begin([first])
     engine.settle()
     spoil_header(engine)
     assert engine.match(first).num_cached_tokens == 8 * BLOCK
@@ -63,7 +63,7 @@ def test_a_host_record_that_cannot_be_loaded_is_dropped_and_computed_once(stored
     assert counters(engine).blocks_corrupt_in_host == 1
     engine.settle()
     engine.compute(first, first.num_tokens)
-    engine.manager.request_finish([first])
+    engine.manager.finish([first])
     engine.settle()
     engine.manager._device.reset()
     engine.run("again", tokens_of(1, 8))
@@ -84,7 +84,7 @@ def test_a_host_record_that_cannot_be_stored_is_dropped(tmp_path: Path) -> None:
     engine.settle()
     assert counters(engine).blocks_corrupt_in_host == 1
     assert engine.manager.get_stats().host.ready < 4  # type: ignore[union-attr]
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     engine.manager._device.reset()
     assert engine.run("again", tokens_of(1, 4)).num_cached_tokens < 4 * BLOCK
     assert counters(engine).blocks_corrupt_in_host == 1

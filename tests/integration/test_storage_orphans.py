@@ -11,11 +11,11 @@ import pytest
 from fdcache.manager import MatchStatus, Request
 from fdcache.metadata import CacheLevel, HashArray, StorageScan, SwapPurpose
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
-from fdcache.storage.offline import SlabContents, read_file, slab_files, summarize
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters, TierUsage
 from fdcache.tiers.storage import StorageTier, make_index
 from fdcache.tiers.storage_index import StoragePool
+from fdcache_cli.slab_files import SlabContents, read_file, slab_files, summarize
 from tests.offload_engine import BLOCK as OFFLOAD_BLOCK
 from tests.offload_engine import OffloadEngine, prompt
 from tests.storage_engine import BLOCK, LAYOUT, Engine, counters, store_a_path, tokens_of
@@ -106,21 +106,21 @@ def test_a_block_computed_while_its_record_was_read_in_vain_is_stored_again(tmp_
     engine = Engine(tmp_path, policy=PrefetchPolicy.BEST_EFFORT)
     engine.store.gate.clear()
     reader, writer = Request("reader", tokens_of(1, 8)), Request("writer", tokens_of(1, 8))
-    engine.manager.prefetch([reader])
+    engine.manager.begin([reader])
     engine.send()
     match = engine.match(writer)
     assert match.status is MatchStatus.MATCHED
     assert match.num_cached_tokens == 0
     assert engine.allocate(writer).ok
     engine.compute(writer, writer.num_tokens)
-    engine.manager.request_finish([writer])
+    engine.manager.finish([writer])
     for _ in range(5):  # the policy looks at the new blocks, which the host seems to get from storage
         engine.send()
         engine.manager.apply(engine.controller.poll())
     engine.store.gate.set()
     engine.settle()
     assert (storage(engine).ready, storage(engine).orphans) == (8, 0)
-    engine.manager.request_finish([reader])
+    engine.manager.finish([reader])
     engine.close()
 
 

@@ -71,10 +71,8 @@ def replay(slow_disk: Path, folder: Path, milliseconds: int, policy: str, timeou
         *("-m", "fdcache_cli.main", "replay", "--json", "--requests", "60", "--device-blocks", "150"),
         *("--host-memory", "2MiB", "--write-policy", "write_through"),
         *("--storage", str(folder), "--storage-size", "64MiB"),
-        FDCACHE_STORAGE_THREADS="1",
         FDCACHE_STORAGE_TIMEOUT=timeout,
         FDCACHE_PREFETCH_POLICY=policy,
-        FDCACHE_PREFETCH_TIMEOUT="20ms",
     )
     report: dict[str, Any] = json.loads(output)
     found = [report[name] for name in ("corrupt_blocks", "leaked_slots", "leaked_pins", "integrity_error")]

@@ -54,13 +54,13 @@ def test_a_cold_process_gets_its_blocks_from_storage_with_their_bytes(engine: En
 def test_statistics_of_an_engine_with_storage_of_its_own(engine: Engine) -> None:
     engine.store.gate.clear()
     request = Request("r", tokens_of(1, 8))
-    engine.manager.prefetch([request])
+    engine.manager.begin([request])
     engine.send()
     stats = engine.manager.get_stats()
     assert (stats.reading_blocks, stats.storing_blocks, stats.queued_stores) == (8, 0, 0)
     engine.store.gate.set()
     engine.settle()
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     engine.run("other", tokens_of(2, 3))
     stats = engine.manager.get_stats()
     assert (stats.reading_blocks, stats.storing_blocks) == (0, 0)
@@ -94,21 +94,21 @@ def test_events_list_stored_blocks(engine: Engine) -> None:
 
 def test_prefetch_at_arrival_needs_no_wait_at_the_match(engine: Engine) -> None:
     request = Request("early", tokens_of(1, 8))
-    engine.manager.prefetch([request])
+    engine.manager.begin([request])
     engine.settle()
     match = engine.match(request)
     assert match.status is MatchStatus.MATCHED
     assert match.num_storage_blocks == 8
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
 
 
 def test_a_request_that_loads_nothing_neither_reads_nor_waits(engine: Engine) -> None:
     request = Request("late before", tokens_of(1, 8), device_only=True)
-    engine.manager.prefetch([request])
+    engine.manager.begin([request])
     match = engine.match(request)
     assert (match.status, match.total_matched_blocks) == (MatchStatus.MATCHED, 0)
     assert engine.send() == []
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
 
 
 def test_two_requests_share_one_read(engine: Engine) -> None:
@@ -130,19 +130,19 @@ def test_two_requests_share_one_read(engine: Engine) -> None:
         assert match.num_storage_blocks == 8
     assert engine.store.reads == [8]
     assert counters(engine).prefetches_shared == 2
-    engine.manager.request_finish(requests)
+    engine.manager.finish(requests)
 
 
 def test_a_cancelled_request_cancels_its_read_when_no_other_needs_it(engine: Engine) -> None:
     engine.store.gate.clear()
     other = Request("other", tokens_of(1, 2))
     request = Request("gone", tokens_of(1, 8))
-    engine.manager.prefetch([other])
+    engine.manager.begin([other])
     engine.send()
-    engine.manager.request_finish([other])
-    engine.manager.prefetch([request])
+    engine.manager.finish([other])
+    engine.manager.begin([request])
     engine.send()
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     engine.send()
     engine.store.gate.set()
     engine.settle()
@@ -155,7 +155,7 @@ def test_with_best_effort_no_request_waits(stored: Path) -> None:
     engine = Engine(stored, policy=PrefetchPolicy.BEST_EFFORT)
     engine.store.gate.clear()
     request = Request("hurry", tokens_of(1, 8))
-    engine.manager.prefetch([request])
+    engine.manager.begin([request])
     engine.send()
     match = engine.match(request)
     assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
@@ -163,7 +163,7 @@ def test_with_best_effort_no_request_waits(stored: Path) -> None:
     engine.store.gate.set()
     engine.settle()
     engine.compute(request, request.num_tokens)
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     engine.close()
 
 
@@ -179,7 +179,7 @@ def test_with_timeout_a_request_waits_for_its_budget(stored: Path) -> None:
     match = engine.match(request)
     assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
     assert counters(engine).prefetches_timed_out == 1
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
     engine.close()
 
 
@@ -214,9 +214,9 @@ def test_a_read_begins_where_the_host_ends_though_the_device_has_more(engine: En
 def test_a_reuse_grid_cuts_a_run_whose_tail_came_from_storage(stored: Path) -> None:
     engine = Engine(stored, reuse_grid=3 * BLOCK)
     short = Request("short", tokens_of(1, 2))
-    engine.manager.prefetch([short])
+    engine.manager.begin([short])
     engine.settle()
-    engine.manager.request_finish([short])
+    engine.manager.finish([short])
     match = engine.run("long", tokens_of(1, 8))
     assert (match.num_ahead_blocks, match.num_storage_blocks) == (2, 4), "of eight blocks six are reused"
     found = counters(engine)
@@ -275,7 +275,7 @@ def test_an_overdue_read_holds_up_no_request(engine: Engine) -> None:
     assert host.holds == 8, "the slots are the read's until it ends"
     engine.store.gate.set()
     engine.settle()
-    engine.manager.request_finish([first, second])
+    engine.manager.finish([first, second])
 
 
 def lost_of_fifteen_paths(folder: Path, policy: WritePolicy) -> int:
@@ -315,7 +315,7 @@ def test_storage_without_a_host_tier_is_refused() -> None:
 
 def test_a_controller_without_storage_refuses_its_tasks(engine: Engine, tmp_path: Path) -> None:
     request = Request("r", tokens_of(1, 8))
-    engine.manager.prefetch([request])
+    engine.manager.begin([request])
     (plan,) = engine.manager.take_plans()
     assert [swap.purpose for task in plan.storage for swap in task.swaps()] == [SwapPurpose.PREFETCH]
     with CacheController(TransferSettings(), LAYOUT) as other:
@@ -327,7 +327,7 @@ def test_a_controller_without_storage_refuses_its_tasks(engine: Engine, tmp_path
             other.submit_swap_tasks(plan)
     engine.controller.submit_swap_tasks(plan)
     engine.settle()
-    engine.manager.request_finish([request])
+    engine.manager.finish([request])
 
 
 def test_scans_of_the_wrong_ranks_are_refused(engine: Engine) -> None:

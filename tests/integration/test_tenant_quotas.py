@@ -9,18 +9,16 @@ import pytest
 from fastapi.testclient import TestClient
 
 from fdcache.hashing import NO_TENANT, TokenBlocks, root_hash, tenant_key
-from fdcache.manager import EngineClient, Request
+from fdcache.manager import Request
 from fdcache.service.client.connection import Connection
 from fdcache.service.server.http import make_app
 from fdcache.service.wire.protocol import Bye, Match
-from tests.integration.test_engine_client import Blocks, array
 from tests.service_engine import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout, ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, until
 from tests.service_line import ints, numbers, register
 
 QUOTAS = {
     "FDCACHE_HOST_MEMORY": "512KiB",
-    "FDCACHE_EXTENT_SIZE": "64KiB",
     "FDCACHE_TENANT_QUOTA": "0.25",
     "FDCACHE_TENANT_QUOTAS": "large=0.5",
 }
@@ -106,7 +104,7 @@ def test_what_another_tenant_has_is_a_miss_like_any_other(tmp_path: Path, storag
             before = work(service)
             request = Request("curious", tokens, tenant="curious")
             found = curious.manager.match_prefix([request])[0]
-            curious.manager.request_finish([request])
+            curious.manager.finish([request])
             until(lambda: work(service)[1] != before[1], "the service has counted it")
             asked, missed = work(service)
             return found, asked - before[0], missed - before[1], asked_of_the_service(service, request)
@@ -188,18 +186,6 @@ def test_owners_of_blocks_survive_the_service(tmp_path: Path) -> None:
         service.ask("reset", tier="host", tenant=one)
         assert [found(service, PROMPT, name) for name in ("two", None)] == [10, 10]
         assert one[:12] not in tenants(service)
-
-
-def test_an_engine_client_sends_the_tenant(service: LocalService) -> None:
-    blocks = Blocks(service.address)
-    tokens = TokenBlocks(BLOCK, root_hash(blocks.layout.fingerprint, "large"))
-    tokens.append(list(range(3 * BLOCK)))
-    assert isinstance(blocks.client, EngineClient)
-    assert blocks.client.store(tokens.hashes, array(0, 1), tenant="large") == 2
-    until(lambda: blocks.client.lookup(tokens.hashes) == 2, "they are there")
-    assert blocks.client.store(tokens.hashes, array(2), start=2) == 1
-    until(lambda: tenants(service)["large"]["blocks"] == 3, "all are the tenant's")
-    blocks.close()
 
 
 def test_a_key_does_not_contain_the_name() -> None:

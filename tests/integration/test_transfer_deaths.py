@@ -92,7 +92,7 @@ def test_slots_of_a_read_in_flight_are_held_when_hand_overs_have_failed(
     monkeypatch.setattr(connector, "poll", fail)
     boot = endpoint._links.mine.boot
     until(lambda: endpoint._links.mine.boot != boot and endpoint._ended is None, "hand-overs begin anew")
-    world.mine.manager.request_finish([request])
+    world.mine.manager.finish([request])
     for _ in range(3):
         world.mine.step()
     assert world.mine.manager.get_stats().held_blocks == BLOCKS
@@ -125,7 +125,7 @@ def test_prefill_frees_its_blocks_when_decode_is_killed_at_a_message(
         "Ask": {"expired", "peer_gone"},
         "End": {"done", "peer_gone"},
     }
-    world.mine.manager.request_finish([request])
+    world.mine.manager.finish([request])
     assert set(world.mine.results) <= allowed.get(kind, {"peer_gone"})
     world.start_peer()
     world.read_by_peer("next", 2)
@@ -148,7 +148,7 @@ def test_decode_computes_when_prefill_is_stopped_and_nothing_late_hurts(
     outcome = world.outcome(late=True)
     assert outcome.recompute_from == 0
     assert outcome.status is LoadStatus.OVERDUE or not GATE.waiting
-    world.mine.manager.request_finish([request])
+    world.mine.manager.finish([request])
     GATE.open()
     world.until(lambda: world.mine.is_clean)
     other = Request("other", prompt_of(2, 7))
@@ -160,7 +160,7 @@ def test_decode_computes_when_prefill_is_stopped_and_nothing_late_hurts(
     assert world.mine.wrong_blocks(other, 0, 7) == []
     assert set(world.mine.results) <= {"timeout", "cancelled"}
     assert set(world.peer.ask("results")) <= {"not_wanted", "cancelled"}
-    world.mine.manager.request_finish([other])
+    world.mine.manager.finish([other])
     world.read_by_mine("next", 3)
 
 
@@ -178,7 +178,7 @@ def test_prefill_serves_others_when_decode_is_stopped_and_late_reads_hurt_nobody
     other = Request("other", prompt_of(2, 7))
     world.mine.start(other)
     world.mine.compute(other, "none")  # where the blocks of the first were
-    world.mine.manager.request_finish([other])
+    world.mine.manager.finish([other])
     world.peer.resume()
     world.until(lambda: world.peer.ask("outcomes"))
     status, whole, reason = world.peer.ask("outcomes")[0]
@@ -212,7 +212,7 @@ def test_all_of_a_replaced_prefill_is_dropped_once_its_reads_have_ended(
     GATE.open()
     world.until(lambda: len(world.mine.outcomes) == 2)
     assert {each.request_id: each.status for each in world.mine.outcomes}["r"] is LoadStatus.FAILED
-    world.mine.manager.request_finish([request, following])
+    world.mine.manager.finish([request, following])
     world.until(lambda: world.mine.is_clean and not is_mapped(mapped))
     world.mine.outcomes.clear()
     world.read_by_mine("last", 3)
@@ -253,7 +253,7 @@ def test_a_replaced_decode_gets_nothing_of_the_former(
     world.peer.kill()
     assert world.mine.manager.get_stats().sending_blocks == BLOCKS
     world.start_peer()
-    world.mine.manager.request_finish([first])
+    world.mine.manager.finish([first])
     world.read_by_peer("next", 2)
     assert "peer_gone" in world.mine.results
 
@@ -278,7 +278,7 @@ def test_late_messages_of_a_killed_process_do_not_disturb_its_successor(
         world.peer.ask("fetch", "r", 1, BLOCKS, world.source("r"))
     world.until(lambda: {"Welcome", "Ready", "Renew"} <= {each.kind for each in seen})
     world.peer.kill()
-    world.mine.manager.request_finish([request])
+    world.mine.manager.finish([request])
     world.until(lambda: world.mine.is_clean)
     world.start_peer()
 

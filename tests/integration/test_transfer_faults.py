@@ -49,7 +49,7 @@ def test_prefill_has_its_blocks_back_if_decode_does_not_begin(make_world: MakeWo
             manager.unmatch([request])
         else:
             manager.end_transfers([request])
-    manager.request_finish([request])
+    manager.finish([request])
     world.until(lambda: is_told(world) and world.mine.is_clean)
     assert world.mine.results == ["declined"]
     world.read_by_mine("next", 2)
@@ -73,7 +73,7 @@ def test_slots_are_held_until_the_reads_into_them_have_ended(make_world: MakeWor
         manager.reset_cache()
     if end != "late":
         manager.end_transfers([request])
-    manager.request_finish([request])
+    manager.finish([request])
     world.until(lambda: is_told(world))
     assert GATE.waiting, "prefill is told while decode still reads"
     assert manager.get_stats().held_blocks == BLOCKS
@@ -84,7 +84,7 @@ def test_slots_are_held_until_the_reads_into_them_have_ended(make_world: MakeWor
     GATE.open()
     world.until(lambda: not manager.get_stats().held_blocks)
     assert world.mine.wrong_blocks(other, 0, BLOCKS) == []
-    manager.request_finish([other])
+    manager.finish([other])
     world.until(lambda: world.mine.is_clean)
     assert manager.can_allocate_device_blocks(2 * BLOCKS + 2)
     world.read_by_mine("next", 3)
@@ -109,7 +109,7 @@ def test_a_source_used_again_under_a_read_is_seen_by_its_sums(make_world: MakeWo
     else:
         assert (outcome.status, whole) == (LoadStatus.CONFIRMED, BLOCKS)
         assert world.mine.wrong_blocks(request, 0, whole) == list(range(BLOCKS))
-    world.mine.manager.request_finish([request])
+    world.mine.manager.finish([request])
     world.until(lambda: is_told(world, "failed" if verifies else "done") and world.mine.is_clean)
 
 
@@ -256,7 +256,7 @@ def test_what_fails_on_one_rank_of_four_is_computed_on_all(gated: None, tmp_path
         assert mine.wrong_blocks(request, 0, first) == []
         mine.compute(request, "none", first)
         assert mine.wrong_blocks(request, 0, BLOCKS) == []
-        mine.manager.request_finish([request])
+        mine.manager.finish([request])
         mine.until(lambda: mine.is_clean and peer.ask("is_clean"))
         assert Counter(mine.results) == {"corrupt" if fault == "bit" else "failed": 1, "done": 3}
         assert Counter(peer.ask("results")) == {"failed": 1, "done": 3}
@@ -277,7 +277,7 @@ def test_a_thousand_aborts_at_once_leave_nothing(make_world: MakeWorld) -> None:
     world.peer.ask("compute_many", count)
     for index in np.random.default_rng(0).permutation(count).tolist():
         manager.end_transfers([requests[index]])
-        manager.request_finish([requests[index]])
+        manager.finish([requests[index]])
     world.until(lambda: world.mine.is_clean)
     world.until(lambda: world.peer.ask("is_clean"))
     assert manager.num_free_device_blocks == blocks

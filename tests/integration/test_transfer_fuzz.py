@@ -145,7 +145,7 @@ def test_no_message_of_a_prefill_peer_ends_decode_or_is_taken_for_blocks(
                 mine.fetch(request, PeerSource(f"r{count}", (hostile.address,)))
                 mine.until(lambda: mine.outcomes, hostile)
                 assert mine.outcomes.pop().recompute_from == 0
-                mine.manager.request_finish([request])
+                mine.manager.finish([request])
         finally:
             hostile.close()
         assert endpoint_of(mine)._links.mine.boot == boot, "the thread has failed and begun anew"

@@ -13,7 +13,7 @@ import pytest
 from fdcache.errors import TransferError
 from fdcache.layout import KVLayout
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.conformance import OpenPeer, PeerPlanes, TransferConformance, transfer_layout
+from fdcache.testing.transfer import OpenPeer, PeerPlanes, TransferConformance, transfer_layout
 from fdcache.transfer.connector import LocalPlanes, TransferContext
 from fdcache.transfer.ipc import IpcConnector
 from fdcache.transfer.shared_planes import SharedPlanes
@@ -53,7 +53,7 @@ def test_another_file_of_the_same_name_is_not_mapped(tmp_path: Path) -> None:
 def test_the_file_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
     code = (
         "import sys, time, pathlib\n"
-        "from fdcache.transfer.conformance import transfer_layout\n"
+        "from fdcache.testing.transfer import transfer_layout\n"
         "from fdcache.transfer.shared_planes import SharedPlanes\n"
         "planes = SharedPlanes(transfer_layout(), 4, pathlib.Path(sys.argv[1]))\n"
         "print(planes.path, flush=True)\n"

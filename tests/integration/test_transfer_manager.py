@@ -36,13 +36,13 @@ def test_blocks_arrive_while_prefill_computes(pair: tuple[Instance, Instance]) -
     decode.until(lambda: decode.transfers.connector.read_bytes == LAYOUT.payload_bytes * 3)
     assert not decode.outcomes
     prefill.compute(mine, "r", 3)
-    prefill.manager.request_finish([mine])
+    prefill.manager.finish([mine])
     decode.until(lambda: decode.outcomes)
     assert [(each.status, each.recompute_from) for each in decode.outcomes] == [
         (LoadStatus.CONFIRMED, 6 * BLOCK)
     ]
     assert decode.wrong_blocks(theirs, 0, 6) == []
-    decode.manager.request_finish([theirs])
+    decode.manager.finish([theirs])
     prefill.until(lambda: is_clean(prefill, decode))
     again = Request("again", prompt_of(1, 6))
     assert decode.start(again) == 6 * BLOCK
@@ -57,13 +57,13 @@ def test_only_blocks_that_decode_lacks_are_read(pair: tuple[Instance, Instance])
         prefill.manager.send([(mine, name)])
         prefill.step()
         prefill.compute(mine, name)
-        prefill.manager.request_finish([mine])
+        prefill.manager.finish([mine])
         assert decode.fetch(theirs, prefill.source(name)) == lacking
         if lacking:
             decode.until(lambda: decode.outcomes)
         assert decode.wrong_blocks(theirs, 0, blocks) == []
         decode.outcomes.clear()
-        decode.manager.request_finish([theirs])
+        decode.manager.finish([theirs])
         prefill.until(lambda: is_clean(prefill, decode), decode)
     assert decode.transfers.connector.read_bytes == 6 * LAYOUT.payload_bytes
 
@@ -76,12 +76,12 @@ def test_a_prefix_on_the_host_is_loaded_and_the_rest_fetched(tmp_path: Path) -> 
         first = Request("first", prompt_of(3, 6)[: 3 * BLOCK + 1])
         decode.start(first)
         decode.compute(first, "none")
-        decode.manager.request_finish([first])
+        decode.manager.finish([first])
         decode.until(lambda: decode.host_blocks == 3)
         other = Request("other", prompt_of(4, 7))
         decode.start(other)  # evicts what is on the device
         decode.step()
-        decode.manager.request_finish([other])
+        decode.manager.finish([other])
         mine, theirs = Request("r", prompt_of(3, 6)), Request("r", prompt_of(3, 6))
         prefill.start(mine)
         prefill.manager.send([(mine, "r")])
@@ -113,8 +113,8 @@ def test_a_changed_block_and_those_above_it_are_computed(pair: tuple[Instance, I
     assert decode.manager.get_stats().counters.blocks_corrupt_from_peer == 1
     decode.compute(theirs, "none", 2)
     assert decode.wrong_blocks(theirs, 0, 6) == []
-    decode.manager.request_finish([theirs])
-    prefill.manager.request_finish([mine])
+    decode.manager.finish([theirs])
+    prefill.manager.finish([mine])
     prefill.until(lambda: is_clean(prefill, decode))
     assert decode.start(Request("again", prompt_of(5, 6))) == 6 * BLOCK
 
@@ -143,7 +143,7 @@ def test_decode_that_does_not_want_the_blocks_frees_them_at_once(pair: tuple[Ins
     prefill.start(mine)
     prefill.manager.send([(mine, "r")])
     prefill.step()
-    prefill.manager.request_finish([mine])
+    prefill.manager.finish([mine])
     assert prefill.manager.get_stats().sending_blocks == 6
     decode.manager.decline([prefill.source("r")])
     decode.step()
@@ -161,10 +161,10 @@ def test_an_aborted_fetch_tells_prefill_and_gives_its_slots_back(pair: tuple[Ins
     decode.fetch(theirs, prefill.source("r"))
     decode.until(lambda: decode.transfers.connector.read_bytes)
     decode.manager.end_transfers([theirs])
-    decode.manager.request_finish([theirs])
+    decode.manager.finish([theirs])
     decode.until(lambda: is_clean(decode))
     assert decode.manager.num_free_device_blocks == 64
-    prefill.manager.request_finish([mine])
+    prefill.manager.finish([mine])
     prefill.until(lambda: is_clean(prefill))
     assert {each.result for each in prefill.transfers.counts} == {"not_wanted"}
 
@@ -179,7 +179,7 @@ def test_an_aborted_prefill_lets_decode_compute(pair: tuple[Instance, Instance])
     prefill.compute(mine, "r", 0, 2)
     decode.until(lambda: decode.transfers.connector.read_bytes)
     prefill.manager.end_transfers([mine])
-    prefill.manager.request_finish([mine])
+    prefill.manager.finish([mine])
     prefill.until(lambda: is_clean(prefill))
     decode.until(lambda: decode.outcomes)
     assert (decode.outcomes[0].status, decode.outcomes[0].recompute_from) == (LoadStatus.FAILED, 0)
@@ -192,7 +192,7 @@ def test_a_request_that_is_still_sent_is_matched_again_later(pair: tuple[Instanc
     prefill.start(mine)
     prefill.manager.send([(mine, "r")])
     prefill.step()
-    prefill.manager.request_finish([mine])
+    prefill.manager.finish([mine])
     assert prefill.manager.match_prefix([mine])[0].status is MatchStatus.DEFERRED
     prefill.manager.end_transfers([mine])
     prefill.until(lambda: is_clean(prefill))
@@ -205,7 +205,7 @@ def test_a_lease_that_nobody_asks_for_ends(tmp_path: Path) -> None:
         prefill.start(mine)
         prefill.manager.send([(mine, "r")])
         prefill.step()
-        prefill.manager.request_finish([mine])
+        prefill.manager.finish([mine])
         prefill.until(lambda: is_clean(prefill))
         assert prefill.transfers.leases_expired == 1
 
@@ -221,7 +221,7 @@ def test_a_fetch_without_an_answer_ends_at_its_deadline(tmp_path: Path) -> None:
             assert decode.fetch(request, source) == 4
             decode.until(lambda: decode.outcomes)
             assert decode.outcomes.pop().status is LoadStatus.FAILED
-            decode.manager.request_finish([request])
+            decode.manager.finish([request])
             decode.until(lambda: is_clean(decode))
 
 
@@ -250,7 +250,7 @@ def test_held_slots_beyond_the_limit_stop_fetches(tmp_path: Path) -> None:
         first, second = Request("a", prompt_of(13, 4)), Request("b", prompt_of(14, 4))
         nowhere = PeerSource("a", (f"ipc://{tmp_path}/nobody",))
         assert decode.fetch(first, nowhere) == 4
-        decode.manager.request_finish([first])
+        decode.manager.finish([first])
         assert decode.manager.get_stats().held_blocks == 4
         assert decode.fetch(second, nowhere) == 0
         assert decode.manager.get_stats().counters.fetches_skipped == 1
@@ -299,7 +299,7 @@ def test_hand_overs_begin_anew_when_their_thread_has_failed(
     with pytest.raises(TransferError, match="no more"):
         decode.controller.transfer_stats()
     for each in (before, after):
-        decode.manager.request_finish([each])
+        decode.manager.finish([each])
     decode.until(lambda: endpoint._ended is None and is_clean(decode))
     assert endpoint._links.mine.boot != boot
     theirs, mine = Request("again", prompt_of(3, 6)), Request("again", prompt_of(3, 6))
@@ -356,7 +356,7 @@ def test_an_abort_before_peers_are_asked_frees_the_blocks_of_prefill(
     prefill.start(mine)
     prefill.manager.send([(mine, "r")])
     prefill.step()
-    prefill.manager.request_finish([mine])
+    prefill.manager.finish([mine])
     plans = []
     decode.manager.match_prefix([theirs])
     decode.manager.fetch([(theirs, prefill.source("r"))])
@@ -369,7 +369,7 @@ def test_an_abort_before_peers_are_asked_frees_the_blocks_of_prefill(
     if point == "planned":
         plans = decode.manager.take_plans()
     decode.manager.end_transfers([theirs])
-    decode.manager.request_finish([theirs])
+    decode.manager.finish([theirs])
     for plan in plans:
         decode.controller.submit_swap_tasks(plan)
     prefill.until(lambda: is_clean(prefill, decode), decode)
@@ -390,7 +390,7 @@ def test_a_fetch_that_found_no_room_is_asked_for_once_there_is(pair: tuple[Insta
     assert decode.manager.fetch([(theirs, prefill.source("r"))]) == [6]
     assert not decode.manager.allocate_device_blocks([(theirs, theirs.num_tokens)])[0].ok
     decode.manager.unmatch([theirs])
-    decode.manager.request_finish([large])
+    decode.manager.finish([large])
     assert decode.fetch(theirs, prefill.source("r")) == 6
     decode.until(lambda: decode.outcomes)
     assert decode.outcomes[0].status is LoadStatus.CONFIRMED
@@ -406,7 +406,7 @@ def test_a_fetch_that_found_no_room_is_declined_if_prefill_is_asked_once(tmp_pat
         prefill.start(mine)
         prefill.manager.send([(mine, "r")])
         prefill.step()
-        prefill.manager.request_finish([mine])
+        prefill.manager.finish([mine])
         decode.manager.match_prefix([theirs])
         decode.manager.fetch([(theirs, prefill.source("r"))])
         assert not decode.manager.allocate_device_blocks([(theirs, 100 * BLOCK)])[0].ok

@@ -16,7 +16,7 @@ import pytest
 from fdcache.errors import TransferError
 from fdcache.layout import KVLayout
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.conformance import OpenPeer, PeerPlanes, TransferConformance, transfer_layout
+from fdcache.testing.transfer import OpenPeer, PeerPlanes, TransferConformance, transfer_layout
 from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
 from fdcache.transfer.rdma import RdmaConnector
 from tests.service_help import until
@@ -55,7 +55,7 @@ SOURCE = """
 import json, pathlib, select, sys
 import numpy as np
 from tests.integration.test_transfer_rdma import LAYOUTS, RDMA, SCATTERED
-from fdcache.transfer.conformance import PeerPlanes
+from fdcache.testing.transfer import PeerPlanes
 from fdcache.transfer.rdma import RdmaConnector
 layout = LAYOUTS[sys.argv[2]]
 planes = PeerPlanes(layout, 16, pathlib.Path(sys.argv[1]))
@@ -297,5 +297,7 @@ def test_messages_arrive_and_a_full_memory_publishes_nothing(tmp_path: Path) -> 
 
 def test_memory_for_less_than_four_blocks_is_refused(tmp_path: Path) -> None:
     planes = PeerPlanes(LARGE, 1, tmp_path)
-    with pytest.raises(TransferError, match=r"FDCACHE_TRANSFER_RING=3145728.*at least 4194304"):
+    with pytest.raises(
+        TransferError, match=r"FDCACHE_TRANSFER=rdma: a block of 1048576 bytes .* 3145728 bytes"
+    ):
         RdmaConnector(planes.context(RDMA.model_copy(update={"ring": 3 << 20})))

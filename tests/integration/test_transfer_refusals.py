@@ -33,7 +33,7 @@ def refusal(mine: Instance, name: str, address: str) -> str:
     mine.until(lambda: mine.outcomes)
     outcome = mine.outcomes.pop()
     assert outcome.recompute_from == 0
-    mine.manager.request_finish([request])
+    mine.manager.finish([request])
     mine.until(lambda: mine.is_clean)
     return outcome.error_message or ""
 
@@ -85,7 +85,7 @@ def test_planes_that_cannot_be_mapped_are_refused_each_time_and_prefill_is_told(
             prefill.start(request)
             prefill.manager.send([(request, name)])
             prefill.step()
-            prefill.manager.request_finish([request])
+            prefill.manager.finish([request])
             assert "cannot be opened" in refusal(mine, name, prefill.address)
             prefill.until(lambda: prefill.is_clean)
         assert prefill.results == ["not_wanted", "not_wanted"]

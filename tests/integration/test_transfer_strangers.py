@@ -96,8 +96,8 @@ def hand_over(prefill: Instance, name: str) -> None:
         mine.until(lambda: mine.outcomes, prefill)
         assert mine.outcomes[0].recompute_from >= 4 * 16
         assert mine.wrong_blocks(request, 0, 4) == []
-        mine.manager.request_finish([request])
-        prefill.manager.request_finish([theirs])
+        mine.manager.finish([request])
+        prefill.manager.finish([theirs])
         prefill.until(lambda: prefill.is_clean and mine.is_clean, mine)
 
 
@@ -329,13 +329,13 @@ def test_a_fetch_from_a_machine_that_is_gone_ends_long_before_its_deadline(
             getattr(peer, end)()
             mine.until(lambda: mine.outcomes)
             assert mine.results == ["peer_gone"]
-            mine.manager.request_finish([request])
+            mine.manager.finish([request])
             mine.outcomes.clear()
             late = Request("late", prompt_of(2, 4))
             assert mine.fetch(late, PeerSource("late", tuple(peer.addresses))) == 4
             mine.until(lambda: mine.outcomes)
             assert "no peer answers at" in str(mine.outcomes[0].error_message)
-            mine.manager.request_finish([late])
+            mine.manager.finish([late])
             mine.until(lambda: mine.is_clean)
     finally:
         peer.close()
@@ -407,8 +407,8 @@ def assert_handed_over(prefill: Instance, mine: Instance, name: str) -> None:
     assert mine.outcomes[0].error_message is None
     assert mine.outcomes[0].recompute_from >= 4 * 16
     assert mine.wrong_blocks(request, 0, 4) == []
-    mine.manager.request_finish([request])
-    prefill.manager.request_finish([theirs])
+    mine.manager.finish([request])
+    prefill.manager.finish([theirs])
     prefill.until(lambda: prefill.is_clean and mine.is_clean, mine)
 
 
@@ -470,6 +470,6 @@ def test_what_is_lost_with_a_connection_is_told_again_at_once(tmp_path: Path) ->
             assert mine.fetch(request, PeerSource(name, (line.address,))) == 4
             mine.until(lambda: mine.outcomes, prefill)
             assert mine.outcomes.pop().recompute_from >= 4 * 16 and mine.wrong_blocks(request, 0, 4) == []
-            mine.manager.request_finish([request])
-            prefill.manager.request_finish([theirs])
+            mine.manager.finish([request])
+            prefill.manager.finish([theirs])
     line.close()

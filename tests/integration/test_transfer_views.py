@@ -36,7 +36,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
             sender.start(mine)
             sender.manager.send([(mine, name)])
             sender.step()
-            sender.manager.request_finish([mine])
+            sender.manager.finish([mine])
             if name == "done":
                 sender.compute(mine, name)
                 decode.fetch(Request(name, mine.tokens), sender.source(name))

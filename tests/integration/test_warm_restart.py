@@ -193,8 +193,7 @@ def test_namespaces_of_several_ranks_share_what_is_left(tmp_path: Path, size: st
 @pytest.mark.parametrize(
     "settings",
     [
-        {"FDCACHE_EXTENT_SIZE": "64KiB"},
-        {"FDCACHE_EXTENT_SIZE": "64KiB", "FDCACHE_HOST_MEMORY": "16MiB"},
+        {"FDCACHE_HOST_MEMORY": "16MiB"},
         {"FDCACHE_HUGE_PAGES": "1"},
         {"FDCACHE_EVICTION": "lru"},
         {"FDCACHE_NAMESPACE_QUOTA": "0.1"},

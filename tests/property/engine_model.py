@@ -238,7 +238,7 @@ class Engine:
             allocation = self.manager.allocate_device_blocks([(job.request, stop)])[0]
             if not allocation.ok:
                 if not job.running:
-                    self.manager.request_finish([job.request])
+                    self.manager.finish([job.request])
                 continue
             job.running = True
             if stop > job.scheduled:
@@ -294,7 +294,7 @@ class Engine:
 
     def stop(self, job: Job) -> None:
         """Preempt: what the job holds goes back; it can be scheduled again from the start."""
-        self.manager.request_finish([job.request])
+        self.manager.finish([job.request])
         job.running = False
         job.scheduled = job.seen = 0
         job.incarnation += 1

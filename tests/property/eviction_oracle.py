@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 ROLES, OUTPUTS, NEWS, AGES = 9, 5, 5, 23
 CLASSES = ROLES * OUTPUTS * NEWS
@@ -27,29 +26,6 @@ class End:
     prompt: int
     output: int
     block: int
-
-
-class Oracle(Protocol):
-    """What a policy remembers of blocks, by hash."""
-
-    def set_time(self, seconds: float) -> None: ...
-    def arrive(self, block: bytes, depth: int) -> None: ...
-    def judge(self, path: int) -> None:
-        """All blocks of a path of this length have arrived."""
-
-    def evicted(self, block: bytes) -> None: ...
-    def dropped(self, block: bytes) -> None: ...
-    def begin(self, blocks: list[bytes]) -> None:
-        """A use of these blocks, which were not in use, begins."""
-
-    def use(self, path: list[bytes], end: End) -> None:
-        """A request that used these blocks, from the end of its path on, has ended."""
-
-    def idle(self, blocks: list[bytes]) -> None:
-        """These blocks are not in use any more."""
-
-    def rank(self, block: bytes, depth: int) -> float:
-        """The leaf of the lowest rank goes first."""
 
 
 def begin(bucket: int) -> float:
@@ -71,7 +47,6 @@ def group(number: int, limits: tuple[int, ...]) -> int:
 
 @dataclass
 class Known:
-    depth: int
     last: float = 0.0
     kind: int = 0
     hits: int = 0
@@ -188,7 +163,6 @@ class LearnedOracle:
     """By the Gittins index of a reuse rate that is learned by class and age."""
 
     slots: int
-    depth_value: float = 0.0
     now: float | None = None
     begin_at: float = 0.0
     """Times before are the same."""
@@ -239,8 +213,8 @@ class LearnedOracle:
         self.last_uses.move_begin(round(1000 * seconds))
         self.both.move_begin(round(1000 * seconds))
 
-    def arrive(self, block: bytes, depth: int) -> None:
-        self.blocks[block] = Known(depth)
+    def arrive(self, block: bytes) -> None:
+        self.blocks[block] = Known()
         for ghost in self.ghosts:
             if ghost.is_there and ghost.block == block:
                 ghost.is_there = False
@@ -271,6 +245,7 @@ class LearnedOracle:
             self.leave_shadows(known)
 
     def begin(self, blocks: list[bytes]) -> None:
+        """Note that a use of these blocks, which were not in use, begins."""
         self.trim()
         for block in blocks:
             known = self.blocks[block]
@@ -280,6 +255,7 @@ class LearnedOracle:
             known.is_idle = False
 
     def idle(self, blocks: list[bytes]) -> None:
+        """Note that these blocks are not in use any more."""
         assert self.now is not None
         for block in blocks:
             known = self.blocks[block]
@@ -288,20 +264,21 @@ class LearnedOracle:
             self.both.use(round(1000 * self.now))
 
     def use(self, path: list[bytes], end: End) -> None:
+        """Note that a request that used these blocks, from the end of its path on, has ended."""
         known = next((i for i, block in enumerate(path) if self.blocks[block].is_tracked), len(path))
         is_fresh = known == len(path) or self.blocks[path[known]].hits >= 8
         new = end.prompt - min((len(path) - known) * end.block, end.prompt)
         lengths = group(end.output, (4, 32, 128, 512)) * NEWS + group(new, (512, 2048, 8192, 32768))
         for i, block in enumerate(path):
-            self.trust.uses += 1 + self.depth_value * (len(path) - 1 - i)
+            self.trust.uses += 1
             self.touch(self.blocks[block], is_fresh, lengths, i < max(2048 // end.block, 1))
         self.mean_path += 0.002 * (len(path) - self.mean_path)
         self.trim()
-        self.judge(len(path))
+        self.judge()
 
-    def judge(self, path: int) -> None:
+    def judge(self) -> None:
         """Decide whether what was learned is trusted, after a path was used or has arrived."""
-        self.trust.judge(self.mean_path * (1 + self.depth_value * path / 2), self.slots)
+        self.trust.judge(self.mean_path, self.slots)
         if self.trust.is_given:
             self.kept = None
 
@@ -325,18 +302,14 @@ class LearnedOracle:
     def count_use(self, block: bytes, *, is_found: bool) -> None:
         assert self.now is not None
         known = self.blocks[block]
-        value = 1 + self.depth_value * known.depth
         by_last_use = self.last_uses.holds(round(1000 * known.last))
         gain = is_found - by_last_use
         is_below = self.is_below is not None and self.is_below(block)
         if self.is_below is not None:
             below = max(self.both.holds(round(1000 * known.last)) - by_last_use, 0.0)
             gain = (1.0 if is_found else 0.9 * is_below) - (by_last_use + 0.9 * below)
-        self.trust.gain += value * gain
-        if is_found:
-            value *= self.loss(block)
-        elif is_below:
-            value *= 0.1
+        self.trust.gain += gain
+        value = self.loss(block) if is_found else 0.1 if is_below else 1.0
         if self.kept is not None:
             would = self.kept_of(known.kind)[bucket_of(self.now - known.last)]
             self.trust.expected += value * (would - by_last_use)
@@ -434,7 +407,8 @@ class LearnedOracle:
             self.index[kind] = [gittins(rate, age) for age in range(AGES)]
         return self.index[kind]
 
-    def rank(self, block: bytes, depth: int) -> float:
+    def rank(self, block: bytes) -> float:
+        """Return the rank of a leaf; the lowest goes first."""
         assert self.now is not None
         known = self.blocks[block]
         if not self.trust.is_given:
@@ -442,7 +416,7 @@ class LearnedOracle:
         place = min(1.5 * math.log2(1 + self.now - known.last), AGES - 0.5)
         age = int(place)
         row = [*self.index_of(known.kind), self.index_of(known.kind)[-1]]
-        worth = (row[age] + (place - age) * (row[age + 1] - row[age])) * (1 + self.depth_value * depth)
+        worth = row[age] + (place - age) * (row[age + 1] - row[age])
         return worth * self.loss(block)
 
 
@@ -468,59 +442,3 @@ def gittins(rate: list[float], age: int) -> float:
         best = max(best, hits / seconds)
         alive *= 1 - chance
     return best
-
-
-@dataclass
-class SlruOracle:
-    """By last use; blocks that were used twice, or come back soon, after all others."""
-
-    slots: int
-    depth_value: float = 0.0
-    used: dict[bytes, int] = field(default_factory=dict)
-    known: set[bytes] = field(default_factory=set)
-    protected: list[bytes] = field(default_factory=list)
-    ghosts: deque[bytes | None] = field(default_factory=deque)
-    ticks: int = 0
-
-    def set_time(self, seconds: float) -> None: ...
-
-    def arrive(self, block: bytes, depth: int) -> None:
-        if block in self.ghosts:
-            self.known.add(block)
-            self.ghosts[self.ghosts.index(block)] = None
-
-    def evicted(self, block: bytes) -> None:
-        self.dropped(block)
-        if len(self.ghosts) == self.slots:
-            self.ghosts.popleft()
-        self.ghosts.append(block)
-
-    def begin(self, blocks: list[bytes]) -> None: ...
-
-    def judge(self, path: int) -> None: ...
-
-    def idle(self, blocks: list[bytes]) -> None: ...
-
-    def dropped(self, block: bytes) -> None:
-        self.known.discard(block)
-        self.used.pop(block, None)
-        if block in self.protected:
-            self.protected.remove(block)
-
-    def use(self, path: list[bytes], end: End) -> None:
-        for block in path:
-            if block in self.protected:
-                self.protected.remove(block)
-            if block in self.known:
-                self.protected.append(block)
-            self.known.add(block)
-            self.tick(block)
-        while len(self.protected) > 0.8 * self.slots:
-            self.tick(self.protected.pop(0))
-
-    def tick(self, block: bytes) -> None:
-        self.ticks += 1
-        self.used[block] = self.ticks
-
-    def rank(self, block: bytes, depth: int) -> float:
-        return self.used[block] + (2.0**52 if block in self.protected else 0)

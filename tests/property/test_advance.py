@@ -36,7 +36,7 @@ class Pair:
                 manager.commit([(request, len(prompt))])
                 running.append(request)
             else:
-                manager.request_finish([request])
+                manager.finish([request])
             outcomes.append((found, allocation))
         assert outcomes[0] == outcomes[1]
 
@@ -56,11 +56,11 @@ class Pair:
             assert block in self.running[1][position].block_table
         for manager, running in zip(self.managers, self.running, strict=True):
             for position in reversed(failed):
-                manager.request_finish([running.pop(position)])
+                manager.finish([running.pop(position)])
 
     def finish(self, position: int) -> None:
         for manager, running in zip(self.managers, self.running, strict=True):
-            manager.request_finish([running.pop(position)])
+            manager.finish([running.pop(position)])
 
     def check(self) -> None:
         states = []

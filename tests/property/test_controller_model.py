@@ -26,7 +26,7 @@ class ControllerMachine(ManagerMachine):
             host_blocks=manager.host_cache.num_blocks,
             group_layers=1,
             copy_threads=1 + index,
-            loads_ahead=2 * manager.layout.payload_bytes,
+            queued_bytes=2 * manager.layout.payload_bytes,
         )
         return ControllerRank(index, worker)
 

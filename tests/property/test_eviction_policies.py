@@ -1,24 +1,22 @@
-"""The policies that learn evict, decision by decision, what their oracles say."""
+"""The policy that learns evicts, decision by decision, what its oracle says."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache import _core
 from fdcache.hashing import hash_blocks
 from fdcache.metadata import HashArray
-from tests.property.eviction_oracle import End, LearnedOracle, Oracle, SlruOracle
+from tests.property.eviction_oracle import End, LearnedOracle
 from tests.seeds import budget
 from tests.tier_help import hash_list
 
 BLOCK = 256
 ROOT = bytes(32)
-ORACLES = {"learned": LearnedOracle, "slru": SlruOracle}
 
 
 class Act(NamedTuple):
@@ -56,11 +54,11 @@ def rows_of_path(path: list[int]) -> HashArray:
 
 
 class World:
-    """A tier and the oracle of its policy."""
+    """A tier that learns, and its oracle."""
 
-    def __init__(self, policy: str, slots: int, depth_value: float) -> None:
-        self.tier = _core.Tier(slots, policy, depth_value=depth_value)
-        self.oracle: Oracle = ORACLES[policy](slots, depth_value)
+    def __init__(self, slots: int) -> None:
+        self.tier = _core.Tier(slots, "learned")
+        self.oracle = LearnedOracle(slots)
         self.now = 0.0
         self.parents: dict[bytes, bytes] = {}
         self.slots: dict[bytes, int] = {}
@@ -72,7 +70,6 @@ class World:
 
     def set_below(self, slots: int, is_always_copied: bool) -> None:
         """Put a tier below, into which paths are copied, and from which they are dropped."""
-        assert isinstance(self.oracle, LearnedOracle)
         self.lower = lower = _core.Tier(slots)
         self.tier.set_below(lower, is_always_copied)
         self.oracle.trust.share = 0.15
@@ -93,9 +90,6 @@ class World:
         self.tier.set_clock(round(self.now * 1000))
         self.oracle.set_time(self.now)
 
-    def depth(self, block: bytes) -> int:
-        return 0 if self.parents[block] == ROOT else 1 + self.depth(self.parents[block])
-
     def busy(self, also: list[bytes]) -> set[bytes]:
         return self.used([*also, *self.held])
 
@@ -112,9 +106,7 @@ class World:
     def candidates(self, cached: dict[bytes, bytes], busy: set[bytes]) -> dict[bytes, float]:
         above = set(cached.values())
         return {
-            block: self.oracle.rank(block, self.depth(block))
-            for block in cached
-            if block not in above and block not in busy
+            block: self.oracle.rank(block) for block in cached if block not in above and block not in busy
         }
 
     def check_next(self, block: bytes, cached: dict[bytes, bytes], busy: set[bytes]) -> None:
@@ -160,9 +152,9 @@ class World:
             [parent, *path[len(run) :]], path[len(run) :], taken.slots.tolist(), strict=False
         ):
             self.parents[block], self.slots[block] = above, slot
-            self.oracle.arrive(block, self.depth(block))
+            self.oracle.arrive(block)
         if len(taken.slots):
-            self.oracle.judge(len(taken.slots))
+            self.oracle.judge()
         self.running.append((lease, path, End(len(path) * BLOCK + 9, act.output, BLOCK)))
         while len(self.running) > act.in_flight:
             self.end(*self.running.pop(0))
@@ -212,13 +204,10 @@ class World:
         return [block] if above == ROOT else [block, *self.line(above)]
 
 
-@pytest.mark.parametrize("policy", ORACLES)
-@given(acts(KEEPS, GAPS), st.integers(6, 20), st.sampled_from([0.0, 0.05]))
+@given(acts(KEEPS, GAPS), st.integers(6, 20))
 @settings(max_examples=budget(200), deadline=None)
-def test_every_eviction_is_the_one_of_the_oracle(
-    policy: str, history: list[Act], slots: int, depth_value: float
-) -> None:
-    world = World(policy, slots, depth_value)
+def test_every_eviction_is_the_one_of_the_oracle(history: list[Act], slots: int) -> None:
+    world = World(slots)
     for act in history:
         world.request(act)
     world.check()
@@ -227,14 +216,13 @@ def test_every_eviction_is_the_one_of_the_oracle(
 @given(
     acts([*KEEPS, "copy", "copy", "copy", "forget"], GAPS),
     st.integers(6, 20),
-    st.sampled_from([0.0, 0.05]),
     st.sampled_from([False, False, True]),
 )
 @settings(max_examples=budget(150), deadline=None)
 def test_a_tier_above_another_one_evicts_as_the_oracle_says(
-    history: list[Act], slots: int, depth_value: float, is_always_copied: bool
+    history: list[Act], slots: int, is_always_copied: bool
 ) -> None:
-    world = World("learned", slots, depth_value)
+    world = World(slots)
     world.set_below(2 * slots, is_always_copied)
     for act in history:
         world.request(act)
@@ -244,7 +232,7 @@ def test_a_tier_above_another_one_evicts_as_the_oracle_says(
 def test_long_paths_of_which_the_tier_below_holds_a_part_go_as_the_oracle_says() -> None:
     """More blocks of a path go at once than are ranked together; some were copied, with those above them."""
     random = np.random.default_rng(0)
-    world = World("learned", 220, 0.0)
+    world = World(220)
     world.set_below(500, is_always_copied=False)
     for _ in range(25):
         path = [int(random.integers(4))] * int(random.integers(60, 200))
@@ -252,7 +240,6 @@ def test_long_paths_of_which_the_tier_below_holds_a_part_go_as_the_oracle_says()
         if random.random() < 0.6:
             world.copy(hash_list(rows_of_path(path))[: int(random.integers(1, len(path)))])
             world.pass_time(0.001)
-    assert isinstance(world.oracle, LearnedOracle)
     assert {below for ghost in world.oracle.ghosts for below in [ghost.known.was_below]} == {True, False}
     assert world.decisions > 1000
 
@@ -260,13 +247,12 @@ def test_long_paths_of_which_the_tier_below_holds_a_part_go_as_the_oracle_says()
 def test_what_was_learned_is_left_for_last_use_and_taken_up_again() -> None:
     """Popular paths among many that are read once give way to paths that are read a few times in a row."""
     random = np.random.default_rng(0)
-    world = World("learned", 20, 0.0)
+    world = World(20)
     for turn in range(700):
         if turn // 200 % 2:
             first = 10_000 + turn // 4 + int(random.integers(3))
         else:
             first = int(random.integers(3)) if random.random() < 0.5 else 1000 + turn
         world.request(Act([first, 0, 0, 0, 0], 20, "nothing", 2.0))
-    assert isinstance(world.oracle, LearnedOracle)
     assert world.oracle.trust.changes == 2
     assert world.decisions > 1000

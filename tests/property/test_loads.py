@@ -32,10 +32,10 @@ loads = st.builds(
 
 
 def carry_out(
-    wanted: list[Load], corrupt: int | None, loads_ahead: int
+    wanted: list[Load], corrupt: int | None, queued_bytes: int
 ) -> tuple[list[TransferResult], list[list[bytes]]]:
     with Worker(
-        uniform_layout(), device_blocks=SLOTS, host_blocks=SLOTS, loads_ahead=loads_ahead, verify="all"
+        uniform_layout(), device_blocks=SLOTS, host_blocks=SLOTS, queued_bytes=queued_bytes, verify="all"
     ) as worker:
         worker.run(plan(0, backup=[(slot, slot) for slot in range(SLOTS)]))
         if corrupt is not None:

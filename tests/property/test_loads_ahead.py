@@ -54,7 +54,7 @@ class Run:
         self.abort()
 
     def abort(self) -> None:
-        self.engine.manager.request_finish([self.request])
+        self.engine.manager.finish([self.request])
         self.others += 1
         self.request = Request(str(self.others), tokens_of(1, BLOCKS))
 
@@ -86,7 +86,7 @@ class Run:
         self.others += 1
         if self.engine.match(other).status is MatchStatus.MATCHED and self.engine.allocate(other).ok:
             self.engine.compute(other, other.num_tokens)
-        self.engine.manager.request_finish([other])
+        self.engine.manager.finish([other])
 
     def step(self, name: str) -> None:
         match name:

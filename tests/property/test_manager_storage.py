@@ -132,7 +132,7 @@ class StorageMachine(ManagerMachine):
         engine = self.engine
         engine.submit(tokens)
         job = engine.jobs[-1]
-        engine.manager.prefetch([job.request])
+        engine.manager.begin([job.request])
         for _ in range(12):
             engine.schedule([job], 24)
             for rank in engine.ranks:
@@ -170,7 +170,7 @@ class StorageMachine(ManagerMachine):
     @precondition(lambda self: self.engine.jobs)
     @rule(pick=st.integers(0, 5))
     def prefetch(self, pick: int) -> None:
-        self.engine.manager.prefetch([self.job(pick).request])
+        self.engine.manager.begin([self.job(pick).request])
 
     @precondition(lambda self: not self.index.is_open)
     @rule()

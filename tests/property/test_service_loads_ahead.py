@@ -54,7 +54,7 @@ class Run:
         self.abort()
 
     def abort(self) -> None:
-        self.engine.manager.request_finish([self.request])
+        self.engine.manager.finish([self.request])
         self.others += 1
         self.request = Request(str(self.others), PROMPT)
 
@@ -85,7 +85,7 @@ class Run:
         manager = self.engine.manager
         if manager.match_prefix([other])[0].status is MatchStatus.MATCHED:
             manager.allocate_device_blocks([(other, len(tokens))])
-        manager.request_finish([other])
+        manager.finish([other])
 
     def leave(self) -> None:
         """Go on without the reads, as for one that is late."""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fdcache.metadata import HashArray
-from fdcache.storage.conformance import HostRecords, conformance_layout
 from fdcache.storage.connector import Outcome
+from fdcache.testing.storage import HostRecords, conformance_layout
 from tests.local_connector import LocalConnector
 from tests.storage_help import open_store
 from tests.tier_help import chain, hashes

@@ -136,7 +136,7 @@ def run_account(seed: int, plans: int) -> None:
         host_blocks=SLOTS,
         copy_threads=1 + seed % 3,
         group_layers=1 + seed % 2,
-        loads_ahead=ahead,
+        queued_bytes=ahead,
     ) as worker:
         account = Account(worker, rng)
         gates: list[CpuEvent] = []

@@ -83,7 +83,7 @@ def test_requests_that_find_no_block_keep_their_tokens_and_are_named() -> None:
     assert (len(added), added.failed.tolist(), added.shortfall, added.ok) == (0, [0, 1, 2], 1, False)
     assert [request.num_tokens for request in requests] == [BLOCK + 1] * 3
     assert manager.get_stats().counters.allocation_failures == 3
-    manager.request_finish([requests[0]])
+    manager.finish([requests[0]])
     assert all(allocation.ok for allocation in manager.allocate_device_blocks([(requests[1], BLOCK + 1)]))
     assert manager.advance(requests[1:], [4, 5]).failed.tolist() == [1]
     manager.check_integrity()
@@ -121,7 +121,7 @@ def test_a_request_without_blocks_does_not_advance() -> None:
     running = begin(manager, "a", 2 * BLOCK)
     with pytest.raises(RequestStateError, match="'waiting'"):
         manager.advance([running, cached], [1, 1])
-    manager.request_finish([running])
+    manager.finish([running])
     with pytest.raises(RequestStateError, match="'a'"):
         manager.advance([running], [1])
 

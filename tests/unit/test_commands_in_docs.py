@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from fdcache_cli.commands import COMMANDS, app
+from fdcache_cli.commands import load_command, make_app
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
@@ -74,10 +74,10 @@ def test_the_program_takes_what_is_shown(
 
 def takes_fdcache(words: list[str]) -> None:
     if words[0].startswith("-"):
-        options = {name for parameter in get_command(app).params for name in parameter.opts}
+        options = {name for parameter in get_command(make_app()).params for name in parameter.opts}
         assert set(words) <= options | {"--help", "--version"}
         return
-    command: Any = next(each for each in COMMANDS if each.name == words[0]).load()
+    command: Any = load_command(words[0])
     rest = words[1:]
     while hasattr(command, "get_command") and rest and not rest[0].startswith("-"):
         name, *rest = rest

@@ -5,25 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from fdcache.hints import Hint, HintKind, HintStatus
+from fdcache.hints import HintKind, HintStatus
 from fdcache.integrations.vllm.keys import extra_of
-from fdcache.layout import KVLayout
-from fdcache.manager import EngineClient
-from fdcache.metadata import TransferPlan, TransferReport
-from fdcache.settings.cache import CacheSettings, EvictionPolicy, WritePolicy
-from tests.fastdeploy_help import BLOCK, fd_request, make, report_of, run
+from tests.fastdeploy_help import BLOCK, fd_request, make, run
 
-LAYOUT = KVLayout.uniform(
-    model="m", revision="1", num_layers=1, block_size=BLOCK, kv_heads=1, head_dim=8, dtype="bfloat16"
-)
-SETTINGS = CacheSettings(
-    host_memory=16 * LAYOUT.record_bytes,
-    eviction=EvictionPolicy.LEARNED,
-    write_policy=WritePolicy.WRITE_THROUGH,
-)
 ENVELOPE = {
     "protocol_version": "0.1",
     "message_id": "m",
@@ -36,15 +21,6 @@ ENVELOPE = {
         }
     ],
 }
-
-
-def executed(plan: TransferPlan) -> TransferReport:
-    """The report of a plan whose copies need no bytes."""
-    results = [
-        msgspec.structs.replace(result, checksums=np.zeros(len(swap) if swap.to_host else 0, np.uint64))
-        for swap, result in zip(plan.swaps(), report_of(plan).results, strict=True)
-    ]
-    return TransferReport(plan_id=plan.plan_id, rank=0, results=tuple(results))
 
 
 class TestFastDeploy:
@@ -98,20 +74,3 @@ class TestVllm:
         assert extra_of(vllm_request(kv_transfer_params={"hints": []})) == {"hints": []}
         assert extra_of(vllm_request(kv_hints=ENVELOPE)) == {"kv_hints": ENVELOPE}
         assert extra_of(vllm_request(kv_hints=None)) == {}
-
-
-def test_a_client_hints_about_a_path_that_it_has_stored() -> None:
-    now = 0.0
-    with EngineClient(SETTINGS, LAYOUT, lambda plan: [executed(plan)]) as client:
-        hashes = np.random.default_rng(0).integers(0, 256, (3, 32), np.uint8)
-        assert client.store(hashes, np.arange(3, dtype=np.int32)) == 3
-        book = client._manager._hints._book
-        assert book is not None
-        book._clock = lambda: now
-        (taken,) = client.hint(hashes, [Hint.retain(30)])
-        assert (taken.status, taken.blocks) == (HintStatus.TAKEN, 3)
-        assert client.hint_outcomes() == []
-        now = 31.0
-        assert [each.status for each in client.hint_outcomes()] == [HintStatus.KEPT]
-        (released,) = client.hint(hashes, [Hint.release()])
-        assert (released.status, released.blocks) == (HintStatus.TAKEN, 3)

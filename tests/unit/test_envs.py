@@ -14,8 +14,8 @@ import pytest
 
 import fdcache.envs
 from fdcache import envs
+from fdcache.integrations.fastdeploy.old_module import OLD_VARIABLES
 from fdcache.settings import VARIABLES, SettingsError
-from fdcache.settings.legacy import OLD_VARIABLES
 from tests.old_environment import INTEGERS, READERS, VALUES
 
 ALIASED = "FD_NVFP4_GEMM_BACKEND"

@@ -40,7 +40,7 @@ class World:
         assert allocation.ok
         self.manager.take_plans()
         self.manager.commit([(request, len(prompt))])
-        self.manager.request_finish([request])
+        self.manager.finish([request])
         self.now += 1
         return request
 
@@ -141,10 +141,10 @@ class TestOrder:
         world.manager.match_prefix([request])
         world.manager.allocate_device_blocks([(request, 16)])
         world.manager.commit([(request, 16)])
-        world.manager.request_finish([request], preempted=True)
+        world.manager.finish([request], preempted=True)
         assert not request.hint_outcomes
         world.manager.match_prefix([request])
-        world.manager.request_finish([request])
+        world.manager.finish([request])
         assert [each.status for each in request.hint_outcomes] == [HintStatus.TAKEN]
 
 
@@ -224,9 +224,8 @@ class TestOutcomes:
         assert (outcome.status, outcome.blocks) == (HintStatus.EVICTED_EARLY, 400)
         assert abs(outcome.lost - 200) <= 400 / SAMPLE
 
-    @pytest.mark.parametrize("policy", [EvictionPolicy.LRU, EvictionPolicy.SLRU])
-    def test_a_policy_that_does_not_learn_ignores_hints(self, policy: EvictionPolicy) -> None:
-        world = World(policy=policy)
+    def test_a_policy_that_does_not_learn_ignores_hints(self) -> None:
+        world = World(policy=EvictionPolicy.LRU)
         request = world.serve(prompt(1), Hint.once())
         assert [each.status for each in request.hint_outcomes] == [HintStatus.IGNORED]
 

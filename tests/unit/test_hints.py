@@ -23,6 +23,11 @@ def retain(**directive: Any) -> dict[str, Any]:
     return action("kv.retain", {"scope": None, "directives": [directive]})
 
 
+def fetch(**changes: Any) -> dict[str, Any]:
+    payload = {"source_control_endpoint": "tcp://host:5560", "block_hashes": [1, (1 << 64) - 1]}
+    return action("kv.fetch", payload | changes)
+
+
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [
@@ -76,7 +81,15 @@ def test_the_envelope_may_be_the_engine_s_own_type() -> None:
         ({"cache_control": {"type": "ephemeral", "ttl": "soon"}}, "such as 5m"),
         ({"kv_hints": "x"}, "kv_hints"),
         (envelope(retain(priority=1), version="1.0"), "protocol version '1.0'"),
-        (envelope(action("kv.fetch", {})), "unknown type"),
+        (envelope(action("kv.move", {})), "unknown type"),
+        (envelope(action("kv.fetch", {})), "source_control_endpoint"),
+        (envelope(fetch(block_hashes=[-1])), "64 bits"),
+        (envelope(fetch(block_hashes=[1 << 64])), "64 bits"),
+        (envelope(fetch(block_hashes=[])), "block_hashes"),
+        (envelope(fetch(block_hashes=["a"])), "block_hashes"),
+        (envelope(fetch(mode="move")), "mode 'copy'"),
+        (envelope(fetch(no_retain=False)), "no_retain"),
+        (envelope(fetch()), "2 blocks were not fetched: the memory of other nodes"),
         (envelope(action("kv.retain", {}, "2.0")), "version '2.0'"),
         (envelope(retain(priority=101)), "kv.retain"),
         (envelope(retain(priority=5, extra=1)), "extra"),

@@ -54,7 +54,7 @@ def test_a_later_tier_goes_on_with_the_tables(path: Path) -> None:
 
 
 def test_nothing_is_kept_for_an_order_that_does_not_learn(tmp_path: Path) -> None:
-    LearnedFile(tmp_path / NAME).save(experienced("slru"))
+    LearnedFile(tmp_path / NAME).save(experienced("lru"))
     assert not list(tmp_path.iterdir())
 
 

@@ -59,7 +59,7 @@ class Busy:
     def __init__(self, **settings: Any) -> None:
         self.device = CountingDevice()
         layout = uniform_layout()
-        options: dict[str, Any] = {"loads_ahead": 3 * layout.payload_bytes, "group_layers": 1} | settings
+        options: dict[str, Any] = {"queued_bytes": 3 * layout.payload_bytes, "group_layers": 1} | settings
         self.worker = Worker(layout, device_blocks=BLOCKS, host_blocks=BLOCKS, device=self.device, **options)
         self.controller = self.worker.controller
         self.worker.run(plan(1, backup=[(slot, slot) for slot in range(BLOCKS)]))
@@ -109,7 +109,7 @@ def test_waiting_loads_are_copied_as_one_batch_and_reported_one_by_one(busy: Bus
     assert [busy.worker.block(slot) for slot in (8, 9, 10)] == busy.saved[4:7]
 
 
-def test_a_batch_is_at_most_loads_ahead_bytes(busy: Busy) -> None:
+def test_a_batch_is_at_most_the_bytes_to_queue(busy: Busy) -> None:
     for index in range(4):
         busy.controller.submit_swap_tasks(
             plan(3 + index, load=[(2 * index, 8 + 2 * index), (1, 9 + 2 * index)])
@@ -120,7 +120,7 @@ def test_a_batch_is_at_most_loads_ahead_bytes(busy: Busy) -> None:
     assert busy.device.loads == [[1, 2, 3], [8, 9], [10, 11], [12, 13], [14, 15, 4]]
 
 
-def test_a_load_larger_than_loads_ahead_is_a_batch_by_itself(busy: Busy) -> None:
+def test_a_load_larger_than_the_bytes_to_queue_is_a_batch_by_itself(busy: Busy) -> None:
     busy.controller.submit_swap_tasks(plan(3, load=[(4 + i, 8 + i) for i in range(6)]))
     busy.open()
     assert busy.reports(2)[3].results[0].success
@@ -128,7 +128,7 @@ def test_a_load_larger_than_loads_ahead_is_a_batch_by_itself(busy: Busy) -> None
 
 
 def test_one_load_is_always_enqueued_behind_the_one_being_copied() -> None:
-    busy = Busy(loads_ahead=1)
+    busy = Busy(queued_bytes=1)
     busy.controller.submit_swap_tasks(plan(3, load=[(4, 8)]))
     assert busy.device.loads == [[1, 2, 3]]
     busy.open()

@@ -79,7 +79,7 @@ def test_a_generated_block_is_published_once_its_lookahead_token_is_known() -> N
     request.append_tokens([X[0]])
     world.manager.commit([(request, 2 * BLOCK)])
     assert len(request.block_hashes) == world.manager.get_stats().device.ready == 2
-    world.manager.request_finish([request])
+    world.manager.finish([request])
     assert found(world, *A, *B, *X) == 2
     assert found(world, *A, *B, *Y) == 1
     world.assert_nothing_is_held()
@@ -89,7 +89,7 @@ def test_a_request_cannot_change_its_lookahead() -> None:
     world = World(device=8, lookahead_tokens=1)
     request = Request("r", [*A, *TAIL])
     world.manager.match_prefix([request])
-    world.manager.request_finish([request])
+    world.manager.finish([request])
     other = CacheManager(world.manager.settings.model_copy(update={"lookahead_tokens": 0}), world.layout)
     with pytest.raises(RequestStateError, match="another layout or look-ahead"):
         other.match_prefix([request])

@@ -78,7 +78,7 @@ class TestMatch:
             assert manager.match_prefix([request])[0].num_cached_tokens == 0
             manager.allocate_device_blocks([(request, BLOCK + 1)])
             manager.commit([(request, BLOCK + 1)])
-            manager.request_finish([request])
+            manager.finish([request])
         assert manager.get_stats().device.ready == 3
 
     def test_a_running_request_and_its_id_cannot_be_matched_again(self) -> None:
@@ -145,7 +145,7 @@ class TestAllocate:
         answer = world.manager.allocate_device_blocks([(request, 13)])[0]
         assert (answer.ok, answer.failure, answer.shortfall) == (False, AllocationFailure.NO_BLOCKS, 1)
         assert len(request.block_table) == 0
-        world.manager.request_finish([request])
+        world.manager.finish([request])
         world.assert_nothing_is_held()
 
     def test_an_unmatched_request_and_too_few_tokens_are_refused(self) -> None:
@@ -175,7 +175,7 @@ class TestAllocate:
         world.manager.allocate_device_blocks([(request, 5)])
         with pytest.raises(RequestStateError, match="cannot commit 6 tokens"):
             world.manager.commit([(request, 6)])
-        world.manager.request_finish([request])
+        world.manager.finish([request])
         with pytest.raises(RequestStateError, match="cannot commit"):
             world.manager.commit([(request, 1)])
 
@@ -184,8 +184,8 @@ class TestAllocate:
         first, second = world.submit(*A, *TAIL), world.submit(*A, *TAIL)
         world.engine.schedule([first, second], 100)
         world.settle()
-        world.manager.request_finish([first.request])
-        world.manager.request_finish([first.request])
+        world.manager.finish([first.request])
+        world.manager.finish([first.request])
         assert world.manager.get_stats().live_requests == 1
         world.manager.check_integrity()
 
@@ -212,9 +212,9 @@ class TestAllocate:
         ):
             with pytest.raises(RequestStateError):
                 call()
-        other.request_finish([request])
+        other.finish([request])
         assert ours.allocate_device_blocks([(request, 5)])[0].ok
-        ours.request_finish([request])
+        ours.finish([request])
         other_layout = CacheManager(CacheSettings(device_blocks=4), layout(ranks=2))
         with pytest.raises(RequestStateError, match="another layout"):
             other_layout.match_prefix([request])

@@ -71,7 +71,7 @@ class TestHostTier:
             world.manager.match_prefix([request])
             world.manager.allocate_device_blocks([(request, request.num_tokens)])
             world.manager.commit([(request, request.num_tokens)])
-            world.manager.request_finish([request])
+            world.manager.finish([request])
         assert world.manager.get_stats().queued_backups == 20_000
 
     def test_a_host_block_has_the_checksum_of_rank_0(self) -> None:

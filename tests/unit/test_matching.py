@@ -90,7 +90,7 @@ def test_blocks_beyond_the_grid_are_not_pinned(grid: int, found: tuple[int, int]
     assert hits == (found[0] * BLOCK, found[1] * BLOCK)
     world.engine.schedule([], 1)
     world.settle()
-    world.manager.request_finish([request])
+    world.manager.finish([request])
     world.assert_nothing_is_held()
 
 
@@ -102,7 +102,7 @@ def test_a_match_rounded_down_to_device_blocks_pins_nothing_on_the_host() -> Non
     stats = world.manager.get_stats()
     assert stats.host is not None
     assert (stats.device.pins, stats.host.pins, stats.host.leases) == (2, 0, 0)
-    world.manager.request_finish([request])
+    world.manager.finish([request])
     world.assert_nothing_is_held()
 
 
@@ -121,7 +121,7 @@ def test_the_second_of_two_equal_requests_reuses_the_loads_of_the_first() -> Non
     world.settle()
     result = world.manager.match_prefix([second])[0]
     assert (result.num_device_blocks, result.num_host_blocks) == (6, 0)
-    world.manager.request_finish([first, second])
+    world.manager.finish([first, second])
     world.assert_nothing_is_held()
 
 

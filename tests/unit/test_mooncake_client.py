@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from fdcache.errors import StorageError
-from fdcache.settings.cache import MooncakeSettings
-from fdcache.storage.mooncake_client import (
+from fdcache.integrations.mooncake.client import (
     CallLane,
     CallOverdueError,
     CircuitBreaker,
     ClientOptions,
     LaneBlockedError,
 )
+from fdcache.integrations.mooncake.variables import MooncakeSettings
 
 
 def test_the_configuration_file_goes_before_the_variables(tmp_path: Path) -> None:

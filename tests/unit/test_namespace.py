@@ -27,7 +27,8 @@ def memory_of(arena: Arena, layout: KVLayout, name: str) -> tuple[NamespaceMemor
 def test_padding_of_an_extent_from_another_namespace_is_cleared(tmp_path: Path) -> None:
     arena = Arena(tmp_path, "t")
     arena.lock()
-    arena.create(16 * EXTENT, EXTENT)
+    arena.create(16 * EXTENT)
+    assert arena.manifest.extent_bytes == EXTENT
     left, _ = memory_of(arena, uniform_layout(), "00112233aabbccdd")
     for _each in range(16):
         left.add_extent()
@@ -58,7 +59,8 @@ def test_a_block_is_complete_only_with_its_header_on_every_rank(
 ) -> None:
     arena = Arena(tmp_path, "t")
     arena.lock()
-    arena.create(16 * EXTENT, EXTENT)
+    arena.create(16 * EXTENT)
+    assert arena.manifest.extent_bytes == EXTENT
     layout = service_layout(ranks=2)
     memory, _ = memory_of(arena, layout, "00112233aabbccdd")
     memory.add_extent()

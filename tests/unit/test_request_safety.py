@@ -152,7 +152,7 @@ def test_a_match_within_a_match_leaves_one_request_of_each_id() -> None:
     with pytest.raises(RequestStateError, match="'same'"):
         manager.match_prefix([outer])
     assert (inner.is_live, outer.is_live) == (True, False)
-    manager.request_finish([outer, inner])
+    manager.finish([outer, inner])
     assert manager.match_prefix([outer])[0].status is MatchStatus.MATCHED
 
 
@@ -179,7 +179,7 @@ def test_a_prompt_that_refers_to_its_request_is_freed() -> None:
     manager, prompt = make_manager(), Prompt([1] * 9)
     prompt.request = Request("a", prompt)
     manager.match_prefix([prompt.request])
-    manager.request_finish([prompt.request])
+    manager.finish([prompt.request])
     freed = weakref.ref(prompt)
     del prompt
     gc.collect()

@@ -61,7 +61,6 @@ def test_every_group_counts_each_reuse_once() -> None:
 
 def test_a_policy_that_does_not_learn_has_no_report() -> None:
     assert report("lru") is None
-    assert report("slru") is None
 
 
 def test_the_chance_of_a_band_is_that_of_its_rate() -> None:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from fdcache.integrations.fastdeploy.variables import FALLBACKS, GRID, MODE, SPLIT
 from fdcache.layout import KVLayout
 from fdcache.machine.memory import MemoryLimits
 from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Source, read_settings
 from fdcache.settings.checks import cross_checks
-from fdcache.settings.loading import FALLBACKS, GRID, MODE, SPLIT
 from fdcache.settings.sources import Sourced
 
 PLENTY = MemoryLimits(machine=1 << 50, cgroup=None)

@@ -9,11 +9,12 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from fdcache.integrations.fastdeploy.log_variables import LoggingSettings
+from fdcache.integrations.fastdeploy.old_module import OLD_VARIABLES
 from fdcache.machine.memory import MemoryLimits
 from fdcache.settings import VARIABLES, Settings, read_settings
-from fdcache.settings.checks import cross_checks
+from fdcache.settings.checks import REMOVED, cross_checks
 from fdcache.settings.kinds import parse_duration, parse_size
-from fdcache.settings.legacy import OLD_VARIABLES
 from fdcache.settings.sources import PREFIXES, parse_dotenv
 from fdcache.settings.templates import ACTIONS, FORMATS
 from fdcache_cli.env import COMMANDS, Format
@@ -174,6 +175,20 @@ def test_pages_name_variables_that_exist(page: str) -> None:
         assert (ROOT / page).parent.joinpath(target).exists(), target
 
 
+def test_the_guide_has_each_setting_of_fdcache_with_the_question_that_it_answers() -> None:
+    text = (ROOT / "docs/configuration.md").read_text().split("## Which variable\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([A-Z].*?) \| (`.*?) \| \[", text, flags=re.MULTILINE)
+    assert all(question.endswith("?") for question, _ in rows)
+    answering = [name for _, variables in rows for name in re.findall(r"`(\w+)`", variables)]
+    assert sorted(answering) == sorted(name for name in VARIABLES if name.startswith("FDCACHE_"))
+
+
+def test_no_page_names_a_setting_that_is_gone() -> None:
+    pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("*.*")]
+    texts = {page: page.read_text() for page in pages if page.suffix in (".md", ".py", ".yaml", ".env")}
+    assert [(page, name) for page, text in texts.items() for name in names_in(text) & REMOVED.keys()] == []
+
+
 def test_guide_lists_secrets_and_commands() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
     assert all(f"`{name}`" in text for name in SECRETS)
@@ -285,7 +300,7 @@ def test_kubernetes_manifests_agree_with_the_settings(tmp_path: Path) -> None:
     assert settings.cache.host_memory < parse_size(arena["sizeLimit"]) < limit
     pause = int(engine["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] > pause + settings.transfer.drain_timeout
-    assert str(settings.logging.directory) in mounts
+    assert str(settings.group(LoggingSettings).directory) in mounts
 
 
 def test_kubernetes_pod_is_unprivileged_and_has_no_service_links() -> None:

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
+from fdcache.integrations.fastdeploy.log_variables import TracingSettings, UsageSettings
+from fdcache.integrations.fastdeploy.model_variables import (
+    KernelSettings,
+    ModelSettings,
+    MoeBackend,
+    MoeSettings,
+)
+from fdcache.integrations.fastdeploy.serving_variables import ServiceSettings
 from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Variable, read_settings
 from fdcache.settings.checks import is_service_link
-from fdcache.settings.engine_model import MoeBackend
 from fdcache.settings.tree import DEFAULTS, GROUPS, KNOWN_NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -96,8 +103,8 @@ def test_wrong_value_is_an_error_if_fdcache_uses_the_variable(entry: dict[str, A
 
 def test_unknown_choice_of_the_engine_is_accepted_and_known_ones_ignore_case() -> None:
     settings = Settings.load(environ={"FD_MOE_BACKEND": "Cutlass", "FD_TRACE": "newer"})
-    assert settings.moe.backend is MoeBackend.CUTLASS
-    assert (settings.tracing.mode, settings.render("FD_TRACE")) == ("newer", "newer")
+    assert settings.group(MoeSettings).backend is MoeBackend.CUTLASS
+    assert (settings.group(TracingSettings).mode, settings.render("FD_TRACE")) == ("newer", "newer")
     (problem,) = settings.warnings
     assert problem.variables == ("FD_TRACE",)
     assert "off, local, otel, all" in problem.right
@@ -223,13 +230,13 @@ def test_faults_of_the_old_module_are_fixed() -> None:
             "DO_NOT_TRACK": "true",
         }
     )
-    assert settings.kernels.nvfp4_gemm_backend == "flashinfer-cudnn"
-    assert settings.kernels.use_machete is False
-    assert settings.service.send_high_water_mark == 10000
-    assert settings.model.plugins == ()
-    assert settings.service.api_keys == ()
-    assert settings.usage.do_not_track is True
-    assert settings.usage.server is None
+    assert settings.group(KernelSettings).nvfp4_gemm_backend == "flashinfer-cudnn"
+    assert settings.group(KernelSettings).use_machete is False
+    assert settings.group(ServiceSettings).send_high_water_mark == 10000
+    assert settings.group(ModelSettings).plugins == ()
+    assert settings.group(ServiceSettings).api_keys == ()
+    assert settings.group(UsageSettings).do_not_track is True
+    assert settings.group(UsageSettings).server is None
 
 
 @pytest.mark.parametrize("variable", VARIABLES.values(), ids=VARIABLES)
@@ -268,7 +275,7 @@ CONSUMERS = {
     "transfer": "fdcache/controller fdcache/devices",
     "deployment": "fdcache_cli/replay.py fdcache/integrations/vllm",
     "storage_tier": "fdcache",
-    "mooncake": "fdcache/storage",
+    "mooncake": "fdcache/integrations/mooncake",
 }
 
 
@@ -293,8 +300,6 @@ def test_each_own_field_is_read_by_the_room_it_configures(variable: Variable) ->
     read = {each for room in CONSUMERS[variable.group].split() for each in attributes_read(room)}
     if variable.name == "FDCACHE_DEVICE_MEMORY":
         assert ("settings", "cache_for") in read
-    elif variable.name == "FDCACHE_EVICTION_OBJECTIVE":
-        assert ("settings", "evicts") in read
     else:
         assert {("settings", variable.field), (variable.group, variable.field)} & read
 

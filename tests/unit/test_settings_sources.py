@@ -1,12 +1,16 @@
 """Sources of settings: precedence, files, dotenv parsing, unknown names."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
+from fdcache.integrations.fastdeploy.log_variables import LoggingSettings, TracingSettings
+from fdcache.integrations.fastdeploy.model_variables import KernelSettings, ModelSettings
 from fdcache.settings import VARIABLES, Settings, SettingsError, Source, read_settings
 from fdcache.settings.cache import CacheSettings
+from fdcache.settings.checks import REMOVED
 from fdcache.settings.sources import DotenvEntry, parse_dotenv, quote, rename
 
 NAME = "FD_SERVICE_NAME"
@@ -33,7 +37,7 @@ def everywhere(tmp_path: Path) -> dict[str, str]:
 def test_precedence_is_argument_environment_secrets_dotenv_default(everywhere: dict[str, str]) -> None:
     environ = dict(everywhere)
     settings = Settings.load(environ=environ, arguments={NAME: "from argument"})
-    assert settings.tracing.service_name == "from argument"
+    assert settings.group(TracingSettings).service_name == "from argument"
     assert [candidate.source for candidate in settings.candidates(NAME)] == [
         Source.ARGUMENT,
         Source.ENVIRONMENT,
@@ -42,7 +46,7 @@ def test_precedence_is_argument_environment_secrets_dotenv_default(everywhere: d
     ]
     for source in (Source.ENVIRONMENT, Source.SECRETS, Source.DOTENV):
         settings = Settings.load(environ=environ)
-        assert settings.tracing.service_name == f"from {source.value}"
+        assert settings.group(TracingSettings).service_name == f"from {source.value}"
         assert settings.source(NAME) is source
         if source is Source.ENVIRONMENT:
             del environ[NAME]
@@ -60,7 +64,7 @@ def test_losing_candidates_have_their_places(everywhere: dict[str, str]) -> None
 
 def test_caller_defaults_are_weaker_than_every_source(everywhere: dict[str, str]) -> None:
     settings = Settings.load(environ=everywhere, defaults={NAME: "mine", "FDCACHE_RANKS": 3})
-    assert settings.tracing.service_name == "from environment"
+    assert settings.group(TracingSettings).service_name == "from environment"
     assert settings.deployment.ranks == 3
     assert settings.source("FDCACHE_RANKS") is Source.DEFAULT
 
@@ -77,8 +81,8 @@ def test_unknown_argument_raises_type_error() -> None:
 
 def test_empty_variable_counts_as_unset() -> None:
     settings = Settings.load(environ={"FD_DEBUG": "", "FD_PLUGINS": "", "FDCACHE_ENV_FILE": ""})
-    assert settings.logging.debug is False
-    assert settings.model.plugins is None
+    assert settings.group(LoggingSettings).debug is False
+    assert settings.group(ModelSettings).plugins is None
     assert settings.source("FD_DEBUG") is Source.DEFAULT
 
 
@@ -163,7 +167,7 @@ def test_all_problems_are_listed_at_once() -> None:
 def test_deprecated_name_works_with_a_warning() -> None:
     with pytest.warns(FutureWarning, match="FD_NVFP4_GEMM_BACKEND"):
         settings = Settings.load(environ={"FD_NVFP4_MOE_BACKEND": "flashinfer-trtllm"})
-    assert settings.kernels.nvfp4_gemm_backend == "flashinfer-trtllm"
+    assert settings.group(KernelSettings).nvfp4_gemm_backend == "flashinfer-trtllm"
     assert settings.candidates("FD_NVFP4_GEMM_BACKEND")[0].name == "FD_NVFP4_MOE_BACKEND"
     assert settings.warnings[0].variables == ("FD_NVFP4_MOE_BACKEND",)
 
@@ -172,7 +176,7 @@ def test_own_name_wins_over_the_deprecated_one() -> None:
     environ = {"FD_NVFP4_MOE_BACKEND": "flashinfer-trtllm", "FD_NVFP4_GEMM_BACKEND": "flashinfer-cudnn"}
     with pytest.warns(FutureWarning, match="FD_NVFP4_MOE_BACKEND"):
         settings = Settings.load(environ=environ)
-    assert settings.kernels.nvfp4_gemm_backend == "flashinfer-cudnn"
+    assert settings.group(KernelSettings).nvfp4_gemm_backend == "flashinfer-cudnn"
 
 
 @pytest.mark.parametrize(
@@ -207,6 +211,18 @@ def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
 )
 def test_service_links_are_ignored(name: str) -> None:
     assert Settings.load(environ={name: "tcp://10.0.0.1:80"}).warnings == ()
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_setting_that_is_gone_is_named_with_a_remedy(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "old.env", f"{name}=7")
+    settings = Settings.load(environ={"FDCACHE_ENV_FILE": str(tmp_path / "old.env")})
+    (warning,) = settings.misspelt
+    assert warning.variables == (name,)
+    assert warning.source.endswith("old.env:1")
+    assert (warning.wrong, warning.right[:8]) == ("this setting is gone", "unset it")
+    known = set(re.findall(r"FDCACHE_\w+", warning.right))
+    assert known <= VARIABLES.keys()
 
 
 def test_port_that_is_no_service_link_is_a_warning() -> None:
@@ -349,7 +365,7 @@ def warnings_of(environ: dict[str, str]) -> list[str]:
 def test_a_name_twice_in_a_dotenv_file_is_a_warning_with_both_lines(tmp_path: Path) -> None:
     file = write(tmp_path / "a.env", f"{NAME}=first\nFD_DEBUG=1\n{NAME}=second\n")
     environ = {"FDCACHE_ENV_FILE": str(file)}
-    assert read_settings(environ).settings.tracing.service_name == "second"
+    assert read_settings(environ).settings.group(TracingSettings).service_name == "second"
     assert warnings_of(environ) == [
         f"{NAME} ({file}:3): line 1 sets it too, and the last line counts; remove one of them"
     ]

@@ -271,5 +271,5 @@ class TestHostPool:
             "starting_with", "stats", "take_events", "tenant_entries", "unhold", "withhold",
         }  # fmt: skip
         public = {name for name in dir(BlockPool(CacheLevel.HOST, 1)) if not name.startswith("_")}
-        own = {"depth_value", "level", "loading_from_storage", "nodes", "usage", "verify"}
+        own = {"level", "loading_from_storage", "nodes", "usage", "verify"}
         assert public - own == removing | keeping

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fdcache.errors import ConnectorNotFoundError, StorageError
-from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
+from fdcache.settings.cache import StorageTierSettings
 from fdcache.storage.connector import ConnectorContext, PlacedStorage, StorageConnector
 from fdcache.storage.factory import open_lookup, open_storage
 from tests.storage_help import MIB, storage_layout
@@ -18,7 +18,7 @@ from tests.storage_help import MIB, storage_layout
 
 def context(connector: str, folder: Path = Path("/nowhere"), rank: int | None = 0) -> ConnectorContext:
     settings = StorageTierSettings(connector=connector, directory=folder, size=MIB)
-    return ConnectorContext(storage_layout(), rank, settings, MooncakeSettings())
+    return ConnectorContext(storage_layout(), rank, settings)
 
 
 @pytest.fixture

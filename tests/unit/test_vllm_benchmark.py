@@ -24,7 +24,7 @@ from benchmarks.vllm.meeting import Meeting
 from benchmarks.vllm.processes import CutError, JobError, Processes, cause
 from benchmarks.vllm.shapes import LOADS, SHAPES, model_folder
 from benchmarks.vllm.worker import Job
-from fdcache.storage.offline import Damaged, read_file
+from fdcache_cli.slab_files import Damaged, read_file
 from tests.storage_help import Records, open_store, path_hashes, storage_layout
 
 

@@ -58,11 +58,11 @@ def test_data_parallel_engines_have_folders_of_their_own() -> None:
 
 def test_the_settings_in_force_are_told_with_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FDCACHE_HOST_MEMORY", "1GiB")
-    monkeypatch.setenv("FDCACHE_EVICTION", "slru")
+    monkeypatch.setenv("FDCACHE_EVICTION", "lru")
     told = settings.settings_in_force(loaded({"FDCACHE_HOST_MEMORY": "2GiB"})).split(", ")
     assert {
         "FDCACHE_HOST_MEMORY=2GiB (kv_connector_extra_config)",
-        "FDCACHE_EVICTION=slru (environment)",
+        "FDCACHE_EVICTION=lru (environment)",
         "FDCACHE_BLOCK_SIZE=16 (default)",
     } <= set(told)
     assert not any(each.startswith("FDCACHE_VERIFY=") for each in told)
@@ -71,6 +71,8 @@ def test_the_settings_in_force_are_told_with_their_places(monkeypatch: pytest.Mo
 def test_an_unknown_name_of_the_extra_configuration_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match=r"FDCACHE_HOST_MEMROY .*FDCACHE_HOST_MEMORY"):
         loaded({"FDCACHE_HOST_MEMROY": "1GiB"})
+    with pytest.raises(ConfigurationError, match=r"FDCACHE_SWAP_CTAS is no setting; .*fdcache init"):
+        loaded({"FDCACHE_SWAP_CTAS": "4"})
 
 
 def test_scales_made_at_run_time_are_not_shared() -> None:

@@ -59,7 +59,7 @@ class FdcacheAdapter(Adapter):
         self._advance(requests, step)
 
     def free(self, request: Request) -> None:
-        self._manager.request_finish([request])
+        self._manager.finish([request])
 
     def entry_bytes(self) -> float:
         stats = self._manager._device.stats()

@@ -8,11 +8,27 @@ uses these two classes carries plans and reports between them itself; the plug-i
 FastDeploy. docs/migration.md has a table of every member.
 """
 
-from fdcache.controller.layers import LayerDoneCounter
-from fdcache.errors import LayerSwapTimeoutError
-from fdcache.integrations.fastdeploy.config import layout_from_config, settings_from_config
-from fdcache.integrations.fastdeploy.controller import CacheController
-from fdcache.integrations.fastdeploy.manager import CacheManager, MatchedPrefix
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fdcache.controller.layers import LayerDoneCounter
+    from fdcache.errors import LayerSwapTimeoutError
+    from fdcache.integrations.fastdeploy.config import layout_from_config, settings_from_config
+    from fdcache.integrations.fastdeploy.controller import CacheController
+    from fdcache.integrations.fastdeploy.manager import CacheManager, MatchedPrefix
+
+_HOME_OF = {
+    "CacheController": "fdcache.integrations.fastdeploy.controller",
+    "CacheManager": "fdcache.integrations.fastdeploy.manager",
+    "LayerDoneCounter": "fdcache.controller.layers",
+    "LayerSwapTimeoutError": "fdcache.errors",
+    "MatchedPrefix": "fdcache.integrations.fastdeploy.manager",
+    "layout_from_config": "fdcache.integrations.fastdeploy.config",
+    "settings_from_config": "fdcache.integrations.fastdeploy.config",
+}
 
 __all__ = [
     "CacheController",
@@ -23,3 +39,12 @@ __all__ = [
     "layout_from_config",
     "settings_from_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name when it is first used: the description of the variables needs none of them."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value

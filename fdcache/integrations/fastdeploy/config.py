@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 from fdcache.errors import ConfigurationError
+from fdcache.integrations.fastdeploy.model_variables import AttentionBackend, AttentionSettings
+from fdcache.integrations.fastdeploy.serving_variables import EngineCacheSettings
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.settings import Settings, SettingsError, Source, Sourced, read_settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, TransferSettings
-from fdcache.settings.engine_model import AttentionBackend
 from fdcache.settings.problems import error
 from fdcache.tiers.host import host_block_bytes
 
@@ -109,7 +110,7 @@ def keeps_latents(latent_size: int) -> bool:
     0 for none. Raises ``ConfigurationError`` for a backend that does not suit the model or has unknown planes.
     """
     settings = read_settings().settings
-    backend, place = settings.attention.backend, settings.place(_BACKEND)
+    backend, place = settings.group(AttentionSettings).backend, settings.place(_BACKEND)
     if settings.source(_BACKEND) is Source.DEFAULT:
         return latent_size > 0
     if backend is AttentionBackend.DSA_ATTN:
@@ -204,7 +205,7 @@ def device_bytes(ranks: int) -> int:
 
 def warn_of_old_manager(settings: Settings) -> None:
     """Log a warning if FastDeploy is configured to use its old cache manager instead of this one."""
-    if not settings.engine_cache.v1_manager:
+    if not settings.group(EngineCacheSettings).v1_manager:
         logger.warning(
             "%s=0 (%s): FastDeploy uses its old cache manager, not this one, and write_through alone; set %s=1",
             _MANAGER,

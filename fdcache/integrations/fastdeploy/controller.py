@@ -17,6 +17,7 @@ from fdcache.integrations.fastdeploy.config import (
     load_settings,
     quantisation,
 )
+from fdcache.integrations.fastdeploy.serving_variables import EngineCacheSettings
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import Plane, PlaneKind
 from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, TransferPlan, TransferReport
@@ -228,7 +229,7 @@ class CacheController:
 
         With ``FD_ENABLE_SWAP_SPACE_CLEARING`` the host cache is released too; call ``CacheManager.reset_cache`` then.
         """
-        if self._settings.engine_cache.clear_swap_space:
+        if self._settings.group(EngineCacheSettings).clear_swap_space:
             self.core.free_cache()
         else:
             self.core.sleep()

@@ -21,6 +21,7 @@ from fdcache.integrations.fastdeploy.config import (
     load_settings,
     warn_of_old_manager,
 )
+from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.layout import KVLayout
 from fdcache.manager.cache_manager import CacheManager as Manager
 from fdcache.manager.requests import Request
@@ -200,7 +201,7 @@ class CacheManager:
         with self._lock:
             tracked = self._begin(request, use_cache=True)
             if not skip_storage:
-                self.core.prefetch([tracked.request])
+                self.core.begin([tracked.request])
             self._match(tracked)
 
     def _match(self, tracked: TrackedRequest) -> None:
@@ -225,14 +226,14 @@ class CacheManager:
         limit = reuse_before_images(images, result.num_cached_tokens, self.block_size)
         if result.status is not MatchStatus.MATCHED or limit == result.num_cached_tokens:
             return result
-        self.core.request_finish([request])
+        self.core.finish([request])
         request.max_cached_tokens = limit
         return self.core.match_prefix([request])[0]
 
     def prefetch_storage(self, request: Any) -> bool:
         """Start reading from storage the blocks of a request that has arrived; return False without storage."""
         with self._lock:
-            self.core.prefetch([self._begin(request, use_cache=True).request])
+            self.core.begin([self._begin(request, use_cache=True).request])
         return CacheLevel.STORAGE in self.core.get_memory_usage()
 
     def drain_pending_prefetches(self) -> list[Any]:
@@ -274,7 +275,7 @@ class CacheManager:
                 return
             ended = not is_preempted(request)
             self._publish(tracked, ended=ended)
-            self.core.request_finish([tracked.request], preempted=not ended)
+            self.core.finish([tracked.request], preempted=not ended)
             if ended and (tracked.refused_hints or tracked.request.hint_outcomes):
                 request.hint_outcomes = [*tracked.refused_hints, *tracked.request.hint_outcomes]
             if tracked.request.device_only:
@@ -291,7 +292,7 @@ class CacheManager:
         if known is not None and known.outputs == len(outputs) and not known.matched:
             return known  # still waiting, perhaps for storage
         if known is not None:
-            self.core.request_finish([known.request], preempted=True)
+            self.core.finish([known.request], preempted=True)
         hints, refused = read_hints(request.request_id, getattr(request, "metadata", None))
         tokens = np.concatenate([tokens_of(request.prompt_token_ids), outputs])
         tracked = TrackedRequest(
@@ -333,7 +334,7 @@ class CacheManager:
         elif not ended or tracked.outputs == tracked.outputs_at_match:
             return
         computed = min(max(request.num_tokens - self._uncertain_tokens, 0), tracked.blocks * self.block_size)
-        if not ended and not self._settings.scheduling.save_preempted_output:
+        if not ended and not self._settings.group(SchedulingSettings).save_preempted_output:
             computed = min(computed, len(tracked.engine_request.prompt_token_ids))
         self.core.commit([(request, computed)])
         tracked.publish_at = tracked.outputs + self.block_size - computed % self.block_size

@@ -10,7 +10,7 @@ from typing import Any
 from fdcache.errors import ConfigurationError
 from fdcache.machine.memory import SHARE_OF_MEMORY, available_memory
 from fdcache.settings import Candidate, Settings, SettingsError, Source, Sourced
-from fdcache.settings.checks import require_host_tier, suggest
+from fdcache.settings.checks import REMOVED, require_host_tier, suggest
 from fdcache.settings.kinds import format_size
 from fdcache.settings.sources import OWN_PREFIX
 from fdcache.settings.tree import GROUPS, KNOWN_NAMES, VARIABLES
@@ -29,13 +29,11 @@ _WITHOUT_EFFECT = {variable.name for variable in GROUPS["peers"]} | {
     "FDCACHE_DEVICE_BLOCKS",
     "FDCACHE_DEVICE_MEMORY",
     "FDCACHE_EVENT_BUFFER",
-    "FDCACHE_FIRST_GROUP_LAYERS",
-    "FDCACHE_GROUP_LAYERS",
     "FDCACHE_LAYER_TIMEOUT",
 }
 """Settings of an engine that has its device cache from fdcache, waits for single layers, or hands blocks over."""
 
-_OF_SERVICE = (_HOST_MEMORY, "FDCACHE_EVICTION", "FDCACHE_EVICTION_OBJECTIVE")
+_OF_SERVICE = (_HOST_MEMORY, "FDCACHE_EVICTION")
 """Settings that are those of the service where there is one."""
 
 
@@ -53,7 +51,7 @@ def check_settings(transfer_config: Any, top: Any, vllm_config: Any) -> None:
         _choose_host_memory(transfer_config, top, vllm_config)
         settings = given_settings(transfer_config)
     _require_startable(settings)
-    require_connector(settings.storage_tier, settings.mooncake)
+    require_connector(settings.storage_tier, settings.connector_options)
     _require_agreement(vllm_config, settings)
     for name, wrong in _without_effect(settings):
         if settings.source(name) is Source.ARGUMENT:
@@ -288,5 +286,6 @@ def extra_settings(extra: Mapping[str, object]) -> dict[str, Sourced]:
         if name not in KNOWN_NAMES:
             near = suggest(name, KNOWN_NAMES)
             remedy = f"did you mean {near}?" if near else "`fdcache env show` lists the names"
+            remedy = REMOVED.get(name, remedy)
             raise ConfigurationError(f"{FILE}: {name} is no setting; {remedy}")
     return {name: Sourced(FILE, value) for name, value in given.items()}

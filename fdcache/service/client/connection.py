@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -139,17 +140,21 @@ class Client:
         Raises ``ServiceUnavailableError`` when no answer arrives in time, ``RefusedError`` for a question that the
         service does not know.
         """
+        return msgspec.json.decode(self.ask_json(what, arguments))
+
+    def ask_json(self, what: str, arguments: Mapping[str, Argument]) -> bytes:
+        """Do as ``ask``, and return the answer as it came, JSON."""
         if not self._lock.acquire(timeout=self._timeout):
             raise ServiceUnavailableError(
                 f"{self.address}: other questions of this client have waited for {self._timeout:g} s"
             )
         try:
-            answer, _ = self._connection.call(Ask(what, arguments), self._timeout)
+            answer, _ = self._connection.call(Ask(what, dict(arguments)), self._timeout)
         finally:
             self._lock.release()
         if not isinstance(answer, ToolAnswer):
             raise ProtocolError(f"expected the answer to {what!r}, got {type(answer).__name__}")
-        return msgspec.json.decode(answer.value)
+        return answer.value
 
     def close(self) -> None:
         """Close the connection."""

@@ -33,7 +33,11 @@ _MANIFEST_BYTES = 1024
 _MOST_MANIFEST_BYTES = 65536
 _MADV_POPULATE_WRITE = 23
 _HUGE_PAGE = 2 << 20
+_EXTENT_BYTES = 64 << 20
 _FEWEST_EXTENTS = 16
+MOST_EXTENTS = 512
+"""Of a new arena; more memory gives larger extents, and so room for larger records."""
+
 _SHARE_OF_TABLES = 128  # for presence tables: 32 bytes for each record of 4 KiB or more
 _TOUCH_THREADS = 8
 
@@ -117,9 +121,7 @@ class Arena:
         )
         return decode_manifest(msgspec.json.encode(Manifest(0, _new_incarnation(), size, count)))
 
-    def create(
-        self, wanted: int, extent_size: int, progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> None:
+    def create(self, wanted: int, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Create and touch the extents, after removing older files.
 
         ``wanted`` bytes; 0 for a quarter of the free memory. Raises ``HostMemoryError`` if memory, control group or
@@ -127,7 +129,7 @@ class Arena:
         """
         held = sum(path.stat().st_size for path, _ in self._files())
         total = wanted or (self.affordable() + held) // SHARE_OF_MEMORY
-        size = extent_bytes(total, extent_size, self._kind.huge_pages)
+        size = extent_bytes(total, self._kind.huge_pages)
         count = total // size
         self._check_budget(count * size, held)
         self._remove_files()
@@ -352,13 +354,14 @@ def arena_name(socket: Path) -> str:
     return hashlib.sha256(str(socket).encode()).hexdigest()[:8]
 
 
-def extent_bytes(total: int, most: int, huge_pages: bool) -> int:
-    """Return the size of an extent: at most ``most``, a multiple of a page, and at most 1/16 of the arena.
+def extent_bytes(total: int, huge_pages: bool) -> int:
+    """Return the size of an extent of an arena, a multiple of a page: 64 MiB, but 1/16 to 1/512 of the arena.
 
     Raises ``HostMemoryError`` if the arena is smaller than a page.
     """
     page = _HUGE_PAGE if huge_pages else _PAGE
-    size = max(min(most, total // _FEWEST_EXTENTS) // page * page, page)
+    size = min(max(_EXTENT_BYTES, total // MOST_EXTENTS), total // _FEWEST_EXTENTS)
+    size = max(size // page * page, page)
     if total < size:
         raise HostMemoryError(
             f"an arena of {total} bytes is smaller than an extent of {size}; give more --host-memory"

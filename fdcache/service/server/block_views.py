@@ -20,7 +20,7 @@ from fdcache.service.server.service import Service
 from fdcache.service.server.slices import in_batches, json_list, json_object
 from fdcache.service.wire.views import BlockView, ExplainedBlock, TreeNode
 
-MAX_TREE = 1000
+MAX_TREE = 10_000
 BLOCKS_A_SLICE = 128
 
 

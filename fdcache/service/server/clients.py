@@ -21,6 +21,7 @@ from fdcache.machine.decoding import MALFORMED
 from fdcache.metadata import HashArray
 from fdcache.service.server.namespace import Namespace, Run
 from fdcache.service.server.namespaces import Namespaces
+from fdcache.service.wire.client_views import HIT_TIERS
 from fdcache.service.wire.liveness import Live, Watch, is_live_file, live_processes
 from fdcache.service.wire.protocol import (
     Attach,
@@ -29,9 +30,9 @@ from fdcache.service.wire.protocol import (
     Register,
 )
 from fdcache.service.wire.shared_memory import RING_BYTES, create_shared
-from fdcache.service.wire.views import MissReason, ServiceTotals
+from fdcache.service.wire.views import MissReason, NamespaceTotals, ServiceTotals
 from fdcache.tiers.fetches import FetchTable
-from fdcache.tiers.statistics import Traffic
+from fdcache.tiers.statistics import Count, Traffic
 from fdcache.tiers.storage_reads import StorageReads
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,26 @@ MAX_WATCHES = 8
 """Processes that a client may have for each rank."""
 MAX_FETCHED_BLOCKS = 1 << 20
 """Limit of the hashes of one client's fetches."""
+
+
+class PromptTokens(msgspec.Struct, frozen=True):
+    """Tokens of prompts that a client looked up, and found by tier, since it began."""
+
+    lookup_tokens: Count = 0
+    device_hit_tokens: Count = 0
+    host_hit_tokens: Count = 0
+    storage_hit_tokens: Count = 0
+
+    def hit_tokens(self, tier: str) -> int:
+        """Return the tokens found in ``device``, ``host`` or ``storage``."""
+        return int(getattr(self, f"{tier}_hit_tokens"))
+
+
+class _PromptFigures(msgspec.Struct):
+    counters: PromptTokens = PromptTokens()
+
+
+_figures = msgspec.json.Decoder(_PromptFigures)
 
 
 @dataclass(eq=False, slots=True)
@@ -90,6 +111,8 @@ class Client:
     stored: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     in_flight_misses: int = 0
+    prompts: PromptTokens | None = None
+    """As of its last heartbeat; None before the first."""
 
     def watch(self, live: Live, rank: int) -> None:
         """Add a worker process that copies for this client."""
@@ -102,9 +125,23 @@ class Client:
         self.figures = heartbeat.figures[:MAX_FIGURES_BYTES]
         self.device_resets_applied = max(self.device_resets_applied, heartbeat.resets)
         totals = self.namespace.history.totals
+        self._add_prompts(totals)
         totals.traffic.add(heartbeat.traffic.since(self.traffic))
         totals.in_flight_misses += max(heartbeat.in_flight_misses - self.in_flight_misses, 0)
         self.traffic, self.in_flight_misses = heartbeat.traffic, heartbeat.in_flight_misses
+
+    def _add_prompts(self, totals: NamespaceTotals) -> None:
+        """Add the prompts looked up since the last heartbeat: a client's own figures begin before its session."""
+        try:
+            now = _figures.decode(self.figures).counters
+        except MALFORMED:
+            return
+        if (then := self.prompts) is not None:
+            totals.prompt_tokens += max(now.lookup_tokens - then.lookup_tokens, 0)
+            for tier in HIT_TIERS:
+                found = now.hit_tokens(tier) - then.hit_tokens(tier)
+                totals.prompt_hit_tokens[tier] += max(found, 0)
+        self.prompts = now
 
     def reported(self) -> dict[str, Any]:
         """Return the figures of its last heartbeat; empty if they are not what a client can report."""

@@ -36,7 +36,7 @@ def endpoints(settings: Settings, address: str | None = None) -> Endpoints:
 def require_keys(http: tuple[str, int] | None, settings: Settings) -> None:
     """Raise ``ConfigurationError`` for an address that other machines reach without an API key."""
     if http is not None:
-        http_address.require_keys(http[0], settings.service.api_keys)
+        http_address.require_keys(http[0], settings.value("FD_API_KEY"))
 
 
 def parse_http(text: str) -> tuple[str, int] | None:

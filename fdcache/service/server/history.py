@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fdcache.metadata import HashArray, Int32Array
+from fdcache.service.server.known_blocks import KnownBlocks, SampledMisses
 from fdcache.service.wire.views import MissReason, NamespaceTotals
 
 _UNPUBLISHED = {2: MissReason.BROKEN_RUN, 3: MissReason.NOT_COPIED, 4: MissReason.TENANT_QUOTA}
@@ -46,11 +47,12 @@ class EvictionLog:
 
 
 class History:
-    """Totals of a namespace since the service started, and its eviction log."""
+    """Totals of a namespace since the service started, its eviction log, and the blocks that it knew before."""
 
     def __init__(self, capacity: int) -> None:
         self.totals = NamespaceTotals()
         self.evictions = EvictionLog(capacity)
+        self.known = KnownBlocks()
 
     # --- look-ups -----------------------------------------------------------------------------------------
 
@@ -62,6 +64,7 @@ class History:
     def count_missed(self, hashes: HashArray, first: int) -> None:
         """Count the blocks from ``first`` on as missed, for the reason that block ``first`` is absent."""
         if first < len(hashes):
+            self._count_sample(self.known.add_missing(hashes[first:]))
             self.totals.missed[self._reason(hashes[first].tobytes())] += len(hashes) - first
 
     def count_client_misses(self, lookups: int, first: HashArray, blocks: Int32Array) -> None:
@@ -73,6 +76,15 @@ class History:
         self.totals.looked_up_blocks += int(blocks.sum())
         for row, count in zip(first, blocks.tolist(), strict=True):
             self.totals.missed[self._reason(row.tobytes())] += count
+
+    def count_sample(self, sample: Iterable[int], below: int) -> None:
+        """Count the missing blocks that a client noted, as ``KnownBlocks.add_missing_sample``."""
+        self._count_sample(self.known.add_missing_sample(sample, below))
+
+    def _count_sample(self, found: SampledMisses) -> None:
+        self.totals.missed_sample += found.sample
+        self.totals.missed_estimated += found.missed
+        self.totals.missed_known += found.known
 
     def count_refused(self, blocks: int, reason: MissReason) -> None:
         """Count a look-up that was not carried out."""
@@ -86,6 +98,7 @@ class History:
 
     def count_published(self, hashes: HashArray, status: np.ndarray) -> None:
         """Count copied blocks by status, and log those that were not kept."""
+        self.known.add_stored(hashes)
         stored, duplicates, orphans, dropped, over_quota = np.bincount(status, minlength=5)[:5].tolist()
         self.totals.stored += stored
         self.totals.duplicates += duplicates

@@ -29,11 +29,8 @@ class HostPool(BlockPool):
         table: PresenceWriter,
         take_runs: Callable[[], None],
         eviction: str = "lru",
-        depth_value: float = 0.0,
     ) -> None:
-        super().__init__(
-            CacheLevel.HOST, num_blocks, eviction, extent=extent, spare=HOST_SPARE, depth_value=depth_value
-        )
+        super().__init__(CacheLevel.HOST, num_blocks, eviction, extent=extent, spare=HOST_SPARE)
         self.record_events(_EVENTS)
         self.table = table
         self._take_runs = take_runs

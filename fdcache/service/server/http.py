@@ -1,4 +1,4 @@
-"""HTTP: probes, metrics, views and three commands. It asks the service over RPC, as any tool does."""
+"""HTTP: probes, metrics, views and commands. It asks the service over RPC, as any tool does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -16,13 +16,23 @@ from fdcache import __version__
 from fdcache.errors import RefusedError, ServiceUnavailableError
 from fdcache.hashing import tenant_key
 from fdcache.service.client.connection import Client
+from fdcache.service.server.http_control import VIEWS, add_control
+from fdcache.service.server.http_page import add_page_views, page_files
+from fdcache.service.server.http_schema import SCHEMAS, returns
 from fdcache.service.server.metrics import render
 from fdcache.service.wire.address import http_key_path
 from fdcache.service.wire.client_views import ClientView
-from fdcache.service.wire.views import ConfigView, NamespaceView, ResetView, ServiceView, TreeNode
+from fdcache.service.wire.page_views import ShownService
+from fdcache.service.wire.views import (
+    BlockView,
+    ConfigView,
+    NamespaceView,
+    ResetView,
+    ServiceView,
+    TreeNode,
+)
 
 _TIMEOUT = 5.0
-_SCHEMAS = "#/components/schemas/{name}"
 
 
 class Failure(BaseModel):
@@ -81,7 +91,7 @@ def _require_reset(order: ResetOrder, answer: dict[str, Any]) -> dict[str, Any]:
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 _FAILURES: dict[int | str, dict[str, Any]] = {
     403: {"model": Failure, "description": "A page of another site sent the request."},
-    404: {"model": Failure, "description": "There is no such namespace."},
+    404: {"model": Failure, "description": "There is no such namespace, or no storage."},
     413: {"model": Failure, "description": "The body is too long."},
     421: {"model": Failure, "description": "Host is no name of this service."},
     503: {
@@ -97,20 +107,24 @@ _CONFLICT: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _returns(view: Any, description: str) -> dict[int | str, dict[str, Any]]:
-    """Describe an answer by the schema of its record, which ``_Api`` adds to the components."""
-    (schema,), _ = msgspec.json.schema_components([view], ref_template=_SCHEMAS)
-    return {200: {"description": description, "content": {"application/json": {"schema": schema}}}}
-
-
 class _Api(FastAPI):
     """The application, whose OpenAPI schema has the records of ``service/wire/*views.py`` too."""
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI schema."""
         if not self.openapi_schema:
-            views = [ServiceView, NamespaceView, ClientView, TreeNode, ConfigView, ResetView]
-            _, components = msgspec.json.schema_components(views, ref_template=_SCHEMAS)
+            views = [
+                ServiceView,
+                ShownService,
+                NamespaceView,
+                ClientView,
+                TreeNode,
+                BlockView,
+                ConfigView,
+                ResetView,
+                *VIEWS,
+            ]
+            _, components = msgspec.json.schema_components(views, ref_template=SCHEMAS)
             super().openapi()["components"]["schemas"].update(components)
         assert self.openapi_schema is not None
         return self.openapi_schema
@@ -188,35 +202,27 @@ def make_app(
         stats = msgspec.convert(ask("stats"), ServiceView)
         return Response(render(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @views.get("/v1/stats", responses=_returns(ServiceView, "The service."))
+    @views.get("/v1/stats", responses=returns(ServiceView, "The service."))
     def stats() -> dict[str, Any]:
         """Return the whole service."""
         return dict(ask("stats"))
 
-    @views.get("/v1/namespaces", responses=_returns(list[NamespaceView], "Namespaces."))
+    @views.get("/v1/namespaces", responses=returns(list[NamespaceView], "Namespaces."))
     def namespaces() -> list[dict[str, Any]]:
         """Return every namespace: the blocks of one model and rank count."""
         return list(ask("namespaces"))
 
-    @views.get("/v1/clients", responses=_returns(list[ClientView], "Clients."))
+    @views.get("/v1/clients", responses=returns(list[ClientView], "Clients."))
     def clients() -> list[dict[str, Any]]:
         """Return every registered client."""
         return list(ask("clients"))
 
-    @views.get("/v1/tree", responses=_returns(list[TreeNode], "Blocks, parents first."))
-    def tree(
-        limit: Annotated[int, Query(ge=1, le=1000)] = 30,
-        namespace: Annotated[str | None, Query(pattern="^[0-9a-f]{1,16}$")] = None,
-    ) -> list[dict[str, Any]]:
-        """Return the hottest blocks, each with its ancestors."""
-        return list(ask("tree", limit=limit, namespace=namespace))
-
-    @views.get("/v1/config", responses=_returns(ConfigView, "Settings."))
+    @views.get("/v1/config", responses=returns(ConfigView, "Settings."))
     def config() -> dict[str, Any]:
         """Return the settings in force; secrets are masked."""
         return dict(ask("config"))
 
-    @commands.post("/v1/reset", responses=_CONFLICT | _returns(ResetView, "Blocks reset."))
+    @commands.post("/v1/reset", responses=_CONFLICT | returns(ResetView, "Blocks reset."))
     def reset(order: ResetOrder) -> dict[str, Any]:
         """Forget blocks; 409 if clients are loading from them."""
         return _require_reset(order, dict(ask("reset", **_reset_arguments(order))))
@@ -231,6 +237,9 @@ def make_app(
         """End a pause."""
         return State.model_validate(ask("resume"))
 
+    add_control(views, commands, ask, lambda view, description: _CONFLICT | returns(view, description))
+    add_page_views(views, address, timeout)
+    app.include_router(page_files())
     app.include_router(views)
     app.include_router(commands)
     return app

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
+from secrets import compare_digest
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -13,6 +15,8 @@ from fdcache.service.server.http_address import is_loopback_number
 
 MAX_BODY = 64 << 10
 """Limit of a request's body in bytes; the longest order to reset takes 4 KiB."""
+MAX_PROMPT = 10 << 20
+"""Limit of a body with a prompt, of a client that has a key."""
 MAX_REQUESTS = 16
 """Limit of the requests in progress; probes are served beyond it."""
 _PROBES = frozenset({"/healthz", "/readyz"})
@@ -21,14 +25,20 @@ _PROBES = frozenset({"/healthz", "/readyz"})
 class Guard:
     """Passes requests on to an application, except those that it refuses.
 
+    A body has at most ``MAX_BODY`` bytes, or ``MAX_PROMPT`` at the paths ``prompts`` with one of ``keys``.
+
     ``host`` is the name under which the service listens on loopback, and the only one besides ``localhost`` and the
     addresses of loopback that a request may ask for: a page whose name leads here cannot read. It is None where other
     machines reach the service, by any name, and every view and command needs a key.
     """
 
-    def __init__(self, app: ASGIApp, host: str | None) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str | None, keys: Sequence[str] = (), prompts: Set[str] = frozenset()
+    ) -> None:
         self._app = app
         self._host = host
+        self._keys = keys
+        self._prompts = prompts
         self._in_progress = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,16 +46,18 @@ class Guard:
         if scope["type"] != "http":
             return
         try:
-            self._check(Headers(scope=scope))
-            body = await _read(receive)
+            headers = Headers(scope=scope)
+            limit = MAX_PROMPT if scope["path"] in self._prompts and self._has_key(headers) else MAX_BODY
+            self._check(headers, limit)
+            body = await _read(receive, limit)
             is_counted = scope["path"] not in _PROBES
             if is_counted and self._in_progress >= MAX_REQUESTS:
                 raise HTTPException(
                     503, f"{MAX_REQUESTS} requests are in progress; try again", {"Retry-After": "1"}
                 )
         except HTTPException as refusal:
-            headers = {**(refusal.headers or {}), "Connection": "close"}  # what follows is not read
-            await JSONResponse({"detail": refusal.detail}, refusal.status_code, headers)(scope, receive, send)
+            more = {**(refusal.headers or {}), "Connection": "close"}  # what follows is not read
+            await JSONResponse({"detail": refusal.detail}, refusal.status_code, more)(scope, receive, send)
             return
         if is_counted:
             await self._serve_counted(scope, _after(body, receive), send)
@@ -71,7 +83,12 @@ class Guard:
         finally:
             end()
 
-    def _check(self, headers: Headers) -> None:
+    def _has_key(self, headers: Headers) -> bool:
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        matches = [compare_digest(given.encode(), key.encode()) for key in self._keys]
+        return kind.lower() == "bearer" and any(matches)
+
+    def _check(self, headers: Headers, limit: int) -> None:
         """Raise ``HTTPException`` for a request that no client of the service sends."""
         host, origin = headers.get("host"), headers.get("origin")
         if self._host is not None and host is not None and not self._is_own(host):
@@ -80,8 +97,8 @@ class Guard:
         if is_foreign or _is_embedded(headers):
             raise HTTPException(403, "Origin: pages of other sites may not send requests")
         length = headers.get("content-length", "0")
-        if not (length.isascii() and length.isdecimal()) or int(length) > MAX_BODY:
-            raise _too_long()
+        if not (length.isascii() and length.isdecimal()) or int(length) > limit:
+            raise _too_long(limit)
 
     def _is_own(self, host: str) -> bool:
         try:
@@ -105,11 +122,11 @@ def _host_of(url: str) -> str:
         return ""
 
 
-def _too_long() -> HTTPException:
-    return HTTPException(413, f"the body is longer than {MAX_BODY} bytes")
+def _too_long(limit: int) -> HTTPException:
+    return HTTPException(413, f"the body is longer than {limit} bytes")
 
 
-async def _read(receive: Receive) -> bytes:
+async def _read(receive: Receive, limit: int) -> bytes:
     """Return the body. Raises ``HTTPException`` if it is too long, or its client is gone."""
     body, more = b"", True
     while more:
@@ -118,8 +135,8 @@ async def _read(receive: Receive) -> bytes:
             raise HTTPException(400, "the client is gone")
         body += message.get("body", b"")
         more = message.get("more_body", False)
-        if len(body) > MAX_BODY:
-            raise _too_long()
+        if len(body) > limit:
+            raise _too_long(limit)
     return body
 
 

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fdcache.errors import ConfigurationError
 from fdcache.service.server.http import make_app
 from fdcache.service.server.http_address import is_loopback_number, require_keys
+from fdcache.service.server.http_control import PREFIX_PATHS
 from fdcache.service.server.http_guard import Guard
 from fdcache.service.wire.address import http_key_path
 
@@ -136,7 +137,12 @@ class HttpServer:
         number = str(self._socket.getsockname()[0])
         require_keys(number, api_keys)  # the name may have had another address before
         config = uvicorn.Config(
-            Guard(app, host.lower() if is_loopback_number(number) else None),
+            Guard(
+                app,
+                host.lower() if is_loopback_number(number) else None,
+                (*api_keys, self._own_key),
+                PREFIX_PATHS,
+            ),
             http=HttpConnection,
             ws="none",
             workers=1,

@@ -21,6 +21,7 @@ from fdcache.service.wire.shared_memory import Extent
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageState
 from fdcache.storage.queue import StorageQueue, StorageTransfer
+from fdcache.tiers.pool import PENDING, READY
 from fdcache.tiers.statistics import Counters, ReadTotals
 from fdcache.tiers.storage import StorageTier
 from fdcache.tiers.storage_index import LocalIndex
@@ -262,6 +263,32 @@ class LayoutStorage:
         gone = np.concatenate((pool.discard(slots).slots, pool.drop_orphans()))
         if len(gone):
             self.resets += 1
+            for queue in self.queues:
+                queue.erase(gone)
+        return len(gone)
+
+    def store(self, hashes: HashArray) -> None:
+        """Queue blocks of the host tier that the storage lacks, with any write policy."""
+        if self._tier is not None:
+            self._tier.writes.request(hashes[self.index.is_absent(hashes)])
+
+    def has_stored(self, hashes: HashArray) -> bool:
+        """Return True if all of these blocks are stored and none is still being written."""
+        if isinstance(self.index, LocalIndex):
+            return bool((self.index.pool.contains(hashes) == READY).all())
+        return not self.index.is_absent(hashes).any()
+
+    def writing(self, hashes: HashArray) -> int:
+        """Return how many of these blocks are being written."""
+        assert isinstance(self.index, LocalIndex), "a store of others is not asked"
+        return int((self.index.pool.contains(hashes) == PENDING).sum())
+
+    def delete(self, hashes: HashArray) -> int:
+        """Forget these stored blocks and all that continue them, in the files too; return how many."""
+        assert isinstance(self.index, LocalIndex), "a store of others keeps its blocks"
+        pool = self.index.pool
+        gone = pool.discard(pool.find(hashes).slots).slots
+        if len(gone):
             for queue in self.queues:
                 queue.erase(gone)
         return len(gone)

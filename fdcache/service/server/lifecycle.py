@@ -44,9 +44,10 @@ class Server:
         kind = MemoryKind(settings.server.numa_node, settings.server.huge_pages)
         name = arena_name(self._socket)
         self.arena = Arena(settings.server.arena_dir, name, self.endpoints.address, kind)
-        self.service = Service(settings.server, self.arena, self._socket.parent, settings.cache.evicts)
+        self.service = Service(settings.server, self.arena, self._socket.parent, settings.cache.eviction)
         self.views = Views(self.service, effective_values(settings), settings.fingerprint)
         self.service.answer_tool = self.views.slices
+        self.service.drive_commands = self.views.control.tick
         self.recovered = 0
         self._found: Manifest | None = None
         self._lock: SocketLock | None = None
@@ -148,7 +149,7 @@ class Server:
                     "bytes",
                     found.extent_bytes,
                 )
-            self.arena.create(wanted, settings.extent_size, progress)
+            self.arena.create(wanted, progress)
         except HostMemoryError as error:
             dead = [each for each in find_arenas(settings.arena_dir) if not each.alive]
             if not dead:
@@ -185,6 +186,7 @@ class Server:
             raise
 
     def _on_tick(self) -> None:
+        self.views.page.trends.record()
         self._announce_ready()
         self._drain()
 

@@ -17,7 +17,7 @@ from fdcache._core import MemoryGuard, PresenceWriter
 from fdcache.errors import HostMemoryError, UnsupportedLayoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
-from fdcache.service.server.arena import Arena
+from fdcache.service.server.arena import MOST_EXTENTS, Arena
 from fdcache.service.server.eviction_order import OrderFile
 from fdcache.service.server.hints import NamespaceHints
 from fdcache.service.server.history import History
@@ -26,7 +26,7 @@ from fdcache.service.server.namespace_memory import NamespaceMemory
 from fdcache.service.server.tenants import Quotas, Tenants
 from fdcache.service.wire.shared_memory import Geometry, create_shared, table_bytes
 from fdcache.service.wire.views import MissReason
-from fdcache.settings.cache import Eviction
+from fdcache.settings.cache import EvictionPolicy
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.learned_file import LearnedFile
 from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED, BlockPool
@@ -53,7 +53,12 @@ class Namespace:
     """
 
     def __init__(
-        self, arena: Arena, layout: KVLayout, settings: ServerSettings, quotas: Quotas, eviction: Eviction
+        self,
+        arena: Arena,
+        layout: KVLayout,
+        settings: ServerSettings,
+        quotas: Quotas,
+        eviction: EvictionPolicy,
     ) -> None:
         self.layout = layout
         self._layout_text = layout.to_json().encode()
@@ -72,8 +77,9 @@ class Namespace:
         if self.geometry.records_per_extent < 1:
             raise UnsupportedLayoutError(
                 f"record_bytes {layout.record_bytes}: a record does not fit into an extent of "
-                f"{self.geometry.extent_bytes} bytes; start the service with a larger FDCACHE_EXTENT_SIZE or more "
-                "--host-memory, and once with --no-recover: the extents of an earlier arena keep their size"
+                f"{self.geometry.extent_bytes} bytes; start the service with --host-memory of at least "
+                f"{MOST_EXTENTS * self.geometry.slot_bytes}, and once with --no-recover: the extents of an earlier "
+                "arena keep their size"
             )
         self._quota = settings.namespace_quota
         self._table_memory = self._make_table(self._table_bytes(self.max_extents))
@@ -215,8 +221,7 @@ class Namespace:
                 per_extent,
                 table,
                 self._before_removal,
-                self._eviction.policy,
-                self._eviction.depth_value(self.layout.block_size),
+                self._eviction,
             )
             self.tenants.set_limits(self.tier, self.storable_slots)
             self.tier.mirror(self._table_memory)

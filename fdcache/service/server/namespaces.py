@@ -14,7 +14,7 @@ from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.recovery import recover_blocks, shrink_recovered
 from fdcache.service.server.tenants import Quotas
 from fdcache.service.wire.protocol import Recall
-from fdcache.settings.cache import Eviction
+from fdcache.settings.cache import EvictionPolicy
 from fdcache.settings.server import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Namespaces(dict[bytes, Namespace]):
     ``used``, an argument of several methods, has the ids of the namespaces with clients.
     """
 
-    def __init__(self, settings: ServerSettings, arena: Arena, eviction: Eviction) -> None:
+    def __init__(self, settings: ServerSettings, arena: Arena, eviction: EvictionPolicy) -> None:
         super().__init__()
         self._eviction = eviction
         self.settings = settings
@@ -83,6 +83,14 @@ class Namespaces(dict[bytes, Namespace]):
                 self.arena, layout, self.settings, self._quotas, self._eviction
             )
         return self[layout.fingerprint]
+
+    def set_quota(self, key: bytes, name: str, share: float) -> float:
+        """Set the share of each namespace that a tenant may have, from its next block on; return the former one."""
+        before = self._quotas.set_share(key, name, share)
+        for namespace in self.values():
+            if namespace.tier is not None:
+                namespace.tenants.set_limits(namespace.tier, namespace.storable_slots)
+        return before
 
     # --- memory -------------------------------------------------------------------------------------------
 

@@ -131,8 +131,8 @@ def check_arena(settings: Settings) -> Iterator[Problem]:
             "give the container a larger one (docker run --shm-size, an emptyDir of medium Memory), or ask for less",
         )
     if wanted:
-        largest, huge = settings.server.extent_size, settings.server.huge_pages
-        yield from _raised(settings, "FDCACHE_HOST_MEMORY", lambda: extent_bytes(wanted, largest, huge))
+        huge = settings.server.huge_pages
+        yield from _raised(settings, "FDCACHE_HOST_MEMORY", lambda: extent_bytes(wanted, huge))
 
 
 def check_arena_dir(settings: Settings) -> None:
@@ -193,14 +193,16 @@ def check_logs(settings: Settings) -> Iterator[Problem]:
     """Check the directory of the logs, if it was set."""
     name = "FD_LOG_DIR"
     is_set = settings.source(name) is not Source.DEFAULT
-    if is_set and (problem := _writable_problem(settings.logging.directory)):
+    if is_set and (problem := _writable_problem(settings.value("FD_LOG_DIR"))):
         yield _error(settings, name, *problem)
 
 
 def check_storage(settings: Settings) -> Iterator[Problem]:
     """Check the storage connector; for local storage also its directory, and warn of a disk that is too small."""
     tier = settings.storage_tier
-    yield from _raised(settings, "FDCACHE_STORAGE", lambda: require_connector(tier, settings.mooncake))
+    yield from _raised(
+        settings, "FDCACHE_STORAGE", lambda: require_connector(tier, settings.connector_options)
+    )
     if tier.connector != "local":
         return
     if problem := _writable_problem(tier.directory):

@@ -128,6 +128,8 @@ def missed(client: Client, request: Missed) -> Answer:
         raise ProtocolError("blocks is below 0")
     client.lookups += request.lookups
     client.namespace.history.count_client_misses(request.lookups, first, counts)
+    sample = uint64_from(request.sample, "sample")
+    client.namespace.history.count_sample(sample.tolist(), request.below)
     return Done()
 
 

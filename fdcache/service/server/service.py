@@ -53,7 +53,7 @@ from fdcache.service.wire.protocol import (
     is_question,
 )
 from fdcache.service.wire.views import ServiceTotals
-from fdcache.settings.cache import Eviction
+from fdcache.settings.cache import EvictionPolicy
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import EVENT_CLEARED
 from fdcache.tiers.statistics import ReadTotals
@@ -77,7 +77,9 @@ class Service:
     No call blocks, and no slot is freed that a live process may be writing.
     """
 
-    def __init__(self, settings: ServerSettings, arena: Arena, runtime_dir: Path, eviction: Eviction) -> None:
+    def __init__(
+        self, settings: ServerSettings, arena: Arena, runtime_dir: Path, eviction: EvictionPolicy
+    ) -> None:
         self.settings = settings
         self.arena = arena
         self.namespaces = Namespaces(settings, arena, eviction)
@@ -93,6 +95,8 @@ class Service:
         self.has_urgent_events = False
         """True after a reset: clients must receive its events before the next answer."""
         self.answer_tool: Callable[[Ask], Iterator[bytes]] = lambda ask: iter(())
+        self.drive_commands: Callable[[], None] = lambda: None
+        """Goes on with commands of tools that take time; called by ``tick``."""
         self.tools = ToolQueue(self._slices, self.totals)
         self._handlers: dict[type, Callable[..., Answer]] = {
             Match: self._match,
@@ -124,7 +128,7 @@ class Service:
         return "recovering" if self.clients.earlier else "ready"
 
     @property
-    def _grants_slots(self) -> bool:
+    def grants_slots(self) -> bool:
         """True while slots are granted to clients and to storage reads."""
         return not (self.paused or self.draining or self.clients.earlier)
 
@@ -234,7 +238,7 @@ class Service:
         client.take_runs()
         if client.ring_error:
             raise RefusalError("malformed", client.ring_error)
-        answer = requests.match(client, request, paused=self.paused, may_read=self._grants_slots)
+        answer = requests.match(client, request, paused=self.paused, may_read=self.grants_slots)
         if answer.fetched and (storage := self.storage_of(client.namespace)) is not None:
             parts = np.diff(int32_from(answer.fetched, "fetched").reshape(-1, 2))[:, 0]
             storage.hit_blocks += int(parts[np.frombuffer(answer.states, np.uint8) == FETCHED].sum())
@@ -242,7 +246,7 @@ class Service:
         return answer
 
     def _prefetch(self, client: Client, request: Prefetch) -> Answer:
-        if self._grants_slots:
+        if self.grants_slots:
             requests.prefetch(client, request)
             self._send_reads(client)
         return Done()
@@ -256,7 +260,7 @@ class Service:
     def _refill(self, client: Client, request: Refill) -> Answer:
         namespace = client.namespace
         slots, generations = np.empty(0, np.int32), np.empty(0, np.uint32)
-        if self._grants_slots and not self.namespaces.reclaims.is_held(namespace):
+        if self.grants_slots and not self.namespaces.reclaims.is_held(namespace):
             if namespace.tier is not None and namespace.tier.stats().free < request.count:
                 self.clients.make_room(namespace)
             peers = len(self.clients.of(namespace))
@@ -311,7 +315,7 @@ class Service:
         """Continue the reads and writes of storage."""
         if self.storage is not None:
             self.storage.work(
-                self.namespaces, may_read=self._grants_slots, may_write=self.draining or not self.paused
+                self.namespaces, may_read=self.grants_slots, may_write=self.draining or not self.paused
             )
 
     def _send_reads(self, client: Client) -> None:
@@ -328,6 +332,7 @@ class Service:
             self.make_lost_files()
         self.open_tables()
         self.work()
+        self.drive_commands()
         for namespace in self.namespaces.values():
             namespace.save_learned()
         self.send_events(send)

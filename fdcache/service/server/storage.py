@@ -51,7 +51,7 @@ class ServiceStorage:
     def __init__(self, settings: Settings, *, make_room: Callable[[Namespace, int], None]) -> None:
         self.settings = settings.storage_tier
         self._cache = settings.cache
-        self._mooncake = settings.mooncake
+        self._options = settings.connector_options
         self._verify = settings.transfer.verify is not Verify.OFF
         self._make_room = make_room
         check_settings(settings)
@@ -98,10 +98,10 @@ class ServiceStorage:
             open_layout,
             layout,
             self.settings,
-            self._mooncake,
+            self._options,
             verify=self._verify,
             scanned=self._scanned,
-            eviction=self._cache.evicts,
+            eviction=self._cache.eviction,
         )
         future.add_done_callback(lambda _: self._wake())
         self._openings[layout.fingerprint] = _Opening(layout, future, first)
@@ -185,4 +185,4 @@ class ServiceStorage:
 
 def check_settings(settings: Settings) -> None:
     """Raise ``StorageError`` for a storage that these settings can never open; nothing is opened."""
-    require_connector(settings.storage_tier, settings.mooncake)
+    require_connector(settings.storage_tier, settings.connector_options)

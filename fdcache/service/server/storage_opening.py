@@ -13,7 +13,8 @@ from pathlib import Path
 
 from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
-from fdcache.settings.cache import Eviction, MooncakeSettings, StorageTierSettings
+from fdcache.settings.cache import EvictionPolicy, StorageTierSettings
+from fdcache.settings.variable import Group
 from fdcache.storage.connector import BlockStorage, ConnectorContext, PlacedStorage
 from fdcache.storage.factory import open_lookup, open_storage
 from fdcache.storage.slab_format import SUFFIX, file_name, read_layout, read_superblock
@@ -76,11 +77,11 @@ class Scanned:
 def open_layout(
     layout: KVLayout,
     settings: StorageTierSettings,
-    mooncake: MooncakeSettings,
+    options: Group | None,
     *,
     verify: bool,
     scanned: Scanned,
-    eviction: Eviction,
+    eviction: EvictionPolicy,
 ) -> OpenedStorage:
     """Open every rank's storage and load the index. Raises ``StorageError`` and leaves nothing open."""
     ranks: list[BlockStorage] = []
@@ -90,11 +91,11 @@ def open_layout(
             def note(done: int, total: int, rank: int = rank) -> None:
                 scanned.note(layout.fingerprint, rank, done, total)
 
-            opened = open_storage(ConnectorContext(layout, rank, settings, mooncake, verify, note))
+            opened = open_storage(ConnectorContext(layout, rank, settings, options, verify, note))
             if opened is None:
                 raise StorageError("FDCACHE_STORAGE: none is no storage")
             ranks.append(opened)
-        lookup = open_lookup(ConnectorContext(layout, None, settings, mooncake, verify))
+        lookup = open_lookup(ConnectorContext(layout, None, settings, options, verify))
         index = make_index(settings, layout, lookup, eviction=eviction)
         restored = 0
         if isinstance(index, LocalIndex):

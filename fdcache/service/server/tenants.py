@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +31,8 @@ class Quotas:
     """Shares of a namespace's blocks: ``default`` for every tenant, ``own`` for some by their keys."""
 
     default: float
-    own: Mapping[bytes, float]
-    names: Mapping[bytes, str]
+    own: dict[bytes, float]
+    names: dict[bytes, str]
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Quotas:
@@ -43,6 +43,12 @@ class Quotas:
             {key: share for key, (_, share) in keys.items()},
             {key: name for key, (name, _) in keys.items()},
         )
+
+    def set_share(self, key: bytes, name: str, share: float) -> float:
+        """Set the share of a tenant, and return the former one."""
+        before = self.share(key)
+        self.own[key], self.names[key] = share, name
+        return before
 
     def share(self, key: bytes) -> float:
         """Return the share of a tenant."""

@@ -21,8 +21,11 @@ from fdcache.service.server.arguments import (
     select_namespaces,
 )
 from fdcache.service.server.block_views import BlockViews
+from fdcache.service.server.clients import Client
+from fdcache.service.server.control import Control
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
+from fdcache.service.server.page_view import PageView
 from fdcache.service.server.resets import reset
 from fdcache.service.server.service import Service
 from fdcache.service.server.slices import in_batches, json_list, json_object
@@ -72,6 +75,8 @@ class Views:
         self._config = config
         self._fingerprint = fingerprint
         blocks = BlockViews(service)
+        self.control = Control(service)
+        self.page = PageView(service, fingerprint, self._namespace, self._client, self.storage)
         self._answers: dict[str, Callable[[Arguments], Any]] = {
             "stats": lambda arguments: self.stats(),
             "tiers": lambda arguments: self.tiers(),
@@ -84,12 +89,14 @@ class Views:
             "tree": blocks.tree,
             "block": blocks.block,
             "explain": blocks.explain,
+            "page": self.page.page,
             "layout": self.layout,
             "config": lambda arguments: self.config(),
             "reset": lambda arguments: reset(self._service, arguments),
             "pause": lambda arguments: self._pause(True),
             "resume": lambda arguments: self._pause(False),
             "integrity": lambda arguments: check_integrity(self._service),
+            **self.control.answers,
         }
 
     def slices(self, ask: Ask) -> Iterator[bytes]:
@@ -225,27 +232,26 @@ class Views:
 
     def clients(self) -> Iterator[ClientView]:
         """Yield every client."""
-        now = time.monotonic()
-        return (
-            ClientView(
-                session=f"{client.session:x}",
-                name=client.name,
-                namespace=client.namespace.id,
-                pid=client.live.pid,
-                ranks=sorted(client.ranks.values()),
-                connected_seconds=time.time() - client.since,
-                silent_seconds=now - client.heartbeat_at,
-                silent=client.silent,
-                stock=len(client.stock),
-                stock_bytes=len(client.stock) * client.namespace.slot_bytes,
-                runs=len(client.runs),
-                lookups=client.lookups,
-                stored=client.stored,
-                device_resets=client.device_resets,
-                device_resets_applied=client.device_resets_applied,
-                figures=client.reported(),
-            )
-            for client in list(self._service.clients.values())
+        return (self._client(each) for each in list(self._service.clients.values()))
+
+    def _client(self, client: Client) -> ClientView:
+        return ClientView(
+            session=f"{client.session:x}",
+            name=client.name,
+            namespace=client.namespace.id,
+            pid=client.live.pid,
+            ranks=sorted(client.ranks.values()),
+            connected_seconds=time.time() - client.since,
+            silent_seconds=time.monotonic() - client.heartbeat_at,
+            silent=client.silent,
+            stock=len(client.stock),
+            stock_bytes=len(client.stock) * client.namespace.slot_bytes,
+            runs=len(client.runs),
+            lookups=client.lookups,
+            stored=client.stored,
+            device_resets=client.device_resets,
+            device_resets_applied=client.device_resets_applied,
+            figures=client.reported(),
         )
 
     def transfers(self) -> Iterator[TransferView]:

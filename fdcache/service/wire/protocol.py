@@ -101,11 +101,14 @@ class Missed(msgspec.Struct, frozen=True, tag="missed"):
     """Count look-ups that missed in the client's own view of the presence table and so were not sent.
 
     ``lookups`` whole paths were not sent. ``blocks[i]``, int32, blocks are missing from the hash ``first[i]`` on.
+    ``sample``, uint64: the first 8 bytes of the hashes of all missing blocks, as far as they are less than ``below``.
     """
 
     lookups: Count
     first: bytes
     blocks: bytes
+    sample: bytes = b""
+    below: int = 0
 
 
 class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):

@@ -31,7 +31,12 @@ class Geometry(msgspec.Struct, frozen=True):
     @property
     def records_per_extent(self) -> int:
         """Slots of an extent."""
-        return self.extent_bytes // (self.record_bytes + SLOT_HEADER_BYTES)
+        return self.extent_bytes // self.slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: its record and its header."""
+        return self.record_bytes + SLOT_HEADER_BYTES
 
     @property
     def headers_offset(self) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fdcache.service.wire.client_views import ClientView
+from fdcache.service.wire.client_views import HIT_TIERS, ClientView
 from fdcache.service.wire.records import Unit, counter, gauge, histogram, shown
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
 from fdcache.settings.effective import EffectiveValue
@@ -150,6 +150,30 @@ class NamespaceTotals(msgspec.Struct):
             counter("fdcache_missed_blocks", label="reason"),
         ),
     ] = msgspec.field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    prompt_tokens: Annotated[
+        int, shown("Tokens of prompts that engines looked up, as they say.", counter("fdcache_prompt_tokens"))
+    ] = 0
+    prompt_hit_tokens: Annotated[
+        dict[str, int],
+        shown(
+            "Tokens of prompts that engines found and used, as they say.",
+            counter("fdcache_prompt_hit_tokens", label="tier"),
+        ),
+    ] = msgspec.field(default_factory=lambda: dict.fromkeys(HIT_TIERS, 0))
+    missed_sample: Annotated[
+        int, shown("Missing blocks in the sample.", counter("fdcache_missed_sample_blocks"))
+    ] = 0
+    missed_estimated: Annotated[
+        int,
+        shown("Missing blocks that the sample stands for.", counter("fdcache_missed_estimated_blocks")),
+    ] = 0
+    missed_known: Annotated[
+        int,
+        shown(
+            "Those of them that had been looked up or copied before, which an endless cache would have found.",
+            counter("fdcache_missed_known_blocks"),
+        ),
+    ] = 0
     in_flight_misses: Annotated[
         int,
         shown(

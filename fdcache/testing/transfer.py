@@ -1,6 +1,6 @@
 """Test suite that every transfer connector must pass, and planes with known bytes to test one with.
 
-    from fdcache.transfer.conformance import TransferConformance, PeerPlanes
+    from fdcache.testing.transfer import TransferConformance, PeerPlanes
 
     class TestMyConnector(TransferConformance):
         @pytest.fixture

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fdcache.errors import ConnectorNotFoundError, StorageError, StorageGoneError
-from fdcache.settings.cache import MooncakeSettings
+from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.settings.kinds import is_port, parse_list, parse_size
 from fdcache.storage.connector import Outcome
 

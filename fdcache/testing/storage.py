@@ -1,6 +1,6 @@
 """Test suite that every storage connector must pass, and host records with known bytes to test one with.
 
-    from fdcache.storage.conformance import ConnectorConformance
+    from fdcache.testing.storage import ConnectorConformance
 
     class TestMyConnector(ConnectorConformance):
         @pytest.fixture

@@ -9,6 +9,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -18,8 +19,22 @@ from numpy.typing import NDArray
 
 from fdcache import _core
 from fdcache.errors import StorageGoneError
+from fdcache.integrations.mooncake.client import (
+    CallLane,
+    CallOverdueError,
+    CircuitBreaker,
+    ClientOptions,
+    LaneBlockedError,
+    MooncakeClient,
+    describe,
+    is_stored,
+    load_client,
+    outcome_of,
+)
+from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.layout import KVLayout
 from fdcache.metadata import SLOT_HEADER_BYTES, HashArray
+from fdcache.settings.variable import Group
 from fdcache.storage.connector import (
     BatchResult,
     ConnectorContext,
@@ -30,17 +45,6 @@ from fdcache.storage.connector import (
     StorageState,
     StorageStats,
 )
-from fdcache.storage.mooncake_client import (
-    CallLane,
-    CallOverdueError,
-    CircuitBreaker,
-    ClientOptions,
-    LaneBlockedError,
-    MooncakeClient,
-    describe,
-    is_stored,
-    outcome_of,
-)
 
 _LOOKUP_CHUNK = 1024
 _MOVE_CHUNK = 64
@@ -50,6 +54,10 @@ _WRITING, _READY = 1, 2
 
 _Moved = tuple[NDArray[np.uint8], NDArray[np.uint64], str | None]
 """Outcomes, checksums, and the message of the first failure."""
+
+
+def _settings(options: Group | None) -> MooncakeSettings:
+    return options if isinstance(options, MooncakeSettings) else MooncakeSettings()
 
 
 class MooncakeConnector:
@@ -68,7 +76,7 @@ class MooncakeConnector:
         self._counters = StorageCounters()
         tier = context.settings
         self._client = MooncakeClient(
-            ClientOptions.resolve(context.mooncake, context.rank),
+            ClientOptions.resolve(_settings(context.options), context.rank),
             CircuitBreaker(tier.retry_after),
             tier.timeout,
         )
@@ -76,6 +84,13 @@ class MooncakeConnector:
         for direction in (self._reads, self._writes):
             self._client.register(direction.headers.address, direction.headers.nbytes)
         self._client.reach()
+
+    @staticmethod
+    def require(options: Group | None) -> None:
+        """Raise ``StorageError`` early for settings with which no connector can ever be made."""
+        load_client()
+        with suppress(StorageGoneError):  # an absent master may come back
+            ClientOptions.resolve(_settings(options), None)
 
     # --- host memory ----------------------------------------------------------------------------------------
 

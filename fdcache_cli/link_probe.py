@@ -87,9 +87,9 @@ class LinkProbe:
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
-    def _device(self, method: SwapMethod, ctas: int = 0) -> CudaDevice:
-        settings = TransferSettings(swap_method=method, swap_ctas=ctas, swap_sm_budget=1024)
-        plain = Calibration(to_device=Thresholds(0, 0), to_host=Thresholds(0, 0))
+    def _device(self, method: SwapMethod, ctas: int = 1) -> CudaDevice:
+        settings = TransferSettings(swap_method=method, swap_sm_budget=1024)
+        plain = Calibration(to_device=Thresholds(0, 0), to_host=Thresholds(0, 0), kernel_ctas=ctas)
         return CudaDevice(self._gpu.uuid, settings=settings, calibration=plain)
 
     def _link(self, direction: Direction) -> float:

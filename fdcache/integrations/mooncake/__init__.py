@@ -1,0 +1,1 @@
+"""Storage in Mooncake Store: ``FDCACHE_STORAGE=mooncake``."""

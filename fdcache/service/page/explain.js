@@ -1,0 +1,75 @@
+"use strict";
+// The explain box: where each block of a prompt is, or when and why it left.
+
+const TIERS = { host: "host", storage: "storage" };
+
+function readPrompt(text) {
+  const words = text.trim().replace(/[[\](),;]+/g, " ").split(/\s+/).filter(Boolean);
+  if (words.length === 1 && /^[0-9a-f]{4,64}$/i.test(words[0])) return { hash: words[0].toLowerCase() };
+  if (words.length && words.every((word) => /^\d{1,10}$/.test(word))) return { tokens: words.map(Number) };
+  throw new Error("Give token ids, such as 1, 2, 3, or one hash of at least 4 hexadecimal digits.");
+}
+
+const ago = (when) => (when ? `${format.seconds(Math.max(Date.now() / 1000 - when, 0))} ago` : "");
+
+function drawPath(found) {
+  if (!found.blocks.length) return [el("p", { class: "empty" }, "The prompt is shorter than a block.")];
+  const present = found.broken_at ?? found.blocks.length;
+  const groups = [];
+  for (const block of found.blocks) {
+    const last = groups[groups.length - 1], why = block.tier ?? block.reason;
+    if (last && last.why === why) {
+      last.blocks.push(block);
+    } else groups.push({ why, tier: block.tier, blocks: [block] });
+  }
+  const rows = groups.map((group) => {
+    const { blocks, tier } = group, first = blocks[0], last = blocks[blocks.length - 1];
+    const place = blocks.length === 1 ? `${first.position}` : `${first.position}–${last.position}`;
+    const detail = tier === "host" ? `stored ${ago(first.stored_at)}, ${format.count(first.hits)} hits` : tier ? (first.left_host_at ? `left the host ${ago(first.left_host_at)}` : "") : [format.words(first.reason ?? ""), ago(first.left_at)].filter(Boolean).join(", ");
+    return [number(place), el("td", {}, el("span", { class: `tag ${tier ? TIERS[tier] : "bad"}` }, tier ?? "missing")), el("td", {}, el("code", {}, format.hash(first.hash))), detail];
+  });
+  const answer = found.broken_at === null ? `All ${found.blocks.length} blocks are there.` : `${present} of ${found.blocks.length} blocks can be reused.`;
+  return [el("p", { class: "answer" }, answer), table("Blocks of the prompt", ["block", "where", "hash", "since, or why"], rows, "")];
+}
+
+function drawBlocks(blocks) {
+  const rows = blocks.map((block) => [
+    el("td", {}, el("code", {}, format.hash(block.hash))),
+    el("td", {}, block.slot === undefined ? (block.stored ? el("span", { class: "tag storage" }, "storage") : el("span", { class: "tag bad" }, "missing")) : el("span", { class: "tag host" }, "host")),
+    block.slot === undefined ? [block.reason ? format.words(block.reason) : "", ago(block.left_at)].filter(Boolean).join(", ") : `block ${block.depth} of its path, stored ${ago(block.stored_at)}, ${format.count(block.hits)} hits`,
+  ]);
+  return [table("Blocks with this hash", ["hash", "where", "since, or why"], rows, "No such block is there, and none is known to have left.")];
+}
+
+class ExplainBox {
+  constructor(source) {
+    this.source = source;
+    $("explain-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.explain();
+    });
+    $("explain-text").addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.explain();
+    });
+  }
+
+  update(namespaces) {
+    const select = $("explain-namespace"), names = namespaces.map((each) => each.namespace);
+    if (names.join() === this.names) return;
+    this.names = names.join();
+    const chosen = select.value;
+    fill(select, ...namespaces.map((each) => el("option", { value: each.namespace }, `${each.model} ${each.namespace.slice(0, 8)}`)));
+    if (names.includes(chosen)) select.value = chosen;
+  }
+
+  async explain() {
+    const place = $("explained");
+    try {
+      const asked = readPrompt($("explain-text").value);
+      if (asked.hash) fill(place, ...drawBlocks(await this.source.block(asked.hash)));
+      else fill(place, ...drawPath(await this.source.explain({ namespace: $("explain-namespace").value || null, tenant: $("explain-tenant").value || null, tokens: asked.tokens })));
+    } catch (error) {
+      fill(place, el("p", { class: "answer bad" }, error.message));
+    }
+  }
+}

@@ -1,0 +1,150 @@
+"""Answers to the questions of ``fdcache init``, and the settings that follow from them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import typer
+
+from fdcache.machine.memory import SHARE_OF_MEMORY, available_memory
+from fdcache.service.server.preflight import nearest_directory
+from fdcache.service.wire.address import default_address
+from fdcache.settings import read_settings
+from fdcache_cli.engines import ENGINES, installed_engine
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What was given, or None. ``complete`` fills in the rest."""
+
+    engine: str | None = None
+    model: str | None = None
+    host_memory: str | None = None
+    storage: Path | None = None
+    service: bool | None = None
+
+    def complete(self, *, ask: bool) -> Answers:
+        """Return the answers with what is missing asked on the terminal, or by default.
+
+        Raises ``BadParameter`` for an unknown engine, and where it should ask and there is no terminal.
+        """
+        if self.engine is not None:
+            _require_engine(self.engine)
+        if ask and not sys.stdin.isatty():
+            raise typer.BadParameter("there is no terminal to ask on; give --yes")
+        default = Answers(
+            engine=installed_engine().name,
+            host_memory=_quarter_of_memory(),
+            service=False,
+        )
+        if ask:
+            return self._asked(default)
+        engine = self.engine or default.engine or ""
+        return replace(
+            self,
+            engine=engine,
+            model=self.model or _example(engine),
+            host_memory=self.host_memory or default.host_memory,
+            service=bool(self.service),
+        )
+
+    def _asked(self, default: Answers) -> Answers:
+        engine = self.engine or _ask(f"Which engine: {', '.join(ENGINES)}?", default.engine, _require_engine)
+        what = "Its program?" if engine == "own" else "Which model, a folder or a name?"
+        model = self.model or _ask(what, _example(engine))
+        memory = self.host_memory or _ask("How much host memory for blocks?", default.host_memory)
+        storage = self.storage
+        if storage is None:
+            folder = _ask(
+                "A folder on a local disk for more blocks, which survive restarts, or none?", "none"
+            )
+            storage = None if folder == "none" else Path(folder)
+        service = self.service
+        if service is None:
+            service = typer.confirm(
+                "Do several engines of this machine share the host memory?", False, err=True
+            )
+        return Answers(engine, model, memory, storage, service)
+
+    @property
+    def title(self) -> str:
+        """Name of the engine in a sentence."""
+        return ENGINES[self.engine or "own"].title
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """Settings of all that runs on this machine, by name, to prepare it."""
+        chosen = {"FDCACHE_HOST_MEMORY": self.host_memory or "0"}
+        if self.storage is not None:
+            chosen |= {
+                "FDCACHE_STORAGE": "local",
+                "FDCACHE_STORAGE_DIR": str(self.storage.absolute()),
+                "FDCACHE_STORAGE_SIZE": self._storage_size,
+            }
+        return chosen
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Settings of the engine's process, by name: where a service has memory and storage, its address."""
+        return {"FDCACHE_SERVER": _address()} if self.service else self.arguments
+
+    def lines(self, file: Path) -> list[str]:
+        """Return the lines that start the service, if there is one, and the engine with the settings in ``file``."""
+        start = ENGINES[self.engine or "own"].start(file, self.model or "")
+        if not self.service:
+            return [start]
+        words = ["fdcache", "serve", "--host-memory", self.host_memory or "0"]
+        if self.storage is not None:
+            words += ["--storage", f"{self.storage.absolute()}/", "--storage-size", self._storage_size]
+        return [shlex.join(words), start]
+
+    @property
+    def _storage_size(self) -> str:
+        """Half of the room on the disk, for the files of one rank."""
+        folder = nearest_directory((self.storage or Path()).absolute())
+        return _rounded(shutil.disk_usage(folder).free // 2)
+
+
+def _ask(question: str, default: str | None, check: Callable[[str], None] | None = None) -> str:
+    while True:
+        answer = str(typer.prompt(question, default, err=True))
+        try:
+            if check is not None:
+                check(answer)
+        except typer.BadParameter as error:
+            typer.echo(f"error: {error.message}", err=True)
+            continue
+        return answer
+
+
+def _require_engine(name: str) -> None:
+    if name not in ENGINES:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(ENGINES)}", param_hint="--engine")
+
+
+def _example(engine: str) -> str:
+    return "engine.py" if engine == "own" else "MODEL"
+
+
+def _address() -> str:
+    settings = read_settings().settings
+    return settings.cache.server or default_address(settings.server.runtime_dir)
+
+
+def _quarter_of_memory() -> str:
+    """Return what is set, or the default share of the memory that is left."""
+    given = os.environ.get("FDCACHE_HOST_MEMORY")
+    return given or _rounded(available_memory().nbytes // SHARE_OF_MEMORY)
+
+
+def _rounded(nbytes: int) -> str:
+    """Return a size in whole GiB, below one in MiB."""
+    return f"{nbytes // _GIB}GiB" if nbytes >= _GIB else f"{nbytes >> 20}MiB"
