@@ -174,7 +174,7 @@ class GpuCopies:
     def __init__(self) -> None:
         from benchmarks.swap import Peers
         from benchmarks.swap_worker import SwapWorker, make_layout
-        from fdcache.devices.calibration import Calibration
+        from fdcache.machine.calibration import Calibration
 
         self._link = Peers().link()
         layout = make_layout(16)

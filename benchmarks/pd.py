@@ -32,11 +32,11 @@ from benchmarks.machine import machine
 from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
-from fdcache.manager.handover import PeerTerms
 from fdcache.manager.requests import PeerSource
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import ReadEnd, ReadOrder
+from fdcache.transfer.handovers import Handovers, PeerTerms
 from fdcache.transfer.nixl_agent import find_nixl
 
 MIB = 1 << 20
@@ -76,7 +76,8 @@ class Instance:
             role=role, connector=connector, address=f"ipc://{folder}/{role}-{connector}-{case.verify}"
         )
         cache = CacheSettings(device_blocks=2 * case.blocks + 16)
-        self.manager = CacheManager(cache, layout, peers=PeerTerms(peers))
+        self.manager = CacheManager(cache, layout)
+        self.handovers = Handovers(self.manager, PeerTerms(peers))
         self.controller = CacheController(TransferSettings(first_group_layers=1, group_layers=4), layout)
         shared = peers.directory if connector == "ipc" else None
         for plane in self.controller.initialize_kv_cache(cache.device_blocks, shared=shared):
@@ -122,7 +123,7 @@ def serve(pipe: Connection, case: Case, folder: Path) -> None:
         request = Request(name, tokens)
         instance.manager.match_prefix([request])
         assert instance.manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
-        instance.manager.send([(request, name)])
+        instance.handovers.send([(request, name)])
         instance.submit()
         start = time.monotonic()
         for layer in range(layout.total_layers):
@@ -265,7 +266,7 @@ class Pair:
         self._recorder.ended.clear()
         request = Request(name, tokens)
         decode.manager.match_prefix([request])
-        assert decode.manager.fetch([(request, PeerSource(name, (self._address,)))])[0] == self._blocks
+        assert decode.handovers.fetch([(request, PeerSource(name, (self._address,)))])[0] == self._blocks
         assert decode.manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
         start = time.monotonic()
         self._pipe.send((name, tokens, layer_seconds))

@@ -28,10 +28,10 @@ from benchmarks.pd_handover import LAYER_US, Instance, measure
 from benchmarks.pd_rdma import ReaderEnd, SourceEnd
 from benchmarks.swap_worker import GIB, make_layout
 from fdcache.devices.base import PlaneBinding
-from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.cuda_peers import CudaPeerAccess, Grid
 from fdcache.devices.cuda_planes import CudaPlanes
+from fdcache.machine.calibration import Calibration
 from fdcache.transfer.connector import whole_planes
 
 PLANES = (128, 64, 16, 8)

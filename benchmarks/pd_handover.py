@@ -17,13 +17,13 @@ import numpy as np
 
 from benchmarks.swap_worker import make_layout
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
+from fdcache.machine.calibration import Calibration
 from fdcache.manager import CacheManager, Request
-from fdcache.manager.handover import PeerTerms
 from fdcache.manager.requests import PeerSource
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
+from fdcache.transfer.handovers import Handovers, PeerTerms
 
 PLANE_KIB = 128
 BLOCKS = 128
@@ -51,9 +51,8 @@ class Instance:
 
         self.layout = make_layout(PLANE_KIB)
         settings = PeerSettings(role=role, connector=connector, address=f"ipc://{directory}/{role}")
-        self.manager = CacheManager(
-            CacheSettings(device_blocks=_POOL), self.layout, peers=PeerTerms(settings, _PATIENCE)
-        )
+        self.manager = CacheManager(CacheSettings(device_blocks=_POOL), self.layout)
+        self.handovers = Handovers(self.manager, PeerTerms(settings, _PATIENCE))
         device = CudaDevice(gpu, calibration=Calibration())
         self.controller = CacheController(
             TransferSettings(first_group_layers=GROUP_LAYERS, group_layers=GROUP_LAYERS),
@@ -100,7 +99,7 @@ class Instance:
         manager = self.manager
         manager.match_prefix([request])
         manager.allocate_device_blocks([(request, request.num_tokens)])
-        manager.send([(request, request.request_id)])
+        self.handovers.send([(request, request.request_id)])
         self.step()
         for layer in range(self.layout.total_layers):
             with self._device, self.stream:
@@ -121,7 +120,7 @@ class Instance:
         """Fetch a prompt; return when its first group was there, and when the whole of it was."""
         request = self._request(seed)
         self.manager.match_prefix([request])
-        self.manager.fetch([(request, PeerSource(request.request_id, (address,), 1))])
+        self.handovers.fetch([(request, PeerSource(request.request_id, (address,), 1))])
         self.manager.allocate_device_blocks([(request, request.num_tokens)])
         first: float | None = None
         outcomes: list[Any] = []

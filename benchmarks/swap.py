@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.swap_worker import GIB, KIB, SwapWorker, make_layout
-from fdcache.devices.calibration import Calibration
 from fdcache.devices.topology import visible_gpus
+from fdcache.machine.calibration import Calibration
 
 H2D, D2H = 1, 2
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
 from fdcache.layout import KVLayout
+from fdcache.machine.calibration import Calibration
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.cache import TransferSettings
 

@@ -106,7 +106,7 @@ inline void require_equal(std::size_t left, std::size_t right) {
 // Each adds one concept to the module; defined beside the concept.
 void bind_hashing(nb::module_ &module);
 void bind_presence(nb::module_ &module);
-void bind_pinned_runs(nb::module_ &module);
+void bind_shared_host(nb::module_ &module);
 void bind_tier_results(nb::module_ &module);
 void bind_tier(nb::module_ &module);
 void bind_scheduler(nb::module_ &module);

@@ -6,7 +6,7 @@ NB_MODULE(_core, module) {
     fdcache::bind_hashing(module);
     fdcache::bind_tier_results(module);
     fdcache::bind_presence(module);
-    fdcache::bind_pinned_runs(module);
+    fdcache::bind_shared_host(module);
     fdcache::bind_tier(module);
     fdcache::bind_plans(module);
     fdcache::bind_scheduler(module);

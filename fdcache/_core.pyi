@@ -96,8 +96,104 @@ def copy_with_checksum(
 ) -> int:
     """Copy all bytes and return their checksum."""
 
-class LowerTier:
-    """A tier that blocks of another one are copied to."""
+class HostRun:
+    """Blocks of a path on the host, in path order."""
+
+    def __len__(self) -> int: ...
+    @property
+    def lease(self) -> int:
+        """Pins the blocks until it is released; 0 if there are none."""
+
+    @property
+    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
+    @property
+    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
+    @property
+    def unverified(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))] | None:
+        """
+        1 for records whose bytes nothing has verified; None if there are none.
+        """
+
+class HostIndex:
+    """The host tier as planners see it: of this process, or of a service."""
+
+    def find_and_pin(
+        self,
+        path: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        start: int = 0,
+        storage_use: int = 0,
+    ) -> tuple[HostRun, bool, int]:
+        """
+        Pin the leading run of a path from ``start`` on. Return the run, True if the block after it is
+        being copied to the tier, and for how many leading blocks of the path the service has to be
+        asked, 0 if it need not.
+        """
+
+    def release(self, lease: int) -> bool:
+        """
+        Release what a lease owns, or a run after the loads that read it. Return False if that was
+        done before.
+        """
+
+    def begin_load(
+        self,
+        lease: int,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """
+        Keep slots of a run until the load of them ends, whatever becomes of its lease.
+        """
+
+    def end_load(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        copied: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        bad: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)]
+        | None = None,
+    ) -> None:
+        """
+        End a load. ``copied`` is 1 for blocks that every rank has, ``bad`` for records to forget.
+        """
+
+    def contains(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Per hash: 0 absent, 1 ready, 2 pending; of a service's tier as far as this process knows.
+        """
+
+    @property
+    def room(self) -> int:
+        """The most blocks that may be copied now."""
+
+    @property
+    def capacity(self) -> int:
+        """
+        The blocks of the tier. A service grants room in the background, up to as many.
+        """
+
+    def complete(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        copied: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        checksums: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        End copies into the tier, parents first. 1 for each block that is there, or will be.
+
+        A block that was not copied, or whose parent is not ready, is removed. ``checksums`` may
+        be empty.
+        """
 
 class BlockList:
     """Parallel arrays that describe blocks; the arrays are read-only views."""
@@ -351,6 +447,17 @@ class OutgoingCopies:
     def stock(self) -> int:
         """Number of granted slots that no copy uses yet."""
 
+    def take_asked(self) -> int:
+        """
+        Return the most slots that one reservation since the last call has asked for.
+        """
+
+    @property
+    def tier_slots(self) -> int:
+        """Slots of the whole tier, as the service has told last."""
+
+    @tier_slots.setter
+    def tier_slots(self, arg: int, /) -> None: ...
     def contains(
         self,
         hashes: Annotated[
@@ -536,37 +643,38 @@ class MissLog:
         beginnings of their hashes as uint64, those below a limit, and the limit.
         """
 
-class PinnedRuns(LowerTier):
+class SharedHost(HostIndex):
     """
-    The runs that an engine has pinned at a service, by lease. A run is unpinned once it
-    is released and no load reads it.
+    The host tier of a service, through one session after another.
+
+    Nothing is found or reserved without a session. A run is unpinned once it is released and no
+    load reads it.
     """
 
-    def __init__(self, misses: MissLog) -> None: ...
-    def __len__(self) -> int:
-        """Number of runs that are not released."""
+    def __init__(self) -> None: ...
+    def begin_session(self, runs: SharedRuns, copies: OutgoingCopies) -> None:
+        """
+        Use a session that has begun. Nothing of the one before may be in flight.
+        """
 
-    @property
-    def slots_loading(self) -> int:
-        """Number of slots that loads read."""
+    def end_session(self) -> None:
+        """Find and reserve nothing until the next session begins."""
 
-    def begin_session(self, copies: OutgoingCopies) -> None:
-        """Record a session that has begun, and the copies to it."""
+    def set_closed(self, closed: bool) -> None:
+        """Find and reserve nothing while ``closed``, whatever session there is."""
 
-    def search(self, runs: SharedRuns | None, copies: OutgoingCopies | None) -> None:
-        """Look up in this session from now on; without one nothing is found."""
-
-    def find(
+    def reserve(
         self,
-        path: Annotated[
+        parents: Annotated[
             NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
         ],
-        start: int,
-        storage_use: int = 0,
-    ) -> tuple[int, FoundRun, int]:
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        below_pending: bool = False,
+    ) -> CopyReservation:
         """
-        Pin the leading run of a path from ``start`` on. Return its lease or 0, the run, and for how many
-        leading blocks of the path the service has to be asked, 0 if it need not.
+        Take slots of the session's stock, as ``OutgoingCopies.reserve``; all are missing without one.
         """
 
     def add(self, owner: SharedRuns, number: int, unverified: bool) -> int:
@@ -574,23 +682,30 @@ class PinnedRuns(LowerTier):
         Add a run that the service has pinned under a number; return its lease.
         """
 
-    def release(self, lease: int) -> bool:
+    def take_reports(self) -> list[tuple[bytes, bytes | None, bytes, bytes, bytes]]:
         """
-        Unpin a run after the loads that read it; return False when it was released before.
+        Return the copies and loads that ended and that the service has to be told of, in order:
+        slots, parents (None for a load), hashes, copied and checksums of each, as bytes.
         """
 
-    def begin_load(
-        self,
-        lease: int,
-        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    ) -> None:
-        """Keep these slots of a run pinned until their load ends."""
+    def drop_reports(self) -> None:
+        """Forget what ended: no service listens. What was copied is not there."""
 
-    def end_load(self, slots: numpy.typing.NDArray[numpy.int32]) -> tuple[SharedRuns | None, bool]:
-        """
-        End a load of these slots. Return whose runs it read, and True if it may have read unverified
-        records. Raises IndexError for a slot that no load reads.
-        """
+    @property
+    def has_reports(self) -> bool: ...
+    @property
+    def misses(self) -> MissLog: ...
+    @property
+    def runs(self) -> int:
+        """Number of runs that are not released."""
+
+    @property
+    def slots_loading(self) -> int:
+        """Number of slots that loads read."""
+
+    @property
+    def blocks_in_flight(self) -> int:
+        """Number of blocks being copied."""
 
 SLOT_FREE: int = 0
 
@@ -678,7 +793,7 @@ class ReuseTables:
     HINTS: Final[int] = ...
     """(arg: object, /) -> int"""
 
-class Tier(LowerTier):
+class Tier(HostIndex):
     """
     Slots, the entries in them and their users; any thread may call.
 
@@ -695,7 +810,7 @@ class Tier(LowerTier):
         (0 to 0.5) is free.
         """
 
-    def set_below(self, below: LowerTier, is_always_copied: bool) -> None:
+    def set_below(self, below: HostIndex, is_always_copied: bool) -> None:
         """
         Tell the eviction order of the tier below: that of this process, or the runs of a service.
 
@@ -717,11 +832,6 @@ class Tier(LowerTier):
 
     def open_lease(self) -> int:
         """Open a lease, which owns pins and reserved slots until ``release``."""
-
-    def release(self, lease: int) -> bool:
-        """
-        Release everything the lease owns. Return False if that was done before.
-        """
 
     def finish(
         self, lease: int, prompt_tokens: int | None = None, output_tokens: int = 0, block_tokens: int = 0
@@ -747,14 +857,6 @@ class Tier(LowerTier):
 
         Adds a hit to each block except the first ``known``.
         """
-
-    def contains(
-        self,
-        hashes: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
-        """Per hash: 0 absent, 1 ready, 2 pending."""
 
     def reserve(self, lease: int, count: int) -> Reservation:
         """Reserve anonymous slots to compute into."""
@@ -851,21 +953,6 @@ class Tier(LowerTier):
         """
         Remove entries and everything below them; return how many. Slots in use stay until they
         are not.
-        """
-
-    def complete(
-        self,
-        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        copied: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        checksums: Annotated[
-            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
-        """
-        Report copies into this tier, parents first. 1 for each block that became ready.
-
-        A block that was not copied, or whose parent is not ready, is removed. ``checksums`` may
-        be empty.
         """
 
     def hold(
@@ -1315,7 +1402,7 @@ class DeviceContents:
         self,
         ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
         copies_out: CopyOut,
-        target: Tier | OutgoingCopies | None,
+        target: HostIndex,
         copies: BlockCopies,
         plans: PlanTable,
     ) -> PlannedCopies | None:
@@ -1344,8 +1431,8 @@ class CopyOut:
     Plans copies of the blocks of a device cache to a host tier, ancestors first.
 
     Blocks are wanted there as soon as they have ``least_hits``, or, with ``writes_back``, once they are
-    evicted or among the next ``clean_reserve`` to be. ``target``: the host tier, copies to that of a
-    service, or None without a service. Planned copies hold their slots on the host, and on a device of the
+    evicted or among the next ``clean_reserve`` to be. ``target``: the host tier, of this process or of a
+    service. Planned copies hold their slots on the host, and on a device of the
     scheduler's.
     """
 
@@ -1374,23 +1461,19 @@ class CopyOut:
     def clear(self) -> None:
         """Forget what is queued."""
 
-    def queued(self, target: Tier | OutgoingCopies | None) -> int:
+    def queued(self, target: HostIndex) -> int:
         """Return the number of blocks that wait for a plan."""
 
-    def evict(
-        self, evicted: BlockList, target: Tier | OutgoingCopies | None, copies: BlockCopies
-    ) -> PlannedCopies | None:
+    def has_work(self, target: HostIndex) -> bool:
+        """Return True if the next plan may copy queued blocks."""
+
+    def evict(self, evicted: BlockList, target: HostIndex, copies: BlockCopies) -> PlannedCopies | None:
         """
         Plan copies of evicted blocks that the host lacks, before their slots are overwritten.
         """
 
     def plan(
-        self,
-        target: Tier | OutgoingCopies | None,
-        in_flight: int,
-        is_patient: bool,
-        now: float,
-        copies: BlockCopies,
+        self, target: HostIndex, in_flight: int, is_patient: bool, now: float, copies: BlockCopies
     ) -> PlannedCopies | None:
         """
         Plan backups of queued blocks, while ``in_flight`` blocks are being backed up. While ``is_patient``, a few
@@ -1400,7 +1483,7 @@ class CopyOut:
 def copies_that_may_end(
     hashes: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)],
     parents: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)],
-    target: Tier | OutgoingCopies | None,
+    target: HostIndex,
 ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
     """
     Return 1 for each block of a transfer to the host that is not below a copy in flight of another one.
@@ -1741,7 +1824,7 @@ class BlockManager:
         follow_evicted: bool = False,
         follow_owners: bool = False,
         follow_hits: int = 0,
-        host: Tier | PinnedRuns | None | None = None,
+        host: HostIndex | None = None,
     ) -> None: ...
     def prepare(self, request: RequestState, keeps_gil: bool = False) -> None:
         """
@@ -1920,14 +2003,14 @@ class WholeReports:
         plans: PlanTable,
         loads: Loads,
         device: Tier | None,
-        host: Tier | PinnedRuns | None | None,
+        host: HostIndex,
         meter: CopyMeter,
         tells_arrivals: bool,
     ) -> None: ...
     def count(self, reports: list[Any]) -> list[Any] | None:
         """
-        Count reports. Return (transfer, 1 for each block that is in the tier or None for a service, checksums or
-        None) of copies to the host. Return None, and change nothing, if one of the reports is another:
+        Count reports. Return, with ``tells_arrivals``, (transfer, 1 for each block that is in the tier)
+        of copies to the host. Return None, and change nothing, if one of the reports is another:
         unexpected, refused, of a failure or a task, or of a copy below one in flight.
         """
 

@@ -1,4 +1,4 @@
-"""Handle to an asynchronous task."""
+"""Handle to an asynchronous task, and the event that says that one has ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
+from fdcache import _core
 from fdcache.errors import TaskCancelledError, TransferTimeoutError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -80,3 +81,31 @@ class AsyncTaskHandler(Generic[T_co]):
         if not ended:
             raise TransferTimeoutError(f"the task did not end within {timeout} s")
         return self._task.result()
+
+
+class CpuEvent:
+    """One-shot event of the host: a stream of the CPU reaches it, or ``set``."""
+
+    __slots__ = ("core",)
+
+    def __init__(self, core: _core.Event | None = None) -> None:
+        self.core = core or _core.Event()
+
+    def record(self, stream: object) -> None:
+        """Reach the event once a stream of the CPU has completed everything enqueued so far."""
+        core = getattr(stream, "core", None)
+        if not isinstance(core, _core.CopyStream):
+            raise TypeError(f"expected a stream of the CPU device, got {type(stream).__name__}")
+        core.record(self.core)
+
+    def set(self) -> None:
+        """Reach the event now."""
+        self.core.set()
+
+    def query(self) -> bool:
+        """Return True once the event is reached."""
+        return self.core.query()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to ``timeout`` seconds, None for ever; return True when the event is reached."""
+        return self.core.wait(timeout)

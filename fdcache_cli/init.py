@@ -13,7 +13,7 @@ from fdcache_cli import errors, output
 from fdcache_cli.doctor import compile_kernels, has_gpu, print_findings
 
 if TYPE_CHECKING:
-    from fdcache.devices.calibration import Calibration
+    from fdcache.machine.calibration import Calibration
 
 
 def init(
@@ -133,8 +133,8 @@ def _print_results(calibrations: Sequence[Calibration], lines: Sequence[str], ti
 
 
 def _calibrate(uuid: str, *, force: bool, quiet: bool) -> Calibration:
-    from fdcache.devices.calibration import load_calibration, save_calibration
     from fdcache.devices.topology import find_gpu
+    from fdcache.machine.calibration import load_calibration, save_calibration
     from fdcache.settings import Settings
     from fdcache_cli.link_probe import LinkProbe
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from fdcache.devices.calibration import Calibration
 from fdcache.errors import ConfigurationError
+from fdcache.machine.calibration import Calibration
 
 
 def require_plotting(path: Path) -> None:

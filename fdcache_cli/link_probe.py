@@ -13,11 +13,12 @@ import numpy as np
 
 from fdcache import _core
 from fdcache.devices.base import PinnedMemory, PlaneBinding
-from fdcache.devices.calibration import KIB, MIB, Calibration, Measurement, Thresholds, choose_calibration
+from fdcache.devices.calibration import choose_calibration
 from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.topology import Gpu, import_cupy
 from fdcache.errors import DeviceError, HostMemoryError
 from fdcache.layout import KVLayout
+from fdcache.machine.calibration import KIB, MIB, Calibration, Measurement, Thresholds
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose
 from fdcache.settings.cache import SwapMethod, TransferSettings
 

@@ -15,17 +15,19 @@ from typer import Context
 from typer.core import TyperCommand
 
 from fdcache import CacheController, CacheManager, KVLayout, Request
-from fdcache.devices.calibration import Calibration, load_calibration, make_policy, save_calibration
+from fdcache.devices.calibration import make_policy
 from fdcache.devices.topology import Gpu
 from fdcache.integrations.mooncake.client import ClientOptions
 from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.integrations.vllm.config import layout_from_config
 from fdcache.integrations.vllm.settings import given_settings
+from fdcache.machine.calibration import Calibration, load_calibration, save_calibration
 from fdcache.metadata import TransferPlan
 from fdcache.service.server import process
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.wire.address import load_settings
 from fdcache.settings import Settings
+from fdcache.transfer.handovers import PeerTerms
 from tests.fastdeploy_help import fd_config
 from tests.vllm_configs import kv_config, vllm_config
 
@@ -201,7 +203,7 @@ def embedded(read: Read) -> Callable[[], object]:
 
 
 def peer_terms(name: str) -> Callable[[], object]:
-    return embedded(lambda engine: getattr(engine.manager._handovers._terms.settings, name))
+    return lambda: getattr(PeerTerms.of(Settings.load()).settings, name)
 
 
 def endpoint(read: Read) -> Callable[[], object]:

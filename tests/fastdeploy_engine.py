@@ -54,7 +54,7 @@ def main() -> None:
         manager.core.restore_storage([scan])
     core, transfer = manager.core, controller.core.settings
     if core.settings.server:
-        until(lambda: core._host.copy_room >= 4, "slots are granted")  # type: ignore[union-attr]
+        until(lambda: core._host.index.room >= 4, "slots are granted")  # type: ignore[union-attr]
     found = [serve(manager, controller, name) for name in ("first", "second")]
     storage = controller.core.storage_stats()
     json.dump(

@@ -18,8 +18,9 @@ from fdcache.devices.base import (
     Stream,
     enqueue_each,
 )
-from fdcache.devices.cpu import CpuDevice, CpuEvent
+from fdcache.devices.cpu import CpuDevice
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferResult
+from fdcache.tasks import CpuEvent
 
 Choose = Callable[[CacheSwapMetadata], Sequence[int]]
 

@@ -68,8 +68,8 @@ class World:
         self.engine.drain()
         if self.service is not None:
             host = self.manager._host
-            assert host is not None
-            host.flush()
+            assert host is not None and host.service is not None
+            host.service.flush()
             until(lambda: self._heard >= self._told, "the service has heard of every copy")
             self._await_stock()
 
@@ -92,7 +92,7 @@ class World:
         if self.service is not None:
             host = self.manager._host
             assert host is not None
-            until(lambda: host.copy_room >= 8, "slots are granted")
+            until(lambda: host.index.room >= 8, "slots are granted")
 
     def execute(self) -> None:
         """The ranks do what they were sent; their reports are not delivered."""

@@ -11,7 +11,7 @@ import pytest
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import BlockCopy, DevicePlanes, HostArena
-from fdcache.devices.cpu import CpuDevice, CpuEvent
+from fdcache.devices.cpu import CpuDevice
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager import NO_BLOCK, LoadOutcome, OffloadManager, Request
@@ -25,6 +25,7 @@ from fdcache.settings.cache import (
     WritePolicy,
 )
 from fdcache.storage.slab import SlabStore
+from fdcache.tasks import CpuEvent
 from tests.faults import FailingLoadsDevice, _Paused
 from tests.storage_help import MIB
 from tests.swaps import PATIENCE, uniform_layout

@@ -199,7 +199,7 @@ def streams_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
             streams=True,
             prefetch=PrefetchPolicy.WAIT_COMPLETE,
         )
-        until(lambda: engine.manager._host.copy_room, "slots are granted")
+        until(lambda: engine.manager._host.index.room, "slots are granted")
         engine.stored("first", PROMPT, list(range(BLOCKS)))
         until(lambda: service.ask("storage")["blocks"] == BLOCKS, "they are in storage")
         engine.manager.forget(ids(*range(BLOCKS)))  # they are not copied to the host again

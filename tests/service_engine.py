@@ -77,7 +77,7 @@ class Engine:
         """Slots to copy into are granted in the background; a test that counts copies waits for them."""
         host = self.manager._host
         assert host is not None
-        until(lambda: host.copy_room, "slots are granted")
+        until(lambda: host.index.room, "slots are granted")
 
     def serve(
         self, tokens: list[int], tenant: str | None = None, adapter_id: str | None = None

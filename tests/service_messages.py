@@ -5,6 +5,7 @@ Fields, types and defaults are those of the msgspec types; bytes are those that 
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import re
 import sys
@@ -41,6 +42,7 @@ ANSWERS: dict[str, str] = {
     "prefetch": "done",
     "end_fetches": "done",
     "refill": "granted",
+    "describe": "done",
     "publish": "published",
     "missed": "done",
     "load_ended": "done",
@@ -71,6 +73,8 @@ ITEMS: dict[str, str] = {
     "sample": _UINT64,
     "runs": _INT64,
     "fetches": _INT64,
+    "tokens": _INT32,
+    "parent": "32 bytes, or none",
     "copied": _UINT8,
     "status": _UINT8,
     "states": _UINT8,
@@ -94,6 +98,7 @@ REQUESTS: list[protocol.Request] = [
     protocol.Prefetch(1, 0, _HASH),
     protocol.EndFetches([1]),
     protocol.Refill(64),
+    protocol.Describe(_HASH, _ONE32, tenant="acme"),
     protocol.Publish(_ONE32, bytes(32), _HASH, b"\1", _ONE64),
     protocol.Missed(1, _HASH, _ONE32, _HASH[:8], 2**64 - 1),
     protocol.LoadEnded(_ONE32, _HASH, b"\1"),
@@ -184,8 +189,11 @@ def _type_of(hint: Any, name: str) -> str:
             return " or ".join(arguments)
         case typing.Annotated:
             return arguments[0]
+        case builtins.tuple:
+            arguments = [", ".join(arguments)]
     of_type = {
         list: "array of {}",
+        tuple: "array of {}",
         dict: "map from {} to {}",
         int: "integer",
         float: "number",

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import Device
-from fdcache.devices.cpu import CpuDevice, CpuEvent
+from fdcache.devices.cpu import CpuDevice
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.cache import TransferSettings
+from fdcache.tasks import CpuEvent
 
 Pairs = Sequence[tuple[int, int]]
 

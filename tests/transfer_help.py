@@ -15,12 +15,12 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import Device
 from fdcache.errors import TransferNotFoundError
 from fdcache.manager import CacheManager, Request
-from fdcache.manager.handover import PeerTerms
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadOutcome
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.testing.transfer import transfer_layout
+from fdcache.transfer.handovers import Handovers, PeerTerms
 from fdcache.transfer.nixl_agent import find_nixl
 from fdcache.transfer.statistics import TransferStats
 from tests.service_help import until
@@ -76,8 +76,8 @@ class Instance:
             server=server,
             write_policy="write_through",
         )
-        terms = PeerTerms(self.settings, wait, keeps_asking)
-        self.manager = CacheManager(cache, layout, peers=terms, clock=clock)
+        self.manager = CacheManager(cache, layout, clock=clock)
+        self.handovers = Handovers(self.manager, PeerTerms(self.settings, wait, keeps_asking))
         self.ranks: list[CacheController] = []
         self.rank_planes: list[list[np.ndarray]] = []
         self.addresses: list[str] = []
@@ -159,7 +159,7 @@ class Instance:
     def fetch(self, request: Request, source: PeerSource) -> int:
         """Match a request and allocate it with a fetch; return the number of blocks to come."""
         self.manager.match_prefix([request])
-        count = self.manager.fetch([(request, source)])[0]
+        count = self.handovers.fetch([(request, source)])[0]
         assert self.manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
         self.step()
         return count

@@ -104,7 +104,7 @@ class Commands:
         request = self._requests[name] = Request(name, prompt_of(seed, blocks))
         self._instance.start(request)
         self._slots[name] = request.block_table[:blocks].tolist()
-        self._instance.manager.send([(request, name)])
+        self._instance.handovers.send([(request, name)])
         self._instance.step()
         self.compute(name, 0, blocks if computed is None else computed)
         if computed is None:
@@ -114,7 +114,7 @@ class Commands:
         requests = [Request(f"{index}", prompt_of(seed + index, blocks)) for index in range(count)]
         for request in requests:
             self._instance.start(request)
-            self._instance.manager.send([(request, request.request_id)])
+            self._instance.handovers.send([(request, request.request_id)])
         self._instance.manager.finish(requests)
 
     def compute_many(self, count: int) -> None:
@@ -130,7 +130,7 @@ class Commands:
         return self._instance.fetch(request, source)
 
     def give_up(self, name: str) -> None:
-        self._instance.manager.end_transfers([self._requests[name]])
+        self._instance.handovers.end_transfers([self._requests[name]])
         self._instance.manager.finish([self._requests[name]])
 
     def finish(self, name: str) -> None:

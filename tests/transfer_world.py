@@ -134,7 +134,7 @@ class World:
     def send(self, name: str, seed: int, computed: int = BLOCKS) -> Request:
         request = Request(name, prompt_of(seed, BLOCKS))
         self.mine.start(request)
-        self.mine.manager.send([(request, name)])
+        self.mine.handovers.send([(request, name)])
         self.mine.step()
         if computed:
             self.mine.compute(request, name, 0, computed)

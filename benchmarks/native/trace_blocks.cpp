@@ -21,8 +21,8 @@
 
 #include "hash/digest.hpp"
 #include "tier/outgoing.hpp"
-#include "tier/pinned_runs.hpp"
 #include "tier/session.hpp"
+#include "tier/shared_host.hpp"
 #include "tier/shared_runs.hpp"
 
 namespace {
@@ -93,9 +93,9 @@ class World {
         if (lower != Lower::kService) return;
         const PresenceTable table(shared_.data(), shared_.size() / 16 * 16 * sizeof(std::uint64_t));
         below_->mirror(table);
-        pins_.search(std::make_shared<SharedRuns>(table, RunRing(ring_.data(), sizeof ring_)),
-                     std::make_shared<OutgoingCopies>(table));
-        tier_.set_below(pins_, false);
+        host_.begin_session(std::make_shared<SharedRuns>(table, RunRing(ring_.data(), sizeof ring_)),
+                            std::make_shared<OutgoingCopies>(table));
+        tier_.set_below(host_, false);
     }
 
     Costs run(std::span<const Request> requests) {
@@ -169,8 +169,7 @@ class World {
     Tier tier_;
     LargeVector<std::uint64_t> shared_;
     alignas(16) std::array<std::uint64_t, 512> ring_{};
-    MissLog misses_;
-    PinnedRuns pins_{misses_};
+    SharedHost host_;
     std::vector<Digest> path_;
     std::vector<Slot> table_;
     BlockList evicted_;

@@ -51,7 +51,7 @@ BlockList select_if(BlockList &&blocks, Keep keep) {
     return chosen.size() == blocks.slots.size() ? std::move(blocks) : select(blocks, chosen);
 }
 
-BlockList absent(BlockList blocks, const BackupTarget &target) {
+BlockList absent(BlockList blocks, const HostIndex &target) {
     const std::vector<Presence> presence = target.contains(blocks.hashes);
     return select_if(std::move(blocks), [&](std::size_t i) { return presence[i] == Presence::kAbsent; });
 }
@@ -62,7 +62,7 @@ bool is_head(const BlockList &blocks, std::size_t i) {
 }
 
 // The heads whose parents the target lacks.
-std::vector<std::size_t> uncovered_heads(const BlockList &blocks, const BackupTarget &target) {
+std::vector<std::size_t> uncovered_heads(const BlockList &blocks, const HostIndex &target) {
     std::vector<std::size_t> heads;
     std::vector<Digest> parents;
     for (std::size_t i = 0; i < blocks.slots.size(); ++i) {
@@ -114,13 +114,13 @@ void CopyOut::clear() {
     awaited_.clear();
 }
 
-std::size_t CopyOut::queued(const BackupTarget &target) {
+std::size_t CopyOut::queued(const HostIndex &target) {
     take_offered(target);
     return queue_.size() + awaited_.size();
 }
 
 // Queues those of the blocks that came which the policy wants on the host now.
-void CopyOut::take_offered(const BackupTarget &target) {
+void CopyOut::take_offered(const HostIndex &target) {
     const std::vector<Slot> slots = device_.take_offered();
     if (slots.empty() || writes_back_) return;
     const BlockList blocks = absent(device_.entries_in(slots), target);
@@ -128,12 +128,12 @@ void CopyOut::take_offered(const BackupTarget &target) {
         if (blocks.hits[i] >= least_hits_) queue_.add({&blocks.slots[i], 1});
 }
 
-PlannedCopies CopyOut::give_away(std::span<const Slot> slots, BackupTarget target, BlockCopies &copies) {
+PlannedCopies CopyOut::give_away(std::span<const Slot> slots, HostIndex &target, BlockCopies &copies) {
     take_offered(target);
     return evict(device_.entries_in(slots), target, copies);
 }
 
-PlannedCopies CopyOut::evict(const BlockList &evicted, BackupTarget target, BlockCopies &copies) {
+PlannedCopies CopyOut::evict(const BlockList &evicted, HostIndex &target, BlockCopies &copies) {
     PlannedCopies out;
     evicted_ += evicted.slots.size();
     const std::vector<Presence> presence = target.contains(evicted.hashes);
@@ -146,11 +146,11 @@ PlannedCopies CopyOut::evict(const BlockList &evicted, BackupTarget target, Bloc
     return out;
 }
 
-PlannedCopies CopyOut::plan(BackupTarget target, std::size_t in_flight, bool is_patient, double now,
+PlannedCopies CopyOut::plan(HostIndex &target, std::size_t in_flight, bool is_patient, double now,
                             BlockCopies &copies) {
     PlannedCopies out;
     take_offered(target);
-    if (!target) return out;
+    if (!target.capacity()) return out;
     Call call{target, copies, out, now};
     const std::size_t most = less(std::min(kMostInFlight, device_.most_held()), in_flight);
     if (awaited_.size()) back_up(awaited_, 0, most, call);
@@ -218,7 +218,7 @@ BlockList CopyOut::copy_first(BlockList blocks, std::size_t most, Call &call) {
 
 // Adds the ancestors on the device that the host lacks. Path by path: if ancestors of several paths came
 // first, they could evict each other for ever in a small host.
-BlockList CopyOut::with_ancestors(BlockList blocks, const BackupTarget &target,
+BlockList CopyOut::with_ancestors(BlockList blocks, const HostIndex &target,
                                   std::uint32_t most_levels) const {
     std::vector<std::size_t> heads = uncovered_heads(blocks, target);
     if (heads.empty()) return blocks;
@@ -235,7 +235,7 @@ BlockList CopyOut::with_ancestors(BlockList blocks, const BackupTarget &target,
 // The walk up a path ends at the first block that the target has, so the cost grows with the blocks returned,
 // not with their depth.
 BlockList CopyOut::absent_above(const BlockList &blocks, std::span<const std::size_t> heads,
-                                const BackupTarget &target, std::uint32_t most_levels) const {
+                                const HostIndex &target, std::uint32_t most_levels) const {
     std::size_t listed = 0;
     for (std::uint32_t levels = 0;;) {
         BlockList above = device_.above(blocks, heads, levels);
@@ -296,7 +296,7 @@ void CopyOut::copy(const BlockList &blocks, Call &call) {
     std::size_t count = all;
     while (count) {
         const std::span parents(blocks.parents), hashes(blocks.hashes);
-        taken = call.target.reserve(parents.first(count), hashes.first(count));
+        taken = call.target.reserve(parents.first(count), hashes.first(count), true);
         const auto asked = std::ranges::count(taken.status, ReserveStatus::kReserved);
         call.out.asked = std::max(call.out.asked, static_cast<std::uint32_t>(asked));
         if (!taken.missing) break;
@@ -325,7 +325,7 @@ void CopyOut::copy(const BlockList &blocks, Call &call) {
 }
 
 bool CopyOut::may_wait_for_room(const Call &call) {
-    if (!call.now || !call.target.is_granted_slots()) return false;
+    if (!call.now || call.target.capacity() <= call.target.room()) return false;
     if (!starved_since_) starved_since_ = call.now;
     return *call.now - *starved_since_ < kPatience;
 }
@@ -339,7 +339,7 @@ void CopyOut::drop(const BlockList &blocks, std::size_t i, Call &call) {
 }
 
 std::vector<std::uint8_t> copies_that_may_end(std::span<const Digest> hashes, std::span<const Digest> parents,
-                                              const BackupTarget &target) {
+                                              const HostIndex &target) {
     std::vector<std::uint8_t> may_end(hashes.size(), 1);
     std::vector<Digest> above;
     for (std::size_t i = 0; i < hashes.size(); ++i)

@@ -17,10 +17,10 @@
 #include <vector>
 
 #include "hash/digest.hpp"
-#include "plan/backup_target.hpp"
 #include "plan/block_copies.hpp"
 #include "plan/slot_queue.hpp"
 #include "tier/device_index.hpp"
+#include "tier/host_index.hpp"
 
 namespace fdcache {
 
@@ -49,22 +49,24 @@ class CopyOut {
     // Forgets what is queued.
     void clear();
     bool has_queue() const { return queue_.size() || awaited_.size(); }
+    // True if the next plan may copy queued blocks: a service that is away has no capacity.
+    bool has_work(const HostIndex &target) { return queued(target) && target.capacity(); }
     // Number of slots that wait for a plan.
-    std::size_t queued(const BackupTarget &target);
+    std::size_t queued(const HostIndex &target);
 
     // Plans copies of wanted blocks whose slots are about to be overwritten.
-    PlannedCopies evict(const BlockList &evicted, BackupTarget target, BlockCopies &copies);
+    PlannedCopies evict(const BlockList &evicted, HostIndex &target, BlockCopies &copies);
     // The same, of blocks that are still on the device.
-    PlannedCopies give_away(std::span<const Slot> slots, BackupTarget target, BlockCopies &copies);
+    PlannedCopies give_away(std::span<const Slot> slots, HostIndex &target, BlockCopies &copies);
     // Plans copies of queued blocks, while `in_flight` blocks are being copied. `is_patient`: a few blocks
     // may wait for more, since each plan has a cost of its own.
-    PlannedCopies plan(BackupTarget target, std::size_t in_flight, bool is_patient, double now,
+    PlannedCopies plan(HostIndex &target, std::size_t in_flight, bool is_patient, double now,
                        BlockCopies &copies);
 
   private:
     // A call that plans copies.
     struct Call {
-        BackupTarget &target;
+        HostIndex &target;
         BlockCopies &copies;
         PlannedCopies &out;
         std::optional<double> now = {};  // blocks may wait for room; nothing: they are being overwritten
@@ -72,15 +74,15 @@ class CopyOut {
         BlockList late = {};  // blocks that wait for room
     };
 
-    void take_offered(const BackupTarget &target);
+    void take_offered(const HostIndex &target);
     bool waits_for_more(bool is_patient);
     void back_up(SlotQueue &queue, std::uint32_t least_hits, std::size_t most, Call &call);
     void clean(std::size_t in_flight, std::size_t most, Call &call);
     BlockList wanted_from(SlotQueue &queue, std::uint32_t least_hits, std::size_t most, Call &call);
     BlockList copy_first(BlockList blocks, std::size_t most, Call &call);
-    BlockList with_ancestors(BlockList blocks, const BackupTarget &target, std::uint32_t most_levels) const;
+    BlockList with_ancestors(BlockList blocks, const HostIndex &target, std::uint32_t most_levels) const;
     BlockList absent_above(const BlockList &blocks, std::span<const std::size_t> heads,
-                           const BackupTarget &target, std::uint32_t most_levels) const;
+                           const HostIndex &target, std::uint32_t most_levels) const;
     BlockList with_few_ancestors(const BlockList &evicted, Call &call);
     BlockList that_fit(BlockList blocks, Call &call);
     void copy(const BlockList &blocks, Call &call);
@@ -103,6 +105,6 @@ class CopyOut {
 // 1 for each block of a transfer to the host that is not below a copy in flight of another transfer. The
 // others end once those above them have: a tier takes a block below a parent that it has.
 std::vector<std::uint8_t> copies_that_may_end(std::span<const Digest> hashes, std::span<const Digest> parents,
-                                              const BackupTarget &target);
+                                              const HostIndex &target);
 
 }  // namespace fdcache

@@ -1,5 +1,4 @@
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -10,7 +9,6 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "plan/backup_target_argument.hpp"
 #include "plan/copy_out.hpp"
 #include "plan/device_contents.hpp"
 #include "plan/ledger.hpp"
@@ -127,15 +125,15 @@ void bind_contents(nb::module_ &module) {
             "ids"_a, "Set which device blocks are given away next, coldest first.")
         .def(
             "give_away",
-            [](DeviceContents &self, const Ids &ids, CopyOut &copies_out, const BackupTargetArgument &target,
+            [](DeviceContents &self, const Ids &ids, CopyOut &copies_out, HostIndex &target,
                BlockCopies &copies, const PlanTable &plans) {
                 const auto is_in_flight = [&plans](std::uint64_t plan) { return plans.find(nb::int_(plan)); };
-                PlannedCopies planned = copies_out.give_away(slots_of(ids), target_of(target), copies);
+                PlannedCopies planned = copies_out.give_away(slots_of(ids), target, copies);
                 planned.after = self.readers(slots_of(ids), is_in_flight);
                 self.forget(slots_of(ids));
                 return unless_empty(std::move(planned));
             },
-            "ids"_a, "copies_out"_a, "target"_a.none(), "copies"_a, "plans"_a,
+            "ids"_a, "copies_out"_a, "target"_a, "copies"_a, "plans"_a,
             "Plan copies of wanted blocks before these device blocks are overwritten, and forget them.")
         .def(
             "forget", [](DeviceContents &self, const Ids &ids) { self.forget(slots_of(ids)); }, "ids"_a,
@@ -153,8 +151,9 @@ void bind_planner(nb::module_ &module) {
         "Plans copies of the blocks of a device cache to a host tier, ancestors first.\n\n"
         "Blocks are wanted there as soon as they have ``least_hits``, or, with ``writes_back``, once they "
         "are\n"
-        "evicted or among the next ``clean_reserve`` to be. ``target``: the host tier, copies to that of a\n"
-        "service, or None without a service. Planned copies hold their slots on the host, and on a device of "
+        "evicted or among the next ``clean_reserve`` to be. ``target``: the host tier, of this process or of "
+        "a\n"
+        "service. Planned copies hold their slots on the host, and on a device of "
         "the\n"
         "scheduler's.")
         .def(nb::init<Tier &, bool, std::uint32_t, std::size_t>(), "device"_a, "writes_back"_a,
@@ -170,22 +169,25 @@ void bind_planner(nb::module_ &module) {
             "slots"_a, "Queue blocks ahead of all and whatever their hits.")
         .def("clear", &CopyOut::clear, "Forget what is queued.")
         .def(
-            "queued",
-            [](CopyOut &self, const BackupTargetArgument &target) { return self.queued(target_of(target)); },
-            "target"_a.none(), "Return the number of blocks that wait for a plan.")
+            "queued", [](CopyOut &self, HostIndex &target) { return self.queued(target); }, "target"_a,
+            "Return the number of blocks that wait for a plan.")
+        .def(
+            "has_work", [](CopyOut &self, HostIndex &target) { return self.has_work(target); }, "target"_a,
+            "Return True if the next plan may copy queued blocks.")
         .def(
             "evict",
-            [](CopyOut &self, const BlockList &evicted, const BackupTargetArgument &target,
-               BlockCopies &copies) { return unless_empty(self.evict(evicted, target_of(target), copies)); },
-            "evicted"_a, "target"_a.none(), "copies"_a,
+            [](CopyOut &self, const BlockList &evicted, HostIndex &target, BlockCopies &copies) {
+                return unless_empty(self.evict(evicted, target, copies));
+            },
+            "evicted"_a, "target"_a, "copies"_a,
             "Plan copies of evicted blocks that the host lacks, before their slots are overwritten.")
         .def(
             "plan",
-            [](CopyOut &self, const BackupTargetArgument &target, std::size_t in_flight, bool is_patient,
-               double now, BlockCopies &copies) {
-                return unless_empty(self.plan(target_of(target), in_flight, is_patient, now, copies));
+            [](CopyOut &self, HostIndex &target, std::size_t in_flight, bool is_patient, double now,
+               BlockCopies &copies) {
+                return unless_empty(self.plan(target, in_flight, is_patient, now, copies));
             },
-            "target"_a.none(), "in_flight"_a, "is_patient"_a, "now"_a, "copies"_a,
+            "target"_a, "in_flight"_a, "is_patient"_a, "now"_a, "copies"_a,
             "Plan backups of queued blocks, while ``in_flight`` blocks are being backed up. While "
             "``is_patient``, a few\n"
             "blocks wait for more.");
@@ -211,12 +213,12 @@ void bind_copy_out(nb::module_ &module) {
     bind_planner(module);
     module.def(
         "copies_that_may_end",
-        [](const HashesIn &hashes, const HashesIn &parents, const BackupTargetArgument &target) {
+        [](const HashesIn &hashes, const HashesIn &parents, HostIndex &target) {
             require_equal(hashes.shape(0), parents.shape(0));
             return to_numpy<std::uint8_t>(
-                copies_that_may_end(digests_of(hashes), digests_of(parents), target_of(target)));
+                copies_that_may_end(digests_of(hashes), digests_of(parents), target));
         },
-        "hashes"_a, "parents"_a, "target"_a.none(),
+        "hashes"_a, "parents"_a, "target"_a,
         "Return 1 for each block of a transfer to the host that is not below a copy in flight of another "
         "one.");
 }

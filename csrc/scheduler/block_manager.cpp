@@ -23,7 +23,7 @@ std::span<const Slot> slots_of(const AppendOnly<std::int32_t> &table, std::size_
 }  // namespace
 
 BlockManager::BlockManager(Tier &tier, const BlockKeys &keys, bool caches_prefixes, const Follow &follow,
-                           HostSource host)
+                           HostIndex *host)
     : tier_(tier),
       host_(host),
       id_(next_id()),

@@ -14,7 +14,6 @@
 
 #include "plan/block_copies.hpp"
 #include "plan/slot_queue.hpp"
-#include "scheduler/host_source.hpp"
 #include "scheduler/loads.hpp"
 #include "scheduler/request_state.hpp"
 #include "tier/session.hpp"
@@ -96,7 +95,7 @@ class BlockManager {
   public:
     // The tiers outlive the manager. `caches_prefixes`: false: nothing is found or published.
     BlockManager(Tier &tier, const BlockKeys &keys, bool caches_prefixes, const Follow &follow,
-                 HostSource host = {});
+                 HostIndex *host = nullptr);
 
     const BlockKeys &keys() const { return keys_; }
     std::size_t block_size() const { return block_size_; }
@@ -211,7 +210,7 @@ class BlockManager {
     void forget(RequestState &request);
 
     Tier &tier_;
-    HostSource host_;
+    HostIndex *host_;
     std::uint64_t id_;
     BlockKeys keys_;
     std::size_t block_size_;

@@ -294,12 +294,6 @@ void bind_forms(nb::module_ &module) {
 
 }  // namespace
 
-HostSource host_source(nb::handle given) {
-    const auto host = nb::cast<HostArgument>(given);
-    if (!host) return {};
-    return std::visit([](auto *each) { return HostSource(*each); }, *host);
-}
-
 void bind_block_manager(nb::module_ &module) {
     bind_forms(module);
     nb::class_<BlockManagerStats>(module, "BlockManagerStats", "Totals since the manager was made.")
@@ -321,12 +315,12 @@ void bind_block_manager(nb::module_ &module) {
             [](PythonBlockManager *self, nb::typed<nb::object, Tier> tier, std::int64_t block_size,
                const nb::bytes &fingerprint, std::int64_t lookahead, bool caches_prefixes, bool follow_stored,
                bool follow_evicted, bool follow_owners, std::uint32_t follow_hits,
-               const nb::typed<nb::object, HostArgument> &host) {
+               nb::typed<nb::object, HostIndex> host) {
                 const BlockKeys keys{block_size, digest_of<HashingError>("fingerprint", fingerprint),
                                      lookahead};
                 new (self) PythonBlockManager(nb::cast<Tier &>(tier), keys, caches_prefixes,
                                               {follow_stored, follow_evicted, follow_owners, follow_hits},
-                                              host_source(host));
+                                              nb::cast<HostIndex *>(host));
                 self->parts = {tier, host};
             },
             "tier"_a, "block_size"_a, "fingerprint"_a, "lookahead"_a = 0, "caches_prefixes"_a = true,

@@ -36,7 +36,7 @@ Matched BlockManager::match(RequestState &request, const MatchTerms &terms, Stor
     request.searched_from_ = static_cast<std::uint32_t>(on_device);
     if (!host_ || request.device_only || pending || on_device >= limit)
         return end_match(request, terms, on_device, {}, pending, false);
-    HostSource::Answer found = host_.find(path, on_device, storage);
+    HostIndex::Found found = host_->find_and_pin(path, on_device, storage);
     if (found.ask_for) return {MatchEnd::kUnanswered, on_device, 0, found.ask_for};
     const bool host_pending =
         found.pending && !(terms.is_reading && terms.is_reading(path[on_device + found.run.size()]));
@@ -108,7 +108,7 @@ bool BlockManager::shorten(RequestState &request, std::size_t limit) {
 
 void BlockManager::drop_host_run(RequestState &request) {
     if (!request.host_run_.lease) return;
-    host_.release(request.host_run_.lease);
+    host_->release(request.host_run_.lease);
     request.host_run_ = {};
 }
 
@@ -207,7 +207,7 @@ void BlockManager::plan_loads(Tier::Session &tier, RequestState &request, BlockC
     const std::span generations(taken_.generations);
     const LoadPointer load = loads_.begin(start, start + static_cast<std::uint32_t>(count), &request);
     if (on_host) {
-        host_.begin_load(run);
+        host_->begin_load(run.lease, run.slots);
         const auto offset = static_cast<std::uint32_t>(loads.size());
         loads.append({run.slots, run.generations, path.subspan(first, on_host), parents.first(on_host),
                       run.unverified},
@@ -221,7 +221,7 @@ void BlockManager::plan_loads(Tier::Session &tier, RequestState &request, BlockC
                                  {generations.begin() + at, generations.end()}});
     }
     request.load_ = load;
-    if (run.lease) host_.finish(run.lease);
+    if (run.lease) host_->release(run.lease);
     request.host_run_ = {};
     request.peer_blocks_ = 0;
 }

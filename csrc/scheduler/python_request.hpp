@@ -64,10 +64,6 @@ struct StepTokens {
 
 StepTokens step_tokens(nb::handle values);
 
-// The host tier as Python gives it: one of this process, that of a service, or None.
-using HostArgument = std::optional<std::variant<Tier *, PinnedRuns *>>;
-HostSource host_source(nb::handle host);
-
 // A native object that uses others, which have to outlive it. The garbage collector sees them, because they
 // may be part of a cycle.
 template <typename T>

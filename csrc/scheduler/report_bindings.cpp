@@ -26,7 +26,7 @@ struct CopiedBlocks {
 class WholeReports {
   public:
     // Without a device the device cache is the engine's.
-    WholeReports(PlanTable &plans, Loads &loads, Tier *device, HostSource host, CopyMeter &meter,
+    WholeReports(PlanTable &plans, Loads &loads, Tier *device, HostIndex &host, CopyMeter &meter,
                  bool tells_arrivals)
         : plans_(plans),
           loads_(loads),
@@ -35,8 +35,8 @@ class WholeReports {
           meter_(meter),
           tells_arrivals_(tells_arrivals) {}
 
-    // Counts the reports and returns the (transfer, flags, checksums) of blocks that came to the host.
-    // Returns nothing, and changes nothing, if Python has to count one of them.
+    // Counts the reports and returns, with `tells_arrivals`, the (transfer, flags) of blocks that came to the
+    // host. Returns nothing, and changes nothing, if Python has to count one of them.
     std::optional<nb::list> count(const nb::list &reports);
     const CopiedBlocks &copied() const { return copied_; }
 
@@ -60,7 +60,7 @@ class WholeReports {
     PlanTable &plans_;
     Loads &loads_;
     Tier *device_;
-    HostSource host_;
+    HostIndex &host_;
     CopyMeter &meter_;
     bool tells_arrivals_;
     CopiedBlocks copied_;
@@ -112,7 +112,6 @@ bool WholeReports::is_whole(const PlannedTransfer &transfer, nb::handle result) 
         !result.attr("error_message").is_none())
         return false;
     if (transfer.kind != kLoad && waits_for_copy_above(transfer)) return false;
-    if (transfer.kind == kLoad && !host_.tier() && !transfer.swap.attr("unverified").is_none()) return false;
     const std::size_t sums = nb::len(nb::object(result.attr("checksums")));
     return !sums || sums == transfer.size;
 }
@@ -124,7 +123,8 @@ bool WholeReports::waits_for_copy_above(const PlannedTransfer &transfer) const {
     std::vector<Digest> above;
     for (std::size_t i = 0; i < parents.span().size(); ++i)
         if (i == 0 || parents.span()[i] != hashes.span()[i - 1]) above.push_back(parents.span()[i]);
-    return host_.is_copying(above);
+    const std::vector<Presence> known = host_.contains(above);
+    return std::ranges::find(known, Presence::kPending) != known.end();
 }
 
 std::optional<nb::list> WholeReports::count(const nb::list &reports) {
@@ -176,28 +176,23 @@ void WholeReports::end_plan(PlanInFlight &flight, nb::list &arrived) {
 
 void WholeReports::end_loads(const PlanInFlight &flight, const PlannedTransfer &loads) {
     const Slots targets(loads, "dst_block_ids"), sources(loads, "src_block_ids");
+    const ArrayValues<Digest> hashes(loads.swap.attr("hash_values"));
     copied_.loaded += loads.size;
     const std::span all = std::span<const std::uint8_t>(ones_).first(loads.size);
     if (device_)
         loads_.end(flight.plan_id, device_->complete(targets.all(), all, checksums_of(loads)), {});
     else
         loads_.end(flight.plan_id, all, {});
-    host_.end_load(sources.all());
+    host_.end_load({sources.all(), hashes.span(), all});
 }
 
 void WholeReports::end_copies_to_host(const PlannedTransfer &copies, nb::list &arrived) {
     const Slots targets(copies, "dst_block_ids"), sources(copies, "src_block_ids");
     (copies.kind == kEvict ? copied_.evicted : copied_.backed_up) += copies.size;
-    nb::object flags = nb::none();
-    if (host_.tier()) {
-        auto ready =
-            host_.tier()->complete(targets.all(), std::span(ones_).first(copies.size), checksums_of(copies));
-        if (tells_arrivals_) flags = nb::cast(to_numpy<std::uint8_t>(std::move(ready)));
-    }
+    auto ready = host_.complete(targets.all(), std::span(ones_).first(copies.size), checksums_of(copies));
     if (device_) device_->unhold(sources.all());
-    if (!tells_arrivals_) return;
-    arrived.append(
-        nb::make_tuple(copies.swap, flags, copies.checksums.is_valid() ? copies.checksums : nb::none()));
+    if (tells_arrivals_)
+        arrived.append(nb::make_tuple(copies.swap, to_numpy<std::uint8_t>(std::move(ready))));
 }
 
 }  // namespace
@@ -215,20 +210,20 @@ void bind_whole_reports(nb::module_ &module) {
         .def(
             "__init__",
             [](Reports *self, nb::typed<nb::object, PlanTable> plans, nb::typed<nb::object, Loads> loads,
-               nb::typed<nb::object, Tier> device, const nb::typed<nb::object, HostArgument> &host,
+               nb::typed<nb::object, Tier> device, nb::typed<nb::object, HostIndex> host,
                nb::typed<nb::object, CopyMeter> meter, bool tells_arrivals) {
                 new (self)
                     Reports(nb::cast<PlanTable &>(plans), nb::cast<Loads &>(loads), nb::cast<Tier *>(device),
-                            host_source(host), nb::cast<CopyMeter &>(meter), tells_arrivals);
+                            nb::cast<HostIndex &>(host), nb::cast<CopyMeter &>(meter), tells_arrivals);
                 self->parts = {plans, loads, device, host, meter};
             },
-            "plans"_a, "loads"_a, "device"_a.none(), "host"_a.none(), "meter"_a, "tells_arrivals"_a)
+            "plans"_a, "loads"_a, "device"_a.none(), "host"_a, "meter"_a, "tells_arrivals"_a)
         .def(
             "count", [](Reports &self, const nb::list &reports) { return self.count(reports); }, "reports"_a,
             nb::sig("def count(self, reports: list[typing.Any]) -> list[typing.Any] | None"),
-            "Count reports. Return (transfer, 1 for each block that is in the tier or None for a service, "
-            "checksums or\n"
-            "None) of copies to the host. Return None, and change nothing, if one of the reports is "
+            "Count reports. Return, with ``tells_arrivals``, (transfer, 1 for each block that is in the "
+            "tier)\n"
+            "of copies to the host. Return None, and change nothing, if one of the reports is "
             "another:\n"
             "unexpected, refused, of a failure or a task, or of a copy below one in flight.")
         .def_prop_ro("copied", [](const Reports &self) -> const CopiedBlocks & { return self.copied(); });

@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "hash/block_hash.hpp"
-#include "scheduler/host_source.hpp"
 #include "scheduler/loads.hpp"
+#include "tier/host_index.hpp"
 #include "tier/tier.hpp"
 
 namespace fdcache {

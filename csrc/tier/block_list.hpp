@@ -1,4 +1,4 @@
-// Blocks in slots of a tier.
+// Lists of blocks, and what a tier answers about them.
 #pragma once
 
 #include <algorithm>
@@ -52,6 +52,30 @@ struct BlockList {
         hashes.clear();
         parents.clear();
         hits.clear();
+    }
+};
+
+struct Reservation {
+    std::vector<Slot> slots;
+    std::vector<std::uint32_t> generations;
+    BlockList evicted;          // evicted entries, perhaps ahead of need, children before parents
+    std::uint32_t missing = 0;  // slots that are not available; if not 0, none is reserved
+};
+
+enum class Presence : std::uint8_t { kAbsent, kReady, kPending };
+
+enum class ReserveStatus : std::uint8_t { kReserved, kReady, kPending, kNoParent };
+
+struct CopyReservation : Reservation {
+    std::vector<ReserveStatus> status;  // per hash; `slots` has the reserved ones, in order
+
+    // Keeps the memory.
+    void clear() {
+        slots.clear();
+        generations.clear();
+        evicted.clear();
+        missing = 0;
+        status.clear();
     }
 };
 

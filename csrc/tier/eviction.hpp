@@ -26,23 +26,11 @@ struct RequestEnd {
 class ReuseTables;
 struct Hint;
 
-// The tier below, from which a block that it holds is loaded instead of computed again.
-class LowerTier {
-  public:
-    static constexpr std::size_t kMostAsked = 64;
-
-    virtual ~LowerTier() = default;
-    // A bit for each of up to `kMostAsked` blocks that is there or on its way. With a block all those above
-    // it are there, but for the time in which a copy fails or a path is removed.
-    virtual std::uint64_t holds(std::span<const Digest *const> digests) const = 0;
-    // About how many blocks are there.
-    virtual std::size_t blocks() const = 0;
-};
-
-// What becomes of an entry that is evicted.
+// What becomes of an entry that is evicted: the tier below loads a block that it holds, instead of computing
+// it again. With a block it has all those above, but for the time in which a copy fails or a path is removed.
 struct Demotion {
-    std::function<std::uint64_t(std::span<const Slot>)> below;  // `LowerTier::holds` of entries
-    std::function<std::size_t()> blocks;                        // `LowerTier::blocks`
+    std::function<std::uint64_t(std::span<const Slot>)> below;  // `HostIndex::holds` of entries
+    std::function<std::size_t()> blocks;                        // `HostIndex::blocks`
     bool is_always_copied = false;  // every evicted entry is copied there, as far as it has room
 };
 

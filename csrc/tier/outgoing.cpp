@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace fdcache {
 
@@ -24,6 +25,11 @@ std::vector<Slot> OutgoingCopies::give_up_stock(Slot first) {
 std::size_t OutgoingCopies::stock() const {
     std::lock_guard lock(mutex_);
     return stock_.size();
+}
+
+std::size_t OutgoingCopies::take_asked() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(asked_, 0);
 }
 
 Presence OutgoingCopies::presence(const Digest &hash) const {
@@ -71,6 +77,7 @@ CopyReservation OutgoingCopies::reserve(std::span<const Digest> parents, std::sp
             out.status.push_back(ReserveStatus::kNoParent);
         }
     }
+    asked_ = std::max(asked_, chosen.size());
     if (chosen.size() > stock_.size()) {
         out.missing = static_cast<std::uint32_t>(chosen.size() - stock_.size());
         return out;

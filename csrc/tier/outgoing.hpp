@@ -2,6 +2,7 @@
 // presence table does not show yet.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <mutex>
@@ -10,8 +11,8 @@
 #include <vector>
 
 #include "hash/digest.hpp"
+#include "tier/block_list.hpp"
 #include "tier/presence.hpp"
-#include "tier/tier.hpp"
 
 namespace fdcache {
 
@@ -26,13 +27,17 @@ class OutgoingCopies {
     // Removes and returns the slots of the stock from `first` on.
     std::vector<Slot> give_up_stock(Slot first);
     std::size_t stock() const;
+    // Slots of the whole tier, as the service has told last.
+    std::atomic<std::size_t> tier_slots = 0;
+    // The most slots that one reservation since the last call has asked for.
+    std::size_t take_asked();
 
     std::vector<Presence> contains(std::span<const Digest> hashes) const;
     // A bit for each of up to 64 blocks that is not absent.
     std::uint64_t holds(std::span<const Digest *const> hashes) const;
     // About how many blocks the tier's table shows.
     std::size_t blocks() const { return table_.estimated_size(); }
-    // Like Tier::reserve_copies, but takes slots from the stock. Takes none if `missing` is not 0.
+    // As HostIndex::reserve: takes slots from the stock.
     CopyReservation reserve(std::span<const Digest> parents, std::span<const Digest> hashes,
                             bool below_pending = false);
 
@@ -61,6 +66,7 @@ class OutgoingCopies {
     mutable std::mutex mutex_;
     PresenceTable table_;
     std::deque<Granted> stock_;
+    std::size_t asked_ = 0;
     std::unordered_map<Slot, Target> targets_;
     std::unordered_map<Digest, Presence, DigestHash> state_;
 };

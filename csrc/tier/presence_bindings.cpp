@@ -42,6 +42,12 @@ void bind_outgoing(nb::module_ &module) {
             },
             "first"_a, "Remove and return the slots of the stock from ``first`` on.")
         .def_prop_ro("stock", &OutgoingCopies::stock, "Number of granted slots that no copy uses yet.")
+        .def("take_asked", &OutgoingCopies::take_asked,
+             "Return the most slots that one reservation since the last call has asked for.")
+        .def_prop_rw(
+            "tier_slots", [](const OutgoingCopies &self) { return self.tier_slots.load(); },
+            [](OutgoingCopies &self, std::size_t slots) { self.tier_slots = slots; },
+            "Slots of the whole tier, as the service has told last.")
         .def(
             "contains",
             [](const OutgoingCopies &self, const HashesIn &hashes) {

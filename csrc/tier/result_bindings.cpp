@@ -112,8 +112,80 @@ bool equal(const BlockList &left, const BlockList &right) {
            left.hashes == right.hashes && left.parents == right.parents && left.hits == right.hits;
 }
 
+void bind_host_index(nb::module_ &module) {
+    nb::class_<HostRun>(module, "HostRun", "Blocks of a path on the host, in path order.")
+        .def("__len__", &HostRun::size)
+        .def_ro("lease", &HostRun::lease, "Pins the blocks until it is released; 0 if there are none.")
+        .def_prop_ro("slots", column<std::int32_t>(&HostRun::slots), kOwned)
+        .def_prop_ro("generations", column<std::uint32_t>(&HostRun::generations), kOwned)
+        .def_prop_ro(
+            "unverified",
+            [](HostRun &self) -> std::optional<VectorOut<std::uint8_t>> {
+                if (self.unverified.empty()) return std::nullopt;
+                return to_numpy<std::uint8_t>(std::vector(self.unverified));
+            },
+            "1 for records whose bytes nothing has verified; None if there are none.");
+    nb::class_<HostIndex>(module, "HostIndex",
+                          "The host tier as planners see it: of this process, or of a service.")
+        .def(
+            "find_and_pin",
+            [](HostIndex &self, const HashesIn &path, std::size_t start, int storage_use) {
+                auto found = self.find_and_pin(digests_of(path), start, static_cast<StorageUse>(storage_use));
+                return std::tuple(std::move(found.run), found.pending, found.ask_for);
+            },
+            "path"_a, "start"_a = 0, "storage_use"_a = 0,
+            "Pin the leading run of a path from ``start`` on. Return the run, True if the block after it is\n"
+            "being copied to the tier, and for how many leading blocks of the path the service has to be\n"
+            "asked, 0 if it need not.")
+        .def("release", &HostIndex::release, "lease"_a,
+             "Release what a lease owns, or a run after the loads that read it. Return False if that was\n"
+             "done before.")
+        .def(
+            "begin_load",
+            [](HostIndex &self, LeaseId lease, const VectorIn<std::int32_t> &slots) {
+                self.begin_load(lease, slots_of(slots));
+            },
+            "lease"_a, "slots"_a,
+            "Keep slots of a run until the load of them ends, whatever becomes of its lease.")
+        .def(
+            "end_load",
+            [](HostIndex &self, const VectorIn<std::int32_t> &slots, const HashesIn &hashes,
+               const VectorIn<std::uint8_t> &copied, const std::optional<VectorIn<std::uint8_t>> &bad) {
+                require_equal(slots.shape(0), hashes.shape(0));
+                require_equal(slots.shape(0), copied.shape(0));
+                if (bad) require_equal(slots.shape(0), bad->shape(0));
+                self.end_load({slots_of(slots), digests_of(hashes), span_of(copied),
+                               bad ? span_of(*bad) : std::span<const std::uint8_t>{}});
+            },
+            "slots"_a, "hashes"_a, "copied"_a, "bad"_a = nb::none(),
+            "End a load. ``copied`` is 1 for blocks that every rank has, ``bad`` for records to forget.")
+        .def(
+            "contains",
+            [](const HostIndex &self, const HashesIn &hashes) {
+                return to_numpy<std::uint8_t>(self.contains(digests_of(hashes)));
+            },
+            "hashes"_a,
+            "Per hash: 0 absent, 1 ready, 2 pending; of a service's tier as far as this process knows.")
+        .def_prop_ro("room", &HostIndex::room, "The most blocks that may be copied now.")
+        .def_prop_ro("capacity", &HostIndex::capacity,
+                     "The blocks of the tier. A service grants room in the background, up to as many.")
+        .def(
+            "complete",
+            [](HostIndex &self, const VectorIn<std::int32_t> &slots, const VectorIn<std::uint8_t> &copied,
+               const VectorIn<std::uint64_t> &checksums) {
+                require_equal(slots.shape(0), copied.shape(0));
+                if (checksums.shape(0)) require_equal(slots.shape(0), checksums.shape(0));
+                return to_numpy<std::uint8_t>(
+                    self.complete(slots_of(slots), span_of(copied), span_of(checksums)));
+            },
+            "slots"_a, "copied"_a, "checksums"_a,
+            "End copies into the tier, parents first. 1 for each block that is there, or will be.\n\n"
+            "A block that was not copied, or whose parent is not ready, is removed. ``checksums`` may\n"
+            "be empty.");
+}
+
 void bind_lists(nb::module_ &module) {
-    nb::class_<LowerTier>(module, "LowerTier", "A tier that blocks of another one are copied to.");
+    bind_host_index(module);
     nb::class_<BlockList> list(module, "BlockList",
                                "Parallel arrays that describe blocks; the arrays are read-only views.");
     list.def("__len__", [](const BlockList &self) { return self.slots.size(); })

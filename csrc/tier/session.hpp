@@ -22,7 +22,9 @@ class Tier::Session {
 
     LeaseId open_lease() { return tier_.add_lease(); }
     bool release(LeaseId lease) {
-        if (tier_.learns_) tier_.order_->set_time(tier_.now_ms());
+        if (!tier_.learns_) return tier_.end_lease(lease);
+        if (tier_.is_loaded(lease)) return tier_.end_use(lease, nullptr);
+        tier_.order_->set_time(tier_.now_ms());
         return tier_.end_lease(lease);
     }
     bool finish(LeaseId lease, const RequestEnd *end) { return tier_.end_use(lease, end); }
@@ -56,7 +58,7 @@ class Tier::Session {
     }
 
     Presence presence(const Digest &hash) const { return tier_.presence_of(hash); }
-    std::uint32_t available() const { return tier_.room(); }
+    std::uint32_t available() const { return tier_.free_or_evictable(); }
     // Of a slot that is in use.
     std::uint32_t generation(Slot slot) const { return tier_.entries_[slot].generation; }
     std::uint32_t hits(Slot slot) const { return tier_.entries_[slot].hits; }

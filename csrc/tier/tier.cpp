@@ -28,6 +28,7 @@ LeaseId Tier::add_lease() {
     } else {
         spare_leases_.back().key() = next_lease_;
         spare_leases_.back().mapped().epoch = epoch_;
+        spare_leases_.back().mapped().is_loaded = false;
         leases_.insert(std::move(spare_leases_.back()));
         spare_leases_.pop_back();
     }
@@ -36,6 +37,11 @@ LeaseId Tier::add_lease() {
 
 bool Tier::release(LeaseId lease) {
     return Session(*this).release(lease);
+}
+
+bool Tier::is_loaded(LeaseId lease) const {
+    const auto found = leases_.find(lease);
+    return found != leases_.end() && found->second.is_loaded;
 }
 
 bool Tier::finish(LeaseId lease, const RequestEnd *end) {
@@ -124,12 +130,12 @@ std::uint64_t Tier::now_ms() const {
     return now_ms_ = std::max(now_ms_, now);
 }
 
-void Tier::set_below(const LowerTier &below, bool is_always_copied) {
+void Tier::set_below(const HostIndex &below, bool is_always_copied) {
     std::lock_guard lock(mutex_);
     Demotion demotion{.is_always_copied = is_always_copied};
     demotion.blocks = [&below] { return below.blocks(); };
     demotion.below = [this, &below](std::span<const Slot> slots) {
-        std::array<const Digest *, LowerTier::kMostAsked> digests;
+        std::array<const Digest *, kMostAsked> digests;
         for (std::size_t i = 0; i < slots.size(); ++i) {
             digests[i] = &digests_[slots[i]];
             __builtin_prefetch(digests[i]);
@@ -416,7 +422,7 @@ bool Tier::evict_copied(std::uint32_t count, BlockList *evicted) {
 bool Tier::make_way(std::uint32_t count, BlockList *evicted) {
     if (count > above_copies_) return false;
     if (learns_) order_->set_time(now_ms());
-    const std::uint32_t enough = room() + count, most = order_->size() + above_copies_;
+    const std::uint32_t enough = free_or_evictable() + count, most = order_->size() + above_copies_;
     victims_.reserve(most);
     vacated_.reserve(most);
     if (evicted) evicted->make_room(ready_);
@@ -425,7 +431,7 @@ bool Tier::make_way(std::uint32_t count, BlockList *evicted) {
         evict_coldest(order_->size(), evicted);
         for (const FreeRuns::Run &run : vacated_) free_.add(run.first, run.count);
         evict_held_leaves(enough, evicted);
-    } while (room() < enough);
+    } while (free_or_evictable() < enough);
     return true;
 }
 
@@ -435,8 +441,8 @@ void Tier::evict_held_leaves(std::uint32_t enough, BlockList *evicted) {
         const Entry &entry = entries_[slot];
         return entry.findable && !entry.used && entry.holds && !entry.children;
     };
-    for (Slot slot = 0; slot < entries_.size() && room() < enough; ++slot) {
-        for (Slot leaf = slot; room() < enough && leaf != kRoot && is_held_leaf(leaf);) {
+    for (Slot slot = 0; slot < entries_.size() && free_or_evictable() < enough; ++slot) {
+        for (Slot leaf = slot; free_or_evictable() < enough && leaf != kRoot && is_held_leaf(leaf);) {
             const Slot parent = entries_[leaf].parent;
             if (evicted) append(*evicted, leaf);
             evict_held(leaf);
@@ -446,7 +452,7 @@ void Tier::evict_held_leaves(std::uint32_t enough, BlockList *evicted) {
 }
 
 std::uint32_t Tier::missing(std::size_t count) const {
-    return static_cast<std::uint32_t>(count > room() ? count - room() : 0);
+    return static_cast<std::uint32_t>(count > free_or_evictable() ? count - free_or_evictable() : 0);
 }
 
 // Evicts up to `count` of the coldest entries. Leaves their slots in `vacated_`, as runs.

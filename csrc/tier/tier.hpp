@@ -35,6 +35,7 @@
 #include "tier/free_runs.hpp"
 #include "tier/hash_index.hpp"
 #include "tier/hints.hpp"
+#include "tier/host_index.hpp"
 #include "tier/large_vector.hpp"
 #include "tier/orphans.hpp"
 #include "tier/presence.hpp"
@@ -42,8 +43,6 @@
 #include "tier/tenants.hpp"
 
 namespace fdcache {
-
-using LeaseId = std::uint64_t;
 
 enum class SlotState : std::uint8_t { kFree, kWriting, kReady };
 
@@ -75,30 +74,6 @@ struct MatchRun {
     std::vector<std::uint32_t> generations;
     std::vector<std::uint32_t> hits;
     bool pending = false;  // the block after the run is being copied into this tier
-};
-
-struct Reservation {
-    std::vector<Slot> slots;
-    std::vector<std::uint32_t> generations;
-    BlockList evicted;          // evicted entries, perhaps ahead of need, children before parents
-    std::uint32_t missing = 0;  // slots that are not available; if not 0, none is reserved
-};
-
-enum class Presence : std::uint8_t { kAbsent, kReady, kPending };
-
-enum class ReserveStatus : std::uint8_t { kReserved, kReady, kPending, kNoParent };
-
-struct CopyReservation : Reservation {
-    std::vector<ReserveStatus> status;  // per hash; `slots` has the reserved ones, in order
-
-    // Keeps the memory.
-    void clear() {
-        slots.clear();
-        generations.clear();
-        evicted.clear();
-        missing = 0;
-        status.clear();
-    }
 };
 
 enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
@@ -142,7 +117,7 @@ struct NodeView {
     double ready_seconds;  // since it was stored
 };
 
-class Tier : public LowerTier, public DeviceIndex {
+class Tier : public HostIndex, public DeviceIndex {
   public:
     // Several operations under one lock: tier/session.hpp.
     class Session;
@@ -154,19 +129,32 @@ class Tier : public LowerTier, public DeviceIndex {
 
     // Tells the eviction order of the tier below, which must outlive this one. `is_always_copied`: every
     // evicted entry is copied there.
-    void set_below(const LowerTier &below, bool is_always_copied);
+    void set_below(const HostIndex &below, bool is_always_copied);
     // Tells it that there is a tier above.
     void set_above();
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
     std::size_t blocks() const override;
+
+    // The rest of a host tier, of which `reserve` is `reserve_copies` without a lease.
+    Found find_and_pin(std::span<const Digest> path, std::size_t start, StorageUse storage) override;
+    void begin_load(LeaseId lease, std::span<const Slot> slots) override;
+    void end_load(const EndedLoad &ended) override;
+    std::size_t room() const override { return stats().slots; }
+    std::size_t capacity() const override { return stats().slots; }
+    std::size_t longest_path() const override { return stats().slots; }
+    CopyReservation reserve(std::span<const Digest> parents, std::span<const Digest> hashes,
+                            bool below_pending) override {
+        return reserve_copies(0, parents, hashes, below_pending);
+    }
 
     // From now on the time is what the caller says last, in milliseconds. Time does not go back: it stands
     // still until the caller's has come as far again.
     void set_clock(std::uint64_t milliseconds);
 
     LeaseId open_lease();
-    // Releases everything the lease owns. Returns false if it is unknown or was released before.
-    bool release(LeaseId lease);
+    // Releases everything the lease owns. Returns false if it is unknown or was released before. The eviction
+    // order learns that the entries of a run were used if some were loaded.
+    bool release(LeaseId lease) override;
     // As `release`, and the eviction order learns that the lease's entries were used. `end`: null if no more
     // is known of the request.
     bool finish(LeaseId lease, const RequestEnd *end = nullptr);
@@ -180,7 +168,7 @@ class Tier : public LowerTier, public DeviceIndex {
     // Pins, for `lease`, the leading run of READY blocks from index `start` on. Adds a hit to each block
     // except the first `known`, which the same request has matched before.
     MatchRun match(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known = 0);
-    std::vector<Presence> contains(std::span<const Digest> hashes) const;
+    std::vector<Presence> contains(std::span<const Digest> hashes) const override;
 
     // Reserves `count` anonymous slots to compute into.
     Reservation reserve(LeaseId lease, std::uint32_t count);
@@ -222,7 +210,7 @@ class Tier : public LowerTier, public DeviceIndex {
 
     // Reports copies into pending slots, parents first. Returns 1 for each that became READY.
     std::vector<std::uint8_t> complete(std::span<const Slot> slots, std::span<const std::uint8_t> copied,
-                                       std::span<const std::uint64_t> checksums);
+                                       std::span<const std::uint64_t> checksums) override;
     // Starts and ends a copy out of these slots. The copy into a pending slot ends with `complete` only.
     void hold(std::span<const Slot> slots) override;
     void unhold(std::span<const Slot> slots) override;
@@ -333,6 +321,7 @@ class Tier : public LowerTier, public DeviceIndex {
     struct Lease {
         std::uint64_t epoch;
         std::vector<Slot> slots;  // one pin each, in the order taken
+        bool is_loaded = false;   // blocks of it were loaded
     };
     // Holds entries for a scope, so that making room does not evict them.
     class ScopedHolds {
@@ -356,6 +345,7 @@ class Tier : public LowerTier, public DeviceIndex {
 
     LeaseId add_lease();
     bool end_lease(LeaseId lease);
+    bool is_loaded(LeaseId lease) const;
     bool end_use(LeaseId lease, const RequestEnd *end);
     void path_of(const Lease &lease);
     bool pin_run(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known,
@@ -373,7 +363,7 @@ class Tier : public LowerTier, public DeviceIndex {
     std::size_t make_entries(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                              std::span<const Slot> slots, std::vector<CommitStatus> *status);
     Presence presence_of(const Digest &hash) const;
-    std::uint32_t room() const { return free_.size() + orphans_.idle() + order_->size(); }
+    std::uint32_t free_or_evictable() const { return free_.size() + orphans_.idle() + order_->size(); }
 
     Lease &lease_of(LeaseId lease);
     Lease &current_lease(LeaseId lease);

@@ -135,7 +135,7 @@ void bind_tier(nb::module_ &module) {
         .def_ro_static("NEWS", &ReuseTables::kNews)
         .def_ro_static("AGES", &ReuseTables::kAges)
         .def_ro_static("HINTS", &ReuseTables::kHints);
-    nb::class_<Tier, LowerTier>(
+    nb::class_<Tier, HostIndex>(
         module, "Tier",
         "Slots, the entries in them and their users; any thread may call.\n\n"
         "Hash arrays have shape (n, 32); a parent of 32 zero bytes stands for the root. Every\n"
@@ -159,8 +159,6 @@ void bind_tier(nb::module_ &module) {
              "Take the time from the caller from now on: it is what the last call said, but never goes back.")
         .def("open_lease", &Tier::open_lease,
              "Open a lease, which owns pins and reserved slots until ``release``.")
-        .def("release", &Tier::release, "lease"_a,
-             "Release everything the lease owns. Return False if that was done before.")
         .def(
             "finish",
             [](Tier &tier, LeaseId lease, std::optional<std::uint64_t> prompt_tokens,
@@ -181,13 +179,8 @@ void bind_tier(nb::module_ &module) {
             "Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the\n"
             "root, or the end of one.\n\n"
             "Adds a hit to each block except the first ``known``.")
-        .def(
-            "contains",
-            [](const Tier &tier, const HashesIn &hashes) {
-                return to_numpy<std::uint8_t>(tier.contains(digests_of(hashes)));
-            },
-            "hashes"_a, "Per hash: 0 absent, 1 ready, 2 pending.")
-        .def("reserve", &Tier::reserve, "lease"_a, "count"_a, "Reserve anonymous slots to compute into.")
+        .def("reserve", nb::overload_cast<LeaseId, std::uint32_t>(&Tier::reserve), "lease"_a, "count"_a,
+             "Reserve anonymous slots to compute into.")
         .def(
             "evict_copied",
             [](Tier &tier, std::uint32_t count) -> std::optional<BlockList> {
@@ -264,19 +257,6 @@ void bind_tier(nb::module_ &module) {
             "hashes"_a,
             "Remove entries and everything below them; return how many. Slots in use stay until they\n"
             "are not.")
-        .def(
-            "complete",
-            [](Tier &tier, const VectorIn<std::int32_t> &slots, const VectorIn<std::uint8_t> &copied,
-               const VectorIn<std::uint64_t> &checksums) {
-                require_equal(slots.shape(0), copied.shape(0));
-                if (checksums.shape(0)) require_equal(slots.shape(0), checksums.shape(0));
-                return to_numpy<std::uint8_t>(
-                    tier.complete(slots_of(slots), span_of(copied), span_of(checksums)));
-            },
-            "slots"_a, "copied"_a, "checksums"_a,
-            "Report copies into this tier, parents first. 1 for each block that became ready.\n\n"
-            "A block that was not copied, or whose parent is not ready, is removed. ``checksums`` may\n"
-            "be empty.")
         .def(
             "hold", [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.hold(slots_of(slots)); },
             "slots"_a, "Keep slots while a copy reads them, without a change to the eviction order.")

@@ -151,6 +151,22 @@ void Tier::drop_pending(Slot slot) {
     free_if_unused(slot);
 }
 
+void Tier::begin_load(LeaseId lease, std::span<const Slot> slots) {
+    std::lock_guard lock(mutex_);
+    Lease &run = lease_of(lease);
+    for (const Slot slot : slots) check_slot(slot);
+    for (const Slot slot : slots) begin_hold(slot);
+    run.is_loaded = true;
+}
+
+void Tier::end_load(const EndedLoad &ended) {
+    std::vector<Slot> bad;
+    for (std::size_t i = 0; i < ended.bad.size(); ++i)
+        if (ended.bad[i]) bad.push_back(ended.slots[i]);
+    if (!bad.empty()) discard(bad, false);
+    unhold(ended.slots);
+}
+
 void Tier::hold(std::span<const Slot> slots) {
     std::lock_guard lock(mutex_);
     for (const Slot slot : slots) check_slot(slot);

@@ -1,4 +1,6 @@
 // Look-ups in a tier: matches, listings, statistics.
+#include <utility>
+
 #include "tier/positions.hpp"
 #include "tier/session.hpp"
 #include "tier/tier.hpp"
@@ -84,6 +86,26 @@ Presence Tier::presence_of(const Digest &hash) const {
     return entries_[slot].state == SlotState::kReady ? Presence::kReady : Presence::kPending;
 }
 
+HostIndex::Found Tier::find_and_pin(std::span<const Digest> path, std::size_t start, StorageUse) {
+    Found found;
+    HostRun &run = found.run;
+    Session session(*this);
+    run.lease = session.open_lease();
+    try {
+        found.pending = session.match(run.lease, path, start, 0, run.slots);
+    } catch (...) {
+        session.release(run.lease);
+        throw;
+    }
+    if (run.slots.empty()) {
+        session.release(std::exchange(run.lease, 0));
+        return found;
+    }
+    run.generations.reserve(run.slots.size());
+    for (const Slot slot : run.slots) run.generations.push_back(session.generation(slot));
+    return found;
+}
+
 std::vector<Presence> Tier::contains(std::span<const Digest> hashes) const {
     std::lock_guard lock(mutex_);
     std::vector<Presence> presence;
@@ -136,7 +158,7 @@ BlockList Tier::ancestry(std::span<const Slot> slots, std::uint32_t levels) cons
 
 std::uint32_t Tier::available() const {
     std::lock_guard lock(mutex_);
-    return room();
+    return free_or_evictable();
 }
 
 std::uint32_t Tier::above_copies() const {

@@ -20,9 +20,11 @@ from fdcache import (
     TransferPlan,
     TransferReport,
 )
+from fdcache.errors import TransferError
 from fdcache.manager.requests import PeerSource
 from fdcache.metadata import StorageScan
 from fdcache.tiers.host import HostCache
+from fdcache.transfer.handovers import Handovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class FdcacheBlocks:
     def __init__(self, engine: EngineConfig) -> None:
         layout, settings = engine.layout, engine.settings
         self.manager = CacheManager.from_settings(layout, settings, device_bytes=engine.device_bytes)
+        self._peers = Handovers.from_settings(self.manager, settings)
         self._requests: dict[str, Request] = {}
         self._handed_over: set[str] = set()  # sequences whose hand-over has begun; there is one for each
         self._sent: dict[str, Request] = {}  # those that were sent, live as long as their blocks are held
@@ -71,7 +74,7 @@ class FdcacheBlocks:
             request = Request(prompt.name, list(prompt.tokens), multimodal=prompt.images)
             self._requests[prompt.name] = request
             self.manager.begin([request])
-        if self._fetches(prompt) and not self.manager.fetch_room:
+        if self._fetches(prompt) and self._peers is not None and not self._peers.fetch_room:
             return None
         match = self.manager.match_prefix([request])[0]
         return match.num_cached_tokens if match.status is MatchStatus.MATCHED else None
@@ -83,20 +86,25 @@ class FdcacheBlocks:
         """
         request, fetched = self._requests[prompt.name], 0
         if source := self._fetches(prompt):
-            fetched = self.manager.fetch([(request, source)])[0]
+            fetched = self._on_peers().fetch([(request, source)])[0]
         if (source or self._sends(prompt)) and num_tokens < request.num_tokens:
             num_tokens = request.num_tokens
         if not self.grow(prompt.name, num_tokens):
             self.manager.unmatch([request])
             return None
         if self._sends(prompt):
-            self.manager.send([(request, prompt.name)])
+            self._on_peers().send([(request, prompt.name)])
             self._sent[prompt.name] = request
         self._handed_over.add(prompt.name)
         return fetched > 0
 
     def _fetches(self, prompt: Prompt) -> PeerSource | None:
         return None if prompt.name in self._handed_over else prompt.source
+
+    def _on_peers(self) -> Handovers:
+        if self._peers is None:
+            raise TransferError("hand-overs are off: set FDCACHE_TRANSFER, for instance to ipc")
+        return self._peers
 
     def _sends(self, prompt: Prompt) -> bool:
         return prompt.hands_over and prompt.name not in self._handed_over
@@ -141,8 +149,8 @@ class FdcacheBlocks:
 
     def release(self, name: str, *, resumes: bool) -> None:
         """Release the blocks, at the end or, if the sequence ``resumes``, until it is admitted again."""
-        if resumes:
-            self.manager.end_transfers([self._requests[name]])
+        if resumes and self._peers is not None:
+            self._peers.end_transfers([self._requests[name]])
         self.manager.finish([self._requests[name]])
         if not resumes:
             del self._requests[name]

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from fdcache import _core
 from fdcache.devices.base import Device, Event, PendingCopy, Stream
-from fdcache.devices.cpu import CpuEvent, wait_any_cpu_event
+from fdcache.devices.cpu import wait_any_cpu_event
 from fdcache.errors import FdcacheError, PlanError
 from fdcache.metadata import PeerTask, StorageTask, TransferPlan, TransferReport, TransferResult
-from fdcache.tasks import AsyncTask, AsyncTaskHandler, TransferStatus
+from fdcache.tasks import AsyncTask, AsyncTaskHandler, CpuEvent, TransferStatus
 
 logger = logging.getLogger(__name__)
 

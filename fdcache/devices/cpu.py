@@ -30,6 +30,7 @@ from fdcache.layout_planes import Plane
 from fdcache.machine.memory import memory_limits
 from fdcache.metadata import CacheSwapMetadata, TransferResult
 from fdcache.settings.cache import TransferSettings, Verify
+from fdcache.tasks import CpuEvent
 
 _DLPACK_CPU = 1
 _HUGE_PAGE = 2 << 20
@@ -39,31 +40,6 @@ def memory_bytes(ranks: int = 1) -> int:
     """Return the memory of each of ``ranks`` ranks that share this machine, or its control group."""
     found = memory_limits()
     return min(size for size in (found.machine, found.cgroup) if size is not None) // ranks
-
-
-class CpuEvent:
-    """One-shot event; ``set`` reaches it from the host."""
-
-    __slots__ = ("core",)
-
-    def __init__(self, core: _core.Event | None = None) -> None:
-        self.core = core or _core.Event()
-
-    def record(self, stream: Stream) -> None:
-        """Reach the event once the stream has completed everything enqueued so far."""
-        _cpu_stream(stream).core.record(self.core)
-
-    def set(self) -> None:
-        """Reach the event now."""
-        self.core.set()
-
-    def query(self) -> bool:
-        """Return True once the event is reached."""
-        return self.core.query()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds, None for ever; return True when the event is reached."""
-        return self.core.wait(timeout)
 
 
 class CpuStream:

@@ -19,7 +19,7 @@ from fdcache.devices.base import (
     Stream,
     TensorView,
 )
-from fdcache.devices.calibration import Calibration, load_calibration, make_policy, min_group_bytes
+from fdcache.devices.calibration import make_policy, min_group_bytes
 from fdcache.devices.copies import NO_POSITIONS, Outcome, make_result, refuse_swap
 from fdcache.devices.cuda_memory import BlockTable, CudaMemory
 from fdcache.devices.cuda_peers import CudaPeerAccess
@@ -34,6 +34,7 @@ from fdcache.devices.cuda_streams import (
 from fdcache.devices.topology import find_gpu, import_cupy
 from fdcache.errors import DeviceError, DeviceLostError, KernelError, StreamError
 from fdcache.layout_planes import Plane
+from fdcache.machine.calibration import Calibration, load_calibration
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferReport, TransferResult
 from fdcache.settings.cache import TransferSettings, Verify
 from fdcache.tasks import TransferStatus

@@ -9,6 +9,7 @@ from threading import RLock
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
+from fdcache import tracing
 from fdcache.errors import ConfigurationError, PlanError
 from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
@@ -91,8 +92,8 @@ class TierManager(Generic[RequestT_contra]):
 
         Call it after every worker has shut down.
         """
-        if self._tiers.host:
-            self._tiers.host.close()
+        if self._tiers.host and self._tiers.host.service is not None:
+            self._tiers.host.service.close()
         if self._storage_lookup is not None:
             self._storage_lookup.close()
 
@@ -112,7 +113,8 @@ class TierManager(Generic[RequestT_contra]):
     @property
     def shared_blocks_in_use(self) -> int:
         """Pins and slots being written of this engine in a service's tier; 0 without a service."""
-        return self._tiers.host.in_use if self._tiers.host and self.settings.server is not None else 0
+        host = self._tiers.host
+        return host.in_use if host and host.service is not None else 0
 
     @property
     def num_host_blocks(self) -> int:
@@ -315,7 +317,7 @@ class TierManager(Generic[RequestT_contra]):
             held_blocks=held_blocks,
             traffic=host.traffic.copy() if host else Traffic(),
             loads=self._choices.figures(),
-            handovers=self._plans.handovers.tally.counts() if self._plans.handovers else [],
+            handovers=self._plans.hooks.counts() if self._plans.hooks else [],
             hints=self._hints.figures.copy(),
         )
 
@@ -330,6 +332,7 @@ def settings_for(layout: KVLayout, settings: Settings | None) -> Settings:
     settings.check_layout(layout)
     require_host_tier(settings)
     logs.follow(settings)
+    tracing.follow(settings.deployment.traces, "fdcache-engine")
     log_misspelt(settings.misspelt)
     return settings
 

@@ -9,29 +9,29 @@ from enum import StrEnum
 import msgspec
 
 from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
-from fdcache.errors import RequestStateError, TransferError
+from fdcache.errors import RequestStateError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.base import TierManager, lookup_for, settings_for
 from fdcache.manager.cost import NO_PRIORS, Priors
-from fdcache.manager.handover import Handovers, PeerTerms
 from fdcache.manager.hints import RequestHints
+from fdcache.manager.hooks import HandoverHooks, HookedParts
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
 from fdcache.manager.loads import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
+from fdcache.manager.notes import describe
 from fdcache.manager.plans import Plans
-from fdcache.manager.requests import LiveRequests, PeerSource, Request
+from fdcache.manager.requests import LiveRequests, Request
 from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers, make_tiers
 from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.host import HostTier, LocalHostTier
+from fdcache.tiers.host import HostService
 from fdcache.tiers.reuse import RecentReuse
 from fdcache.tiers.statistics import CacheStats, Counters
-from fdcache.transfer.factory import require_connector as require_transfer
 
 _ALLOCATIONS = AllocationForms(Allocation, AllocationFailure.NO_BLOCKS, AllocationFailure.DEFERRED)
 
@@ -61,12 +61,12 @@ class CacheManager(TierManager[Request]):
 
     ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
-    ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``peers``:
-    turns hand-overs between instances on. ``clock`` returns seconds; ``reuse_clock``, by default ``clock``, those by
-    which tiers learn of reuse and choose what to evict, as the time of a replayed workload. ``priors``: speeds as
-    calibrated; see ``observe_prefill``. ``loads_ahead=False``: load nothing to the device for a request that still
-    waits for storage, as for an engine that submits plans only when a step follows; or a function that tells if free
-    device blocks may be written now, outside of a step.
+    ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``clock``
+    returns seconds; ``reuse_clock``, by default ``clock``, those by which tiers learn of reuse and choose what to
+    evict, as the time of a replayed workload. ``priors``: speeds as calibrated; see ``observe_prefill``.
+    ``loads_ahead=False``: load nothing to the device for a request that still waits for storage, as for an engine that
+    submits plans only when a step follows; or a function that tells if free device blocks may be written now, outside
+    of a step.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
@@ -81,7 +81,6 @@ class CacheManager(TierManager[Request]):
         *,
         storage: StorageTierSettings | None = None,
         lookup: StorageConnector | None = None,
-        peers: PeerTerms | None = None,
         clock: Callable[[], float] = time.monotonic,
         reuse_clock: Callable[[], float] | None = None,
         priors: Priors = NO_PRIORS,
@@ -91,12 +90,13 @@ class CacheManager(TierManager[Request]):
         reuse_clock = clock if reuse_clock is None else reuse_clock
         super().__init__(settings, layout, lookup, reuse_clock)
         self._state = ManagerState.RUNNING
+        self._lookahead_tokens = settings.lookahead_tokens
         counters = self._counters
         tiers = self._tiers = make_tiers(
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
         self._device, self._host = tiers.device, tiers.host
-        self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
+        self._service = tiers.host.service if tiers.host is not None else None
         self._requests = LiveRequests(settings, layout, tiers, counters)
         ahead = make_loads_ahead(
             layout, tiers, self._requests.loads, counters, lambda: self._plans.ahead, loads_ahead
@@ -108,26 +108,13 @@ class CacheManager(TierManager[Request]):
             self._blocks_being_loaded,
             priors,
             streams=ahead is not None,
-            totals=lambda: tiers.host.service_reads if tiers.host is not None else None,
+            totals=lambda: self._service.reads if self._service is not None else None,
         )
         self._matcher = PrefixMatcher(
             settings, layout, tiers, self._requests, counters, clock, self._choices, ahead
         )
-        handovers = None
-        if peers is not None and peers.settings.is_on:
-            require_transfer(peers.settings)
-            handovers = Handovers(
-                peers,
-                layout,
-                self._requests,
-                counters,
-                lambda: self.num_device_blocks,
-                settings.lookahead_tokens,
-            )
-        self._handovers = handovers
-        self._plans = Plans(
-            layout, settings.plan_timeout, tiers, self._requests.loads, counters, clock, handovers
-        )
+        self._hooks: HandoverHooks | None = None
+        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests.loads, counters, clock)
         self._reuse = RecentReuse(tiers.reuse)
         self._hints = RequestHints(tiers, layout.block_size, reuse_clock)
         self._set_time()
@@ -160,11 +147,24 @@ class CacheManager(TierManager[Request]):
                 layout,
                 storage=settings.storage_tier,
                 lookup=store,
-                peers=PeerTerms.of(settings),
                 clock=clock,
                 priors=calibrated_priors(settings),
                 loads_ahead=loads_ahead,
             )
+
+    def attach_hooks(self, hooks: HandoverHooks) -> HookedParts:
+        """Call these hooks from now on; return what they work with. ``fdcache.transfer.Handovers`` does so."""
+        with self._lock:
+            self._hooks = self._plans.hooks = hooks
+        return HookedParts(
+            self._lock,
+            self._set_time,
+            self.layout,
+            self._lookahead_tokens,
+            self._requests,
+            self._counters,
+            lambda: self.num_device_blocks,
+        )
 
     # --- a scheduler step ---------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class CacheManager(TierManager[Request]):
                 self._reset_device_if_asked(self._service)
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
-            if self._handovers is None or not any(map(self._requests.is_finishing, requests)):
+            if self._hooks is None or not any(map(self._requests.is_finishing, requests)):
                 return self._matcher.match(requests)
             matched = iter(
                 self._matcher.match([each for each in requests if not self._requests.is_finishing(each)])
@@ -210,8 +210,8 @@ class CacheManager(TierManager[Request]):
         """Undo matches that no allocation followed: unpin their blocks. Reads from storage go on."""
         with self._lock:
             for request in requests:
-                if self._handovers is not None:
-                    self._handovers.unmatched(request)
+                if self._hooks is not None:
+                    self._hooks.unmatched(request)
                 self._requests.unmatch(request)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
@@ -253,64 +253,6 @@ class CacheManager(TierManager[Request]):
         if self._tiers.copies is not None:
             self._tiers.copies.give_way()
 
-    # --- hand-overs between instances -------------------------------------------------------------------------
-
-    def send(self, transfers: Iterable[tuple[Request, str]]) -> None:
-        """Hand over the full blocks of requests under these names, to the decode instance that asks for them.
-
-        Call it after the allocation: with the next plan the workers hand over what the engine then reports with
-        ``CacheController.layer_computed``. A request keeps its blocks until then, also after ``finish``; end
-        what will not be completed with ``end_transfers``. Raises ``RequestStateError`` for a request without blocks
-        or a name that another send has, ``TransferError`` if FDCACHE_TRANSFER is none.
-        """
-        with self._lock:
-            handovers = self._required_handovers()
-            for request, transfer in transfers:
-                handovers.send(request, transfer)
-
-    def fetch(self, sources: Iterable[tuple[Request, PeerSource]]) -> list[int]:
-        """Let the allocation of matched requests fetch the blocks that they lack from a prefill instance.
-
-        Call it between match and allocation. Return how many blocks each request will fetch, 0 if it has all or may
-        hold no more; the peer is told. Compute the request once ``apply`` or ``expire`` has returned its outcome.
-        Raises ``RequestStateError`` for a request that is not matched, ``TransferError`` if FDCACHE_TRANSFER is none.
-        """
-        with self._lock:
-            handovers = self._required_handovers()
-            return [handovers.fetch(request, source) for request, source in sources]
-
-    @property
-    def fetch_room(self) -> int:
-        """Number of requests that may begin to fetch now, so that at most FD_EP_MAX_PREFETCH_TASK_NUM wait for peers.
-
-        Admit the others in a later step. Always 0 with FDCACHE_TRANSFER=none.
-        """
-        with self._lock:
-            return self._handovers.fetch_room if self._handovers is not None else 0
-
-    def decline(self, sources: Iterable[PeerSource]) -> None:
-        """Tell prefill instances that transfers are not wanted.
-
-        Raises ``TransferError`` if FDCACHE_TRANSFER is none.
-        """
-        with self._lock:
-            handovers = self._required_handovers()
-            for source in sources:
-                handovers.decline(source)
-
-    def end_transfers(self, requests: Iterable[Request]) -> None:
-        """End the hand-overs of requests that are aborted or preempted, and tell the peers. Idempotent."""
-        with self._lock:
-            self._set_time()
-            if self._handovers is not None:
-                for request in requests:
-                    self._handovers.end(request)
-
-    def _required_handovers(self) -> Handovers:
-        if self._handovers is None:
-            raise TransferError("hand-overs are off: set FDCACHE_TRANSFER, for instance to ipc")
-        return self._handovers
-
     def take_plans(self) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
 
@@ -344,9 +286,10 @@ class CacheManager(TierManager[Request]):
         progress = list(progress)
         with self._lock:
             self._set_time()
+            self._describe(request for request, _ in progress)
             self._requests.commit(progress)
-            if self._handovers is not None:
-                self._handovers.committed(progress)
+            if self._hooks is not None:
+                self._hooks.committed(progress)
             if self._choices.has_open:
                 self._choices.computed(progress)
 
@@ -375,11 +318,18 @@ class CacheManager(TierManager[Request]):
             self._set_time()
             plan = self._plans.open if self._state is ManagerState.RUNNING else None
             result = self._requests.advance(requests, tokens, uncomputed_tokens, plan)
+            self._describe(requests)
             if self._choices.has_open:
                 self._choices.computed((each, each.num_tokens - uncomputed_tokens) for each in requests)
             if not result.ok:
                 self._give_way()
             return result
+
+    def _describe(self, requests: Iterable[Request]) -> None:
+        """Tell a service that asks for it what the blocks of requests are, before they are copied there."""
+        if self._service is not None and self._service.notes.is_wanted:
+            for request in requests:
+                describe(self._service, request)
 
     def finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.
@@ -389,9 +339,9 @@ class CacheManager(TierManager[Request]):
         requests = list(requests)
         with self._lock:
             self._set_time()
-            if self._handovers is not None:
+            if self._hooks is not None:
                 for request in requests:
-                    self._handovers.released(request)
+                    self._hooks.released(request)
             self._requests.finish(requests)
             self._choices.forget(requests)
             self._matcher.forget(requests)
@@ -464,7 +414,7 @@ class CacheManager(TierManager[Request]):
                 self._device.usage(),
                 self._all_counters(),
                 self._tiers.copies.queued if self._tiers.copies is not None else 0,
-                self._handovers.held_blocks if self._handovers else 0,
+                self._hooks.held_blocks if self._hooks else 0,
             )
 
     def _all_counters(self) -> Counters:
@@ -480,7 +430,7 @@ class CacheManager(TierManager[Request]):
                 slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
             ]
 
-    def _reset_device_if_asked(self, service: HostTier) -> None:
+    def _reset_device_if_asked(self, service: HostService) -> None:
         """Forget the device tier if an operator of the service has asked for it."""
         if service.take_device_reset():
             self._reset_device()

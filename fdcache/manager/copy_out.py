@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from fdcache import _core
-from fdcache._core import BlockList, DeviceContents
-from fdcache.metadata import Int32Array
+from fdcache._core import BlockList, DeviceContents, HostIndex
+from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import OpenPlan, PlanLedger, SwapInFlight
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers.host import HostTier
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
 
@@ -27,18 +26,21 @@ class CopyOut:
 
     ``device``: the manager's own tier, or what an engine has told of its cache. The native planner finds, orders and
     reserves the blocks of one call. While ``is_patient``, a few blocks wait for more before they have a plan.
+    ``on_displaced`` is called with the blocks that leave the host to make room.
     """
 
     def __init__(
         self,
         settings: CacheSettings,
         device: BlockPool | DeviceContents,
-        host: HostTier,
+        host: HostIndex,
         counters: Counters,
         clock: Callable[[], float],
+        on_displaced: Callable[[HashArray], None] | None = None,
     ) -> None:
         self._device = device
         self._host = host
+        self._on_displaced = on_displaced
         self._counters = counters
         self._clock = clock
         writes_back = settings.write_policy is WritePolicy.WRITE_BACK
@@ -54,10 +56,6 @@ class CopyOut:
         self._is_short = False
         self._early: list[SwapInFlight] = []
         self.is_patient = False
-
-    @property
-    def _target(self) -> _core.Tier | _core.OutgoingCopies | None:
-        return self._host.copy_target
 
     # --- what is wanted -----------------------------------------------------------------------------------
 
@@ -82,7 +80,7 @@ class CopyOut:
     @property
     def queued(self) -> int:
         """Number of blocks that wait for a plan."""
-        return self._native.queued(self._target)
+        return self._native.queued(self._host)
 
     @property
     def has_queue(self) -> bool:
@@ -91,8 +89,8 @@ class CopyOut:
 
     @property
     def has_work(self) -> bool:
-        """True if the next plan may copy queued blocks: there is a host tier to copy them to."""
-        return self._target is not None and self.queued > 0
+        """True if the next plan may copy queued blocks: there is a host to copy them to."""
+        return self._native.has_work(self._host)
 
     # --- plans --------------------------------------------------------------------------------------------
 
@@ -102,14 +100,14 @@ class CopyOut:
         Pass all blocks of one allocation together, in the order of eviction.
         """
         if len(evicted):
-            self._count(self._native.evict(evicted, self._target, plan.evictions))
+            self._count(self._native.evict(evicted, self._host, plan.evictions))
 
     def give_away(self, ids: Int32Array, contents: DeviceContents, plan: OpenPlan, plans: PlanLedger) -> bool:
         """Do the same for device blocks that an engine gives away, and let ``plan`` wait for plans that read them.
 
         Return True if that may have changed ``plan``.
         """
-        planned = contents.give_away(ids, self._native, self._target, plan.evictions, plans)
+        planned = contents.give_away(ids, self._native, self._host, plan.evictions, plans)
         if planned is None:
             return False
         if planned.after:
@@ -126,13 +124,13 @@ class CopyOut:
         is_short, self._is_short = self._is_short, False
         if not (is_short and in_flight):
             now = self._clock()
-            self._count(self._native.plan(self._target, in_flight, self.is_patient, now, plan.backups))
+            self._count(self._native.plan(self._host, in_flight, self.is_patient, now, plan.backups))
 
     def _count(self, planned: _core.PlannedCopies | None) -> None:
         if planned is not None:
             self._counters.backups_dropped += planned.dropped
-            if planned.asked:
-                self._host.copies_reserved(planned)
+            if self._on_displaced is not None and planned.asked:
+                self._on_displaced(planned.displaced.hashes)
 
     # --- ends ---------------------------------------------------------------------------------------------
 
@@ -157,7 +155,7 @@ class CopyOut:
 
     def _part_that_may_end(self, result: SwapInFlight) -> Iterator[SwapInFlight]:
         swap = result.swap
-        may_end = _core.copies_that_may_end(swap.hash_values, swap.parent_hashes, self._target).view(np.bool_)
+        may_end = _core.copies_that_may_end(swap.hash_values, swap.parent_hashes, self._host).view(np.bool_)
         if may_end.all():
             yield result
             return

@@ -10,7 +10,6 @@ from fdcache.hints import GivenHint, Hint, HintOutcome
 from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import HashArray
 from fdcache.tiers.hint_book import HintBook
-from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import HintFigures
 
 
@@ -21,9 +20,10 @@ class RequestHints:
         self, tiers: LowerTiers, block_size: int, clock: Callable[[], float], num_groups: int = 1
     ) -> None:
         self.figures = HintFigures()
-        own = [pool for pool in tiers.pools.values() if isinstance(pool, BlockPool)]
+        own = list(tiers.own_pools.values())
         self._book = HintBook(lambda: own, clock, self.figures) if own else None
-        self._service = tiers.host.hints if tiers.host is not None else None
+        service = tiers.host.service if tiers.host is not None else None
+        self._service = service.hints if service is not None else None
         self._block_size = block_size
         self._num_groups = num_groups
 

@@ -9,9 +9,9 @@ from math import inf
 
 import msgspec
 
-from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import RequestStateError
 from fdcache.layout import KVLayout
+from fdcache.machine.calibration import calibrated_link
 from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LoadChoice, Priors
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import LoadLimit

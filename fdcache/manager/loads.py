@@ -22,7 +22,7 @@ from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose
 from fdcache.plans.blocks import parents_of
 from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan
-from fdcache.tiers.host import HostMatch, HostTier
+from fdcache.tiers.host import Found, HostTier, find_only
 from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
 
@@ -45,7 +45,7 @@ class EngineLoad:
         return tuple(self.ids[self.load.planned - self.load.first :].tolist())
 
 
-Look = Callable[[EngineLoad], tuple[HostMatch, bool]]
+Look = Callable[[EngineLoad], tuple[Found, bool]]
 """Pins the blocks of a load that have been read since its last part; False if no others are waited for."""
 
 
@@ -63,7 +63,7 @@ class EngineLoads:
         self._by_number: dict[int, EngineLoad] = {}
 
     def plan(
-        self, request: OffloadRequest, first: int, ids: Int32Array, run: HostMatch, plan: OpenPlan
+        self, request: OffloadRequest, first: int, ids: Int32Array, run: Found, plan: OpenPlan
     ) -> EngineLoad:
         """Plan a load into ``ids`` of the ``run`` on the host, and of what follows it once that has been read."""
         load = self._loads.begin(first, first + len(ids))
@@ -87,17 +87,17 @@ class EngineLoads:
             self._add_part(loading, found, plan)
             self._counters.storage_hit_tokens += len(found) // self._groups * self._page_tokens
         if found.lease:
-            self._host.release(found.lease)
+            self._host.index.release(found.lease)
         if not waits:
             self._loads.cut_off(loading.load, "blocks did not come from storage in time")
 
-    def _add_part(self, loading: EngineLoad, run: HostMatch, plan: OpenPlan) -> None:
+    def _add_part(self, loading: EngineLoad, run: Found, plan: OpenPlan) -> None:
         load = loading.load
         stop = load.planned + len(run)
         ids = loading.ids[load.planned - load.first : stop - load.first]
         is_wanted = ids != NO_BLOCK
         blocks, ids = run.blocks.select(is_wanted), ids[is_wanted]
-        self._host.begin_load(run.lease, blocks.slots)
+        self._host.index.begin_load(run.lease, blocks.slots)
         offset = plan.add(SwapPurpose.LOAD, blocks, ids, np.zeros(len(ids), np.uint32))
         self._loads.add(load, stop, offset, len(ids), plan.is_ahead)
         if load.is_open:
@@ -225,14 +225,14 @@ class LoadsAhead:
     def _load(self, path: HashArray, start: int, stop: int) -> Load | None:
         """Plan to load blocks ``start`` to ``stop``, as far as the host has them."""
         host, plan, load = self._host, self._plan(), None
-        (run,) = host.match_paths([(path[:stop], start)])
+        run = find_only(host, path[:stop], start)
         taken = self._reserve(path, start, start + len(run), plan)
         if taken is not None:
-            host.begin_load(run.lease, run.blocks.slots)
+            host.index.begin_load(run.lease, run.blocks.slots)
             offset = plan.add(SwapPurpose.LOAD, run.blocks, taken.slots, taken.generations)
             load = self._loads.begin(start, start + len(run))
             self._loads.add(load, load.stop, offset, len(run), is_ahead=True)
-        host.release(run.lease)
+        host.index.release(run.lease)
         return load
 
     def _reserve(self, path: HashArray, start: int, stop: int, plan: OpenPlan) -> CopyReservation | None:

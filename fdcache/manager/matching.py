@@ -23,7 +23,7 @@ from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches
-from fdcache.tiers.host import HostMatch, LocalHostTier
+from fdcache.tiers.host import Found, Reading
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_reads import leading_ready
 
@@ -62,7 +62,7 @@ class PrefixMatcher:
         self._ahead = ahead
         self._defer_timeout = settings.defer_timeout
         self._choices = choices
-        self._shared = None if isinstance(tiers.host, LocalHostTier) else tiers.host
+        self._service = tiers.host.service if tiers.host is not None else None
         self._fetches = tiers.fetches
         self._on_device = partial(leading_ready, tiers.device)
         self._requests = requests
@@ -91,18 +91,19 @@ class PrefixMatcher:
         One native call matches all requests. Those that a service has to be asked about are asked for together, in
         one round trip. Raises ``RequestStateError`` or ``HashingError`` before any request is matched.
         """
+        began = story.match_begins(each.request_id for each in requests)
         found = self._find(requests)
         if self._choices.has_open:
             for each in found:
                 if each.status is MatchStatus.MATCHED:
                     to_load = each.num_host_blocks + each.num_storage_blocks
                     self._choices.matched(each.request_id, each.num_device_blocks, to_load)
-        story.matched(found)
+        story.matched(found, began)
         return found
 
     def _find(self, requests: list[Request]) -> list[MatchResult]:
-        if self._shared is not None:
-            self._shared.begin_look_up()
+        if self._service is not None:
+            self._service.begin_look_up()
         if self._fetches is not None and self._fetches.is_on:
             return self._match_with_storage(requests, self._fetches)
         found = self._requests.match(requests, self._forms, self._clock, worth_loading=self._choices.limit)
@@ -173,29 +174,29 @@ class PrefixMatcher:
         results = {i: each for i, each in enumerate(found) if isinstance(each, MatchResult)}
         asked = {i: each for i, each in enumerate(found) if not isinstance(each, MatchResult)}
         if asked:
-            assert self._shared is not None
+            assert self._service is not None
             paths = [(requests[i].block_hashes[:blocks], start) for i, (start, blocks) in asked.items()]
-            answers = self._shared.ask(paths, [numbers[i] if numbers else 0 for i in asked])
-            for i, path, match in zip(asked, paths, answers, strict=True):
-                waits = not match.fetching or self._waits(requests[i], path, match, numbers[i])
-                answer = match if waits else self._shared.ask([path], [0])[0]
-                results[i] = self._end(requests[i], path[1], answer)
+            answers = self._service.ask(paths, [numbers[i] if numbers else 0 for i in asked])
+            for i, path, answer in zip(asked, paths, answers, strict=True):
+                waits = not isinstance(answer, Reading) or self._waits(requests[i], path, answer, numbers[i])
+                last = answer if waits else self._service.ask([path], [0])[0]
+                results[i] = self._end(requests[i], path[1], last)
         return [results[i] for i in range(len(found))]
 
-    def _waits(self, request: Request, path: tuple[HashArray, int], match: HostMatch, number: int) -> bool:
+    def _waits(self, request: Request, path: tuple[HashArray, int], reading: Reading, number: int) -> bool:
         """Return True if a request is to wait for reads of the service; else leave them."""
-        wait = self._choices.service_reads.judge(request, path[1], match.fetched.start, match.fetched.stop)
+        wait = self._choices.service_reads.judge(request, path[1], reading.arrived, reading.stop)
         if wait is not Wait.WAIT:
             assert self._fetches is not None
             self._fetches.leave(number, keep=wait is Wait.LEAVE)
         return wait is Wait.WAIT
 
-    def _end(self, request: Request, start: int, match: HostMatch) -> MatchResult:
-        if match.fetching:
+    def _end(self, request: Request, start: int, answer: Found | Reading) -> MatchResult:
+        if isinstance(answer, Reading):
             self._requests.wait_for_reads(request)
-            if match.fetched:
+            if answer.stop > answer.arrived:
                 first = self._choices.service_reads.first(request)
-                self._load_ahead(request, range(first, match.fetched.start))
+                self._load_ahead(request, range(first, answer.arrived))
             return MatchResult(request.request_id, MatchStatus.DEFERRED)
-        self._choices.service_reads.found(request, start + match.fetched.stop)
-        return self._requests.answer(request, match, self._forms, self._clock, self._choices.limit)
+        self._choices.service_reads.found(request, start + answer.fetched.stop)
+        return self._requests.answer(request, answer, self._forms, self._clock, self._choices.limit)

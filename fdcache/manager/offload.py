@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import msgspec
 
-from fdcache._core import DeviceContents
+from fdcache._core import DeviceContents, DevicePath
 from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
@@ -22,10 +22,11 @@ from fdcache.manager.device_contents import NO_BLOCK, device_ids_of, require_dis
 from fdcache.manager.hints import RequestHints
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
+from fdcache.manager.notes import describe
 from fdcache.manager.offloaded import OffloadedRequests, Tracked
 from fdcache.manager.plans import Plans
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
-from fdcache.manager.tiers import LowerTiers, make_lower_tiers
+from fdcache.manager.tiers import LowerTiers, make_lower_tiers, on_displaced
 from fdcache.metadata import (
     Int32Array,
     TransferPlan,
@@ -34,7 +35,7 @@ from fdcache.metadata import (
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.host import HostTier, LocalHostTier
+from fdcache.tiers.host import HostService, HostTier
 from fdcache.tiers.statistics import CacheStats, TierUsage
 
 
@@ -89,8 +90,11 @@ class OffloadManager(TierManager[OffloadRequest]):
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
         self._host = _required(host)
+        self._service = self._host.service
         self._contents = DeviceContents()
-        self._copies = CopyOut(settings, self._contents, self._host, counters, clock)
+        self._copies = CopyOut(
+            settings, self._contents, self._host.index, counters, clock, on_displaced(storage_tier)
+        )
         tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches)
         tiers.record_events(settings.event_buffer)
         self._choices = LoadChoices(
@@ -100,7 +104,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._blocks_being_loaded,
             priors,
             streams=streams,
-            totals=lambda: self._host.service_reads,
+            totals=lambda: self._service.reads if self._service is not None else None,
         )
         self._requests = OffloadedRequests(
             settings, layout, self._host, counters, clock, self._choices, streams=streams
@@ -109,7 +113,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._loads, counters, clock)
         self._hints = RequestHints(tiers, layout.block_size, clock, layout.num_groups)
         self._clock = clock
-        self._looks_always = storage_tier is not None or not isinstance(self._host, LocalHostTier)
+        self._looks_always = storage_tier is not None or self._service is not None
         self._must_look = True  # something may follow from what is not in the open plans
         self._has_planned = False
         self._set_time()
@@ -144,7 +148,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     @property
     def store_room(self) -> int:
         """Most blocks that plans may copy to the host tier now; a service grants slots in the background."""
-        return self._host.copy_room
+        return self._host.index.room
 
     @property
     def decides_loads(self) -> bool:
@@ -178,17 +182,18 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._requests.prepare(request, keeps_gil=True)
         with self._lock:
             self._set_time()
+            began = story.match_begins((request.request_id,))
             tracked = self._requests.track(request)
             tracked.forget_device()
             if not self._requests.match(tracked, device_tokens, whole_prompt):
                 self._counters.deferred_lookups += 1
-                return story.offload_matched(OffloadMatch(request.request_id, MatchStatus.DEFERRED))
+                return story.offload_matched(OffloadMatch(request.request_id, MatchStatus.DEFERRED), began)
             tokens, stored = (
                 self._tokens(tracked.remaining),
                 self._tokens(tracked.from_storage + tracked.coming),
             )
             return story.offload_matched(
-                OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored)
+                OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored), began
             )
 
     def unmatch(self, request: OffloadRequest) -> None:
@@ -214,7 +219,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             self._set_time()
             tracked = self._requests.get(request)
-            if tracked is None or not tracked.remaining or tracked.arena != self._host.arena:
+            if tracked is None or not tracked.remaining or tracked.arena != self._requests.arena:
                 self.unmatch(request)
                 return 0
             self._count_lookup(tracked)
@@ -248,11 +253,17 @@ class OffloadManager(TierManager[OffloadRequest]):
             if offered is None:
                 return
             path, start = offered
+            describe(self._service, request)
             self._count_lookup(tracked)
             self._contents.offered(path, start, tracked.counted_blocks)
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))
-            if not start and request.tenant is not None and (root := path.root) is not None:
-                self._host.own(root, request.tenant)
+            if not start and self._service is not None:
+                self._own(self._service, request, path)
+
+    @staticmethod
+    def _own(service: HostService, request: OffloadRequest, path: DevicePath) -> None:
+        if request.tenant is not None and (root := path.root) is not None:
+            service.own(root, request.tenant)
 
     def evicted(self, device_ids: Int32Array) -> None:
         """Learn which device blocks get another content in the step whose plans are taken next.
@@ -326,9 +337,12 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._hints.settle()
             self._requests.loads.plan_parts(self._plans.ahead, self._requests.look)
             self._plans.plan_background()
-            self._host.report(lambda: msgspec.json.encode(self.get_stats()))
-            self._host.flush()
-            plans = self._plans.close(self._host.plan_arena)
+            arena = None
+            if (service := self._service) is not None:
+                service.report(lambda: msgspec.json.encode(self.get_stats()))
+                service.flush()
+                arena = service.plan_arena
+            plans = self._plans.close(arena)
             for plan in plans:
                 for swap in (plan.evictions, plan.backups):
                     if swap is not None:
@@ -402,7 +416,7 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     def take_device_reset(self) -> bool:
         """Return True if an operator of the service asked since the last call to reset the device cache."""
-        return self._host.take_device_reset()
+        return self._service is not None and self._service.take_device_reset()
 
     def get_stats(self) -> CacheStats:
         """Return a snapshot of tiers and counters; ``device`` has the engine's blocks as far as they were offered."""

@@ -23,7 +23,7 @@ from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.blocks import ROOT
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.host import NOTHING, HostMatch, HostTier
+from fdcache.tiers.host import NOTHING, Found, HostTier, Reading, find_and_pin, find_only
 from fdcache.tiers.statistics import Counters
 
 _ASK_AGAIN = 0.1
@@ -62,7 +62,7 @@ class Tracked:
     def __init__(self, request: OffloadRequest) -> None:
         self.request = request
         self.keys: HashArray = np.empty((0, 32), np.uint8)
-        self.found: HostMatch | None = None
+        self.found: Found | None = None
         self.start = 0
         self.coming = 0
         self.limit = 0
@@ -97,11 +97,11 @@ class Tracked:
         first = self.device_blocks - self.start
         return max(self.found.fetched.stop - max(self.found.fetched.start, first), 0)
 
-    def take(self, count: int) -> HostMatch:
+    def take(self, count: int) -> Found:
         """Return the first ``count`` of the remaining blocks, as far as they were found."""
         assert self.found is not None
         first = self.device_blocks - self.start
-        return HostMatch(self.found.lease, self.found.blocks.select(slice(first, first + count)))
+        return Found(self.found.lease, self.found.blocks.select(slice(first, first + count)))
 
     def forget_device(self) -> None:
         """Forget what was offered: a request that is matched has no blocks."""
@@ -150,6 +150,11 @@ class OffloadedRequests:
 
     def __len__(self) -> int:
         return len(self._tracked)
+
+    @property
+    def arena(self) -> str | None:
+        """Name of the shared arena that slots found now refer to; None if every worker has its own."""
+        return self._host.service.arena if self._host.service is not None else None
 
     def prepare(self, request: OffloadRequest, *, keeps_gil: bool = False) -> None:
         """Hash the tokens of a request, unless they are hashed. Raises ``HashingError``, ``RequestStateError``.
@@ -247,7 +252,7 @@ class OffloadedRequests:
         if found is None:
             return False
         (tracked.found, tracked.coming), tracked.start = found, tracked.device_blocks
-        tracked.limit, tracked.arena, tracked.found_at = len(hashes), self._host.arena, tracked.asked_at
+        tracked.limit, tracked.arena, tracked.found_at = len(hashes), self.arena, tracked.asked_at
         if tracked.lease:
             self.pinned.add(tracked)
         tracked.deferred_since = None
@@ -257,17 +262,17 @@ class OffloadedRequests:
     def unpin(self, tracked: Tracked) -> None:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
         if tracked.lease:
-            self._host.release(tracked.lease)
+            self._host.index.release(tracked.lease)
             self.pinned.discard(tracked)
         tracked.found, tracked.coming = None, 0
 
     def _is_kept(self, tracked: Tracked, limit: int) -> bool:
-        is_same = tracked.found is not None and tracked.arena == self._host.arena and not tracked.coming
+        is_same = tracked.found is not None and tracked.arena == self.arena and not tracked.coming
         if is_same and not tracked.lease and tracked.asked_at - tracked.found_at >= _ASK_AGAIN:
             return False
         return is_same and tracked.start <= tracked.device_blocks and tracked.limit == limit
 
-    def _find(self, tracked: Tracked, hashes: HashArray) -> tuple[HostMatch, int] | None:
+    def _find(self, tracked: Tracked, hashes: HashArray) -> tuple[Found, int] | None:
         """Return what the host tier has, and how many blocks after it are coming; None to ask later.
 
         What the reuse grid does not allow is left out.
@@ -281,17 +286,17 @@ class OffloadedRequests:
             if len(found) and stop > start + len(found):
                 return found, stop - start - len(found)
         if stop is not None or (found.pending and self._deferred_for(tracked) < self._defer_timeout):
-            self._host.release(found.lease)
+            self._host.index.release(found.lease)
             return None
         self._unpin_fetch(tracked)
         count = self._worth_loading(tracked, len(found))
         if not count:
-            self._host.release(found.lease)
+            self._host.index.release(found.lease)
             return NOTHING, 0
         fetched = range(min(found.fetched.start, count), min(found.fetched.stop, count))
-        return HostMatch(found.lease, found.blocks.select(slice(count)), fetched=fetched), 0
+        return Found(found.lease, found.blocks.select(slice(count)), fetched=fetched), 0
 
-    def _look(self, tracked: Tracked, hashes: HashArray, start: int) -> tuple[HostMatch, int | None]:
+    def _look(self, tracked: Tracked, hashes: HashArray, start: int) -> tuple[Found, int | None]:
         """Pin what the host tier has of a path from ``start`` on, and return where its reads in flight end.
 
         The end is None unless the request waits for reads.
@@ -302,29 +307,30 @@ class OffloadedRequests:
             judge = self._choices.reads_for(tracked.request)
             if fetches.must_wait(number, hashes, lambda _: tracked.device_blocks, judge):
                 arrived, stop = fetches.promised(number)
-                return self._arrived(hashes, start, number, arrived), stop
-        (found,) = self._host.match_paths([(hashes, start)], [number])
-        reads, coming = self._choices.service_reads, found.fetched
-        if found.fetching:
-            wait = reads.judge(tracked.request, start, coming.start, coming.stop)
+                return self._arrived(hashes, start, arrived, number), stop
+        (found,) = find_and_pin(self._host, [(hashes, start)], [number])
+        reads = self._choices.service_reads
+        if isinstance(found, Reading):
+            wait = reads.judge(tracked.request, start, found.arrived, found.stop)
             if wait is Wait.WAIT or fetches is None:
-                stop = coming.stop if found.is_last else start
-                pinned = self._arrived(hashes, start, 0, coming.start if found.is_last else start)
+                stop = found.stop if found.is_last else start
+                pinned = self._arrived(hashes, start, found.arrived if found.is_last else start)
                 read = range(max(reads.first(tracked.request) - start, 0), len(pinned))
-                return HostMatch(pinned.lease, pinned.blocks, fetched=read), stop
+                return Found(pinned.lease, pinned.blocks, fetched=read), stop
             fetches.leave(number, keep=wait is Wait.LEAVE)
-            (found,) = self._host.match_paths([(hashes, start)], [0])
+            found = find_only(self._host, hashes, start)
         reads.found(tracked.request, start + found.fetched.stop)
         return found, None
 
-    def _arrived(self, hashes: HashArray, start: int, number: int, arrived: int) -> HostMatch:
+    def _arrived(self, hashes: HashArray, start: int, arrived: int, number: int = 0) -> Found:
         """Pin what has been read of a path of which more is being read; nothing unless all of it is there."""
         if not self._streams or arrived <= start:
             return NOTHING
-        (found,) = self._host.match_paths([(hashes[:arrived], start)], [number])
+        (found,) = find_and_pin(self._host, [(hashes[:arrived], start)], [number])
+        assert isinstance(found, Found)
         if start + len(found) == arrived:
             return found
-        self._host.release(found.lease)
+        self._host.index.release(found.lease)
         return NOTHING
 
     def _unpin_fetch(self, tracked: Tracked) -> None:
@@ -380,7 +386,7 @@ class OffloadedRequests:
         tracked.load = self.loads.plan(tracked.request, first, ids, run, plan)
         return len(run)
 
-    def look(self, loading: EngineLoad) -> tuple[HostMatch, bool]:
+    def look(self, loading: EngineLoad) -> tuple[Found, bool]:
         """Pin the blocks of a load that have been read since its last part; False if no others are waited for."""
         tracked, load = self._waiting_for(loading), loading.load
         if tracked is None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fdcache import tracing
 from fdcache._core import Loads, WholeReports
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.handover import Handovers
+from fdcache.manager.hooks import HandoverHooks
 from fdcache.manager.tiers import LowerTiers, Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
-from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
 
 
@@ -29,7 +29,6 @@ class Plans:
         loads: Loads,
         counters: Counters,
         clock: Callable[[], float],
-        handovers: Handovers | None = None,
     ) -> None:
         self._tiers = tiers
         self._copies, self._storage = tiers.copies, tiers.storage
@@ -38,7 +37,9 @@ class Plans:
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
-        self.handovers = handovers
+        self.hooks: HandoverHooks | None = None
+        """Those of hand-overs, where there are some."""
+
         self._whole = self._make_whole_reports()
         self.open, self.ahead = OpenPlan(), OpenPlan(is_ahead=True)
 
@@ -46,10 +47,11 @@ class Plans:
         tiers = self._tiers
         if tiers.host is None:
             return None
-        tells_arrivals = tiers.storage is not None or not isinstance(tiers.host, LocalHostTier)
         device = tiers.device if isinstance(tiers, Tiers) else None
         host = tiers.host
-        return WholeReports(self._ledger, self._loads, device, host.pins, host.traffic, tells_arrivals)
+        return WholeReports(
+            self._ledger, self._loads, device, host.index, host.traffic, tiers.storage is not None
+        )
 
     def count(self, counters: Counters) -> None:
         """Add what the native side has counted."""
@@ -99,8 +101,8 @@ class Plans:
     def close(self, arena: str | None) -> list[TransferPlan]:
         """Close the step and return its plans; ``arena`` names the shared arena that host slots refer to."""
         sent = self._close_copies(arena)
-        if self.handovers is not None:
-            plan = self.handovers.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
+        if self.hooks is not None:
+            plan = self.hooks.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
             sent = sent if plan is None else [plan, *sent]
         if sent:
             story.plans_sent(sent)
@@ -130,6 +132,9 @@ class Plans:
 
     def apply(self, reports: list[TransferReport]) -> None:
         """Count reports. Raises ``PlanError`` before any report is counted."""
+        if tracing.spans is not None:
+            for report in reports:
+                tracing.spans.copied(report)
         if self._whole is not None and (arrived := self._whole.count(reports)) is not None:
             if arrived:
                 self._tiers.blocks_arrived(arrived)
@@ -144,8 +149,8 @@ class Plans:
             if self._tiers.host:
                 self._tiers.host.traffic.record(report)
             not_cleared = report.refused and self._ledger.clears_storage(report)
-            if self.handovers is not None:
-                self.handovers.tally.record(report)
+            if self.hooks is not None:
+                self.hooks.record(report)
             for flight in self._ledger.record(report):
                 self._complete(flight)
             if not_cleared and self._tiers.storage:
@@ -187,13 +192,13 @@ class Plans:
             self._loads.give_up(flight.plan.plan_id)
 
     def _complete(self, flight: InFlightPlan) -> None:
-        if self.handovers is not None and self.handovers.stash(flight):
+        if self.hooks is not None and self.hooks.stash(flight):
             return
         self._tiers.complete(flight, self._counters)
         if SwapPurpose.LOAD in flight.swaps:
             loaded = flight.swaps[SwapPurpose.LOAD].flags
             self._loads.end(flight.plan.plan_id, loaded, flight.errors)
-        if self.handovers is not None:
-            self.handovers.ended(flight)
-            for fetch in self.handovers.take_stashed(flight):
+        if self.hooks is not None:
+            self.hooks.ended(flight)
+            for fetch in self.hooks.take_stashed(flight):
                 self._complete(fetch)

@@ -29,7 +29,7 @@ from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.host import HostMatch
+from fdcache.tiers.host import Found, PathNote
 from fdcache.tiers.statistics import Counters
 
 Unanswered = tuple[int, int]
@@ -60,6 +60,8 @@ class Request(RequestState):
 
     _fetch = 0
     tenant: str | None = None
+    adapter_name: str | None = None
+    """Name of the adapter for routers, where ``adapter_id`` says more than that."""
     _keys: tuple[str | None, Sequence[MultimodalItem]] = (None, ())
     _unasked: PeerSource | None = None
     _sends = 0
@@ -108,6 +110,16 @@ class Request(RequestState):
             multimodal=multimodal,
             lookahead=lookahead,
         )
+
+    @property
+    def note(self) -> PathNote:
+        """What its blocks depend on beside its tokens."""
+        adapter_id, items = self._keys
+        names = [
+            (each.offset, each.length, each.hash if isinstance(each.hash, str) else each.hash.hex())
+            for each in items
+        ]
+        return PathNote(self.tenant, self.adapter_name or adapter_id, names)
 
     def __repr__(self) -> str:
         state = "running" if self.is_live else "not matched"
@@ -172,9 +184,9 @@ class LiveRequests:
             settings.enable_prefix_caching,
             follow_stored=copies is not None and copies.follows_commits,
             follow_evicted=copies is not None,
-            follow_owners=tiers.host is not None,
+            follow_owners=tiers.host is not None and tiers.host.service is not None,
             follow_hits=copies.follows_hits if copies is not None else 0,
-            host=tiers.host.pins if tiers.host is not None else None,
+            host=tiers.host.index if tiers.host is not None else None,
         )
 
         self._load_forms = load_forms(layout)
@@ -253,7 +265,7 @@ class LiveRequests:
     def answer(
         self,
         request: Request,
-        match: HostMatch,
+        match: Found,
         forms: MatchForms,
         clock: Callable[[], float],
         worth_loading: LoadLimit | None = None,
@@ -396,9 +408,9 @@ class LiveRequests:
         if evicted is not None:
             assert copies is not None and plan is not None
             copies.evict(evicted, plan)
-        if host is not None:
+        if host is not None and host.service is not None:
             for block, tenant in owners:
-                host.own(block, tenant)
+                host.service.own(block, tenant)
 
     # --- end ----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from fdcache import tracing
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, LoadOutcome, MatchResult, MatchStatus, OffloadMatch
 from fdcache.metadata import TransferPlan
@@ -16,8 +17,31 @@ def _log(request_id: str, event: str, *values: object) -> None:
     log.debug("request %s: " + event, request_id, *values, extra={"request": request_id})
 
 
-def matched(results: list[MatchResult]) -> None:
-    """Log what was found for requests."""
+def match_begins(request_ids: Iterable[str]) -> int:
+    """Return the time at which the match of these requests begins, for its spans; 0 if there are none."""
+    return 0 if tracing.spans is None else tracing.spans.begin_match(list(request_ids))
+
+
+def _trace_match(request_id: str, began: int, **figures: str | int) -> None:
+    assert tracing.spans is not None
+    named = {f"fdcache.{name}": figure for name, figure in figures.items()}
+    tracing.spans.of_request("match", request_id, began, named)
+
+
+def matched(results: list[MatchResult], began: int) -> None:
+    """Log what was found for requests, and record their spans."""
+    if tracing.spans is not None:
+        tracing.spans.end_match()
+        for each in results:
+            _trace_match(
+                each.request_id,
+                began,
+                status=each.status.value,
+                tokens=each.num_cached_tokens,
+                device_blocks=each.num_device_blocks,
+                host_blocks=each.num_host_blocks,
+                storage_blocks=each.num_storage_blocks,
+            )
     if not log.isEnabledFor(logging.DEBUG):
         return
     for each in results:
@@ -34,8 +58,17 @@ def matched(results: list[MatchResult]) -> None:
         )
 
 
-def offload_matched(result: OffloadMatch) -> OffloadMatch:
-    """Log what can be loaded for a request; return it."""
+def offload_matched(result: OffloadMatch, began: int) -> OffloadMatch:
+    """Log what can be loaded for a request, and record its span; return it."""
+    if tracing.spans is not None:
+        tracing.spans.end_match()
+        _trace_match(
+            result.request_id,
+            began,
+            status=result.status.value,
+            tokens=result.num_tokens,
+            storage_tokens=result.from_storage,
+        )
     if not log.isEnabledFor(logging.DEBUG):
         return result
     if result.status is MatchStatus.DEFERRED:
@@ -52,6 +85,13 @@ def offload_matched(result: OffloadMatch) -> OffloadMatch:
 
 def allocated(requests: Iterable[Request], results: list[Allocation]) -> None:
     """Log which requests got blocks, what is loaded into them, and why others got none."""
+    is_traced = tracing.spans is not None
+    if not is_traced and not log.isEnabledFor(logging.DEBUG):
+        return
+    requests = list(requests)
+    for request, each in zip(requests, results, strict=True):
+        if tracing.spans is not None and each.failure is None and request.is_loading:
+            tracing.spans.load_begins(each.request_id, len(each.block_ids))
     if not log.isEnabledFor(logging.DEBUG):
         return
     for request, each in zip(requests, results, strict=True):
@@ -64,6 +104,8 @@ def allocated(requests: Iterable[Request], results: list[Allocation]) -> None:
 
 def load_planned(request_id: str, num_blocks: int) -> None:
     """Log a load that the next plan has."""
+    if tracing.spans is not None:
+        tracing.spans.load_begins(request_id, num_blocks)
     if log.isEnabledFor(logging.DEBUG):
         _log(request_id, "load of %d blocks planned", num_blocks)
 
@@ -77,7 +119,10 @@ def plans_sent(plans: list[TransferPlan]) -> None:
 
 
 def loads_ended(outcomes: list[LoadOutcome]) -> None:
-    """Log how loads have ended."""
+    """Log how loads have ended, and record their spans."""
+    if tracing.spans is not None:
+        for each in outcomes:
+            tracing.spans.load_ended(each.request_id, each.status.value, each.error_message)
     if not log.isEnabledFor(logging.DEBUG):
         return
     for each in outcomes:

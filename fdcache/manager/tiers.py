@@ -19,9 +19,8 @@ from fdcache.metadata import (
     PeerTask,
     StorageTask,
     SwapPurpose,
-    UInt64Array,
 )
-from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, SwapInFlight, all_of
+from fdcache.plans.ledger import InFlightPlan, SwapInFlight
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent, events_of
@@ -32,8 +31,8 @@ from fdcache.tiers.reuse import Reports, ReuseReport
 from fdcache.tiers.statistics import Counters, MemoryUsage
 from fdcache.tiers.storage import StorageTier, make_index
 
-Arrived = tuple[CacheSwapMetadata, HashArray | None, UInt64Array | None]
-"""A copy to the host: the transfer, 1 for each block that is in the tier or None for a service, and the checksums."""
+Arrived = tuple[CacheSwapMetadata, HashArray]
+"""A copy to the host tier of this process: the transfer, and 1 for each block that is in the tier."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +50,32 @@ class LowerTiers:
     @property
     def pools(self) -> dict[CacheLevel, BlockPool | HostTier]:
         """The tiers that have slots, from the top down."""
-        pools: dict[CacheLevel, BlockPool | HostTier] = {}
+        pools: dict[CacheLevel, BlockPool | HostTier] = dict(self.own_pools)
         if self.host is not None:
             pools[CacheLevel.HOST] = self.host
+        return pools
+
+    @property
+    def own_pools(self) -> dict[CacheLevel, BlockPool]:
+        """The tiers of this process, from the top down."""
+        pools: dict[CacheLevel, BlockPool] = {}
+        if self.host is not None and self.host.pool is not None:
+            pools[CacheLevel.HOST] = self.host.pool
         if self.storage is not None and self.storage.pool is not None:
             pools[CacheLevel.STORAGE] = self.storage.pool
         return pools
 
     def set_clock(self, seconds: float) -> None:
         """Take the time of the tiers of this process from the caller. It does not go back, nor begin below 0."""
-        for pool in self.pools.values():
-            if isinstance(pool, BlockPool):
-                pool.set_clock(max(int(seconds * 1000), 0))
+        for pool in self.own_pools.values():
+            pool.set_clock(max(int(seconds * 1000), 0))
 
     def reuse(self) -> Reports:
         """Return what the tiers of this process whose order of eviction learns have learned."""
         return {
             level: ReuseReport.of(tables)
-            for level, pool in self.pools.items()
-            if isinstance(pool, BlockPool) and (tables := pool.reuse()) is not None
+            for level, pool in self.own_pools.items()
+            if (tables := pool.reuse()) is not None
         }
 
     def complete(self, flight: InFlightPlan, counters: Counters) -> None:
@@ -95,21 +101,16 @@ class LowerTiers:
                 self._complete_copies(part, counters)
 
     def blocks_arrived(self, copies: Sequence[Arrived]) -> None:
-        """Pass on copies to the host of which every rank has copied everything: to the service, or to the storage."""
-        for swap, flags, checksums in copies:
-            if flags is None:
-                assert self.host is not None
-                self.host.complete(
-                    swap.dst_block_ids, all_of(len(swap)), NO_CHECKSUMS if checksums is None else checksums
-                )
-            elif self.storage is not None:
-                self.storage.blocks_arrived(swap, flags.view(np.bool_))
+        """Pass on copies to the host of which every rank has copied everything to the storage."""
+        assert self.storage is not None
+        for swap, flags in copies:
+            self.storage.blocks_arrived(swap, flags.view(np.bool_))
 
     def _complete_copies(
         self, result: SwapInFlight, counters: Counters, device: BlockPool | None = None
     ) -> None:
         assert self.host is not None
-        complete_copies(result, device, self.host, counters)
+        complete_copies(result, device, self.host.index, counters)
         if self.storage:
             self.storage.blocks_arrived(result.swap, result.copied)
 
@@ -133,17 +134,20 @@ class LowerTiers:
     def worker_lost(self) -> None:
         """Forget the blocks that a lost rank held a part of, and cancel the storage tasks not sent yet."""
         self.reset_device()
-        if self.host:
-            self.host.worker_lost()
+        if self.host and self.host.pool is not None:
+            self.host.reset()
         if self.storage:
             self.storage.rank_lost()
 
     def change_layout(self, layout: KVLayout) -> int:
         """Forget the blocks of the former weights; return the number of those in this process."""
-        forgotten = sum(pool.stats().ready for pool in self.pools.values() if isinstance(pool, BlockPool))
+        forgotten = sum(pool.stats().ready for pool in self.own_pools.values())
         self.reset_device()
         if self.host:
-            self.host.change_layout(layout)
+            if self.host.service is None:
+                self.host.reset()
+            else:
+                self.host.service.change_layout(layout)
         if self.storage:
             self.storage.change_layout()
         return forgotten
@@ -155,11 +159,7 @@ class LowerTiers:
 
     def find(self, hashes: HashArray) -> dict[CacheLevel, list[BlockNode]]:
         """Return the blocks of a path in each tier of this process; pin nothing."""
-        return {
-            level: pool.nodes(pool.find(hashes).slots.tolist())
-            for level, pool in self.pools.items()
-            if isinstance(pool, BlockPool)
-        }
+        return {level: pool.nodes(pool.find(hashes).slots.tolist()) for level, pool in self.own_pools.items()}
 
     def memory_usage(self, layout: KVLayout) -> dict[CacheLevel, MemoryUsage]:
         """Return bytes per rank of each tier: planes on the device, records below it."""
@@ -171,7 +171,7 @@ class LowerTiers:
 
     def verify(self) -> None:
         """Raise ``IntegrityError`` naming every invariant that does not hold."""
-        for pool in self.pools.values():
+        for pool in self.own_pools.values():
             pool.verify()
 
     def record_events(self, capacity: int) -> None:
@@ -187,9 +187,9 @@ class Tiers(LowerTiers):
     device: BlockPool
 
     @property
-    def pools(self) -> dict[CacheLevel, BlockPool | HostTier]:
-        """The tiers that have slots, from the device down."""
-        return {CacheLevel.DEVICE: self.device, **super().pools}
+    def own_pools(self) -> dict[CacheLevel, BlockPool]:
+        """The tiers of this process, from the device down."""
+        return {CacheLevel.DEVICE: self.device, **super().own_pools}
 
     def complete(self, flight: InFlightPlan, counters: Counters) -> None:
         """End the transfers of a plan that every rank has reported: blocks that arrived can be found."""
@@ -207,7 +207,7 @@ class Tiers(LowerTiers):
         if storage is None or not len(storage.awaited) or copies is None or host is None:
             return
         awaited = storage.awaited
-        wanted = (self.device.contains(awaited) == READY) & (host.contains(awaited) == ABSENT)
+        wanted = (self.device.contains(awaited) == READY) & (host.index.contains(awaited) == ABSENT)
         if wanted.any():
             copies.enqueue_awaited(self.device.find(awaited[wanted]).slots)
 
@@ -243,11 +243,13 @@ def make_tiers(
     device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
     host, storage = make_lower_tiers(settings, layout, storage_settings, lookup, counters, clock)
     if host is not None:
-        device.set_below(host.pins, settings.write_policy is WritePolicy.WRITE_BACK)
+        device.set_below(host.index, settings.write_policy is WritePolicy.WRITE_BACK)
     tiers = Tiers(
         host=host,
         storage=storage,
-        copies=CopyOut(settings, device, host, counters, clock) if host else None,
+        copies=CopyOut(settings, device, host.index, counters, clock, on_displaced(storage))
+        if host
+        else None,
         fetches=host.fetches if host else None,
         device=device,
     )
@@ -264,20 +266,28 @@ def make_lower_tiers(
     clock: Callable[[], float],
 ) -> tuple[HostTier | None, StorageTier | None]:
     """Return host and storage tier of the settings, empty. Raises ``ConfigurationError``."""
-    host = _make_host(settings, layout, storage_settings)
+    if settings.server is not None:
+        return _shared_host(settings, layout, storage_settings), None
+    host = _own_host(settings, layout)
     return host, _make_storage(settings, layout, storage_settings, lookup, host, counters, clock)
 
 
-def _own_host(settings: CacheSettings, layout: KVLayout, blocks: int) -> LocalHostTier:
+def on_displaced(storage: StorageTier | None) -> Callable[[HashArray], None] | None:
+    """Return what is to hear of blocks that leave the host to make room."""
+    return storage.writes.on_evict if storage is not None else None
+
+
+def _own_host(settings: CacheSettings, layout: KVLayout) -> LocalHostTier | None:
+    """Return the tier of this process, None without host memory."""
+    blocks = HostCache.of(settings, layout).num_blocks
+    if not blocks:
+        return None
     extent = max(EXTENT_BYTES // layout.record_bytes, 1)
     return LocalHostTier(CacheLevel.HOST, blocks, settings.eviction, extent=extent, spare=HOST_SPARE)
 
 
-def _make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier | None:
-    """Return the tier of the service, or one of this process, or None without host memory."""
-    if settings.server is None:
-        blocks = HostCache.of(settings, layout).num_blocks
-        return _own_host(settings, layout, blocks) if blocks else None
+def _shared_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier:
+    """Return the tier of the service."""
     from fdcache.service.client.remote_tier import RemoteHostTier  # brings the network library
 
     if storage.is_on:
@@ -293,14 +303,14 @@ def _make_storage(
     layout: KVLayout,
     storage: StorageTierSettings,
     lookup: StorageConnector | None,
-    host: HostTier | None,
+    host: LocalHostTier | None,
     counters: Counters,
     clock: Callable[[], float],
 ) -> StorageTier | None:
     """Return the storage tier below a host tier of this process, None if storage is off."""
     if not storage.is_on:
         return None
-    if not isinstance(host, LocalHostTier):
+    if host is None:
         raise ConfigurationError(
             f"FDCACHE_STORAGE={storage.connector} needs a host tier to read into; set FDCACHE_HOST_MEMORY"
         )

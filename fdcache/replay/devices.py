@@ -11,12 +11,13 @@ import msgspec
 import numpy as np
 
 from fdcache.devices.base import BlockCopy, Device, DevicePlanes, Event, HostArena, Stream, enqueue_each
-from fdcache.devices.cpu import CpuDevice, CpuEvent, memory_bytes
+from fdcache.devices.cpu import CpuDevice, memory_bytes
 from fdcache.devices.topology import import_cupy, visible_gpus
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheSwapMetadata, Int32Array, SwapPurpose, TransferResult
 from fdcache.replay.messages import StepOrder
 from fdcache.settings.cache import TransferSettings, Verify
+from fdcache.tasks import CpuEvent
 
 
 class DeviceName(StrEnum):

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from fdcache.errors import FdcacheError
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
-from fdcache.manager.handover import PeerTerms
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import AllocationFailure, LoadStatus, MatchStatus
 from fdcache.replay.pd_ranks import InstanceRanks
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.tiers.statistics import HandoverCount
+from fdcache.transfer.handovers import Handovers, PeerTerms
 
 _IDLE_SECONDS = 0.001
 
@@ -160,7 +160,8 @@ class Instance:
         self._spec, self._answer = spec, answer
         layout = spec.layout
         self._size = layout.block_size
-        self.manager = CacheManager(spec.cache, layout, peers=PeerTerms(spec.peers, spec.wait))
+        self.manager = CacheManager(spec.cache, layout)
+        self.handovers = Handovers(self.manager, PeerTerms(spec.peers, spec.wait))
         self._ranks = InstanceRanks(layout, spec.transfer, self.manager, spec.shards, spec.shared)
         self._state = _State()
         self._sent: dict[int, Request] = {}
@@ -179,10 +180,10 @@ class Instance:
                 self._state.jobs[command.index] = _Job(command, Request(command.transfer, command.tokens))
             case Abort():
                 if (job := self._state.jobs.get(command.index)) is not None:
-                    self.manager.end_transfers([job.request])
+                    self.handovers.end_transfers([job.request])
                     self._end(job, aborted=True)
                 elif (sent := self._sent.get(command.index)) is not None:
-                    self.manager.end_transfers([sent])
+                    self.handovers.end_transfers([sent])
             case Reset():
                 self.manager.reset_cache()
             case Flip():
@@ -222,7 +223,7 @@ class Instance:
         fetched = 0
         if work.source and not request.device_only:
             source = PeerSource(work.transfer, work.source, work.attempt)
-            fetched = self.manager.fetch([(request, source)])[0]
+            fetched = self.handovers.fetch([(request, source)])[0]
         got = self.manager.allocate_device_blocks([(request, request.num_tokens)])[0]
         if got.failure is AllocationFailure.NO_BLOCKS:
             self.manager.unmatch([request])
@@ -231,7 +232,7 @@ class Instance:
         job.allocated, job.fetched = True, fetched
         job.waits = request.is_loading
         if not work.source:
-            self.manager.send([(request, work.transfer)])
+            self.handovers.send([(request, work.transfer)])
         self._begin(job, request.num_cached_tokens)
 
     def _begin(self, job: _Job, tokens: int) -> None:

@@ -9,6 +9,14 @@ from fdcache.settings.kinds import FilePath, Flag, HomePath, Integer, Memory, Se
 from fdcache.settings.variable import Component, Group, constant, variable
 
 
+class TraceTarget(StrEnum):
+    """Receiver of OpenTelemetry spans."""
+
+    OFF = "off"
+    OTLP = "otlp"
+    CONSOLE = "console"
+
+
 class DeploymentSettings(Group):
     """Block size and ranks, which must match the layout, and device memory."""
 
@@ -28,6 +36,13 @@ class DeploymentSettings(Group):
         "Memory for blocks on each rank's device, in place of FDCACHE_DEVICE_BLOCKS. A share is of the device's total "
         "memory; on the CPU, of the machine's memory divided by the ranks.",
         unit="bytes",
+    )
+    traces: TraceTarget = variable(
+        "FDCACHE_TRACES",
+        TraceTarget.OFF,
+        "Where OpenTelemetry spans of matches, loads and copies go: to the receiver that OTEL_EXPORTER_OTLP_ENDPOINT "
+        "names (otlp), or to standard error (console).",
+        used_in=(Component.MANAGER, Component.SERVE),
     )
     weights: Text | None = variable(
         "FDCACHE_WEIGHTS",

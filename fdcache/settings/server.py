@@ -56,6 +56,17 @@ class ServerSettings(Group):
         "HOST:PORT of probes, metrics, views and commands, or off. An address that other machines reach requires "
         "FD_API_KEY.",
     )
+    kv_events: Text = variable(
+        "FDCACHE_KV_EVENTS",
+        "off",
+        "ZeroMQ address at which the service tells routers of its blocks, such as tcp://127.0.0.1:5557, or off. The "
+        "events have the tokens of prompts, and who reaches the address can read them.",
+    )
+    kv_events_replay: Text = variable(
+        "FDCACHE_KV_EVENTS_REPLAY",
+        "off",
+        "ZeroMQ address at which routers ask for events that they have missed, such as tcp://127.0.0.1:5558, or off.",
+    )
     recover: Flag = variable("FDCACHE_RECOVER", True, "Recover the arena of an earlier service.")
     discard: Flag = variable(
         "FDCACHE_DISCARD",

@@ -19,7 +19,6 @@ from typing import Protocol
 import numpy as np
 
 from fdcache._core import CancelFlag, RecordTable
-from fdcache.devices.cpu import CpuEvent
 from fdcache.errors import PlanError, TransferTimeoutError
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.metadata import (
@@ -31,7 +30,7 @@ from fdcache.metadata import (
     TransferResult,
 )
 from fdcache.storage.connector import BatchResult, BlockStorage, Outcome, PlacedStorage, RecordBatch
-from fdcache.tasks import TransferStatus
+from fdcache.tasks import CpuEvent, TransferStatus
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,11 @@
-"""The host tier: its interface, the tier of one engine's own process, and what workers are told of it.
+"""The host tier of an engine: one of its own process, or that of a service.
 
-``RemoteHostTier`` of ``fdcache.service.client`` is the other implementation, over the tier of a service.
+``HostTier`` is what managers know of either. Its ``index`` is the data path: look-ups, pins, slots for copies and
+loads; ``csrc/tier/host_index.hpp`` says what each call promises. ``service`` has what only a service can do, and is
+None for an own tier; nothing else tells the two apart.
+
+A manager calls with its lock held. A service that cannot be reached is a tier with nothing in it and without room: no
+call raises for it, and what was pinned, reserved or loaded before is ended as ever.
 """
 
 from __future__ import annotations
@@ -9,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
-from fdcache import _core
-from fdcache._core import CopyReservation, PlannedCopies
+from fdcache._core import CopyReservation, HostIndex
 from fdcache.errors import ConfigurationError, HashingError
 from fdcache.hints import GivenHint, HintOutcome
 from fdcache.layout import KVLayout
@@ -21,7 +26,6 @@ from fdcache.metadata import (
     HashArray,
     Int32Array,
     SwapPurpose,
-    UInt64Array,
 )
 from fdcache.plans.blocks import NO_BLOCKS, Blocks
 from fdcache.plans.ledger import SwapInFlight
@@ -61,27 +65,35 @@ def host_block_bytes(layout: KVLayout) -> int:
     return layout.tp_size * (layout.record_bytes + SLOT_HEADER_BYTES)
 
 
-class HostMatch(msgspec.Struct, frozen=True, eq=False):
-    """Answer of a look-up: the run of ``blocks`` found, pinned by ``lease`` unless that is 0.
+class Found(msgspec.Struct, frozen=True, eq=False):
+    """Answer of a look-up: ``blocks`` of a path from some block on, pinned by ``lease`` unless that is 0.
 
-    ``pending``: the block after the run is being copied here. ``fetched``: positions of the run that were read from
-    storage for the request. ``fetching``: the request has to wait for its reads, and nothing was looked up;
-    ``fetched`` is then the part of its path that is still being read; ``is_last``: no other will be.
+    ``pending``: the block after them is being copied to the host. ``fetched``: positions of those that were read from
+    storage for the request.
     """
 
     lease: int
     blocks: Blocks = NO_BLOCKS
     pending: bool = False
     fetched: range = range(0)
-    fetching: bool = False
-    is_last: bool = False
 
     def __len__(self) -> int:
         return len(self.blocks)
 
 
-NOTHING = HostMatch(0)
+NOTHING = Found(0)
 """A look-up that found nothing and pins nothing."""
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """Answer of a service that reads blocks for the request: nothing was looked up.
+
+    ``arrived`` blocks of the path have come, and up to ``stop`` are being read. ``is_last``: no others will be.
+    """
+
+    arrived: int
+    stop: int
+    is_last: bool = False
 
 
 class SharedHints(Protocol):
@@ -94,28 +106,94 @@ class SharedHints(Protocol):
         """Return what the service has told since the last call."""
 
 
+class PathNote(msgspec.Struct, frozen=True):
+    """What the blocks of a path depend on beside their tokens: ``items`` are offset, length and name of images."""
+
+    tenant: str | None = None
+    adapter: str | None = None
+    items: list[tuple[int, int, str]] = []
+
+
+class SharedNotes(Protocol):
+    """Descriptions of blocks for a service that tells routers of them."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """True while there is such a service."""
+
+    def describe(self, hashes: HashArray, tokens: Int32Array, note: PathNote) -> None:
+        """Describe the blocks of one path that are not described yet: those at its end."""
+
+
+class HostService(Protocol):
+    """What an engine and a service tell each other. Messages go in the background, but for ``ask``."""
+
+    @property
+    def hints(self) -> SharedHints:
+        """Hints for the tiers of the service."""
+
+    @property
+    def notes(self) -> SharedNotes:
+        """Descriptions of blocks for the service."""
+
+    @property
+    def reads(self) -> ReadTotals | None:
+        """Reads of the service from storage, as of the last heartbeat; None without a session."""
+
+    @property
+    def arena(self) -> str:
+        """Name of the shared arena that slots found now refer to."""
+
+    @property
+    def plan_arena(self) -> str:
+        """Name of the shared arena that slots of the open plans refer to, also while its session ends."""
+
+    def begin_look_up(self) -> None:
+        """Make a reset that is still owed; called before the look-ups of a step."""
+
+    def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[Found | Reading]:
+        """Pin, in one round trip, the runs of (hashes, start) that ``index`` cannot answer.
+
+        ``fetches``: the number of each path's fetch from storage, 0 for none.
+        """
+
+    def own(self, block: bytes, tenant: str) -> None:
+        """Assign a first block of paths, and all blocks below it, to a tenant."""
+
+    def report(self, figures: Callable[[], bytes]) -> None:
+        """Offer the engine's statistics, a JSON object."""
+
+    def flush(self) -> None:
+        """End of step: send what is queued."""
+
+    def take_device_reset(self) -> bool:
+        """Return True if an operator asked for a reset of the device tier since the last call."""
+
+    def change_layout(self, layout: KVLayout) -> None:
+        """Go on with another revision of the model; blocks of the former one are not found any more."""
+
+    def close(self) -> None:
+        """Leave the service. Idempotent."""
+
+
 class HostTier(Protocol):
-    """A tier of host blocks. A service that cannot be reached is a tier with nothing in it: no call raises for it."""
+    """A tier of host blocks; see the head of this module."""
+
+    @property
+    def index(self) -> HostIndex:
+        """Look-ups, pins, loads, and slots for copies."""
+
+    @property
+    def pool(self) -> BlockPool | None:
+        """The slots, if they are of this process."""
+
+    @property
+    def service(self) -> HostService | None:
+        """The service that the tier belongs to, or None."""
 
     @property
     def fetches(self) -> Fetches | None:
         """Reads from storage for requests; None without storage."""
-
-    @property
-    def hints(self) -> SharedHints | None:
-        """Hints for the tiers of a service; None without one."""
-
-    @property
-    def service_reads(self) -> ReadTotals | None:
-        """Reads of a service from storage; None without one."""
-
-    @property
-    def arena(self) -> str | None:
-        """Name of the shared arena that slots refer to; None when every worker has its own."""
-
-    @property
-    def plan_arena(self) -> str | None:
-        """Name of the shared arena that slots of the open plans refer to, also while its session ends."""
 
     @property
     def host_cache(self) -> HostCache:
@@ -126,85 +204,15 @@ class HostTier(Protocol):
         """Number of slots known so far."""
 
     @property
-    def copy_room(self) -> int:
-        """Most blocks that may be copied to the tier now."""
-
-    @property
-    def copy_target(self) -> _core.Tier | _core.OutgoingCopies | None:
-        """The native object in which ``CopyOut`` reserves slots; None while there is no service."""
-
-    def copies_reserved(self, planned: PlannedCopies) -> None:
-        """Learn which slots were reserved in ``copy_target``."""
-
-    def take_slots(
-        self, parents: HashArray, hashes: HashArray, *, below_pending: bool = False
-    ) -> CopyReservation | None:
-        """Reserve slots for copies of absent blocks, parents first, as ``Tier.reserve_copies``; None without a tier."""
-
-    def take_device_reset(self) -> bool:
-        """Return True if an operator asked for a reset of the device tier since the last call."""
-
-    @property
-    def pins(self) -> _core.Tier | _core.PinnedRuns:
-        """The native object in which ``BlockManager`` looks blocks up and pins them."""
-
-    def match_paths(
-        self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
-    ) -> list[HostMatch]:
-        """Pin, for each (hashes, start), the leading run of ``hashes`` from ``start`` on; one round trip.
-
-        ``fetches``: the number of each path's fetch from storage, 0 for none.
-        """
-
-    def begin_look_up(self) -> None:
-        """Prepare ``pins`` for look-ups."""
-
-    def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[HostMatch]:
-        """Pin, in one round trip, the runs of paths that ``pins`` cannot answer."""
-
-    def release(self, lease: int) -> bool:
-        """Unpin a run; blocks being loaded from it stay pinned until the load ends."""
-
-    def begin_load(self, lease: int, slots: Int32Array) -> None:
-        """Pin the source slots of a load that was planned from a run."""
-
-    def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
-        """Unpin the source slots of a load; ``copied`` is 1 for blocks that every rank has."""
-
-    def discard(self, slots: Int32Array) -> object:
-        """Forget the blocks in these slots, which a load still pins: their bytes are wrong."""
-
-    def contains(self, hashes: HashArray) -> HashArray:
-        """Return per hash 0 absent, 1 ready, 2 pending; of a shared tier as far as this process knows."""
-
-    def complete(self, slots: Int32Array, copied: HashArray, checksums: UInt64Array) -> HashArray:
-        """End copies into slots, parents first; return 1 for blocks that are in the tier, or will be."""
-
-    @property
     def in_use(self) -> int:
         """Number of this engine's pins, holds, leases and slots being written."""
-
-    def own(self, block: bytes, tenant: str) -> None:
-        """Assign a first block of paths, and all blocks below it, to a tenant."""
-
-    def report(self, figures: Callable[[], bytes]) -> None:
-        """Offer the engine's statistics, a JSON object, to a service."""
 
     @property
     def traffic(self) -> TrafficMeter:
         """Totals of what the ranks copied."""
 
-    def flush(self) -> None:
-        """End of step: send queued completions."""
-
-    def worker_lost(self) -> None:
-        """Forget every block if the memory went with a dead rank's process."""
-
     def reset(self) -> None:
         """Forget every block."""
-
-    def change_layout(self, layout: KVLayout) -> None:
-        """Go on with another revision of the model; blocks of the former one are not found any more."""
 
     def usage(self) -> TierUsage:
         """Return the state of the tier."""
@@ -215,24 +223,15 @@ class HostTier(Protocol):
     def take_events(self) -> tuple[Any, Any, Any]:
         """Return kinds, hashes and parents of the events since the last call."""
 
-    def verify(self) -> None:
-        """Raise ``IntegrityError`` for an invariant that does not hold."""
-
-    def close(self) -> None:
-        """Release everything. Idempotent."""
-
 
 class LocalHostTier(BlockPool):
     """The host tier of one engine, in its scheduler's process; every worker has an arena of its own.
 
-    ``on_evict`` is called with the hashes that leave the tier to make room for copies.
+    ``on_evict`` is called with the hashes that leave the tier to make room for reads.
     """
 
-    arena: str | None = None
-    plan_arena: str | None = None
+    service: HostService | None = None
     fetches: Fetches | None = None
-    hints: SharedHints | None = None
-    service_reads: ReadTotals | None = None
     on_evict: Callable[[HashArray], None] | None = None
 
     def __init__(
@@ -246,7 +245,16 @@ class LocalHostTier(BlockPool):
     ) -> None:
         super().__init__(level, num_blocks, eviction, extent=extent, spare=spare)
         self.traffic = TrafficMeter()
-        self._loaded: set[int] = set()  # leases of runs that were used
+
+    @property
+    def index(self) -> LocalHostTier:
+        """The tier itself."""
+        return self
+
+    @property
+    def pool(self) -> LocalHostTier:
+        """The tier itself."""
+        return self
 
     @property
     def host_cache(self) -> HostCache:
@@ -259,52 +267,10 @@ class LocalHostTier(BlockPool):
         return self.stats().slots
 
     @property
-    def copy_room(self) -> int:
-        """Number of slots: copies that find no room are dropped one by one."""
-        return self.num_blocks
-
-    @property
-    def copy_target(self) -> LocalHostTier:
-        """The tier itself."""
-        return self
-
-    @property
-    def pins(self) -> LocalHostTier:
-        """The tier itself."""
-        return self
-
-    def copies_reserved(self, planned: PlannedCopies) -> None:
-        """Call ``on_evict`` for the blocks that made room."""
-        if self.on_evict is not None:
-            self.on_evict(planned.displaced.hashes)
-
-    def match_paths(
-        self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
-    ) -> list[HostMatch]:
-        """Pin, for each (hashes, start), the leading run of ``hashes`` from ``start`` on."""
-        return [
-            self._match(hashes, start, fetches[i] if fetches else 0)
-            for i, (hashes, start) in enumerate(paths)
-        ]
-
-    def _match(self, hashes: HashArray, start: int, fetch: int) -> HostMatch:
-        lease = self.open_lease()
-        try:
-            run = self.match(lease, hashes, start)
-        except ValueError as error:
-            super().release(lease)
-            raise HashingError(
-                f"keys: {error}; a key that was stored below another block than the one before it has to differ"
-            ) from error
-        pending, stop = run.pending, start + len(run)
-        if self.fetches is None:
-            fetched = range(0)
-        else:
-            fetched = self.fetches.fetched(fetch, start, len(run))
-            # The prefetch policy has decided how long to wait for a block that is being read.
-            pending = pending and not self.fetches.is_reading(hashes[stop].tobytes())
-        blocks = Blocks.of_path(hashes, start, run.slots, run.generations) if len(run) else NO_BLOCKS
-        return HostMatch(lease, blocks, pending, fetched)
+    def in_use(self) -> int:
+        """Number of pins, holds, leases and slots being written."""
+        figures = self.stats()
+        return figures.pins + figures.holds + figures.leases + figures.writing
 
     def reserve_copies(
         self, lease: int, parents: HashArray, hashes: HashArray, below_pending: bool = False
@@ -315,70 +281,63 @@ class LocalHostTier(BlockPool):
             self.on_evict(taken.evicted.hashes)
         return taken
 
-    def take_slots(
-        self, parents: HashArray, hashes: HashArray, *, below_pending: bool = False
-    ) -> CopyReservation:
-        """Reserve slots that no lease owns."""
-        return self.reserve_copies(0, parents, hashes, below_pending)
 
-    def begin_load(self, lease: int, slots: Int32Array) -> None:
-        """Hold the source slots, whatever becomes of the lease."""
-        self._loaded.add(lease)
-        self.hold(slots)
+def find_and_pin(
+    host: HostTier, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
+) -> list[Found | Reading]:
+    """Pin, for each (hashes, start), the leading run of ``hashes`` from ``start`` on.
 
-    def release(self, lease: int) -> bool:
-        """Unpin a run; the order of eviction learns from one that was loaded."""
-        if lease in self._loaded:
-            self._loaded.remove(lease)
-            return self.finish(lease)
-        return super().release(lease)
+    ``fetches``: the number of each path's fetch from storage, 0 for none. Of a service one round trip asks for all
+    paths that its storage may have, and for those of which something is there that cannot be pinned without it now.
+    Raises ``HashingError`` for keys that contradict those stored.
+    """
+    service = host.service
+    if service is not None:
+        service.begin_look_up()
+    found: list[Found | Reading] = [NOTHING] * len(paths)
+    asked = []
+    for i, (hashes, start) in enumerate(paths):
+        number = fetches[i] if fetches else 0
+        found[i], ask_for = _find(host, hashes, start, number)
+        if ask_for:
+            asked.append((i, (hashes[:ask_for], start), number))
+    if asked and service is not None:
+        places, asked_paths, numbers = zip(*asked, strict=True)
+        for i, answer in zip(places, service.ask(asked_paths, numbers), strict=True):
+            found[i] = answer
+    return found
 
-    def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
-        """Release the source slots."""
-        self.unhold(slots)
 
-    @property
-    def in_use(self) -> int:
-        """Number of pins, holds, leases and slots being written."""
-        figures = self.stats()
-        return figures.pins + figures.holds + figures.leases + figures.writing
+def find_only(host: HostTier, hashes: HashArray, start: int) -> Found:
+    """Pin the leading run of one path, whatever is being read for it."""
+    (found,) = find_and_pin(host, [(hashes, start)])
+    assert isinstance(found, Found)
+    return found
 
-    def change_layout(self, layout: KVLayout) -> None:
-        """Forget every block: they belong to the former weights."""
-        self.reset()
 
-    def worker_lost(self) -> None:
-        """Forget every block: a part of each went with the worker."""
-        self.reset()
-
-    # Of a shared tier only; there is no operator, no quota and no service here.
-
-    def begin_look_up(self) -> None:
-        """Do nothing."""
-
-    def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[HostMatch]:
-        """Return that nothing was found."""
-        return [NOTHING] * len(paths)
-
-    def take_device_reset(self) -> bool:
-        """Return False."""
-        return False
-
-    def own(self, block: bytes, tenant: str) -> None:
-        """Do nothing."""
-
-    def report(self, figures: Callable[[], bytes]) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[Found, int]:
+    fetches = host.fetches
+    storage_use = 0 if fetches is None else fetches.storage_use(number)
+    try:
+        run, pending, ask_for = host.index.find_and_pin(hashes, start, storage_use)
+    except ValueError as error:
+        raise HashingError(
+            f"keys: {error}; a key that was stored below another block than the one before it has to differ"
+        ) from error
+    if fetches is None:
+        fetched = range(0)
+    else:
+        fetched, stop = fetches.fetched(number, start, len(run)), start + len(run)
+        # The prefetch policy has decided how long to wait for a block that is being read.
+        pending = pending and not fetches.is_reading(hashes[stop].tobytes())
+    if not len(run):
+        return Found(0, pending=pending), ask_for
+    blocks = Blocks.of_path(hashes, start, run.slots, run.generations, run.unverified)
+    return Found(run.lease, blocks, pending, fetched), ask_for
 
 
 def complete_copies(
-    result: SwapInFlight, device: BlockPool | None, host: HostTier, counters: Counters
+    result: SwapInFlight, device: BlockPool | None, host: HostIndex, counters: Counters
 ) -> None:
     """End a transfer between device and host that every rank has reported.
 
@@ -389,18 +348,18 @@ def complete_copies(
     swap, copied = result.swap, result.flags
     counters.count_copies(swap.purpose, result.num_copied, result.size)
     if swap.purpose is SwapPurpose.LOAD:
-        if result.any_corrupt:
-            discard_corrupt(result, host, counters)
+        bad = None if result.is_whole else result.corrupt if device is not None else ~result.copied
+        counters.blocks_corrupt_in_host += int(np.count_nonzero(result.corrupt)) if result.any_corrupt else 0
         if device is not None:
             result.settle(device.complete(swap.dst_block_ids, copied, result.checksums))
-        elif not result.is_whole:
-            host.discard(swap.src_block_ids[~result.copied])
-        host.end_load(swap.src_block_ids, swap.hash_values, copied)
+        host.end_load(
+            swap.src_block_ids, swap.hash_values, copied, None if bad is None else bad.view(np.uint8)
+        )
     else:
         result.settle(host.complete(swap.dst_block_ids, copied, result.checksums))
 
 
-def discard_corrupt(result: SwapInFlight, host: HostTier | BlockPool, counters: Counters) -> None:
+def discard_corrupt(result: SwapInFlight, host: BlockPool, counters: Counters) -> None:
     """Forget host records that a copy out of them found corrupt, while it still holds their slots."""
     bad = result.swap.src_block_ids[result.corrupt]
     if len(bad):

@@ -10,9 +10,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from fdcache.devices.base import Event
-from fdcache.devices.cpu import CpuEvent
 from fdcache.metadata import HandoverEnd, PeerTask, TransferReport, TransferResult
-from fdcache.tasks import TransferStatus
+from fdcache.tasks import CpuEvent, TransferStatus
 
 
 class TransferExecution:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fdcache.devices import topology
-from fdcache.devices.calibration import Calibration, Measurement
 from fdcache.errors import ConfigurationError
+from fdcache.machine.calibration import Calibration, Measurement
 from fdcache.service.server import machine_findings
 from fdcache.service.server.arena import Arena
 from fdcache.settings import VARIABLES, Settings

@@ -23,9 +23,9 @@ import cupy
 import numpy as np
 
 from fdcache.devices.base import PlaneBinding
-from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
 from fdcache.layout import KVLayout
+from fdcache.machine.calibration import Calibration
 from fdcache.manager import Request
 from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
@@ -245,7 +245,7 @@ def _prefill(gpu: str, directory: str, connector: str = "ipc") -> None:
                 seed, blocks, cycles = map(int, line.split())
                 request = Request(f"r{seed}", prompt_of(seed, blocks))
                 instance.start(request)
-                instance.manager.send([(request, f"r{seed}")])
+                instance.handovers.send([(request, f"r{seed}")])
                 instance.step()
                 if cycles:
                     with cupy.cuda.Device(instance.ordinal):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.devices.calibration import Calibration, load_calibration, save_calibration
 from fdcache.devices.cuda import CudaDevice, load_kernels
 from fdcache.devices.topology import visible_gpus
 from fdcache.errors import KernelError
+from fdcache.machine.calibration import Calibration, load_calibration, save_calibration
 from fdcache.settings.cache import TransferSettings
 
 RUN = "from fdcache_cli.main import run; run()"

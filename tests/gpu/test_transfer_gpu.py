@@ -291,7 +291,7 @@ def test_a_changed_byte_is_found_on_the_device(tmp_path: Path) -> None:
     ):
         mine, theirs = Request("r", prompt_of(5, 6)), Request("r", prompt_of(5, 6))
         prefill.start(mine)
-        prefill.manager.send([(mine, "r")])
+        prefill.handovers.send([(mine, "r")])
         prefill.step()
         prefill.compute(mine, "r")
         prefill.until(lambda: [each.complete for each in prefill.transfers.transfers] == [True])
@@ -312,7 +312,7 @@ def test_hand_overs_without_a_stream_are_refused(tmp_path: Path) -> None:
             instance.controller.layer_computed(0, {"r": 1})
         request = Request("r", prompt_of(1, 4))
         instance.start(request)
-        instance.manager.send([(request, "r")])
+        instance.handovers.send([(request, "r")])
         instance.stream = None
         with pytest.raises(StreamError, match="orders nothing"):
             instance.step()

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
 from fdcache.layout import KVLayout
+from fdcache.machine.calibration import Calibration
 from fdcache.settings.cache import TransferSettings
 from tests.swaps import Worker
 

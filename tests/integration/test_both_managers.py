@@ -142,8 +142,8 @@ class Side:
 
         def has_stock() -> bool:
             if (session := host.sessions.session) is not None:
-                session.expect(blocks)
-            return bool(host.copy_room >= blocks)
+                session._expect(blocks)
+            return bool(host.index.room >= blocks)
 
         until(has_stock, "slots are granted")
 
@@ -169,7 +169,7 @@ class Side:
 
         if self.service is not None:
             host: Any = self.manager._host
-            host.flush()
+            host.service.flush()
             until(heard, "the service has heard of every copy")
 
     @property

@@ -73,7 +73,7 @@ class TestChangeOfLayout:
             engine.manager.change_revision(str(turn + 1))
             engine.carry_out(plans)
             engine.manager.finish([request])
-            until(lambda: host_of(engine).copy_room, "it has registered with the new layout")
+            until(lambda: host_of(engine).index.room, "it has registered with the new layout")
             former = namespace(service, str(turn))
             assert (former["tier"]["ready"], former["clients"]) == (10, 0)
         engine.close()

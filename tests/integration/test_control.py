@@ -19,7 +19,7 @@ from tests.service_help import LocalService, local_service, run, until
 KEY = "k" * 32
 BEARER = {"Authorization": f"Bearer {KEY}"}
 BLOCKS = len(PROMPT) // BLOCK
-STORAGE = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_SIZE": "16MiB", "FDCACHE_STORAGE_THREADS": "1"}
+STORAGE = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_SIZE": "16MiB"}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ PREFIX = Prefix(PROMPT)
 
 class TestPins:
     def test_pinned_blocks_survive_the_flood_that_evicts_others(self, tmp_path: Path) -> None:
-        with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB", FDCACHE_EXTENT_SIZE="256KiB") as service:
+        with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB") as service:
             engine, control = Engine(service.address, device_blocks=64), Control(service.client)
             engine.serve(PROMPT)
             engine.serve([7, *PROMPT])
@@ -159,7 +159,6 @@ class TestTiers:
             **STORAGE,
             FDCACHE_STORAGE_DIR=str(tmp_path / "disk"),
             FDCACHE_WRITE_POLICY="write_back",
-            FDCACHE_CLEAN_RESERVE="1",
         ) as service:
             engine, control = Engine(service.address), Control(service.client)
             engine.serve(PROMPT)

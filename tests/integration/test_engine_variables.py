@@ -26,6 +26,7 @@ from fdcache.manager.requests import PeerSource
 from fdcache.metadata import TransferReport
 from fdcache.replay.scheduler import Scheduler
 from fdcache.settings import VARIABLES, Settings
+from fdcache.transfer.handovers import Handovers, PeerTerms
 from fdcache_cli.main import run as run_command
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request, make, run, settle
 from tests.service_engine import PROMPT, Engine
@@ -237,10 +238,12 @@ class TestHandOver:
     def test_prefill_is_told_of_a_lack_of_room_unless_decode_tries_again(
         self, tmp_path: Path, flag: dict[str, str], declined: int
     ) -> None:
-        with closing(Manager.from_settings(LAYOUT, self.load(tmp_path, **flag))) as manager:
+        settings = self.load(tmp_path, **flag)
+        with closing(Manager.from_settings(LAYOUT, settings)) as manager:
+            handovers = Handovers(manager, PeerTerms.of(settings))
             request = Request("a", list(range(100)))
             manager.match_prefix([request])
-            assert manager.fetch([(request, PeerSource("a", ("ipc:///none",)))]) == [1]
+            assert handovers.fetch([(request, PeerSource("a", ("ipc:///none",)))]) == [1]
             assert not manager.allocate_device_blocks([(request, 9 * 64)])[0].ok
             manager.unmatch([request])
             told = [task for plan in manager.take_plans() for task in plan.peers]
@@ -252,14 +255,15 @@ class TestHandOver:
     ) -> None:
         settings = self.load(tmp_path, FD_EP_MAX_PREFETCH_TASK_NUM=most)
         with closing(Manager.from_settings(LAYOUT, settings)) as manager:
-            found = [manager.fetch_room]
+            handovers = Handovers(manager, PeerTerms.of(settings))
+            found = [handovers.fetch_room]
             for name in range(2):
                 request = Request(f"{name}", [name] * 100)
                 manager.match_prefix([request])
-                manager.fetch([(request, PeerSource(f"{name}", ("ipc:///none",)))])
+                handovers.fetch([(request, PeerSource(f"{name}", ("ipc:///none",)))])
                 assert manager.allocate_device_blocks([(request, 100)])[0].ok
                 manager.take_plans()
-                found.append(manager.fetch_room)
+                found.append(handovers.fetch_room)
             assert found == room
 
     @pytest.mark.parametrize("changeable", [False, True])
@@ -270,15 +274,16 @@ class TestHandOver:
         settings = self.load(tmp_path, FDCACHE_TRANSFER_ROLE=role, FD_PD_CHANGEABLE=str(int(changeable)))
         controller = Controller.from_settings(LAYOUT, settings)
         with closing(Manager.from_settings(LAYOUT, settings)) as manager:
+            handovers = Handovers(manager, PeerTerms.of(settings))
             controller.initialize_kv_cache(8)
             address = controller.open_transfer()
             request = Request("a", list(range(100)))
             manager.match_prefix([request])
             if role == "prefill":
-                manager.fetch([(request, PeerSource("a", (str(address),)))])
+                handovers.fetch([(request, PeerSource("a", (str(address),)))])
             assert manager.allocate_device_blocks([(request, 100)])[0].ok
             if role == "decode":
-                manager.send([(request, "a")])
+                handovers.send([(request, "a")])
             (plan,) = manager.take_plans()
             controller.submit_swap_tasks(plan)
             if changeable:
@@ -324,10 +329,11 @@ class TestHandOver:
     def test_prefill_waits_for_decode_as_configured(self, values: dict[str, str], seconds: float) -> None:
         settings = Settings.load(environ={"FDCACHE_TRANSFER": "ipc", "FDCACHE_DEVICE_BLOCKS": "8", **values})
         with closing(Manager.from_settings(LAYOUT, settings)) as manager:
+            handovers = Handovers(manager, PeerTerms.of(settings))
             request = Request("a", list(range(100)))
             manager.match_prefix([request])
             assert manager.allocate_device_blocks([(request, 100)])[0].ok
-            manager.send([(request, "transfer")])
+            handovers.send([(request, "transfer")])
             (plan,) = manager.take_plans()
             (task,) = plan.peers
             assert task.timeout == seconds
@@ -374,7 +380,7 @@ class TestFastDeploy:
             request = fd_request("a", 2 * BLOCK)
             run(manager, request, outputs=2 * BLOCK + 1)
             request.status = SimpleNamespace(name=status)
-            manager.finish(request)
+            manager.request_finish(request)
             settle(manager)
             again = fd_request("b", prompt=[*request.prompt_token_ids, *request.output_token_ids])
             manager.match_prefix(again)

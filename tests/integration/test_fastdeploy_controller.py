@@ -284,7 +284,7 @@ def test_two_engines_share_the_host_tier_of_a_service(tmp_path: Path) -> None:
         for found in (0, 4):
             engine = Engine(server=service.address)
             host = engine.manager.core._host
-            until(lambda host=host: host.copy_room >= 4, "slots are granted")  # type: ignore[misc]
+            until(lambda host=host: host.index.room >= 4, "slots are granted")  # type: ignore[misc]
             assert engine.serve(fd_request("a", prompt=prompt)) == found
             assert engine.manager.core.get_stats().counters.loads_confirmed == found // 4
             engine.controller.shutdown()
@@ -319,7 +319,7 @@ def test_the_environment_alone_connects_two_engines_to_a_service(
         for found in (0, 4):
             engine = EnvironmentEngine()
             host = engine.manager.core._host
-            until(lambda host=host: host.copy_room >= 4, "slots are granted")  # type: ignore[misc]
+            until(lambda host=host: host.index.room >= 4, "slots are granted")  # type: ignore[misc]
             assert engine.serve(fd_request("a", prompt=prompt)) == found
             assert engine.manager.core.get_stats().counters.host_hit_tokens == found * BLOCK
             engine.close()

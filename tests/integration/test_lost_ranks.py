@@ -50,7 +50,7 @@ def test_blocks_given_away_in_a_step_that_loses_a_rank_are_not_stored(
 ) -> None:
     engine = OffloadEngine(layout=LAYOUT, server=service.address, rpc_timeout=TIMEOUT, policy=policy)
     manager = engine.manager
-    until(lambda: manager._host.copy_room >= 3, "slots are granted")
+    until(lambda: manager._host.index.room >= 3, "slots are granted")
     request = begun(engine, "a", prompt(1, 2, 3))
     engine.compute(request, [0, 1, 2])
     manager.offer(request, 3 * BLOCK, ids(0, 1, 2))
@@ -77,7 +77,7 @@ def test_blocks_given_away_in_a_step_that_loses_a_rank_are_not_stored(
 def test_a_load_planned_in_a_step_that_loses_a_rank_ends_at_once(service: LocalService) -> None:
     engine = OffloadEngine(layout=LAYOUT, server=service.address, rpc_timeout=TIMEOUT)
     manager = engine.manager
-    until(lambda: manager._host.copy_room >= 3, "slots are granted")
+    until(lambda: manager._host.index.room >= 3, "slots are granted")
     engine.stored("a", prompt(1, 2, 3), [0, 1, 2])
     until(lambda: ready_blocks(service) == 3, "they are stored")
     request = begun(engine, "b", prompt(1, 2, 3))

@@ -59,7 +59,7 @@ class TestHostTier:
         world.settle()
         cold = world.manager._device.coldest(2)
         assert world.manager._host is not None
-        assert world.manager._host.contains(cold.hashes).tolist() == [1, 1]
+        assert world.manager._host.index.contains(cold.hashes).tolist() == [1, 1]
 
     def test_loads_are_confirmed_without_waiting_for_backups(self, worlds: Worlds) -> None:
         world = worlds.with_blocks_on_the_host_only()

@@ -67,7 +67,7 @@ def test_stock_of_an_idle_engine_is_reclaimed_for_another_namespace(
 
         def is_stored() -> bool:
             idle.carry_out(idle.manager.take_plans())
-            return bool((third.manager._host.contains(hashes) == 1).all())  # type: ignore[union-attr]
+            return bool((third.manager._host.index.contains(hashes) == 1).all())  # type: ignore[union-attr]
 
         until(is_stored, "it goes on storing")
         assert third.serve(PROMPT)[0] == 10

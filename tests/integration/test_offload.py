@@ -9,11 +9,20 @@ import pytest
 
 from examples import offloading
 from fdcache.errors import ConfigurationError, PlanError
-from fdcache.manager import KeyedRequest, LoadStatus, MatchStatus, OffloadManager, OffloadMatch, Request
+from fdcache.manager import (
+    KeyedRequest,
+    LoadStatus,
+    MatchStatus,
+    OffloadManager,
+    OffloadMatch,
+    Request,
+    offloaded,
+)
 from fdcache.metadata import CacheLevel, StorageScan
 from fdcache.settings import Settings
 from fdcache.settings.cache import PrefetchPolicy, WritePolicy
 from fdcache.storage.slab import SlabStore
+from fdcache.tiers.host import HostTier, find_and_pin
 from tests.offload_engine import BLOCK, LAYOUT, OffloadEngine, ids, prompt
 from tests.service_engine import ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, until
@@ -30,7 +39,7 @@ def at_service(service: LocalService) -> OffloadEngine:
 
 
 def await_slots(engine: OffloadEngine) -> None:
-    until(lambda: engine.manager._host.copy_room, "slots are granted")
+    until(lambda: engine.manager._host.index.room, "slots are granted")
 
 
 def found(engine: OffloadEngine, request: Request, device_tokens: int = 0) -> OffloadMatch:
@@ -78,25 +87,25 @@ def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(
         request = Request("second", prompt(1, 2))
         engine.manager.begin(request)
         assert found(engine, request).num_tokens == 2 * BLOCK
-        host = engine.manager._host
+        host, link = engine.manager._host, engine.manager._host.service
+        assert link is not None
         pinned = host.in_use
         for _ in range(5):
             assert engine.manager.match(request, BLOCK).num_tokens == BLOCK
         assert host.in_use == pinned
         asked: list[int] = []
-        match_paths = host.match_paths
 
-        def counted(paths: Any, fetches: Any = ()) -> Any:
+        def counted(host: HostTier, paths: Any, fetches: Any = ()) -> Any:
             asked.append(len(paths))
-            return match_paths(paths, fetches)
+            return find_and_pin(host, paths, fetches)
 
-        monkeypatch.setattr(host, "match_paths", counted)
-        arena = host.arena
+        monkeypatch.setattr(offloaded, "find_and_pin", counted)
+        arena = link.arena
         sessions = host.sessions  # type: ignore[attr-defined]
         session = sessions.session
         sessions.lose(session, "the test")
         until(lambda: sessions.session is not None, "it registers again")
-        assert host.arena != arena
+        assert link.arena != arena
         assert engine.manager.load(request, ids(6, 7)) == 0
         for _ in range(3):
             assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK

@@ -28,7 +28,7 @@ def engine(request: pytest.FixtureRequest) -> OffloadEngine:
     if request.param == "own":
         return OffloadEngine()
     engine = OffloadEngine(server=request.getfixturevalue("service").address, rpc_timeout=TIMEOUT)
-    until(lambda: engine.manager._host.copy_room, "slots are granted")
+    until(lambda: engine.manager._host.index.room, "slots are granted")
     return engine
 
 
@@ -113,7 +113,7 @@ def test_no_slot_stays_held_after_a_reset_or_the_loss_of_a_rank(engine: OffloadE
 def test_blocks_given_away_while_a_service_drains_are_kept(service: LocalService) -> None:
     engine = OffloadEngine(server=service.address, rpc_timeout=TIMEOUT, policy=WritePolicy.WRITE_BACK)
     sessions = engine.manager._host.sessions  # type: ignore[attr-defined]
-    until(lambda: engine.manager._host.copy_room, "slots are granted")
+    until(lambda: engine.manager._host.index.room, "slots are granted")
     request = Request("first", prompt(1, 2))
     engine.manager.begin(request)
     engine.compute(request, range(2))

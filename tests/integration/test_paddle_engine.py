@@ -10,7 +10,7 @@ import pytest
 
 from examples.paddle_engine.config import ModelConfig
 from fdcache import MultimodalItem
-from fdcache.devices.cpu import CpuEvent
+from fdcache.tasks import CpuEvent
 from tests.faults import FailingLoadsDevice, PausingDevice
 from tests.paddle_help import (
     ENGINE,

@@ -78,7 +78,7 @@ def is_on_host():
     return found == 4
 
 tokens = [7] * (4 * layout.block_size + 1)
-wait_for(lambda: manager._tiers.host.copy_room >= 4)
+wait_for(lambda: manager._tiers.host.index.room >= 4)
 serve("first-request", tokens)
 manager._reset_device()
 wait_for(is_on_host)

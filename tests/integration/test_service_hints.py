@@ -111,7 +111,9 @@ def test_a_hint_whose_session_ends_has_an_outcome(service: LocalService, engine:
 
 def test_an_offload_manager_passes_hints_on(service: LocalService, engine: Engine) -> None:
     with OffloadManager(engine.manager.settings, engine.layout) as manager:
-        until(lambda: manager._host.arena != "none", "there is a session")
+        link = manager._service
+        assert link is not None
+        until(lambda: link.arena != "none", "there is a session")
         request = Request("r", PROMPT, hints=[Hint.returns(30)])
         manager.begin(request)
         manager.finish(request)

@@ -29,6 +29,7 @@ from fdcache.service.wire.protocol import (
 )
 from fdcache.service.wire.shared_memory import RING_BYTES, Geometry, create_shared
 from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.host import find_only
 from tests.service_engine import layout
 from tests.service_help import TIMEOUT, service_process, until
 
@@ -90,7 +91,7 @@ def service(tmp_path: Path) -> Iterator[ScriptedService]:
 def test_a_malformed_answer_ends_the_session_and_the_engine_registers_again(service: ScriptedService) -> None:
     tier = RemoteHostTier(CacheSettings(server=service.address, rpc_timeout=TIMEOUT), layout())
     until(lambda: service.registrations > 2, "the engine registers again")
-    assert tier.contains(HASHES).tolist() == [0, 0]
+    assert tier.index.contains(HASHES).tolist() == [0, 0]
     tier.close()
 
 
@@ -102,7 +103,7 @@ def test_an_engine_without_hits_notices_a_silent_service(tmp_path: Path) -> None
         assert service.process is not None
         service.process.send_signal(signal.SIGSTOP)
         until(lambda: not tier.connected, "the silence is noticed")
-        assert [len(match) for match in tier.match_paths([(HASHES, 0)])] == [0]
+        assert [find_only(tier, HASHES, 0).lease] == [0]
         service.process.send_signal(signal.SIGCONT)
         until(lambda: tier.connected, "the engine is back")
         assert service.ask("integrity") == []

@@ -40,15 +40,15 @@ def test_prefill_has_its_blocks_back_if_decode_does_not_begin(make_world: MakeWo
     manager, request = world.mine.manager, Request("r", prompt_of(1, BLOCKS))
     world.peer.ask("send", "r", 1, BLOCKS)
     if reason == "refused":
-        manager.decline([world.source("r")])
+        world.mine.handovers.decline([world.source("r")])
     else:
         manager.match_prefix([request])
-        assert manager.fetch([(request, world.source("r"))]) == [BLOCKS]
+        assert world.mine.handovers.fetch([(request, world.source("r"))]) == [BLOCKS]
         if reason == "no room":
             assert not manager.allocate_device_blocks([(request, 9 * BLOCK)])[0].ok
             manager.unmatch([request])
         else:
-            manager.end_transfers([request])
+            world.mine.handovers.end_transfers([request])
     manager.finish([request])
     world.until(lambda: is_told(world) and world.mine.is_clean)
     assert world.mine.results == ["declined"]
@@ -72,7 +72,7 @@ def test_slots_are_held_until_the_reads_into_them_have_ended(make_world: MakeWor
     elif end == "reset":
         manager.reset_cache()
     if end != "late":
-        manager.end_transfers([request])
+        world.mine.handovers.end_transfers([request])
     manager.finish([request])
     world.until(lambda: is_told(world))
     assert GATE.waiting, "prefill is told while decode still reads"
@@ -271,12 +271,12 @@ def test_a_thousand_aborts_at_once_leave_nothing(make_world: MakeWorld) -> None:
     requests = [Request(f"{index}", prompt_of(100 + index, 2)) for index in range(count)]
     for each in requests:
         manager.match_prefix([each])
-        manager.fetch([(each, world.source(each.request_id))])
+        world.mine.handovers.fetch([(each, world.source(each.request_id))])
         assert manager.allocate_device_blocks([(each, 2 * BLOCK)])[0].ok
     world.step()
     world.peer.ask("compute_many", count)
     for index in np.random.default_rng(0).permutation(count).tolist():
-        manager.end_transfers([requests[index]])
+        world.mine.handovers.end_transfers([requests[index]])
         manager.finish([requests[index]])
     world.until(lambda: world.mine.is_clean)
     world.until(lambda: world.peer.ask("is_clean"))

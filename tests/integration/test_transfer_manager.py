@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.errors import RequestStateError, TransferError
+from fdcache.errors import RequestStateError, TransferError, TransferNotFoundError
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadStatus, MatchStatus
+from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings
+from fdcache.transfer.handovers import Handovers
 from tests.transfer_help import BLOCK, LAYOUT, Instance, prompt_of
 
 
@@ -30,7 +32,7 @@ def test_blocks_arrive_while_prefill_computes(pair: tuple[Instance, Instance]) -
     mine, theirs = Request("r", prompt_of(1, 6)), Request("r", prompt_of(1, 6))
     assert decode.fetch(theirs, prefill.source("r")) == 6
     prefill.start(mine)
-    prefill.manager.send([(mine, "r")])
+    prefill.handovers.send([(mine, "r")])
     prefill.step()
     prefill.compute(mine, "r", 0, 3)
     decode.until(lambda: decode.transfers.connector.read_bytes == LAYOUT.payload_bytes * 3)
@@ -54,7 +56,7 @@ def test_only_blocks_that_decode_lacks_are_read(pair: tuple[Instance, Instance])
     for name, blocks, lacking in (("a", 3, 3), ("b", 6, 3), ("c", 6, 0)):
         mine, theirs = Request(name, prompt_of(2, blocks)), Request(name, prompt_of(2, blocks))
         prefill.start(mine)
-        prefill.manager.send([(mine, name)])
+        prefill.handovers.send([(mine, name)])
         prefill.step()
         prefill.compute(mine, name)
         prefill.manager.finish([mine])
@@ -84,7 +86,7 @@ def test_a_prefix_on_the_host_is_loaded_and_the_rest_fetched(tmp_path: Path) -> 
         decode.manager.finish([other])
         mine, theirs = Request("r", prompt_of(3, 6)), Request("r", prompt_of(3, 6))
         prefill.start(mine)
-        prefill.manager.send([(mine, "r")])
+        prefill.handovers.send([(mine, "r")])
         prefill.step()
         prefill.compute(mine, "r")
         assert decode.fetch(theirs, prefill.source("r")) == 3
@@ -100,7 +102,7 @@ def test_a_changed_block_and_those_above_it_are_computed(pair: tuple[Instance, I
     prefill, decode = pair
     mine, theirs = Request("r", prompt_of(5, 6)), Request("r", prompt_of(5, 6))
     prefill.start(mine)
-    prefill.manager.send([(mine, "r")])
+    prefill.handovers.send([(mine, "r")])
     prefill.step()
     prefill.compute(mine, "r")
     prefill.until(lambda: [each.complete for each in prefill.transfers.transfers] == [True])
@@ -126,7 +128,7 @@ def test_without_verification_a_changed_block_is_used(tmp_path: Path) -> None:
     ):
         mine, theirs = Request("r", prompt_of(5, 6)), Request("r", prompt_of(5, 6))
         prefill.start(mine)
-        prefill.manager.send([(mine, "r")])
+        prefill.handovers.send([(mine, "r")])
         prefill.step()
         prefill.compute(mine, "r")
         prefill.until(lambda: [each.complete for each in prefill.transfers.transfers] == [True])
@@ -141,11 +143,11 @@ def test_decode_that_does_not_want_the_blocks_frees_them_at_once(pair: tuple[Ins
     prefill, decode = pair
     mine = Request("r", prompt_of(6, 6))
     prefill.start(mine)
-    prefill.manager.send([(mine, "r")])
+    prefill.handovers.send([(mine, "r")])
     prefill.step()
     prefill.manager.finish([mine])
     assert prefill.manager.get_stats().sending_blocks == 6
-    decode.manager.decline([prefill.source("r")])
+    decode.handovers.decline([prefill.source("r")])
     decode.step()
     prefill.until(lambda: is_clean(prefill))
     assert {each.result for each in prefill.transfers.counts} == {"not_wanted"}
@@ -155,12 +157,12 @@ def test_an_aborted_fetch_tells_prefill_and_gives_its_slots_back(pair: tuple[Ins
     prefill, decode = pair
     mine, theirs = Request("r", prompt_of(7, 6)), Request("r", prompt_of(7, 6))
     prefill.start(mine)
-    prefill.manager.send([(mine, "r")])
+    prefill.handovers.send([(mine, "r")])
     prefill.step()
     prefill.compute(mine, "r", 0, 2)
     decode.fetch(theirs, prefill.source("r"))
     decode.until(lambda: decode.transfers.connector.read_bytes)
-    decode.manager.end_transfers([theirs])
+    decode.handovers.end_transfers([theirs])
     decode.manager.finish([theirs])
     decode.until(lambda: is_clean(decode))
     assert decode.manager.num_free_device_blocks == 64
@@ -173,12 +175,12 @@ def test_an_aborted_prefill_lets_decode_compute(pair: tuple[Instance, Instance])
     prefill, decode = pair
     mine, theirs = Request("r", prompt_of(8, 6)), Request("r", prompt_of(8, 6))
     prefill.start(mine)
-    prefill.manager.send([(mine, "r")])
+    prefill.handovers.send([(mine, "r")])
     prefill.step()
     decode.fetch(theirs, prefill.source("r"))
     prefill.compute(mine, "r", 0, 2)
     decode.until(lambda: decode.transfers.connector.read_bytes)
-    prefill.manager.end_transfers([mine])
+    prefill.handovers.end_transfers([mine])
     prefill.manager.finish([mine])
     prefill.until(lambda: is_clean(prefill))
     decode.until(lambda: decode.outcomes)
@@ -190,11 +192,11 @@ def test_a_request_that_is_still_sent_is_matched_again_later(pair: tuple[Instanc
     prefill, _ = pair
     mine = Request("r", prompt_of(9, 6))
     prefill.start(mine)
-    prefill.manager.send([(mine, "r")])
+    prefill.handovers.send([(mine, "r")])
     prefill.step()
     prefill.manager.finish([mine])
     assert prefill.manager.match_prefix([mine])[0].status is MatchStatus.DEFERRED
-    prefill.manager.end_transfers([mine])
+    prefill.handovers.end_transfers([mine])
     prefill.until(lambda: is_clean(prefill))
     assert prefill.manager.match_prefix([mine])[0].status is MatchStatus.MATCHED
 
@@ -203,7 +205,7 @@ def test_a_lease_that_nobody_asks_for_ends(tmp_path: Path) -> None:
     with Instance("prefill", tmp_path, "p", wait=0.05) as prefill:
         mine = Request("r", prompt_of(10, 6))
         prefill.start(mine)
-        prefill.manager.send([(mine, "r")])
+        prefill.handovers.send([(mine, "r")])
         prefill.step()
         prefill.manager.finish([mine])
         prefill.until(lambda: is_clean(prefill))
@@ -268,7 +270,7 @@ def test_an_attempt_that_is_being_fetched_is_refused(pair: tuple[Instance, Insta
     assert "attempt 1 of transfer 'r' is being fetched already" in str(refused.error_message)
     mine = Request("mine", prompt_of(1, 6))
     prefill.start(mine)
-    prefill.manager.send([(mine, "r")])
+    prefill.handovers.send([(mine, "r")])
     prefill.step()
     prefill.compute(mine, "r")
     decode.until(lambda: len(decode.outcomes) == 2, prefill)
@@ -304,7 +306,7 @@ def test_hand_overs_begin_anew_when_their_thread_has_failed(
     assert endpoint._links.mine.boot != boot
     theirs, mine = Request("again", prompt_of(3, 6)), Request("again", prompt_of(3, 6))
     prefill.start(theirs)
-    prefill.manager.send([(theirs, "again")])
+    prefill.handovers.send([(theirs, "again")])
     prefill.step()
     prefill.compute(theirs, "again")
     assert decode.fetch(mine, prefill.source("again")) == 6
@@ -313,28 +315,29 @@ def test_hand_overs_begin_anew_when_their_thread_has_failed(
     assert decode.wrong_blocks(mine, 0, 6) == []
 
 
-def test_calls_without_transfers_are_refused() -> None:
+def test_there_are_no_hand_overs_unless_they_are_on() -> None:
     manager = CacheManager(CacheSettings(device_blocks=8), LAYOUT)
-    with pytest.raises(TransferError, match="FDCACHE_TRANSFER"):
-        manager.send([(Request("r", prompt_of(1, 2)), "r")])
+    assert Handovers.from_settings(manager, Settings.load(environ={})) is None
+    with pytest.raises(TransferNotFoundError, match="FDCACHE_TRANSFER=nothing-like-it"):
+        Handovers.from_settings(manager, Settings.load(environ={"FDCACHE_TRANSFER": "nothing-like-it"}))
 
 
 def test_sending_before_the_allocation_is_refused(pair: tuple[Instance, Instance]) -> None:
     prefill, _ = pair
     with pytest.raises(RequestStateError, match="allocate"):
-        prefill.manager.send([(Request("r", prompt_of(1, 2)), "r")])
+        prefill.handovers.send([(Request("r", prompt_of(1, 2)), "r")])
 
 
 def test_a_name_that_is_being_sent_is_refused_until_that_has_ended(pair: tuple[Instance, Instance]) -> None:
     prefill, decode = pair
     first, second, theirs = (Request(name, prompt_of(name == "second", 6)) for name in ("r", "second", "r"))
     prefill.start(first)
-    prefill.manager.send([(first, "r")])
+    prefill.handovers.send([(first, "r")])
     prefill.step()
     prefill.compute(first, "r", 0, 3)
     prefill.start(second)
     with pytest.raises(RequestStateError, match="'r' is being sent already"):
-        prefill.manager.send([(second, "r")])
+        prefill.handovers.send([(second, "r")])
     prefill.step()
     prefill.compute(first, "r", 3)
     decode.fetch(theirs, prefill.source("r"))
@@ -342,9 +345,9 @@ def test_a_name_that_is_being_sent_is_refused_until_that_has_ended(pair: tuple[I
     assert decode.outcomes[0].status is LoadStatus.CONFIRMED
     assert decode.wrong_blocks(theirs, 0, 6) == []
     prefill.until(lambda: prefill.results == ["done"])
-    prefill.manager.send([(second, "r")])
-    prefill.manager.end_transfers([second])
-    prefill.manager.send([(second, "r")])
+    prefill.handovers.send([(second, "r")])
+    prefill.handovers.end_transfers([second])
+    prefill.handovers.send([(second, "r")])
 
 
 @pytest.mark.parametrize("point", ["matched", "no room", "allocated", "planned"])
@@ -354,12 +357,12 @@ def test_an_abort_before_peers_are_asked_frees_the_blocks_of_prefill(
     prefill, decode = pair
     mine, theirs = Request("r", prompt_of(15, 6)), Request("r", prompt_of(15, 6))
     prefill.start(mine)
-    prefill.manager.send([(mine, "r")])
+    prefill.handovers.send([(mine, "r")])
     prefill.step()
     prefill.manager.finish([mine])
     plans = []
     decode.manager.match_prefix([theirs])
-    decode.manager.fetch([(theirs, prefill.source("r"))])
+    decode.handovers.fetch([(theirs, prefill.source("r"))])
     if point == "no room":
         assert not decode.manager.allocate_device_blocks([(theirs, 100 * BLOCK)])[0].ok
         decode.manager.unmatch([theirs])
@@ -368,7 +371,7 @@ def test_an_abort_before_peers_are_asked_frees_the_blocks_of_prefill(
         assert decode.manager.allocate_device_blocks([(theirs, theirs.num_tokens)])[0].ok
     if point == "planned":
         plans = decode.manager.take_plans()
-    decode.manager.end_transfers([theirs])
+    decode.handovers.end_transfers([theirs])
     decode.manager.finish([theirs])
     for plan in plans:
         decode.controller.submit_swap_tasks(plan)
@@ -381,13 +384,13 @@ def test_a_fetch_that_found_no_room_is_asked_for_once_there_is(pair: tuple[Insta
     prefill, decode = pair
     mine, theirs = Request("r", prompt_of(16, 6)), Request("r", prompt_of(16, 6))
     prefill.start(mine)
-    prefill.manager.send([(mine, "r")])
+    prefill.handovers.send([(mine, "r")])
     prefill.step()
     prefill.compute(mine, "r")
     large = Request("large", prompt_of(17, 62))
     decode.start(large)
     decode.manager.match_prefix([theirs])
-    assert decode.manager.fetch([(theirs, prefill.source("r"))]) == [6]
+    assert decode.handovers.fetch([(theirs, prefill.source("r"))]) == [6]
     assert not decode.manager.allocate_device_blocks([(theirs, theirs.num_tokens)])[0].ok
     decode.manager.unmatch([theirs])
     decode.manager.finish([large])
@@ -404,11 +407,11 @@ def test_a_fetch_that_found_no_room_is_declined_if_prefill_is_asked_once(tmp_pat
     ):
         mine, theirs = Request("r", prompt_of(16, 6)), Request("r", prompt_of(16, 6))
         prefill.start(mine)
-        prefill.manager.send([(mine, "r")])
+        prefill.handovers.send([(mine, "r")])
         prefill.step()
         prefill.manager.finish([mine])
         decode.manager.match_prefix([theirs])
-        decode.manager.fetch([(theirs, prefill.source("r"))])
+        decode.handovers.fetch([(theirs, prefill.source("r"))])
         assert not decode.manager.allocate_device_blocks([(theirs, 100 * BLOCK)])[0].ok
         decode.manager.unmatch([theirs])
         prefill.until(lambda: is_clean(prefill, decode), decode)

@@ -12,12 +12,12 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import ConfigurationError, FdcacheError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
-from fdcache.manager.handover import PeerTerms
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadOutcome
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.addresses import rank_address
+from fdcache.transfer.handovers import Handovers, PeerTerms
 from fdcache.transfer.messages import Envelope, Refused, decode, encode
 from fdcache.transfer.shared_planes import PREFIX
 from tests.service_help import until
@@ -83,7 +83,7 @@ def test_planes_that_cannot_be_mapped_are_refused_each_time_and_prefill_is_told(
         for name in ("first", "second"):
             request = Request(name, prompt_of(1, 4))
             prefill.start(request)
-            prefill.manager.send([(request, name)])
+            prefill.handovers.send([(request, name)])
             prefill.step()
             prefill.manager.finish([request])
             assert "cannot be opened" in refusal(mine, name, prefill.address)
@@ -105,7 +105,8 @@ def test_addresses_of_latent_ranks_in_another_order_are_refused(tmp_path: Path) 
 
     ranks = [CacheController(TransferSettings(), MLA.with_tp_size(2), rank=rank) for rank in range(2)]
     ranks.append(CacheController(TransferSettings(), MLA))
-    manager = CacheManager(CacheSettings(device_blocks=8), MLA, peers=PeerTerms(settings("decode", 2)))
+    manager = CacheManager(CacheSettings(device_blocks=8), MLA)
+    handovers = Handovers(manager, PeerTerms(settings("decode", 2)))
     try:
         for each in ranks:
             each.initialize_kv_cache(8, shared=tmp_path)
@@ -113,7 +114,7 @@ def test_addresses_of_latent_ranks_in_another_order_are_refused(tmp_path: Path) 
         ranks[2].open_transfer(settings("decode", 2))
         request = Request("r", prompt_of(1, 4))
         manager.match_prefix([request])
-        manager.fetch([(request, PeerSource("r", tuple(reversed(addresses))))])
+        handovers.fetch([(request, PeerSource("r", tuple(reversed(addresses))))])
         assert manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
         for plan in manager.take_plans():
             ranks[2].submit_swap_tasks(plan)

@@ -89,7 +89,7 @@ def hand_over(prefill: Instance, name: str) -> None:
     with Instance("decode", prefill.settings.directory, name) as mine:
         theirs, request = Request(name, prompt_of(3, 4)), Request(name, prompt_of(3, 4))
         prefill.start(theirs)
-        prefill.manager.send([(theirs, name)])
+        prefill.handovers.send([(theirs, name)])
         prefill.step()
         prefill.compute(theirs, name)
         assert mine.fetch(request, prefill.source(name)) == 4
@@ -292,7 +292,7 @@ def test_who_does_not_know_the_key_learns_and_moves_nothing(tmp_path: Path) -> N
         with Instance("decode", tmp_path, "e", key=KEY) as mine:
             theirs, request = Request("k", prompt_of(3, 4)), Request("k", prompt_of(3, 4))
             prefill.start(theirs)
-            prefill.manager.send([(theirs, "k")])
+            prefill.handovers.send([(theirs, "k")])
             prefill.step()
             prefill.compute(theirs, "k")
             assert mine.fetch(request, prefill.source("k")) == 4
@@ -350,7 +350,7 @@ def test_a_peer_that_comes_back_is_read_from_again(tmp_path: Path) -> None:
         with Instance("prefill", tmp_path, "p") as prefill:
             theirs, request = Request("k", prompt_of(3, 4)), Request("k", prompt_of(3, 4))
             prefill.start(theirs)
-            prefill.manager.send([(theirs, "k")])
+            prefill.handovers.send([(theirs, "k")])
             prefill.step()
             prefill.compute(theirs, "k")
             mine.outcomes.clear()
@@ -398,7 +398,7 @@ def assert_handed_over(prefill: Instance, mine: Instance, name: str) -> None:
     seed = sum(name.encode())
     theirs, request = Request(name, prompt_of(seed, 4)), Request(name, prompt_of(seed, 4))
     prefill.start(theirs)
-    prefill.manager.send([(theirs, name)])
+    prefill.handovers.send([(theirs, name)])
     prefill.step()
     prefill.compute(theirs, name)
     mine.outcomes.clear()
@@ -463,7 +463,7 @@ def test_what_is_lost_with_a_connection_is_told_again_at_once(tmp_path: Path) ->
             name = f"r{count}"
             theirs, request = (Request(name, prompt_of(count, 4)) for _ in range(2))
             prefill.start(theirs)
-            prefill.manager.send([(theirs, name)])
+            prefill.handovers.send([(theirs, name)])
             prefill.step()
             prefill.compute(theirs, name)
             line.cut()

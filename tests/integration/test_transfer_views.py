@@ -34,7 +34,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
         for sender, name in ((prefill, "done"), (prefill, "declined"), (unasked, "expired")):
             mine = Request(name, prompt_of(len(name), 6))
             sender.start(mine)
-            sender.manager.send([(mine, name)])
+            sender.handovers.send([(mine, name)])
             sender.step()
             sender.manager.finish([mine])
             if name == "done":
@@ -42,7 +42,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
                 decode.fetch(Request(name, mine.tokens), sender.source(name))
                 decode.until(lambda: decode.outcomes, sender)
             elif name == "declined":
-                decode.manager.decline([sender.source(name)])
+                decode.handovers.decline([sender.source(name)])
                 decode.step()
 
         def told() -> bool:

@@ -31,8 +31,9 @@ inline std::uint32_t parent_of(std::uint32_t number) {
 const Digests &digests();
 
 // A tier below that holds every other block, and after some look-ups those that it did not hold.
-class ChangingTier : public LowerTier {
+class ChangingTier : public Tier {
   public:
+    ChangingTier() : Tier(1) {}
     std::uint64_t holds(std::span<const Digest *const> digests) const override {
         std::uint64_t held = 0;
         for (std::size_t i = 0; i < digests.size(); ++i)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdcache.devices.cpu import CpuEvent
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferResult
+from fdcache.tasks import CpuEvent
 from tests.swaps import PATIENCE, Worker, plan, swap, uniform_layout
 
 SLOTS = 32

@@ -158,7 +158,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         service = stack.enter_context(local_service(folder, **variables, FDCACHE_STORAGE_SIZE="4MiB"))
         engine = OffloadEngine(layout=LAYOUT, server=service.address, rpc_timeout=TIMEOUT)
         for number, families in enumerate(product((1, 2), repeat=5)):
-            until(lambda: engine.manager._host.copy_room >= 5, "slots are granted")
+            until(lambda: engine.manager._host.index.room >= 5, "slots are granted")
             engine.stored(f"path {number}", prompt(*families), range(5))
         until(lambda: service.ask("storage")["blocks"] == 62, "all paths are in storage")
         engine.close()

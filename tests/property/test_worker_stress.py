@@ -9,8 +9,8 @@ import pytest
 
 from fdcache.controller.layers import LayerDoneCounter
 from fdcache.devices.base import Stream
-from fdcache.devices.cpu import CpuEvent
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
+from fdcache.tasks import CpuEvent
 from tests.seeds import budget
 from tests.swaps import PATIENCE, Worker, swap, uniform_layout
 

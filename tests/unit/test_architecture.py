@@ -26,6 +26,7 @@ FOUNDATION = {
     "metadata",
     "settings",
     "tasks",
+    "tracing",
 }
 FLOORS = (
     FOUNDATION,
@@ -34,16 +35,24 @@ FLOORS = (
     {"storage"},
     {"tiers"},
     {"service"},
+    {"manager"},
     {"transfer"},
-    {"manager", "controller"},
+    {"controller"},
     {"integrations"},
     {"replay"},
     {"testing"},
 )
 """From the bottom up. A room imports the floors below its own; rooms of one floor do not import each other."""
 
+NEVER = {
+    "manager": {"devices", "transfer", "controller"},
+    "storage": {"devices", "service", "transfer"},
+    "controller": {"manager"},
+}
+"""What a room does not import either, although it stands below."""
+
 MAY_IMPORT = {
-    name: set().union(*FLOORS[:floor], FOUNDATION if name in FOUNDATION else set())
+    name: set().union(*FLOORS[:floor], FOUNDATION if name in FOUNDATION else set()) - NEVER.get(name, set())
     for floor, rooms in enumerate(FLOORS)
     for name in rooms
 } | {"envs": FOUNDATION | {"integrations"}}

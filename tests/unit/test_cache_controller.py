@@ -7,7 +7,6 @@ import pytest
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import BlockCopy, DevicePlanes, HostArena
-from fdcache.devices.cpu import CpuEvent
 from fdcache.errors import (
     LayerSwapTimeoutError,
     PlanError,
@@ -21,6 +20,7 @@ from fdcache.metadata import (
     encode,
 )
 from fdcache.settings.cache import TransferSettings
+from fdcache.tasks import CpuEvent
 from tests.faults import PausingDevice
 from tests.swaps import PATIENCE, Gate, Worker, header_of, host_slot_hash, plan, uniform_layout
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fdcache.devices.calibration import (
+from fdcache.devices.calibration import choose_calibration, make_policy, min_group_bytes
+from fdcache.devices.topology import Gpu, link_of, numa_node_of
+from fdcache.machine.calibration import (
     FORMAT,
     KIB,
     MIB,
@@ -17,13 +19,9 @@ from fdcache.devices.calibration import (
     Measurement,
     calibrated_link,
     calibration_path,
-    choose_calibration,
     load_calibration,
-    make_policy,
-    min_group_bytes,
     save_calibration,
 )
-from fdcache.devices.topology import Gpu, link_of, numa_node_of
 from fdcache.settings.cache import SwapMethod, TransferSettings
 
 GPU = Gpu(0, "GPU-1", "a GPU", 13000, "0000:00:06.0", "PCIe 32.0 GT/s x16", 1, 132, 1 << 37)

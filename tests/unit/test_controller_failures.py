@@ -12,7 +12,7 @@ import pytest
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import BlockCopy, DevicePlanes, Event, HostArena
-from fdcache.devices.cpu import CpuDevice, CpuEvent, CpuStream
+from fdcache.devices.cpu import CpuDevice, CpuStream
 from fdcache.errors import (
     CacheNotReadyError,
     DeviceError,
@@ -30,7 +30,7 @@ from fdcache.metadata import (
     TransferReport,
 )
 from fdcache.settings.cache import TransferSettings
-from fdcache.tasks import AsyncTaskHandler, TransferStatus
+from fdcache.tasks import AsyncTaskHandler, CpuEvent, TransferStatus
 from tests.faults import PausingDevice
 from tests.swaps import PATIENCE, Gate, Worker, block_hash, header_of, plan, swap, uniform_layout
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +12,12 @@ import pytest
 from fdcache._core import (
     DeviceContents,
     DevicePath,
+    HostIndex,
     MatchForms,
     OutgoingCopies,
-    PlannedCopies,
     PresenceTable,
+    SharedHost,
+    SharedRuns,
     Tier,
 )
 from fdcache.hashing import hash_blocks, root_hash
@@ -94,7 +95,7 @@ def test_only_blocks_that_are_new_to_the_request_are_hits() -> None:
 class Planner:
     """A planner of write_through above 8 device blocks, which are a tier's or an engine's."""
 
-    def __init__(self, owner: str, host: Any) -> None:
+    def __init__(self, owner: str, host: HostIndex) -> None:
         self.now = 0.0
         self.counters = Counters()
         self.plan = OpenPlan()
@@ -144,30 +145,32 @@ def test_backups_of_several_paths_come_to_rest_in_a_host_that_is_too_small_for_t
 
 
 class Elsewhere:
-    """The host tier of a service, as far as a planner asks for it; ``copy_target`` is None while it is away."""
+    """The host tier of a service, as far as a planner asks for it."""
 
     def __init__(self) -> None:
         shared = memory(32)
         Tier(32).mirror(shared)
-        self.copy_target: OutgoingCopies | None = OutgoingCopies(PresenceTable(shared))
-        self.asked: list[int] = []
+        view = PresenceTable(shared)
+        self.runs, self.copies = SharedRuns(view, np.zeros(1 << 12, np.uint8)), OutgoingCopies(view)
+        self.copies.tier_slots = 32
+        self.host = SharedHost()
+
+    def begin_session(self) -> None:
+        self.host.begin_session(self.runs, self.copies)
 
     def grant(self, *granted: int) -> None:
-        assert self.copy_target is not None
-        self.copy_target.grant(slots(granted), np.array(granted, np.uint32))
-
-    def copies_reserved(self, planned: PlannedCopies) -> None:
-        self.asked.append(planned.asked)
+        self.copies.grant(slots(granted), np.array(granted, np.uint32))
 
 
 def test_blocks_wait_a_second_for_slots_of_a_service_and_are_dropped_then(owner: str) -> None:
     host = Elsewhere()
-    planner = Planner(owner, host)
+    host.begin_session()
+    planner = Planner(owner, host.host)
     planner.compute(PATH)
     host.grant(5)
     first = planner.step()
     assert first is not None
-    assert (len(first), planner.copies.queued, host.asked) == (1, 2, [3])
+    assert (len(first), planner.copies.queued, host.copies.take_asked()) == (1, 2, 3)
     planner.now = 0.9
     assert planner.step(1) is None
     host.grant(6)
@@ -181,13 +184,12 @@ def test_blocks_wait_a_second_for_slots_of_a_service_and_are_dropped_then(owner:
 
 def test_blocks_stay_queued_while_there_is_no_service(owner: str) -> None:
     host = Elsewhere()
-    target, host.copy_target = host.copy_target, None
-    planner = Planner(owner, host)
+    planner = Planner(owner, host.host)
     planner.compute(PATH)
     for planner.now in (0.0, 60.0):
         assert planner.step() is None
     assert (planner.copies.queued, planner.copies.has_work, planner.counters.backups_dropped) == (3, False, 0)
-    host.copy_target = target
+    host.begin_session()
     assert planner.copies.has_work
     host.grant(5, 6, 7)
     swap = planner.step()

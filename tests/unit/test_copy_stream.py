@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from fdcache import _core
-from fdcache.devices.cpu import CpuDevice, CpuEvent, CpuStream
+from fdcache.devices.cpu import CpuDevice, CpuStream
 from fdcache.metadata import SwapPurpose
+from fdcache.tasks import CpuEvent
 from tests.service_help import until
 from tests.swaps import PATIENCE, swap
 

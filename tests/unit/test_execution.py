@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from fdcache.controller.execution import PlansInFlight
 from fdcache.devices.base import Event
-from fdcache.devices.cpu import CpuDevice, CpuEvent
+from fdcache.devices.cpu import CpuDevice
+from fdcache.tasks import CpuEvent
 
 
 class ForeignDevice(CpuDevice):

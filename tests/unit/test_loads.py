@@ -19,10 +19,10 @@ from fdcache.devices.base import (
     Stream,
     enqueue_each,
 )
-from fdcache.devices.cpu import CpuDevice, CpuEvent
+from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import DeviceError, PlanError
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport, TransferResult
-from fdcache.tasks import TransferStatus
+from fdcache.tasks import CpuEvent, TransferStatus
 from tests.swaps import PATIENCE, Gate, Worker, plan, swap, uniform_layout
 
 BLOCKS = 16

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import ProtocolError, TraceError
+from fdcache.machine.calibration import calibrated_link
 from fdcache.replay.trace import read_trace
 from fdcache.service.server.arena import decode_manifest
 from fdcache.service.wire.protocol import VERSION, RequestFrame, decode_answer, decode_request, is_question

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from fdcache.errors import ConfigurationError, HintError, LayoutError, PlanError, RequestStateError
-from fdcache.manager import LoadStatus, MatchStatus, OffloadManager, Request
+from fdcache.manager import LoadStatus, MatchStatus, OffloadManager, Request, offloaded
 from fdcache.metadata import CacheLevel, TransferReport
 from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.host import HostTier, find_and_pin
 from tests.offload_engine import (
     BLOCK,
     LAYOUT,
@@ -93,13 +94,12 @@ def test_a_match_is_kept_over_repeated_questions(
     request = begun(engine, "second", prompt(1, 2, 3))
     asked: list[int] = []
     host: Any = engine.manager._host
-    match_paths = host.match_paths
 
-    def counted(paths: Any, fetches: Any = ()) -> Any:
+    def counted(host: HostTier, paths: Any, fetches: Any = ()) -> Any:
         asked.append(paths[0][1])
-        return match_paths(paths, fetches)
+        return find_and_pin(host, paths, fetches)
 
-    monkeypatch.setattr(host, "match_paths", counted)
+    monkeypatch.setattr(offloaded, "find_and_pin", counted)
     for device_tokens in (BLOCK, BLOCK, 2 * BLOCK, 3 * BLOCK, BLOCK):
         found = engine.manager.match(request, device_tokens)
         assert found.num_tokens == 3 * BLOCK - device_tokens

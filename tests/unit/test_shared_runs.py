@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fdcache._core import LoadingRuns, PresenceTable, PresenceWriter, RunRing, SharedRuns, Tier
+from fdcache._core import BlockList, LoadingRuns, PresenceTable, PresenceWriter, RunRing, SharedRuns, Tier
 from fdcache.metadata import CacheLevel
 from fdcache.service.server.host_pool import HostPool
 from fdcache.tiers.pool import BlockPool
@@ -217,6 +217,11 @@ class TestLoads:
         assert (len(loads), 1 in loads) == (1, True)
 
 
+def end_of_bad_load(pool: HostPool, found: BlockList) -> None:
+    pool.hold(found.slots)
+    pool.end_load(found.slots, found.hashes, np.zeros(1, np.uint8), np.ones(1, np.uint8))
+
+
 REMOVALS: dict[str, Callable[[HostPool], object]] = {
     "reserve": lambda pool: pool.reserve(pool.open_lease(), 4),
     "evict_copied": lambda pool: pool.evict_copied(0),
@@ -226,6 +231,7 @@ REMOVALS: dict[str, Callable[[HostPool], object]] = {
     ),
     "drop": lambda pool: pool.drop(rows(A[0])),
     "discard": lambda pool: pool.discard(pool.find(rows(A[7])).slots),
+    "end_load": lambda pool: end_of_bad_load(pool, pool.find(rows(A[7]))),
     "reset": lambda pool: pool.reset(),
     "resize": lambda pool: pool.resize(4),
 }
@@ -264,11 +270,12 @@ class TestHostPool:
         }
         assert removing == set(REMOVALS)
         keeping = {
-            "above_copies", "available", "ancestry", "awaited", "check_integrity", "coldest", "commit", "complete",
-            "contains", "drop_orphans", "find", "finish", "give_back", "hint", "hint_fates", "hold", "hottest", "idle",
-            "load_reuse", "match", "mirror", "node", "num_orphans", "open_lease", "quarantine", "record_events",
-            "release", "restore", "reuse", "save_reuse", "set_above", "set_below", "set_clock", "set_tenant_limit",
-            "starting_with", "stats", "take_events", "tenant_entries", "unhold", "withhold",
+            "above_copies", "ancestry", "available", "awaited", "begin_load", "capacity", "check_integrity",
+            "coldest", "commit", "complete", "contains", "drop_orphans", "find", "find_and_pin", "finish",
+            "give_back", "hint", "hint_fates", "hold", "hottest", "idle", "load_reuse", "match", "mirror",
+            "node", "num_orphans", "open_lease", "quarantine", "record_events", "release", "restore", "reuse",
+            "room", "save_reuse", "set_above", "set_below", "set_clock", "set_tenant_limit", "starting_with",
+            "stats", "take_events", "tenant_entries", "unhold", "withhold",
         }  # fmt: skip
         public = {name for name in dir(BlockPool(CacheLevel.HOST, 1)) if not name.startswith("_")}
         own = {"level", "loading_from_storage", "nodes", "usage", "verify"}

@@ -249,21 +249,21 @@ class TestBelow:
         tier.set_clock(2)
         assert eviction_order(tier) == [*first[::-1], *second[::-1]]
 
-    def test_the_runs_of_a_service_tell_what_it_holds_and_without_a_session_nothing(self) -> None:
+    def test_the_host_of_a_service_tells_what_it_holds_and_without_a_session_nothing(self) -> None:
         table = memory(16)
-        service, pins = _core.Tier(16), _core.PinnedRuns(_core.MissLog())
+        service, shared = _core.Tier(16), _core.SharedHost()
         service.mirror(table)
         store(service, OTHER)
         tier = _core.Tier(8, "learned")
-        tier.set_below(pins, False)
+        tier.set_below(shared, False)
         tier.set_clock(0)
         first, second = store(tier, PATH), store(tier, OTHER)
         view = _core.PresenceTable(table)
         ring = np.zeros(1 << 12, np.uint8)
-        pins.search(_core.SharedRuns(view, ring), _core.OutgoingCopies(view))
+        shared.begin_session(_core.SharedRuns(view, ring), _core.OutgoingCopies(view))
         tier.set_clock(1)
         assert eviction_order(tier) == [*second[::-1], *first[::-1]]
-        pins.search(None, None)
+        shared.end_session()
         tier.set_clock(2)
         assert eviction_order(tier) == [*first[::-1], *second[::-1]]
 

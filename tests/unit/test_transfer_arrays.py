@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
 from fdcache import _core
-from fdcache.devices.cpu import CpuDevice, CpuEvent
+from fdcache.devices.cpu import CpuDevice
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose
+from fdcache.tasks import CpuEvent
 from tests.swaps import Worker, block_hash, swap
 
 ARRAYS = (

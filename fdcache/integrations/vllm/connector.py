@@ -27,7 +27,7 @@ from fdcache.integrations.vllm.config import (
     require_supported_options,
     why_not_cached,
 )
-from fdcache.integrations.vllm.events import EventTranslator
+from fdcache.integrations.vllm.events import EventTranslator, group_kinds
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata, WorkerReports, WorkerStorage
 from fdcache.integrations.vllm.scheduler import SchedulerSide, table_of
 from fdcache.integrations.vllm.settings import (
@@ -86,8 +86,10 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             warn_of_settings_without_effect(settings)
             logger.info("settings: %s", settings_in_force(settings))
             events = vllm_config.kv_events_config
-            self._events = EventTranslator() if events is not None and events.enable_kv_cache_events else None
-            if self._events is not None:
+            if events is not None and events.enable_kv_cache_events:
+                kinds = group_kinds(kv_cache_config)[: layout.num_groups]
+                is_shared = settings.storage_tier.connector not in (None, "local")
+                self._events = EventTranslator(kinds, is_shared=is_shared)
                 settings = self._events.enable(settings)
             manager = OffloadManager.from_settings(layout, settings, streams=True)
             self._scheduler = SchedulerSide(

@@ -28,7 +28,7 @@ def request_of(request: Any) -> Request | None:
     adapter = request.lora_request
     if adapter is not None and adapter.load_inplace:
         return None  # other weights may get its name and path
-    return Request(
+    made = Request(
         request.request_id,
         known_tokens(request, 0),
         multimodal=[
@@ -41,6 +41,9 @@ def request_of(request: Any) -> Request | None:
         tenant=request.cache_salt,
         device_only=bool(request.skip_reading_prefix_cache),
     )
+    if adapter is not None:
+        made.adapter_name = adapter.lora_name
+    return made
 
 
 def adapter_id(name: str, path: str) -> str:

@@ -119,6 +119,8 @@ class SchedulerSide:
         """Learn vLLM's block pool, whose hashes may stand for less than a block (``prefix_match_unit``)."""
         self._pool = pool
         self._hashes_of_block = self._block_size // pool.hash_block_size
+        if self._events is not None:
+            self._events.lookahead = getattr(pool, "num_hash_lookahead_tokens", 0)
 
     def restore(self, scans: Iterable[bytes | None]) -> None:
         """Make the blocks findable that the ranks' storage holds."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from fdcache import tracing
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.service.wire.address import SCHEME, socket_path
 from fdcache.service.wire.protocol import (
@@ -84,6 +85,15 @@ class Connection:
         ``timeout`` is the time for each part of an answer that comes in parts. Raises ``ServiceUnavailableError`` when
         none arrived in time, ``RefusedError`` when it was a refusal.
         """
+        if tracing.spans is None:
+            return self._call(body, timeout)
+        began = time.time_ns()
+        try:
+            return self._call(body, timeout)
+        finally:
+            tracing.spans.called(type(body).__name__.lower(), began)
+
+    def _call(self, body: Request, timeout: float) -> tuple[Answer, list[Answer]]:
         deadline = time.monotonic() + timeout
         number = self.send(body)
         late: list[Answer] = []

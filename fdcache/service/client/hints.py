@@ -8,7 +8,8 @@ from itertools import count
 
 from fdcache.hints import MOST_HINTS, GivenHint, Hint, HintOutcome, HintStatus
 from fdcache.metadata import HashArray
-from fdcache.service.client.session import Session, SessionKeeper
+from fdcache.service.client.session import Session
+from fdcache.service.client.session_keeper import SessionKeeper
 from fdcache.service.wire.protocol import MAX_BLOCKS, HintGiven, HintResult, Hints
 
 MOST_WAITING = 4096

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import count
 
 from fdcache.metadata import HashArray
-from fdcache.service.client.session import Session, SessionKeeper
+from fdcache.service.client.session import Session
+from fdcache.service.client.session_keeper import SessionKeeper
 from fdcache.service.wire.protocol import NOT_FETCHED, EndFetches, Prefetch
 from fdcache.tiers.fetches import OnDevice
 from fdcache.tiers.waiting_fetches import ReadJudge

@@ -1,67 +1,42 @@
-"""Session: one registration at a service, and the thread that keeps one open."""
+"""Session: one registration at a service, and the messages that wait to be sent in it."""
 
 from __future__ import annotations
 
-import logging
 import os
-import random
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
-import zmq
-
-from fdcache._core import MissLog, OutgoingCopies, PinnedRuns, SharedRuns
-from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
+from fdcache._core import OutgoingCopies, SharedHost, SharedRuns
+from fdcache.errors import ProtocolError, ServiceUnavailableError
+from fdcache.hashing import NO_TENANT, tenant_key
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, UInt32Array
-from fdcache.service.client.absence import Absence
 from fdcache.service.client.connection import Connection
-from fdcache.service.wire.address import client_dir
-from fdcache.service.wire.liveness import Live, LiveFile
+from fdcache.service.wire.liveness import Live
 from fdcache.service.wire.protocol import (
-    Alive,
-    Answer,
-    Bye,
-    Events,
-    Granted,
-    Heartbeat,
-    Hinted,
-    HintResult,
+    LoadEnded,
     Missed,
     Publish,
-    Published,
-    Recall,
     Refill,
-    Refused,
     Register,
     Registered,
     Request,
-    hashes_from,
-    int32_from,
-    uint8_from,
-    uint32_from,
 )
 from fdcache.service.wire.shared_memory import open_runs, open_table
-from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms
-from fdcache.tiers.pool import EVENT_CLEARED
-from fdcache.tiers.statistics import ReadTotals, Traffic, TrafficMeter
-
-logger = logging.getLogger(__name__)
+from fdcache.tiers.statistics import ReadTotals
 
 _FIRST_STOCK, _MAX_STOCK = 64, 8192
 _STOCKED_RESERVATIONS = 4  # the stock covers this many reservations of the largest size so far
-_REGISTER_TIMEOUT, _BYE_TIMEOUT = 2.0, 1.0
-_HEARTBEAT_SECONDS = 1.0
-_MAX_UNANSWERED = 5  # heartbeats without an answer before the service counts as gone
-_POLL_MS = 50  # longest delay of a queued message
-_MOST_HINT_RESULTS = 8192  # of more the oldest are dropped
-_MIN_BACKOFF, _MAX_BACKOFF = 0.05, 2.0
+_REGISTER_TIMEOUT = 2.0
+_MAX_OWNERS = 1 << 20
+_ROOT = bytes(32)
+
+_key = lru_cache(maxsize=65536)(tenant_key)
 
 
 @dataclass(eq=False, slots=True)
@@ -75,12 +50,12 @@ class Session:
         runs: look-ups in the service's table, and what this process has pinned and unpinned there.
         storage: the service has a storage tier below its host tier.
         is_resetting: a reset is requested; slots granted before it would be useless.
+        block_size, wants_notes: tokens of a block; True if the service wants blocks to be described.
         unanswered: heartbeats sent since the last message of the service.
     """
 
     id: int
     arena: str
-    num_slots: int
     copies: OutgoingCopies
     runs: SharedRuns
     storage: bool = False
@@ -90,10 +65,17 @@ class Session:
     figures: list[int] = field(default_factory=list)
     reads: ReadTotals = field(default_factory=ReadTotals)
     unanswered: int = 0
+    block_size: int = 0
+    wants_notes: bool = False
 
     @property
+    def num_slots(self) -> int:
+        """Size of the whole tier, as far as the service has told."""
+        return self.copies.tier_slots
+
     def needs_slots(self) -> bool:
-        """True when the stock is low and no slots are requested."""
+        """Size the stock for what was reserved; return True when it is low and no slots are requested."""
+        self._expect(self.copies.take_asked())
         return not (self.asked or self.is_resetting) and self.copies.stock < (self.wanted + 1) // 2
 
     def refill(self) -> Refill:
@@ -104,7 +86,7 @@ class Session:
     def grant(self, slots: Int32Array, generations: UInt32Array, num_slots: int) -> None:
         """Add slots to the stock; ``num_slots`` is the size of the whole tier now."""
         self.copies.grant(slots, generations)
-        self.num_slots = num_slots
+        self.copies.tier_slots = num_slots
         if len(slots) < self.asked:  # the service has no more: ask again after the next heartbeat
             self.wanted = max(self.copies.stock, 1)
         self.asked = 0
@@ -116,30 +98,68 @@ class Session:
         self.unanswered += 1
         self.wanted = max(self.wanted, _FIRST_STOCK)
 
-    def expect(self, count: int) -> None:
+    def _expect(self, count: int) -> None:
         """Size the stock for reservations of ``count`` slots."""
         self.wanted = min(max(self.wanted, _STOCKED_RESERVATIONS * count), _MAX_STOCK)
 
 
-class Outbox:
-    """Queued messages and misses of sessions. Any thread adds, one sends; ``lock`` keeps their order.
+class Owners:
+    """Tenants of blocks below the root. The oldest entries are dropped; their blocks count as no tenant's."""
 
-    Look-ups count their ``misses``. These are sent before the next message, or with the next heartbeat.
+    def __init__(self, limit: int = _MAX_OWNERS) -> None:
+        self._limit = limit
+        self._tenants: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def add(self, block: bytes, tenant: str) -> None:
+        """Set the tenant of a block."""
+        self._tenants[block] = _key(tenant)
+        self._tenants.move_to_end(block)
+        if len(self._tenants) > self._limit:
+            self._tenants.popitem(last=False)
+
+    def keys(self, blocks: Iterable[bytes]) -> bytes:
+        """Return the tenant keys of the blocks one after the other; empty when none of them has a tenant."""
+        keys = [self._tenants.get(block, NO_TENANT) for block in blocks]
+        return b"".join(keys) if any(key is not NO_TENANT for key in keys) else b""
+
+
+class Outbox:
+    """Messages that wait to be sent. Any thread adds, one sends; ``lock`` keeps their order.
+
+    The ``host`` counts misses, and knows which copies and loads have ended. These are sent before the next message, or
+    with the next heartbeat.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: SharedHost) -> None:
         self.lock = threading.RLock()
         self._messages: deque[tuple[Session, Request]] = deque()
-        self.misses = MissLog()
+        self._host = host
+        self.misses = host.misses
+        self.owners = Owners()
 
     def __bool__(self) -> bool:
-        return bool(self._messages)
+        return bool(self._messages) or self._host.has_reports
 
     def add(self, session: Session, body: Request) -> None:
-        """Queue a message; it is dropped when the session ends first. Misses so far go before it."""
+        """Queue a message; it is dropped when the session ends first. What happened so far goes before it."""
         with self.lock:
+            self.add_ended(session)
             self.add_misses(session)
             self._messages.append((session, body))
+
+    def add_ended(self, session: Session) -> None:
+        """Queue what the service has to be told of copies and loads that have ended."""
+        with self.lock:
+            if not self._host.has_reports:
+                return
+            self.add_misses(session)
+            for slots, parents, hashes, copied, checksums in self._host.take_reports():
+                if parents is None:
+                    self._messages.append((session, LoadEnded(slots, hashes, copied)))
+                else:
+                    tenants = self.owners.keys(_roots(parents, hashes))
+                    body = Publish(slots, parents, hashes, copied, checksums, tenants)
+                    self._messages.append((session, body))
 
     def add_misses(self, session: Session) -> None:
         """Queue the misses counted so far: they must precede any publish of those blocks."""
@@ -161,314 +181,11 @@ class Outbox:
             yield self._messages.popleft()
 
 
-class Progress:
-    """Figures of the engine, and totals of its copies; heartbeats carry the totals since their session began."""
-
-    def __init__(self, misses: MissLog) -> None:
-        self.traffic = TrafficMeter()
-        self._misses = misses
-        self._figures = b"{}"
-        self._wants_figures = True
-        self._sent = self._sent_before = (
-            Traffic(),
-            0,
-        )  # totals at the last heartbeat, and at the session's begin
-
-    def report(self, figures: Callable[[], bytes]) -> None:
-        """Offer the engine's figures, a JSON object, for the next heartbeat; called once between two heartbeats."""
-        if self._wants_figures:
-            self._wants_figures = False
-            self._figures = figures()
-
-    def begin_session(self) -> None:
-        """Count from here: an earlier session has what was sent so far."""
-        self._sent_before = self._sent
-
-    def heartbeat(self, device_resets: int) -> Heartbeat:
-        """Return the heartbeat of an engine that has applied ``device_resets`` resets of its device tier."""
-        self._sent = (self.traffic.copy(), self._misses.in_flight)
-        traffic, misses = self._sent_before
-        self._wants_figures = True
-        return Heartbeat(self._figures, device_resets, self._sent[0].since(traffic), self._sent[1] - misses)
-
-
-class SessionKeeper:
-    """Keeps a session open from a thread: registers, sends what is queued, refills the stock, reconnects.
-
-    A new session begins once neither a copy nor a load (of ``pins``) of the one before is in flight, so that the
-    service may give all slots of the old one to others.
-
-    Attributes:
-        session: the open session; None without a service.
-        leaving: a session that ends with a goodbye once nothing of it is in flight.
-        latest: the session that began last.
-        lock: held while something ends and its message is queued, so that the thread does not end the session between.
-    """
-
-    def __init__(
-        self,
-        settings: CacheSettings,
-        layout: KVLayout,
-        outbox: Outbox,
-        pins: PinnedRuns,
-        terms: FetchTerms,
-    ) -> None:
-        assert settings.server is not None
-        self._layout = layout
-        self._pins = pins
-        self._terms = terms
-        self._address = settings.server
-        self._absence = Absence(settings.server)
-        self._live = LiveFile(client_dir(settings.server))
-        self.session: Session | None = None
-        self.leaving: Session | None = None
-        self.latest: Session | None = None
-        self.progress = Progress(outbox.misses)
-        self.outbox = outbox
-        self._events: deque[Events] = deque(maxlen=settings.event_buffer)
-        self._hint_results: deque[HintResult] = deque(maxlen=_MOST_HINT_RESULTS)
-        self._device_resets = self._device_resets_taken = 0  # orders of the service since it began
-        self.lock = outbox.lock
-        self._connected = threading.Condition(self.lock)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._closing = False
-        self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="fdcache-session", daemon=True)
-        self._thread.start()
-        self.wait_connected(max(settings.rpc_timeout, 1.0))
-
-    @property
-    def listening(self) -> Session | None:
-        """The session whose messages the service accepts: the open one, or the one about to end."""
-        return self.session or self.leaving
-
-    @property
-    def blocks_in_flight(self) -> int:
-        """Blocks being copied to the service."""
-        return self.latest.copies.in_flight if self.latest else 0
-
-    def wait_connected(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for a session; return True if there is one."""
-        with self._connected:
-            return self._connected.wait_for(lambda: self.session is not None, timeout)
-
-    def flush(self) -> None:
-        """Wake the thread if messages are queued or slots are needed; it wakes by itself soon after."""
-        session = self.session
-        if self.outbox or (session is not None and session.needs_slots):
-            self._wake_thread()
-
-    def lose(self, session: Session, reason: str) -> None:
-        """End a session at once: the service did not answer, or does not know it."""
-        with self.lock:
-            if self.session is session:
-                logger.warning("session at the service lost: %s", reason)
-                self.session = self.leaving = None
-        self._wake_thread()
-
-    def leave(self, session: Session) -> None:
-        """End a session with a goodbye once nothing of it is in flight."""
-        with self.lock:
-            if self.session is session:
-                self.session, self.leaving = None, session
-        self._wake_thread()
-
-    def change_layout(self, layout: KVLayout) -> None:
-        """Leave the session and begin the next one with this layout."""
-        with self.lock:
-            self._layout = layout
-            if self.session is not None:
-                self.leave(self.session)
-            elif not self.leaving:
-                self.outbox.drop_misses()
-
-    def return_stock(self, session: Session, first: int = 0) -> None:
-        """Give the slots of the stock from ``first`` on back."""
-        slots = session.copies.give_up_stock(first)
-        if count := len(slots):
-            none_copied, no_hashes = bytes(count), b"\xff" * 32 * count
-            self.outbox.add(
-                session, Publish(slots.tobytes(), no_hashes, no_hashes, none_copied, bytes(8 * count))
-            )
-
-    def take_device_reset(self) -> bool:
-        """Return True if a reset of the device tier was ordered since the last call; the service hears of it."""
-        if self._device_resets == self._device_resets_taken:
-            return False
-        self._device_resets_taken = self._device_resets
-        self._wake_thread()
-        return True
-
-    def record_events(self, capacity: int) -> None:
-        """Keep the newest ``capacity`` batches of events."""
-        self._events = deque(self._events, maxlen=capacity)
-
-    def take_events(self) -> list[Events]:
-        """Return the batches of events since the last call."""
-        taken = []
-        while self._events:
-            taken.append(self._events.popleft())
-        return taken
-
-    def take_hint_results(self) -> list[HintResult]:
-        """Return what the service has told of hints since the last call."""
-        taken = []
-        while self._hint_results:
-            taken.append(self._hint_results.popleft())
-        return taken
-
-    def close(self) -> None:
-        """Say goodbye and end the thread; no session is open then. Idempotent, and harmless in a forked child."""
-        if self._closing or os.getpid() != self._pid:
-            return
-        self._closing = True
-        self._wake_thread()
-        self._thread.join()
-        os.close(self._wake)
-        with self.lock:
-            self.session = self.leaving = None
-        if self._is_drained():
-            self._live.close()
-
-    def _wake_thread(self) -> None:
-        if not self._closing or self._thread.is_alive():
-            os.eventfd_write(self._wake, 1)
-
-    def _is_drained(self) -> bool:
-        """Return True if nothing of this engine is written to or read from the arena."""
-        with self.lock:
-            return not self.blocks_in_flight and not self._pins.slots_loading
-
-    # --- the thread ---------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        connection = Connection(self._address)
-        poller = zmq.Poller()
-        poller.register(connection.socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        backoff, retry_at, heartbeat_at = _MIN_BACKOFF, 0.0, 0.0
-        try:
-            while not self._closing:
-                now = time.monotonic()
-                if self.listening is None and now >= retry_at and self._is_drained():
-                    if self._register(connection):
-                        backoff, heartbeat_at = _MIN_BACKOFF, 0.0
-                    else:
-                        retry_at = time.monotonic() + backoff * random.uniform(0.5, 1.0)
-                        backoff = min(2 * backoff, _MAX_BACKOFF)
-                self._send_queued(connection)
-                if (ended := self.leaving) is not None and self._is_drained():
-                    self._say_goodbye(connection, ended)
-                    self.leaving = None
-                if (session := self.listening) is not None and now >= heartbeat_at:
-                    self._send_heartbeat(connection, session)
-                    heartbeat_at = now + _HEARTBEAT_SECONDS
-                ready = dict(poller.poll(_POLL_MS))
-                if self._wake in ready:
-                    with suppress(BlockingIOError):
-                        os.eventfd_read(self._wake)
-                self._receive(connection)
-            if (last := self.listening) is not None:
-                if self._is_drained():
-                    self._say_goodbye(connection, last)
-                else:
-                    self._send_queued(connection)
-        finally:
-            connection.close()
-
-    def _register(self, connection: Connection) -> bool:
-        """Open a session and return True; without a service, return False."""
-        layout = self._layout
-        try:
-            wants_events = self._events.maxlen != 0
-            session = open_session(connection, layout, self._live.live, self._terms, events=wants_events)
-        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
-            self._absence.goes_on(error)
-            return False
-        self._absence.ends()
-        with self._connected:
-            self.outbox.clear()
-            self.progress.begin_session()
-            if layout is not self._layout:
-                self.leaving = session  # the layout changed in the meantime
-                return True
-            self._pins.begin_session(session.copies)
-            self.session = self.latest = session
-            self._connected.notify_all()
-        return True
-
-    def _send_queued(self, connection: Connection) -> None:
-        for session, body in self.outbox.take_messages():
-            self._send(connection, session, body)
-        if (current := self.listening) is not None:
-            current.runs.flush()
-        if (current := self.session) is not None and current.needs_slots:
-            self._send(connection, current, current.refill())
-
-    def _send_heartbeat(self, connection: Connection, session: Session) -> None:
-        if session.unanswered >= _MAX_UNANSWERED:
-            self.lose(session, f"{self._address}: {session.unanswered} heartbeats were not answered")
-            return
-        if session is self.session:
-            session.count_heartbeat()
-        self.outbox.add_misses(session)
-        self._send(connection, session, self.progress.heartbeat(self._device_resets_taken))
-
-    def _say_goodbye(self, connection: Connection, session: Session) -> None:
-        """Send the rest of a session of which nothing is in flight, and end it."""
-        self.outbox.add_misses(session)
-        self._send_queued(connection)
-        self._send(connection, session, self.progress.heartbeat(self._device_resets_taken))
-        try:
-            connection.call(Bye(), _BYE_TIMEOUT)
-        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
-            logger.info("no goodbye to the service: %s", error)  # it will see this process end
-
-    def _send(self, connection: Connection, session: Session, body: Request) -> None:
-        if session is not self.listening:
-            return
-        try:
-            connection.send(body)
-        except ServiceUnavailableError as error:
-            self.lose(session, str(error))
-
-    def _receive(self, connection: Connection) -> None:
-        while (session := self.session) is not None:
-            try:
-                got = connection.receive(0)
-                if got is None:
-                    return
-                session.unanswered = 0
-                self._handle(session, got[1])
-            except ProtocolError as error:
-                self.lose(session, str(error))
-
-    def _handle(self, session: Session, answer: Answer) -> None:
-        if isinstance(answer, Granted):
-            slots = int32_from(answer.slots, "slots")
-            generations = uint32_from(answer.generations, "generations", len(slots))
-            with self.lock:
-                session.grant(slots, generations, answer.num_slots)
-        elif isinstance(answer, Published):
-            session.copies.acknowledge(hashes_from(answer.hashes))
-        elif isinstance(answer, Events):
-            if (uint8_from(answer.kinds, "kinds") >= EVENT_CLEARED).any():
-                self.return_stock(session)  # copies into slots granted before a reset are not kept
-            self._events.append(answer)
-        elif isinstance(answer, Hinted):
-            self._hint_results.extend(answer.results)
-        elif isinstance(answer, Recall):
-            self.return_stock(session, answer.first)
-        elif isinstance(answer, Alive):
-            session.figures, session.reads = answer.figures, answer.reads
-            self._device_resets = answer.device_resets
-        elif isinstance(answer, Refused):
-            if answer.code == "draining":
-                self.leave(session)
-            elif answer.code == "no_session":
-                self.lose(session, answer.message)
-            else:
-                session.copies.drop_unacknowledged()
+def _roots(parents: bytes, hashes: bytes) -> Iterator[bytes]:
+    """Yield the hashes of blocks below the root."""
+    for i in range(0, len(hashes), len(_ROOT)):
+        if parents[i : i + len(_ROOT)] == _ROOT:
+            yield hashes[i : i + len(_ROOT)]
 
 
 def open_session(
@@ -494,4 +211,14 @@ def open_session(
         ) from error
     connection.session = answer.session
     arena = f"{geometry.incarnation:x}/{answer.session:x}/{live.path}"
-    return Session(answer.session, arena, answer.num_slots, OutgoingCopies(table), runs, answer.storage)
+    copies = OutgoingCopies(table)
+    copies.tier_slots = answer.num_slots
+    return Session(
+        answer.session,
+        arena,
+        copies,
+        runs,
+        answer.storage,
+        block_size=layout.block_size,
+        wants_notes=answer.notes,
+    )

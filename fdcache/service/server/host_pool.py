@@ -102,6 +102,13 @@ class HostPool(BlockPool):
         with self._closed():
             return super().discard(slots, quarantine, keep_orphans)
 
+    def end_load(
+        self, slots: Int32Array, hashes: HashArray, copied: HashArray, bad: HashArray | None = None
+    ) -> None:
+        """See ``HostIndex.end_load``."""
+        with self._closed():
+            super().end_load(slots, hashes, copied, bad)
+
     def reset(self) -> None:
         """See ``Tier.reset``."""
         with self._closed():

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fdcache import tracing
 from fdcache._core import RecordTable
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose, TransferReport
+from fdcache.metadata import CacheLevel, HashArray, Int32Array, SwapPurpose, TransferReport
 from fdcache.plans.ledger import InFlightPlan, PlanLedger
 from fdcache.service.server.namespace import Namespace
+from fdcache.service.server.router_feed import MOST_EVENTS, RouterFeed
 from fdcache.service.server.storage_opening import OpenedStorage
 from fdcache.service.wire.shared_memory import Extent
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
@@ -67,6 +69,7 @@ class LayoutStorage:
         *,
         wake: Callable[[], None],
         make_room: Callable[[Namespace, int], None],
+        feed: RouterFeed | None = None,
     ) -> None:
         self.layout = opened.layout
         self.id = opened.layout.fingerprint.hex()[:16]
@@ -90,6 +93,9 @@ class LayoutStorage:
         self._ledger = PlanLedger(len(opened.ranks), cache.plan_timeout)
         self._namespace: Namespace | None = None
         self._tier: StorageTier | None = None
+        if feed is not None and isinstance(self.index, LocalIndex):
+            self.index.pool.record_events(MOST_EVENTS)
+            feed.attach(CacheLevel.STORAGE, self.index.pool)
 
     # --- the host tier above it -----------------------------------------------------------------------------
 
@@ -186,6 +192,8 @@ class LayoutStorage:
                 self._complete(flight)
 
     def _count(self, report: TransferReport) -> None:
+        if tracing.spans is not None:
+            tracing.spans.copied(report)
         for result in report.results:
             moved = self.moved[result.purpose]
             moved.bytes += result.copied_bytes

@@ -11,9 +11,11 @@ from fdcache.machine.memory import huge_page_problem, node_cores
 from fdcache.service.server.arena import Arena, Manifest, MemoryKind, arena_name
 from fdcache.service.server.arenas import find_arenas
 from fdcache.service.server.endpoints import endpoints
+from fdcache.service.server.event_publisher import EventPublisher
 from fdcache.service.server.loop import ServiceLoop, SocketLock
 from fdcache.service.server.preflight import check_arena_dir
 from fdcache.service.server.process import notify, notify_status
+from fdcache.service.server.router_feed import RouterFeeds
 from fdcache.service.server.service import Service
 from fdcache.service.server.storage import ServiceStorage
 from fdcache.service.server.views import Views
@@ -88,6 +90,7 @@ class Server:
             self.service.clients.watch_earlier()
             if self.settings.storage_tier.is_on:
                 self.service.storage = ServiceStorage(self.settings, make_room=self.service.make_room_for)
+            self._open_feeds()
             self._loop = ServiceLoop(self.service, self._socket, self._on_tick)
             self._loop.bind()
         except BaseException:
@@ -125,6 +128,28 @@ class Server:
             self.arena.directory,
             self.recovered,
         )
+
+    def _open_feeds(self) -> None:
+        """Bind the addresses for routers, if there are any."""
+        settings, storage = self.settings.server, self.service.storage
+        address, replay = _address(settings.kv_events), _address(settings.kv_events_replay)
+        if address is None:
+            return
+        local = storage is not None and storage.settings.connector == "local"
+        folder = storage.settings.directory if storage is not None and local else self.arena.directory
+        prefix = "fdcache" if local else self.arena.prefix
+        feeds = RouterFeeds(
+            EventPublisher(address, replay),
+            lambda layout: folder / f"{prefix}-{layout.fingerprint.hex()[:16]}.notes",
+        )
+        self.service.namespaces.feeds = feeds
+        if storage is not None:
+            storage.feeds = feeds
+
+    def _close_feeds(self) -> None:
+        feeds, self.service.namespaces.feeds = self.service.namespaces.feeds, None
+        if feeds is not None:
+            feeds.close()
 
     def _fail(self) -> None:
         self._has_failed = True
@@ -231,6 +256,7 @@ class Server:
         """
         self._close_loop()
         self._close_storage()
+        self._close_feeds()
         for namespace in self.service.namespaces.values():
             namespace.close()
         is_unused = self.arena.is_new and not self._is_started
@@ -250,7 +276,12 @@ class Server:
         """Release the locks and leave all files, as a killed service does. For tests of recovery."""
         self._close_loop()
         self._close_storage()
+        self._close_feeds()
         self.arena.close()
         if self._lock is not None:
             self._lock.release(remove=False)
             self._lock = None
+
+
+def _address(text: str) -> str | None:
+    return None if text.lower() in {"off", "none", ""} else text

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fdcache.devices.calibration import load_calibration
 from fdcache.devices.cuda import load_kernels
 from fdcache.devices.topology import Gpu, visible_gpus
 from fdcache.errors import DeviceError, StorageError
+from fdcache.machine.calibration import load_calibration
 from fdcache.machine.memory import available_memory, huge_page_problem, numa_nodes
 from fdcache.service.server.arenas import find_arenas, foreign_arenas
 from fdcache.service.server.preflight import (

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from fdcache._core import MemoryGuard, PresenceWriter
 from fdcache.errors import HostMemoryError, UnsupportedLayoutError
 from fdcache.layout import KVLayout
-from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.service.server.arena import MOST_EXTENTS, Arena
 from fdcache.service.server.eviction_order import OrderFile
 from fdcache.service.server.hints import NamespaceHints
 from fdcache.service.server.history import History
 from fdcache.service.server.host_pool import HostPool
 from fdcache.service.server.namespace_memory import NamespaceMemory
+from fdcache.service.server.router_feed import RouterFeed
 from fdcache.service.server.tenants import Quotas, Tenants
 from fdcache.service.wire.shared_memory import Geometry, create_shared, table_bytes
 from fdcache.service.wire.views import MissReason
@@ -59,12 +60,14 @@ class Namespace:
         settings: ServerSettings,
         quotas: Quotas,
         eviction: EvictionPolicy,
+        feed: RouterFeed | None = None,
     ) -> None:
         self.layout = layout
         self._layout_text = layout.to_json().encode()
         self._eviction = eviction
         self.id = layout.fingerprint.hex()[:16]
         self.ranks = layout.tp_size
+        self.feed = feed
         self._arena = arena
         self.geometry = Geometry(
             directory=str(arena.directory),
@@ -84,8 +87,7 @@ class Namespace:
         self._quota = settings.namespace_quota
         self._table_memory = self._make_table(self._table_bytes(self.max_extents))
         self.memory = NamespaceMemory(arena, layout, self.geometry)
-        self.tier: HostPool | None = None
-        """None while the namespace has no memory."""
+        self._tier: HostPool | None = None
         self.history = History(settings.eviction_log)
         self.tenants = Tenants(quotas, Path(f"{self.geometry.directory}/{self.geometry.prefix}.tenants"))
         self.learned = LearnedFile(Path(f"{self.geometry.directory}/{self.geometry.prefix}.reuse"))
@@ -105,6 +107,17 @@ class Namespace:
         """When the last client left; meaningless while there are clients."""
         self.draining_until = 0.0
         """``time.monotonic`` until which look-ups find nothing, so that loads in flight can end before a reset."""
+
+    @property
+    def tier(self) -> HostPool | None:
+        """Its blocks; None while the namespace has no memory."""
+        return self._tier
+
+    @tier.setter
+    def tier(self, tier: HostPool | None) -> None:
+        self._tier = tier
+        if self.feed is not None:
+            self.feed.attach(CacheLevel.HOST, tier)
 
     # --- size ---------------------------------------------------------------------------------------------
 
@@ -427,6 +440,8 @@ class Namespace:
         kinds, hashes, parents = self.tier.take_events()
         if not len(kinds):
             return
+        if self.feed is not None:
+            self.feed.tier_events(CacheLevel.HOST, kinds, hashes)
         removed = [hashes[i].tobytes() for i in np.flatnonzero(kinds == EVENT_REMOVED).tolist()]
         self.history.count_removed(removed, reason)
         self.history.evictions.forget(

@@ -12,6 +12,7 @@ from fdcache.layout import KVLayout
 from fdcache.service.server.arena import Arena
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.recovery import recover_blocks, shrink_recovered
+from fdcache.service.server.router_feed import RouterFeeds
 from fdcache.service.server.tenants import Quotas
 from fdcache.service.wire.protocol import Recall
 from fdcache.settings.cache import EvictionPolicy
@@ -75,12 +76,14 @@ class Namespaces(dict[bytes, Namespace]):
         self.arena = arena
         self.reclaims = Reclaims()
         self._quotas = Quotas.of(settings)
+        self.feeds: RouterFeeds | None = None
 
     def open(self, layout: KVLayout) -> Namespace:
         """Return the namespace of a layout; a new one has no memory yet. Raises ``UnsupportedLayoutError``."""
         if layout.fingerprint not in self:
+            feed = self.feeds.of(layout) if self.feeds is not None else None
             self[layout.fingerprint] = Namespace(
-                self.arena, layout, self.settings, self._quotas, self._eviction
+                self.arena, layout, self.settings, self._quotas, self._eviction, feed
             )
         return self[layout.fingerprint]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from fdcache import tracing
 from fdcache.machine.session import notify_socket
 from fdcache.settings import Settings, logs
 from fdcache.settings.server import LogFormat
@@ -84,8 +85,9 @@ def raise_descriptor_limit() -> None:
 def configure(settings: Settings) -> None:
     """Log to standard error, and to a file by day where ``FD_LOG_DIR`` is set.
 
-    Raises ``ConfigurationError`` when the file cannot be written.
+    Raises ``ConfigurationError`` when the file cannot be written, or spans cannot be recorded.
     """
     chosen = settings.server.log_format
     as_text = sys.stderr.isatty() if chosen is LogFormat.AUTO else chosen is LogFormat.TEXT
     logs.take_over(settings, "fdcache-serve", as_text=as_text)
+    tracing.follow(settings.deployment.traces, "fdcache-serve")

@@ -17,6 +17,7 @@ from fdcache.service.wire.protocol import (
     MAX_PATHS,
     NOT_FETCHED,
     Answer,
+    Describe,
     Done,
     EndFetches,
     Hinted,
@@ -145,6 +146,13 @@ def end_fetches(client: Client, request: EndFetches) -> Answer:
     """End the storage reads of finished requests."""
     for number in request.numbers:
         client.fetches.leave(number, keep=request.keep)
+    return Done()
+
+
+def describe(client: Client, request: Describe) -> Answer:
+    """Learn what routers are to be told of blocks; nothing without routers."""
+    if (feed := client.namespace.feed) is not None:
+        feed.describe(request)
     return Done()
 
 

@@ -27,6 +27,7 @@ from fdcache.service.wire.protocol import (
     Attach,
     Attached,
     Bye,
+    Describe,
     Done,
     EndFetches,
     Events,
@@ -103,6 +104,7 @@ class Service:
             Prefetch: self._prefetch,
             EndFetches: requests.end_fetches,
             Refill: self._refill,
+            Describe: requests.describe,
             Publish: self._publish,
             Missed: requests.missed,
             LoadEnded: requests.load_ended,
@@ -210,6 +212,7 @@ class Service:
             namespace.num_slots,
             str(client.ring_path),
             storage=self.storage is not None,
+            notes=namespace.feed is not None,
         )
 
     def _slices(self, ask: Ask) -> Iterator[bytes]:
@@ -333,6 +336,8 @@ class Service:
         self.open_tables()
         self.work()
         self.drive_commands()
+        if (feeds := self.namespaces.feeds) is not None:
+            feeds.work()
         for namespace in self.namespaces.values():
             namespace.save_learned()
         self.send_events(send)

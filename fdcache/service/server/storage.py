@@ -13,6 +13,7 @@ from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
+from fdcache.service.server.router_feed import RouterFeeds
 from fdcache.service.server.storage_opening import (
     OpenedStorage,
     Progress,
@@ -54,6 +55,7 @@ class ServiceStorage:
         self._options = settings.connector_options
         self._verify = settings.transfer.verify is not Verify.OFF
         self._make_room = make_room
+        self.feeds: RouterFeeds | None = None
         check_settings(settings)
         if self.settings.connector == "local":
             require_folder(self.settings.directory)
@@ -128,7 +130,12 @@ class ServiceStorage:
             return
         del self._openings[opening.layout.fingerprint]
         self.layouts[opening.layout.fingerprint] = LayoutStorage(
-            opened, self._cache, self.settings, wake=self._wake, make_room=self._make_room
+            opened,
+            self._cache,
+            self.settings,
+            wake=self._wake,
+            make_room=self._make_room,
+            feed=self.feeds.of(opening.layout) if self.feeds is not None else None,
         )
         log.info("namespace %s: the storage is open with %d blocks", name, opened.restored)
 

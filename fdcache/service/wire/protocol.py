@@ -21,7 +21,7 @@ from fdcache.service.wire.shared_memory import Geometry
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.statistics import Count, ReadTotals, Traffic
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME = 8 << 20
 """Limit of a message in bytes."""
 MAX_PATHS = 4096
@@ -81,6 +81,21 @@ class Refill(msgspec.Struct, frozen=True, tag="refill"):
     """Ask for slots to copy into."""
 
     count: int
+
+
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """Describe blocks of one path before they are published, for a service that tells routers of them.
+
+    ``parent``: the hash of the block before the first; empty for the first block of a prompt. ``tokens``: int32, all of
+    the blocks. ``items``: offset from the first token, length and name of each image or the like in them.
+    """
+
+    hashes: bytes
+    tokens: bytes
+    parent: bytes = b""
+    tenant: str | None = None
+    adapter: str | None = None
+    items: list[tuple[int, int, str]] = []
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
@@ -171,6 +186,7 @@ Request = (
     | Prefetch
     | EndFetches
     | Refill
+    | Describe
     | Publish
     | Missed
     | LoadEnded
@@ -184,7 +200,7 @@ Request = (
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
-    """The session is open; ``storage``: the service has a storage tier.
+    """The session is open; ``storage``: the service has a storage tier; ``notes``: blocks are to be described.
 
     ``ring``: path of the ring in which the client tells which runs it has pinned and unpinned.
     """
@@ -194,6 +210,7 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     num_slots: int
     ring: str
     storage: bool = False
+    notes: bool = False
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

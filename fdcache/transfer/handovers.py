@@ -1,23 +1,32 @@
-"""Hand-overs of requests: what the next plan sends to peers or fetches from them, and what is in flight."""
+"""Hand-overs between instances, on the scheduler's side: what plans send to peers or fetch from them.
+
+    manager = CacheManager.from_settings(layout, settings)
+    handovers = Handovers.from_settings(manager, settings)  # None with FDCACHE_TRANSFER=none
+    handovers.send([(request, name)])                       # prefill, after the allocation
+    handovers.fetch([(request, source)])                    # decode, between match and allocation
+
+The tasks travel with the manager's plans, and their outcomes come back with its ``apply`` and ``expire``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from fdcache.errors import RequestStateError
-from fdcache.layout import KVLayout
-from fdcache.manager.requests import LiveRequests, PeerSource, PlannedFetch, Request
-from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan
+from fdcache.manager.cache_manager import CacheManager
+from fdcache.manager.requests import PeerSource, PlannedFetch, Request
+from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.blocks import Blocks
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger, make_swap
 from fdcache.settings import Settings
 from fdcache.settings.peers import PeerSettings
 from fdcache.tiers.handovers import HandoverTally
-from fdcache.tiers.statistics import Counters
+from fdcache.tiers.statistics import HandoverCount
+from fdcache.transfer.factory import require_connector
 
 _TERMS = (
     "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",
@@ -60,25 +69,15 @@ class _Send:
 
 
 class Handovers:
-    """The hand-overs of one manager. Sends keep the blocks of their request; fetches hold slots until their report."""
+    """The hand-overs of one manager. Sends keep the blocks of their request; fetches hold slots until their report.
 
-    def __init__(
-        self,
-        terms: PeerTerms,
-        layout: KVLayout,
-        requests: LiveRequests,
-        counters: Counters,
-        num_device_blocks: Callable[[], int],
-        lookahead_tokens: int,
-    ) -> None:
-        self._lookahead_tokens = lookahead_tokens
+    Calls are thread-safe, as a manager's are. Raises ``TransferNotFoundError`` for a connector that does not exist.
+    """
+
+    def __init__(self, manager: CacheManager, terms: PeerTerms) -> None:
+        require_connector(terms.settings)
         self._terms = terms
-        self._layout = layout
-        self._peer_layout = layout.with_tp_size(terms.settings.peer_ranks or layout.tp_size)
-        self._requests = requests
-        self._counters = counters
-        self._num_device_blocks = num_device_blocks
-        self.tally = HandoverTally()
+        self._tally = HandoverTally()
         self._unsent: list[_Send] = []
         self._declined: list[PeerSource] = []
         self._cancelled: list[int] = []
@@ -87,27 +86,72 @@ class Handovers:
         self._fetches: dict[int, PlannedFetch] = {}
         self._below: dict[int, int] = {}  # fetch to the plan with the loads below it, while that is in flight
         self._stashed: dict[int, list[InFlightPlan]] = {}  # fetches that ended before that plan
+        self._manager = parts = manager.attach_hooks(self)
+        self._layout, self._requests = parts.layout, parts.requests
+        self._peer_layout = parts.layout.with_tp_size(terms.settings.peer_ranks or parts.layout.tp_size)
+
+    @classmethod
+    def from_settings(cls, manager: CacheManager, settings: Settings | None = None) -> Handovers | None:
+        """Return those of a manager, None with FDCACHE_TRANSFER=none. ``settings``: by default the environment's."""
+        terms = PeerTerms.of(settings or Settings.load())
+        return cls(manager, terms) if terms.settings.is_on else None
+
+    # --- calls of the engine ----------------------------------------------------------------------------------
+
+    def send(self, transfers: Iterable[tuple[Request, str]]) -> None:
+        """Hand over the full blocks of requests under these names, to the decode instance that asks for them.
+
+        Call it after the allocation: with the next plan the workers hand over what the engine then reports with
+        ``CacheController.layer_computed``. A request keeps its blocks until then, also after ``finish``; end
+        what will not be completed with ``end_transfers``. Raises ``RequestStateError`` for a request without blocks
+        or a name that another send has.
+        """
+        with self._manager.lock:
+            for request, transfer in transfers:
+                self._send(request, transfer)
+
+    def fetch(self, sources: Iterable[tuple[Request, PeerSource]]) -> list[int]:
+        """Let the allocation of matched requests fetch the blocks that they lack from a prefill instance.
+
+        Call it between match and allocation. Return how many blocks each request will fetch, 0 if it has all or may
+        hold no more; the peer is told. Compute the request once ``apply`` or ``expire`` has returned its outcome.
+        Raises ``RequestStateError`` for a request that is not matched.
+        """
+        with self._manager.lock:
+            return [self._fetch(request, source) for request, source in sources]
 
     @property
-    def is_idle(self) -> bool:
-        """True if the next plan has no hand-over."""
-        return not (self._unsent or self._declined or self._cancelled)
+    def fetch_room(self) -> int:
+        """Number of requests that may begin to fetch now, so that at most FD_EP_MAX_PREFETCH_TASK_NUM wait for peers.
+
+        Admit the others in a later step.
+        """
+        with self._manager.lock:
+            waiting = sum(each.is_waited_for for each in self._fetches.values())
+            return max(max(self._terms.most_ahead, 1) - waiting, 0)
+
+    def decline(self, sources: Iterable[PeerSource]) -> None:
+        """Tell prefill instances that transfers are not wanted."""
+        with self._manager.lock:
+            self._declined += sources
+
+    def end_transfers(self, requests: Iterable[Request]) -> None:
+        """End the hand-overs of requests that are aborted or preempted, and tell the peers. Idempotent."""
+        with self._manager.lock:
+            self._manager.set_time()
+            for request in requests:
+                self._end(request)
+
+    # --- hooks of the manager ---------------------------------------------------------------------------------
 
     @property
     def held_blocks(self) -> int:
         """Slots of fetches that no request waits for any more."""
         return sum(len(each.slots) for each in self._fetches.values() if not each.is_waited_for)
 
-    @property
-    def fetch_room(self) -> int:
-        """Requests that may begin to wait for a peer."""
-        waiting = sum(each.is_waited_for for each in self._fetches.values())
-        return max(max(self._terms.most_ahead, 1) - waiting, 0)
-
     # --- prefill ----------------------------------------------------------------------------------------------
 
-    def send(self, request: Request, transfer: str) -> None:
-        """Hand over the full blocks of a request that has its device blocks, as they are computed."""
+    def _send(self, request: Request, transfer: str) -> None:
         count = len(request.block_hashes)
         if not request.is_live or request.num_blocks < count:
             raise RequestStateError(
@@ -122,33 +166,27 @@ class Handovers:
         self._unsent.append(send)
         self._requests.begin_send(request)
 
-    def end(self, request: Request) -> None:
-        """End the hand-overs of a request that will not be completed, and tell the peer."""
+    def _end(self, request: Request) -> None:
         for each in [each for each in self._unsent if each.request is request]:
             self._unsent.remove(each)
             self._requests.end_send(request)
         self._cancelled += [plan_id for plan_id, each in self._sends.items() if each.request is request]
         self._named = {name: each for name, each in self._named.items() if each.request is not request}
-        self.unwanted(request)
+        self._unwanted(request)
 
     # --- decode -----------------------------------------------------------------------------------------------
 
-    def fetch(self, request: Request, source: PeerSource) -> int:
-        """Let the allocation of a matched request fetch the blocks it lacks; return their number."""
-        allowed = self._terms.settings.held * self._num_device_blocks()
+    def _fetch(self, request: Request, source: PeerSource) -> int:
+        allowed = self._terms.settings.held * self._manager.num_device_blocks()
         if self.held_blocks > allowed:
-            self._counters.fetches_skipped += 1
+            self._manager.counters.fetches_skipped += 1
             count = 0
         else:
             count = self._requests.expect_from_peer(request, source)
         if not count:
             self._requests.take_unasked(request)
-            self.decline(source)
+            self._declined.append(source)
         return count
-
-    def decline(self, source: PeerSource) -> None:
-        """Tell a peer that a transfer is not wanted."""
-        self._declined.append(source)
 
     def unmatched(self, request: Request) -> None:
         """Take note that a request found no room, or is not wanted; call it before the request is released."""
@@ -158,13 +196,13 @@ class Handovers:
     def released(self, request: Request) -> None:
         """End what a request fetches, or would fetch; call it before the request is released."""
         self._decline_unasked(request)
-        self.unwanted(request)
+        self._unwanted(request)
 
     def _decline_unasked(self, request: Request) -> None:
         if (source := self._requests.take_unasked(request)) is not None:
-            self.decline(source)
+            self._declined.append(source)
 
-    def unwanted(self, request: Request) -> None:
+    def _unwanted(self, request: Request) -> None:
         """End the fetches that a request waits for."""
         self._requests.give_up_fetch(request)
         for plan_id, each in self._fetches.items():
@@ -222,6 +260,14 @@ class Handovers:
         if self._fetches.pop(task.plan_id, None) is not None:
             self._requests.loads.end(task.plan_id, flight.swaps[SwapPurpose.FETCH].flags, flight.errors)
 
+    def record(self, report: TransferReport) -> None:
+        """Count the hand-over that a rank has reported, if the report is of one."""
+        self._tally.record(report)
+
+    def counts(self) -> list[HandoverCount]:
+        """Return the hand-overs that have ended, by peer and result."""
+        return self._tally.counts()
+
     def committed(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Note the tokens of requests that have their KV."""
         delayed = {each.request.request_id: each for each in self._unsent if each.delayed}
@@ -267,7 +313,7 @@ class Handovers:
             slots, generations, first = fetch.slots, fetch.generations, fetch.part.first
             hashes = fetch.request.block_hashes[: first + len(slots)]
             if self._peer_layout is not self._layout:
-                theirs = fetch.request.hashes_for(self._peer_layout, self._lookahead_tokens)
+                theirs = fetch.request.hashes_for(self._peer_layout, self._manager.lookahead_tokens)
                 peer_hashes = theirs[first : first + len(slots)].tobytes()
         positions = np.arange(first, first + len(slots), dtype=np.int32)
         run = Blocks.of_path(hashes, first, positions, np.zeros(len(slots), np.uint32))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fdcache.hashing import tenant_key
-from fdcache.service.client.remote_tier import Owners
+from fdcache.service.client.session import Owners
 
 A, B = tenant_key("a"), tenant_key("b")
 

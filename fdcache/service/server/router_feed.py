@@ -1,0 +1,302 @@
+"""RouterFeed: tells routers of the blocks that a layout has in the host tier and in local storage."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fdcache.errors import ProtocolError
+from fdcache.layout import KVLayout
+from fdcache.metadata import CacheLevel, HashArray
+from fdcache.service.server.event_publisher import EventPublisher, EventStream
+from fdcache.service.server.notes_file import NotesFile
+from fdcache.service.wire.protocol import Describe, hashes_from, int32_from
+from fdcache.service.wire.router_events import (
+    MEDIUM,
+    BlockRemoved,
+    BlockStored,
+    Origin,
+    RouterBlock,
+    fields_of,
+    runs_of,
+)
+from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED, READY, BlockPool
+
+log = logging.getLogger("fdcache.service.server")
+
+MOST_EVENTS = 1 << 18
+"""Events of storage between two calls; of more, all blocks are told anew."""
+_SLACK = 65536
+"""Notes of blocks that are in no tier, before they are dropped."""
+_AT_ONCE = 4096
+"""Blocks of one message."""
+_LOCAL: dict[str, Any] = {"locality": "LOCAL"}
+"""``ownership`` is left out: Dynamo drops events of owners other than the engine and KVCR."""
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True):
+    """A block: hash of the one before it, tokens in int32, and what else its hash covers."""
+
+    parent: bytes
+    tokens: bytes
+    salt: str | None = None
+    adapter: str | None = None
+    items: list[tuple[str, int]] = []
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Note).decode
+
+
+@dataclass(slots=True)
+class _Tier:
+    """A tier as routers know it: its blocks, parents before children."""
+
+    level: CacheLevel
+    pool: BlockPool | None = None
+    blocks: dict[bytes, None] = field(default_factory=dict)
+
+
+class RouterFeed:
+    """Events of one layout, in the service's thread; only ``snapshot`` is called by the publisher's.
+
+    ``file`` keeps the notes. A block without one is in no event until an engine describes it.
+    """
+
+    def __init__(self, layout: KVLayout, publisher: EventPublisher, topic: str, file: NotesFile) -> None:
+        self._layout = layout
+        self._groups = layout.num_groups
+        self._kinds = [
+            ("sliding_window", window) if window else ("full_attention", None)
+            for window in layout.windows or (0,)
+        ]
+        self._file = file
+        self._notes: dict[bytes, bytes] = {}
+        self._origins: dict[tuple[str | None, str | None], Origin] = {}
+        self._tiers = {level: _Tier(level) for level in (CacheLevel.HOST, CacheLevel.STORAGE)}
+        self._loading: Future[dict[bytes, bytes]] | None = file.load()
+        self._stream: EventStream = publisher.stream(topic, self.snapshot)
+
+    # --- notes ----------------------------------------------------------------------------------------------
+
+    def describe(self, message: Describe) -> None:
+        """Keep what a client says of blocks. Raises ``ProtocolError`` for fields that do not fit."""
+        hashes, size = hashes_from(message.hashes), self._layout.block_size
+        tokens = int32_from(message.tokens, "tokens", size * len(hashes)).reshape(-1, size)
+        if len(message.parent) not in (0, hashes.shape[1]):
+            raise ProtocolError("parent: a hash has 32 bytes")
+        parent, rows = message.parent, []
+        for i, row in enumerate(hashes):
+            key = row.tobytes()
+            if key not in self._notes:
+                items = [
+                    (name, offset - i * size)
+                    for offset, length, name in message.items
+                    if offset < (i + 1) * size and offset + length > i * size
+                ]
+                note = _encode(Note(parent, tokens[i].tobytes(), message.tenant, message.adapter, items))
+                self._notes[key] = note
+                rows.append((key, note))
+            parent = key
+        if not rows:
+            return
+        self._file.add(rows)
+        self._tell_described([key for key, _ in rows])
+        self._sweep_if_due()
+
+    def _tell_described(self, keys: list[bytes]) -> None:
+        """Tell of blocks that were there before their notes, such as those of which the file had none."""
+        wanted = np.frombuffer(b"".join(self._keys_of(keys)), np.uint8).reshape(-1, 32)
+        for tier in self._tiers.values():
+            if tier.pool is not None and (tier.pool.contains(wanted) == READY).any():
+                self.tell_anew(tier.level)
+
+    def _keys_of(self, pages: Iterable[bytes]) -> Iterator[bytes]:
+        for page in pages:
+            yield from (bytes(byte ^ mark for byte in page) if mark else page for mark in range(self._groups))
+
+    def _sweep_if_due(self) -> None:
+        """Drop notes of blocks that are in no tier, and those rows of the file, once there are many."""
+        resident = sum(len(tier.blocks) for tier in self._tiers.values())
+        if self._loading is not None or self._file.rows <= 2 * resident + _SLACK:
+            return
+        pages = np.frombuffer(b"".join(self._notes), np.uint8).reshape(-1, 32)
+        there = np.zeros(len(pages), np.bool_)
+        for tier in self._tiers.values():
+            if tier.pool is not None:
+                there |= tier.pool.contains(pages) != 0
+        newest = len(pages) - min(_SLACK // 2, len(pages))
+        there[newest:] = True  # perhaps described a moment ago, and about to be stored
+        self._notes = {
+            key: note for (key, note), keep in zip(self._notes.items(), there.tolist(), strict=True) if keep
+        }
+        self._file.rewrite(list(self._notes.items()))
+
+    # --- tiers ----------------------------------------------------------------------------------------------
+
+    def attach(self, level: CacheLevel, pool: BlockPool | None) -> None:
+        """Follow a tier from now on, with the blocks that it has."""
+        if self._tiers[level].pool is not pool:
+            self._tiers[level].pool = pool
+            self.tell_anew(level)
+
+    def tell_anew(self, level: CacheLevel) -> None:
+        """Tell all blocks, those of one tier as its pool has them now."""
+        tier = self._tiers[level]
+        tier.blocks = {}
+        if tier.pool is not None:
+            every = tier.pool.starting_with(b"")
+            tier.blocks = {row.tobytes(): None for row in tier.pool.ancestry(every.slots).hashes}
+        self._stream.begin_again()
+
+    def tier_events(self, level: CacheLevel, kinds: Any, hashes: HashArray) -> None:
+        """Publish the events of a tier, in their order."""
+        if (kinds > EVENT_REMOVED).any():  # cleared, or lost
+            self.tell_anew(level)
+            return
+        tier, events = self._tiers[level], list[Any]()
+        codes = kinds.tolist()
+        ends = [*(i for i in range(1, len(codes)) if codes[i] != codes[i - 1]), len(codes)]
+        first = 0
+        for end in ends:
+            keys = [row.tobytes() for row in hashes[first:end]]
+            if codes[first] == EVENT_STORED:
+                tier.blocks |= dict.fromkeys(keys)
+                events += self._stored(level, keys)
+            else:
+                for key in keys:
+                    tier.blocks.pop(key, None)
+                events += self._removed(level, keys)
+            first = end
+        for start in range(0, len(events), _AT_ONCE):
+            self._stream.publish(events[start : start + _AT_ONCE])
+
+    def work(self) -> None:
+        """Take the notes that were read from the file, and the events of storage."""
+        if self._loading is not None and self._loading.done():
+            self._notes = self._loading.result() | self._notes
+            self._loading = None
+            for level in self._tiers:
+                self.tell_anew(level)
+        pool = self._tiers[CacheLevel.STORAGE].pool
+        if pool is not None:
+            kinds, hashes, _ = pool.take_events()
+            if len(kinds):
+                self.tier_events(CacheLevel.STORAGE, kinds, hashes)
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Iterator[list[Any]]:
+        """Yield the events of all blocks that are there, some at a time."""
+        for tier in list(self._tiers.values()):
+            keys = list(tier.blocks)
+            for first in range(0, len(keys), _AT_ONCE):
+                yield list(self._stored(tier.level, keys[first : first + _AT_ONCE]))
+
+    def _stored(self, level: CacheLevel, keys: Iterable[bytes]) -> Iterator[BlockStored]:
+        blocks = [block for key in keys if (block := self._block(key)) is not None]
+        for group in range(self._groups):
+            kind, window = self._kinds[group]
+            for run in runs_of(block for block in blocks if block.group == group):
+                yield BlockStored(
+                    **fields_of(run, MEDIUM[level], self._layout.block_size),
+                    **_LOCAL,
+                    kv_cache_spec_kind=kind,
+                    kv_cache_spec_sliding_window=window,
+                )
+
+    def _removed(self, level: CacheLevel, keys: list[bytes]) -> Iterator[BlockRemoved]:
+        by_group: dict[int, list[int]] = {}
+        for key in keys:
+            page, group = self._page_of(key)
+            by_group.setdefault(group, []).append(_name(page))
+        for group, names in by_group.items():
+            yield BlockRemoved(names, MEDIUM[level], group, **_LOCAL)
+
+    def _page_of(self, key: bytes) -> tuple[bytes, int]:
+        """Return the hash of a record's page and its group; the last group's key is the hash itself."""
+        for mark in range(self._groups):
+            page = bytes(byte ^ mark for byte in key) if mark else key
+            if page in self._notes:
+                return page, self._groups - 1 - mark
+        return key, self._groups - 1
+
+    def _block(self, key: bytes) -> RouterBlock | None:
+        page, group = self._page_of(key)
+        text = self._notes.get(page)
+        if text is None:
+            return None
+        note = _decode(text)
+        origin = self._origins.get((note.adapter, note.salt))
+        if origin is None:
+            origin = self._origins.setdefault(
+                (note.adapter, note.salt), Origin(lora_name=note.adapter, salt=note.salt)
+            )
+        extra: list[Any] = [note.adapter] if note.adapter is not None else []
+        extra += note.items
+        if note.salt is not None and not note.parent:
+            extra.append(note.salt)
+        return RouterBlock(
+            name=_name(page),
+            parent=_name(note.parent) if note.parent else None,
+            tokens=np.frombuffer(note.tokens, "<i4").tolist(),
+            origin=origin,
+            extra=tuple(extra) or None,
+            group=group,
+        )
+
+    def close(self) -> None:
+        """Write the notes that wait."""
+        self._file.close()
+
+
+def _name(page: bytes) -> int:
+    """Return the name of a block for routers: 63 bits of its hash, which fit every reader's integer."""
+    return int.from_bytes(page[:8], "little") >> 1
+
+
+class RouterFeeds:
+    """The feeds of a service, by layout. ``folder_of`` returns the path of a layout's notes."""
+
+    def __init__(self, publisher: EventPublisher, path_of: Callable[[KVLayout], Path]) -> None:
+        self.publisher = publisher
+        self._path_of = path_of
+        self._feeds: dict[bytes, RouterFeed] = {}
+        self._topics: set[str] = set()
+        self._faults: set[type[Exception]] = set()
+
+    def of(self, layout: KVLayout) -> RouterFeed:
+        """Return the feed of a layout."""
+        feed = self._feeds.get(layout.fingerprint)
+        if feed is None:
+            topic = f"kv@{socket.gethostname()}@{layout.model}"
+            if topic in self._topics:
+                topic = f"{topic}@{layout.fingerprint.hex()[:16]}"
+            self._topics.add(topic)
+            file = NotesFile(self._path_of(layout))
+            feed = self._feeds[layout.fingerprint] = RouterFeed(layout, self.publisher, topic, file)
+        return feed
+
+    def work(self) -> None:
+        """Go on with all feeds."""
+        for feed in self._feeds.values():
+            try:
+                feed.work()
+            except Exception as error:  # of this feed alone: the service goes on
+                if type(error) not in self._faults:
+                    self._faults.add(type(error))
+                    log.exception("routers cannot be told of blocks")
+
+    def close(self) -> None:
+        """Publish what waits, and end."""
+        self.publisher.close()
+        for feed in self._feeds.values():
+            feed.close()

@@ -1,0 +1,130 @@
+"""Events for routers, in the form of vLLM 0.33, and how the blocks of a tier become runs in them.
+
+A message has the frames topic, sequence number (8 bytes, big endian) and an ``EventBatch`` in msgpack. Field names,
+order and tags are those that vLLM has; ``cache_salt`` is Dynamo's, which others ignore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from fdcache.metadata import CacheLevel
+
+MEDIUM = {CacheLevel.DEVICE: "GPU", CacheLevel.HOST: "CPU", CacheLevel.STORAGE: "STORAGE"}
+MOST_IN_RUN = 512
+"""Blocks of one event."""
+END = (-1).to_bytes(8, "big", signed=True)
+"""Number of the message that ends an answer of the replay socket."""
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """Events of one moment, ``ts`` seconds since the epoch."""
+
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    """Blocks of one path, in order, came to a tier. ``extra_keys`` has an entry for each."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+    cache_salt: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    """Blocks left a tier."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
+    """Every tier is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the blocks of one request have in common for routers."""
+
+    lora_name: str | None = None
+    lora_id: int | None = None
+    salt: str | None = None
+    session: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBlock:
+    """A block as routers know it: ``name`` and ``parent`` are its hash and that of the block before it.
+
+    ``extra``: what its hash covers beside the tokens, as vLLM's ``extra_keys``. ``ahead``: tokens beyond it that its
+    hash covers.
+    """
+
+    name: Any
+    parent: Any
+    tokens: list[int]
+    origin: Origin
+    extra: tuple[Any, ...] | None = None
+    group: int | None = None
+    ahead: list[int] | None = None
+
+
+def runs_of(blocks: Iterable[RouterBlock]) -> Iterator[list[RouterBlock]]:
+    """Yield runs of blocks that each follow the one before, for one event each."""
+    run: list[RouterBlock] = []
+    for block in blocks:
+        if run and not (
+            block.parent == run[-1].name
+            and block.origin == run[-1].origin
+            and block.group == run[-1].group
+            and len(run) < MOST_IN_RUN
+        ):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
+
+
+def fields_of(run: list[RouterBlock], medium: str, block_size: int) -> dict[str, Any]:
+    """Return the fields of the ``BlockStored`` of a run; those that say nothing are left out."""
+    first, origin = run[0], run[0].origin
+    fields: dict[str, Any] = {
+        "block_hashes": [block.name for block in run],
+        "parent_block_hash": first.parent,
+        "token_ids": [token for block in run for token in block.tokens],
+        "block_size": block_size,
+        "lora_id": origin.lora_id,
+        "medium": medium,
+        "lora_name": origin.lora_name,
+    }
+    more = {
+        "extra_keys": [block.extra for block in run] if any(block.extra for block in run) else None,
+        "group_idx": first.group,
+        "session_id": origin.session,
+        "lookahead_token_ids": [block.ahead for block in run] if first.ahead is not None else None,
+        "cache_salt": origin.salt,
+    }
+    return fields | {name: value for name, value in more.items() if value is not None}

@@ -1,0 +1,183 @@
+"""Dynamo's own indexer follows services and engines; what it answers is what the services have."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fdcache.service.client.connection import Client
+from fdcache.service.client.control import Control, Prefix
+from tests.router.engine import router_engine
+from tests.router.environments import interpreter
+from tests.router.indexer import Found, Indexer, Prompt, free_port, in_service, indexer
+from tests.service_engine import BLOCK, ready_blocks
+from tests.service_help import LocalService, ServiceProcess, local_service, next_line, spawned, until
+
+pytestmark = pytest.mark.skipif(
+    interpreter("dynamo") is None, reason="Dynamo's indexer is missing: run python -m tests.router.setup"
+)
+
+FRESH_SECONDS = 1.0
+"""Time in which a router knows what a service has."""
+
+
+def settings(folder: Path, **others: str) -> dict[str, str]:
+    return {
+        "FDCACHE_STORAGE": "local",
+        "FDCACHE_STORAGE_DIR": str(folder),
+        "FDCACHE_STORAGE_SIZE": "16MiB",
+        "FDCACHE_KV_EVENTS": f"tcp://127.0.0.1:{free_port()}",
+        "FDCACHE_KV_EVENTS_REPLAY": f"tcp://127.0.0.1:{free_port()}",
+        **others,
+    }
+
+
+def make_prompts(count: int, seed: int = 0) -> list[Prompt]:
+    """Prompts of several tenants that begin alike, branch and repeat."""
+    dice = random.Random(seed)
+    made: list[Prompt] = []
+    for _ in range(count):
+        tenant = dice.choice([None, "a", "b"])
+        start = list(dice.choice(made).tokens[: BLOCK * dice.randrange(1, 6)]) if made else []
+        tokens = start + [dice.randrange(1 << 20) for _ in range(BLOCK * dice.randrange(3, 9) + 1)]
+        made.append(Prompt(tuple(tokens), tenant))
+    return made
+
+
+def everyone(prompts: list[Prompt]) -> list[Prompt]:
+    """Every prompt of every tenant: also those that only another tenant has sent."""
+    return [Prompt(each.tokens, tenant) for each in prompts for tenant in (None, "a", "b")]
+
+
+def differences(router: Indexer, address: str, asked: list[Prompt]) -> list[tuple[Prompt, Found, Found]]:
+    """Return prompts of which the router knows something else than the service has."""
+    compared = ((each, router.ask(each), in_service(address, each)) for each in asked)
+    return [each for each in compared if each[1] != each[2]]
+
+
+def agree(router: Indexer, address: str, asked: list[Prompt]) -> None:
+    """Wait for the router to know what the service has, for as long as it may take."""
+    until(lambda: not differences(router, address, asked[-1:]), "the router knows the last prompt", 10)
+    until(lambda: not differences(router, address, asked), "the router knows every prompt", 10)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[LocalService]:
+    with local_service(tmp_path, **settings(tmp_path / "disk", FDCACHE_HOST_MEMORY="4MiB")) as running:
+        yield running
+
+
+def events_at(service: LocalService) -> tuple[str, str]:
+    chosen = service.server.settings.server
+    return chosen.kv_events, chosen.kv_events_replay
+
+
+def test_a_router_knows_what_each_tenant_has_in_each_tier(service: LocalService, tmp_path: Path) -> None:
+    prompts = make_prompts(12)
+    with indexer(tmp_path, events_at(service)[0]) as router:
+        engine = router_engine(service.address)
+        for each in prompts:
+            engine.serve(list(each.tokens), each.tenant)
+            engine.await_stock()
+        until(lambda: service.ask("storage")["blocks"] == ready_blocks(service), "all blocks are stored")
+        asked = everyone(prompts)
+        agree(router, service.address, asked)
+        assert any(router.ask(each)[0] for each in asked)
+        service.ask("reset", tier="host")
+        agree(router, service.address, asked)
+        assert not any(router.ask(each)[0] for each in asked)
+        assert any(router.ask(each)[1] for each in asked)
+        with Client(service.address) as client:
+            read = Prefix(prompts[0].tokens, tenant=prompts[0].tenant)
+            until(lambda: Control(client).prefetch(read).done, "a prompt is read from storage")
+        agree(router, service.address, asked)
+        assert router.ask(prompts[0])[0]
+        service.ask("reset", tier="all")
+        agree(router, service.address, asked)
+        assert not any(router.ask(each)[1] for each in asked)
+        engine.close()
+
+
+@pytest.mark.parametrize("has_replay", [True, False], ids=["replay", "no replay"])
+def test_a_router_that_comes_late_learns_all_blocks(
+    service: LocalService, tmp_path: Path, has_replay: bool
+) -> None:
+    prompts, engine = make_prompts(6, seed=1), router_engine(service.address)
+    for each in prompts:
+        engine.serve(list(each.tokens), each.tenant)
+        engine.await_stock()
+    until(lambda: service.ask("storage")["blocks"] == ready_blocks(service), "all blocks are stored")
+    address, replay = events_at(service)
+    with indexer(tmp_path, f"tcp://127.0.0.1:{free_port()}") as router:
+        router.follow(2, address, replay if has_replay else None)
+        for each in everyone(prompts):
+            expected = in_service(service.address, each)
+            until(lambda each=each, expected=expected: router.ask(each, 2) == expected, "it knows the blocks")
+    engine.close()
+
+
+@pytest.mark.slow
+def test_two_engines_and_a_service_are_killed_and_the_router_stays_true(tmp_path: Path) -> None:
+    prompts = make_prompts(30, seed=2)
+    asked = everyone(prompts)
+    variables = settings(
+        tmp_path / "disk",
+        FDCACHE_HOST_MEMORY="1MiB",
+        FDCACHE_STORAGE_SIZE="4MiB",
+        FDCACHE_DISCARD="0",
+    )
+    command = (sys.executable, "-m", "tests.router.engine")
+    with ServiceProcess(tmp_path / "s", **variables) as service:
+        service.start()
+        with (
+            indexer(tmp_path, variables["FDCACHE_KV_EVENTS"]) as router,
+            spawned(*command, service.address, stdin=subprocess.PIPE) as first,
+            spawned(*command, service.address, stdin=subprocess.PIPE) as second,
+        ):
+            engines = [first, second]
+            for engine in engines:
+                assert next_line(engine) == "ready\n"
+
+            def serve(engine: subprocess.Popen[str], some: list[Prompt]) -> None:
+                assert engine.stdin is not None
+                for each in some:
+                    engine.stdin.write(json.dumps([each.tokens, each.tenant]) + "\n")
+                    engine.stdin.flush()
+                    next_line(engine)
+
+            def is_quiet() -> bool:
+                layouts = service.ask("storage")["layouts"]
+                return not any(each["queued_blocks"] or each["writing_blocks"] for each in layouts)
+
+            def check() -> None:
+                """Nothing changes any more: the router is right within a second."""
+                until(is_quiet, "nothing is being written")
+                until(
+                    lambda: not differences(router, service.address, asked),
+                    "the router knows what the service has",
+                    FRESH_SECONDS + 2.0,  # the comparison itself takes a part of it
+                )
+
+            for turn in range(2):
+                serve(first, prompts[turn::4])
+                serve(second, prompts[turn + 1 :: 4])
+            check()
+            assert any(router.ask(each)[1] for each in asked)
+            first.kill()
+            first.wait()
+            serve(second, prompts[:10])
+            check()
+            service.kill()
+            service.start()
+            until(lambda: service.ask("stats")["state"] in ("ready", "recovering"), "it is back")
+            check()
+            assert any(router.ask(each)[1] for each in asked), "what storage has is told after a restart"
+            second.kill()
+            second.wait()
+            check()
