@@ -344,5 +344,5 @@ def _make_storage(
     index = make_index(storage, layout, lookup, clock, settings.eviction)
     tier = StorageTier(settings, storage, layout, host, index, counters, clock)
     host.on_evict = tier.writes.on_evict
-    host.fetches = FetchTable(lambda: tier.reads, FetchTerms.of(storage))
+    host.fetch_table = FetchTable(lambda: tier.reads, FetchTerms.of(storage))
     return tier
