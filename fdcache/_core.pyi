@@ -1374,7 +1374,7 @@ class PlanTable:
 
     def record(self, report: Any) -> list[InFlightPlan]:
         """
-        Count an expected and checked report; return the plans, storage tasks included, that it completes.
+        Count a report; return the plans, storage tasks included, that it completes.
         """
 
     def take_finished(self) -> list[InFlightPlan]:

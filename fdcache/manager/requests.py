@@ -189,15 +189,12 @@ class LiveRequests:
             host=tiers.host.index if tiers.host is not None else None,
         )
 
+        self.loads: Loads = self._blocks.loads
+        """What the requests load."""
         self._load_forms = load_forms(layout)
 
     def __len__(self) -> int:
         return len(self._live)
-
-    @property
-    def loads(self) -> Loads:
-        """What the requests load."""
-        return self._blocks.loads
 
     def prepare(self, request: Request) -> None:
         """Hash the tokens of a request, unless they are hashed. Raises ``HashingError``, ``RequestStateError``."""
