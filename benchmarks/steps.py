@@ -21,7 +21,7 @@ from benchmarks.scheduler import BLOCK, layout
 from fdcache.manager import CacheManager, Request
 from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, HashArray, StorageScan, SwapPurpose
 from fdcache.plans.ledger import StorageOrders
-from fdcache.service.client.remote_tier import Owners
+from fdcache.service.client.session import Owners
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.pool import BlockPool
