@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from fdcache._core import CopyReservation, HostIndex
+from fdcache._core import CopyReservation, HostIndex, SwapInFlight
 from fdcache.errors import ConfigurationError, HashingError
 from fdcache.hints import GivenHint, HintOutcome
 from fdcache.layout import KVLayout
@@ -28,7 +28,6 @@ from fdcache.metadata import (
     SwapPurpose,
 )
 from fdcache.plans.blocks import NO_BLOCKS, Blocks
-from fdcache.plans.ledger import SwapInFlight
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches, FetchTable
 from fdcache.tiers.pool import BlockPool
