@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from msgspec.structs import replace
 
 from fdcache import _core
-from fdcache._core import BlockList, DeviceContents, HostIndex
+from fdcache._core import BlockList, DeviceContents, HostIndex, SwapInFlight
 from fdcache.metadata import HashArray, Int32Array
-from fdcache.plans.ledger import OpenPlan, PlanLedger, SwapInFlight
+from fdcache.plans.ledger import Mask, OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
@@ -159,6 +160,25 @@ class CopyOut:
         if may_end.all():
             yield result
             return
-        self._early.append(result.part(~may_end))
+        self._early.append(_part(result, ~may_end))
         if may_end.any():
-            yield result.part(may_end)
+            yield _part(result, may_end)
+
+
+def _part(result: SwapInFlight, chosen: Mask) -> SwapInFlight:
+    """Return the transfer of the chosen blocks alone."""
+    swap = result.swap
+    part = SwapInFlight(
+        replace(
+            swap,
+            src_block_ids=swap.src_block_ids[chosen],
+            src_generations=swap.src_generations[chosen],
+            dst_block_ids=swap.dst_block_ids[chosen],
+            dst_generations=swap.dst_generations[chosen],
+            hash_values=swap.hash_values[chosen],
+            parent_hashes=swap.parent_hashes[chosen],
+        )
+    )
+    part.settle(result.flags[chosen])
+    part.checksums = result.checksums[chosen] if len(result.checksums) else result.checksums
+    return part

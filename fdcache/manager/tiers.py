@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fdcache._core import InFlightPlan, SwapInFlight
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
@@ -20,7 +21,6 @@ from fdcache.metadata import (
     StorageTask,
     SwapPurpose,
 )
-from fdcache.plans.ledger import InFlightPlan, SwapInFlight
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent, events_of
@@ -317,5 +317,5 @@ def _make_storage(
     index = make_index(storage, layout, lookup, clock, settings.eviction)
     tier = StorageTier(settings, storage, layout, host, index, counters, clock)
     host.on_evict = tier.writes.on_evict
-    host.fetches = FetchTable(lambda: tier.reads, FetchTerms.of(storage))
+    host.fetch_table = FetchTable(lambda: tier.reads, FetchTerms.of(storage))
     return tier
