@@ -16,7 +16,7 @@ from fdcache.metadata import CacheLevel, SwapPurpose
 from fdcache.plans.ledger import OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import LocalHostTier
-from fdcache.tiers.pool import STORED, BlockPool
+from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
 from tests.property.copy_out_oracle import CopyOutOracle, EngineDevice, OwnDevice, Pair, Path, known_of
 from tests.seeds import budget
@@ -24,6 +24,7 @@ from tests.tier_help import ROOT_HASH, chain, hash_list, hashes, slots
 
 THRESHOLD = 2
 RESERVE = 5
+STORED = 0
 PURPOSES = (SwapPurpose.EVICT, SwapPurpose.BACKUP)
 Families = tuple[int, ...]
 families = st.lists(st.integers(0, 2), min_size=1, max_size=10).map(tuple)
