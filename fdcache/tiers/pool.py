@@ -19,9 +19,6 @@ ABSENT, READY, PENDING = range(3)
 RESERVED, IS_READY, IS_PENDING, NO_PARENT = range(4)
 """Answers of ``reserve_copies``, per block: a slot was reserved, or why none was."""
 
-STORED, DUPLICATE = range(2)
-"""Answers of ``commit``, per block."""
-
 EVENT_STORED, EVENT_REMOVED, EVENT_CLEARED, EVENT_LOST = range(4)
 """Kinds of ``take_events``. The last two concern the whole tier."""
 

@@ -66,7 +66,6 @@ def test_each_panel_shows_the_traffic_of_engines_that_die_and_of_a_service_that_
 ) -> None:
     settings = {
         "FDCACHE_HOST_MEMORY": "10MiB",
-        "FDCACHE_EXTENT_SIZE": "1MiB",
         "FDCACHE_STORAGE": "local",
         "FDCACHE_STORAGE_DIR": str(tmp_path / "storage"),
         "FDCACHE_STORAGE_SIZE": "24MiB",
