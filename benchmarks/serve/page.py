@@ -1,9 +1,6 @@
 """Measure what the page costs: the service's time for it, and the steps of an engine, with and without readers in turn.
 
-    python -m benchmarks.page [--rounds 6]
-
-The engine, its steps and the service are those of ``benchmarks.serve``, with 64 more clients registered. Exits 1 if one
-page takes 1% of the service's thread or more.
+The engine and its steps are those of ``engines``, with 64 more clients registered.
 """
 
 from __future__ import annotations
@@ -18,17 +15,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import psutil
 
-from benchmarks.machine import machine
-from benchmarks.serve import STEP_SECONDS, engine, registered
+from benchmarks.harness import Report, Row
+from benchmarks.serve.engines import STEP_SECONDS, engine, registered
 from fdcache.service.client.connection import Client
 from fdcache.settings.cache import WritePolicy
 
 CLIENTS, STEPS, PROMPTS, BLOCKS = 64, 200, 2, 16
-GOAL = 0.01
 READERS = (0, 1, 4)
 _READER = """
 import sys, urllib.request
@@ -84,10 +79,16 @@ def asked_seconds(client: Client) -> float:
     return float(found["total"]) if found else 0.0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=6)
-    rounds = parser.parse_args().rounds
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    report.table("Cost of the page", rows(options.rounds))
+
+
+def rows(rounds: int) -> Iterator[Row]:
+    """Yield what each number of pages costs."""
     steps: dict[int, list[float]] = {readers: [] for readers in READERS}
     spent: dict[int, list[float]] = {readers: [] for readers in READERS}
     used: dict[int, list[float]] = {readers: [] for readers in READERS}
@@ -95,7 +96,6 @@ def main() -> int:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         process, url = stack.enter_context(serving(directory))
         for _ in range(CLIENTS):
-            (Path(directory) / "clients").mkdir(exist_ok=True)
             stack.enter_context(registered(directory))
         its = stack.enter_context(
             engine("shared", WritePolicy.WRITE_THROUGH, server=f"ipc://{directory}/fdcache.sock")
@@ -113,19 +113,12 @@ def main() -> int:
                     used[readers].append((sum(process.cpu_times()[:2]) - cpu) / wall)
                     spent[readers].append((asked_seconds(client) - asked) / wall)
                     steps[readers].append(statistics.median(its.walls[-1]))
-    print(machine())
-    print(
-        "| pages | time of the service's thread | CPU of the process | step, quietest round | median of pairs |"
-    )
-    print("|---|---|---|---|---|")
     for readers in READERS:
         pairs = [mine / none for mine, none in zip(steps[readers], steps[0], strict=True)]
-        print(
-            f"| {readers} | {statistics.median(spent[readers]):.2%} | {statistics.median(used[readers]):.1%} | "
-            f"{min(steps[readers]):.0f} us | {statistics.median(pairs):.3f} |"
-        )
-    return 0 if statistics.median(spent[1]) - statistics.median(spent[0]) < GOAL else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield {
+            "pages": readers,
+            "time of the service's thread": f"{statistics.median(spent[readers]):.2%}",
+            "CPU of the process": f"{statistics.median(used[readers]):.1%}",
+            "step, quietest round, us": min(steps[readers]),
+            "to rounds without, median of pairs": round(statistics.median(pairs), 3),
+        }
