@@ -11,7 +11,7 @@ namespace {
 constexpr std::size_t kMostInFlight = 1024;
 constexpr std::size_t kSharesOfTier = 4;
 
-// A patient plan leaves fewer queued blocks than this to a later one, so many times in a row.
+// A patient plan leaves fewer queued blocks than kFew to a later one, at most kMostWaits times in a row.
 constexpr std::size_t kFew = 32;
 constexpr std::uint32_t kMostWaits = 16;
 

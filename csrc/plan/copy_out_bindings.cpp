@@ -152,7 +152,7 @@ void bind_copy_out(nb::module_ &module) {
         .def("forget", &CopyOut::forget, "Forget every block and what is queued.")
         .def(
             "next_evicted", [](CopyOut &self, const Ids &ids) { self.next_evicted(span_of(ids)); }, "ids"_a,
-            "Learn which device blocks are given away next, for the clean reserve.")
+            "Take the device blocks that are given away next, for the clean reserve.")
         .def(
             "queued", [](CopyOut &self, HostIndex &target) { return self.queued(target); }, "target"_a,
             "Return the number of blocks that wait for a plan.")
@@ -175,8 +175,8 @@ void bind_copy_out(nb::module_ &module) {
                 for (const Ids &each : read) ids.push_back(span_of(each));
                 self.sent(plan, ids);
             },
-            "plan"_a, "read"_a, "Note which device blocks a plan reads.")
-        .def("copies_ended", &CopyOut::copies_ended, "Let blocks go on whose parents were being copied.");
+            "plan"_a, "read"_a, "Record the device blocks that a plan reads.")
+        .def("copies_ended", &CopyOut::copies_ended, "Release the blocks whose parents were being copied.");
 }
 
 }  // namespace fdcache

@@ -58,7 +58,7 @@ class CopyOut:
         self._native.offered(path, start, counted)
 
     def next_evicted(self, ids: Int32Array) -> None:
-        """Learn which blocks the engine gives away next, for the clean reserve of write_back."""
+        """Take the blocks that the engine gives away next, for the clean reserve of write_back."""
         self._native.next_evicted(ids)
 
     def given_away(self, ids: Int32Array, plan: OpenPlan, plans: PlanLedger) -> bool:
@@ -106,13 +106,13 @@ class CopyOut:
             self._count(planned)
 
     def sent(self, plan: TransferPlan) -> None:
-        """Note which device blocks a plan reads."""
+        """Record the device blocks that a plan reads."""
         if plan.evictions is not None or plan.backups is not None:
             swaps = (plan.evictions, plan.backups)
             self._native.sent(plan.plan_id, [swap.src_block_ids for swap in swaps if swap is not None])
 
     def copies_ended(self) -> None:
-        """Let blocks go on whose parents were being copied."""
+        """Release the blocks whose parents were being copied."""
         self._native.copies_ended()
 
     def _count(self, planned: _core.PlannedCopies) -> None:

@@ -19,13 +19,13 @@ class Choices(Protocol):
         """Return the judge of a request's reads; None if it waits for all of them."""
 
     def asked(self, request_id: str) -> None:
-        """Learn that a request is to be matched."""
+        """Record that a request is to be matched."""
 
     def observe_read(self, num_blocks: int, seconds: float, *, has_ended: bool) -> None:
-        """Learn how long a read took, or how long it has taken so far."""
+        """Record how long a read took, or how long it has taken so far."""
 
     def observe_others(self, reads: ReadTotals) -> None:
-        """Learn how long reads took that none of this engine's requests waited for, unless that is known better."""
+        """Record how long reads took that no request of this engine waited for, unless that is known better."""
 
 
 class Wait(Enum):
@@ -67,7 +67,7 @@ class ServiceReads:
         self._reads: dict[str, _Read] = {}
 
     def learn(self) -> None:
-        """Learn from the reads of the service since the last call."""
+        """Record the reads of the service since the last call."""
         now, before = self._totals(), self._before
         self._before = now
         if now is not None and before is not None and now.reads > before.reads:
@@ -101,7 +101,7 @@ class ServiceReads:
         return wait
 
     def found(self, request: OffloadRequest, arrived: int) -> None:
-        """Learn that the service has looked the request up: it waits no longer. ``arrived`` of its path have come.
+        """Record that the service has looked the request up: it waits no longer. ``arrived`` of its path have come.
 
         Others may not, as they were waited for too long or could not be read.
         """

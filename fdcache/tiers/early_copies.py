@@ -41,7 +41,7 @@ class EarlyCopies:
         return _part(result, may_end)
 
     def take(self) -> list[SwapInFlight]:
-        """Return parts that wait for nothing any more. Ask again once they have ended, until there are none."""
+        """Return copies whose parents have ended. Call until empty."""
         if not self._waiting:
             return []
         waiting, self._waiting = self._waiting, []

@@ -48,7 +48,7 @@ class Readers:
         return bool(live) and all(side.is_complete(plan_id) for side in live)
 
     def computed(self, plan_id: int, part: Part) -> None:
-        """Note that a part of an offer is computed."""
+        """Record that a part of an offer is computed."""
         for side in self.sides:
             side.computed(plan_id, part)
 

@@ -167,7 +167,7 @@ class Sends:
         to: bytes | None = None,
         blocks: int = 0,
     ) -> None:
-        """Report a send, of which decode asked for so many blocks."""
+        """Report a send, of which decode asked for ``blocks`` blocks."""
         with self._lock:
             send = self._sends.pop(plan_id)
             if self._send_of.get(send.task.transfer) == plan_id:
@@ -181,7 +181,7 @@ class Sends:
         self._tally.record(send.execution.result())
 
     def granted(self, transfer: str) -> None:
-        """Note that a peer has asked."""
+        """Record that a peer has asked."""
         send = self._sends.get(self._send_of.get(transfer, 0))
         if send is not None:
             send.execution.begin()
