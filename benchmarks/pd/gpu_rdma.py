@@ -22,7 +22,7 @@ from fdcache.devices.cuda_planes import CudaPlanes
 from fdcache.layout import KVLayout
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import LocalPlanes, ReadOrder, ReadOutcome, TransferContext
-from fdcache.transfer.memory_pieces import MemoryPieces
+from fdcache.transfer.nixl import MemoryPieces
 from fdcache.transfer.rdma import RdmaConnector
 
 RING = 256 << 20

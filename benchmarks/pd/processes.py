@@ -33,7 +33,7 @@ from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import ReadEnd, ReadOrder
 from fdcache.transfer.handovers import Handovers, PeerTerms
-from fdcache.transfer.nixl_agent import find_nixl
+from fdcache.transfer.nixl import find_nixl
 
 MIB = 1 << 20
 CHUNK = 64 << 10
