@@ -71,7 +71,7 @@ class Spans:
         self._record(name, began, time.time_ns(), {"fdcache.request": request_id, **attributes}, request_id)
 
     def load_begins(self, request_id: str, blocks: int) -> None:
-        """Note that a load of a request is planned."""
+        """Record that a load of a request is planned."""
         with self._lock:
             self._loads[request_id] = (time.time_ns(), blocks)
             if len(self._loads) > _MOST_LOADS:

@@ -55,7 +55,7 @@ void bind_memory(nb::module_ &module) {
         "Return the handle, the address and the bytes of the allocation around an address. Raises CudaError "
         "for\nmemory that has no handle.");
     module.def("enable_peer_access", &cuda::enable_peer_access, "context"_a, "other"_a,
-               "Let kernels access the memory of another GPU of this process.");
+               "Give kernels access to the memory of another GPU of this process.");
 }
 
 void bind_work(nb::module_ &module) {

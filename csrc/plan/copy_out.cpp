@@ -16,7 +16,7 @@ constexpr std::uint32_t kMostAncestors = 2048;
 constexpr std::uint32_t kAllLevels = UINT32_MAX / 4;
 constexpr std::uint32_t kFirstLevels = 64;  // of ancestors listed at once, after the parents alone
 
-// A patient plan leaves fewer queued blocks than this to a later one, so many times in a row.
+// A patient plan leaves fewer queued blocks than kFew to a later one, at most kMostWaits times in a row.
 constexpr std::size_t kFew = 32;
 constexpr std::uint32_t kMostWaits = 16;
 

@@ -142,7 +142,7 @@ void bind_contents(nb::module_ &module) {
         .def(
             "sent",
             [](DeviceContents &self, std::uint64_t plan, const Ids &ids) { self.sent(plan, slots_of(ids)); },
-            "plan"_a, "ids"_a, "Note which device blocks a plan reads.");
+            "plan"_a, "ids"_a, "Record the device blocks that a plan reads.");
 }
 
 void bind_planner(nb::module_ &module) {

@@ -343,7 +343,7 @@ void bind_block_manager(nb::module_ &module) {
             "fingerprint"_a, "Hash with another layout from now on. Live requests publish no more.")
         .def(
             "stop_publishing", [](PythonBlockManager &self) { self.stop_publishing(); },
-            "Let live requests keep their blocks and publish no more.")
+            "Stop live requests from publishing; they keep their blocks.")
         .def(
             "publishes",
             [](const PythonBlockManager &self, const PythonRequest &request) {

@@ -77,15 +77,15 @@ void bind_loads(nb::module_ &module) {
                std::uint32_t count,
                bool is_ahead) { self.add(self.next_part(load, stop, offset, count), is_ahead); },
             "load"_a, "stop"_a, "offset"_a, "count"_a, "is_ahead"_a,
-            "Let the next part of a load, up to block ``stop``, wait for the plan that is sent next. "
+            "Put the next part of a load, up to block ``stop``, into the plan that is sent next. "
             "``count`` of\n"
             "its blocks are copied, from ``offset`` of the plan's loads on.")
         .def(
             "send", [](Loads &self, std::uint64_t plan, bool is_ahead) { self.send(plan, is_ahead); },
-            "plan"_a, "is_ahead"_a, "Let the parts added since the last call wait for this plan's reports.")
+            "plan"_a, "is_ahead"_a, "Attach the parts added since the last call to this plan.")
         .def(
             "send_part", [](Loads &self, std::uint64_t plan, const LoadPart &part) { self.send(plan, part); },
-            "plan"_a, "part"_a, "Let one part wait for this plan's reports.")
+            "plan"_a, "part"_a, "Attach one part to this plan.")
         .def(
             "end",
             [](Loads &self, std::uint64_t plan, const VectorIn<std::uint8_t> &copied,

@@ -161,7 +161,7 @@ std::optional<Ghosts::Memory> Ghosts::insert(std::uint64_t key, std::size_t plac
 }
 
 // A cell whose ghost is gone, or that of the oldest one. Each insertion looks from another cell on, so that
-// no cell stays through so many passes that it seems to be of the present one.
+// no cell stays until its pass seems to be the present one.
 std::uint32_t &Ghosts::cell_for_another(Bucket &bucket, std::size_t first) const {
     const std::uint32_t free = ~bucket.current(place_mask_, pass_bits(pass_), pass_bits(pass_ - 1), oldest_);
     const auto from_first = static_cast<std::uint16_t>((free << 16 | (free & 0xFFFF)) >> first % kCells);

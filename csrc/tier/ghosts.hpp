@@ -10,6 +10,9 @@
 
 namespace fdcache {
 
+// A policy looks here at each block that arrives and adds each that leaves, so both have to cost about one
+// cache miss, with several times as many ghosts as slots.
+//
 // The last evictions in a ring, and a table of their places: a block's bucket is one cache line, on average
 // half full. A full bucket forgets its oldest ghost. The ring forgets its oldest ghost without a look at the
 // table: a cell says in which pass over the ring its place was written. A block is known by 48 bits of its

@@ -18,8 +18,21 @@
 
 namespace fdcache {
 
-// Counts when blocks are used again, by what they were in their last request, also for a while after they
-// were evicted. docs/eviction.md explains it.
+// Evicts the leaf whose place is worth the least: the expected hits per second of keeping it, by the class of
+// the block (what it was in its last request) and by the age of its last use. docs/eviction.md has the
+// reasoning and the measurements; this is why it has these parts:
+//
+// - Worth depends on age, so ranks drift while nothing happens, and a list as that of LruOrder cannot hold
+//   them. LeafOrder's heap ranks a leaf again when it is about to be taken, and a share of all leaves as time
+//   passes, so that an eviction costs a few ranks and not a walk over the tier.
+// - ReuseTables count how often blocks of a class are used again at an age. A tier alone would count only
+// what
+//   it kept, and never learn that it evicts a class too early. Ghosts remember evicted blocks, so that
+//   their reuse counts as well.
+// - Survival makes an eviction cheaper whose block the tier below has or will get.
+// - LruShadow knows what eviction by last use would have found, without a second tier. Trust compares both
+// and
+//   falls back to last use while less is found: traffic that has changed costs a bounded share of hits.
 class LearnedOrder final : public LeafOrder {
   public:
     bool learns() const override { return true; }

@@ -179,7 +179,7 @@ void bind_runs(nb::module_ &module) {
              "Return (run, start, path) of each record since the last call; an empty path unpins.\n\n"
              "The first ``start`` hashes of a path are zero. Raises ValueError for a record that no\n"
              "client writes.")
-        .def("close", &RunRing::close, "Let the client write no more.");
+        .def("close", &RunRing::close, "Stop the client from writing.");
 }
 
 // The table of a tier in this process.
@@ -198,7 +198,8 @@ void bind_writer(nb::module_ &module) {
             },
             "memory"_a, nb::keep_alive<1, 2>())
         .def("close", &PresenceWriter::close,
-             "Let no client pin blocks by itself until ``open``. What it has pinned is in its ring.")
+             "Stop clients from pinning blocks by themselves until ``open``. What they have pinned is in "
+             "their rings.")
         .def("open", &PresenceWriter::open)
         .def(
             "set_unverified",

@@ -49,7 +49,7 @@ class ReuseTables {
     // Lets old counts fade, to a half in each half-life, and computes rates and worth anew.
     void learn(const Table<double> &present, double half_lives);
 
-    // Prepares `keeps` for a tier of so many blocks among those `present` that are remembered.
+    // Prepares `keeps` for a tier of `blocks` blocks among those `present` that are remembered.
     void forecast(const Table<double> &present, double blocks);
     // True if such a tier, if it evicted by worth, would keep a block up to this age.
     bool keeps(std::uint8_t kind, std::uint32_t age_ms) const {

@@ -12,6 +12,12 @@
 // eviction order, by the end of their last use. An entry is *busy*, and is not evicted, while it is used or
 // held, or has a busy child: a copy from an entry protects it without counting as a use.
 //
+// One structure serves three questions that cost a cache miss each when they are asked of a million blocks:
+// what a path finds (the hash table, walked along the parents' neighbours), what may be evicted (the order,
+// which has idle entries only, so that a busy one costs nothing there), and who needs a slot (the counts, in
+// the entry itself). Entries form a tree by their parents. Only leaves of it are evicted, so that what a
+// match finds is whole, and a parent counts its children instead of listing them.
+//
 // Every operation is all or nothing: it changes nothing before everything that can fail (bad arguments,
 // memory) has succeeded.
 #pragma once

@@ -264,7 +264,7 @@ class CacheController:
             return endpoint.address
 
     def layer_computed(self, layer: int, computed: Mapping[str, int], compute_stream: Any = None) -> None:
-        """Let peers read a layer of the leading blocks of transfers, after the work that ``compute_stream`` has now.
+        """Publish a layer of the leading blocks of transfers to peers, after the work that ``compute_stream`` has now.
 
         ::
 

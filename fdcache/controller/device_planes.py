@@ -57,7 +57,7 @@ class DeviceMemory:
         return self.allocate(*self._allocated)
 
     def free(self) -> None:
-        """Let go of the planes."""
+        """Release the planes."""
         self.planes = None
         self.bindings = []
         shared, self._shared = self._shared, None
@@ -65,7 +65,7 @@ class DeviceMemory:
             shared.close()
 
     def forget(self) -> None:
-        """Let go of the planes for good: ``allocate_again`` will not allocate them."""
+        """Release the planes for good: ``allocate_again`` will not allocate them."""
         self.free()
         self._allocated = None
 

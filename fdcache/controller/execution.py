@@ -60,7 +60,7 @@ class LaunchedCopy:
         return self._copy.cancel()
 
     def result(self) -> TransferResult:
-        """Return the result."""
+        """Return what the copy came to, once it has ended."""
         return self._copy.result()
 
 
@@ -86,7 +86,7 @@ class RefusedCopy:
         return False
 
     def result(self) -> TransferResult:
-        """Return the result."""
+        """Return what was known when it was made."""
         return self._result
 
 

@@ -94,7 +94,7 @@ class PlannedHandovers:
                 yield self.endpoint.refuse(task, refusal)
 
     def layer_computed(self, layer: int, computed: Mapping[str, int], compute_stream: Any) -> None:
-        """Let peers read a layer of transfers, after the work that ``compute_stream`` has now."""
+        """Publish a layer of transfers to peers, after the work that ``compute_stream`` has now."""
         if compute_stream is None and self._device.has_compute_streams:
             raise StreamError("compute_stream: None orders nothing on a GPU; pass the stream that computes")
 

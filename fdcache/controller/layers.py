@@ -163,7 +163,7 @@ class LayerDoneCounter:
         return [layer for layer in range(self.num_layers) if not self._is_done(events, layer)]
 
     def wait_for_layer(self, layer: int, timeout: float | None = None, *, stream: Any = None) -> None:
-        """Let ``stream`` wait for a layer, or without a stream block the calling thread.
+        """Make ``stream`` wait for a layer, or without a stream block the calling thread.
 
         ``stream``: anything that the device's ``as_stream`` takes. The call itself then returns once the layer's
         copies, and those before them, are enqueued. ``timeout``: seconds that the thread waits at most, by default

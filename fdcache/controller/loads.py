@@ -72,7 +72,7 @@ class QueuedLoad:
         return self._layer_events is None
 
     def launched(self, batch: _Batch, index: int, layer_events: Sequence[Event | None]) -> None:
-        """Note that the load was enqueued as number ``index`` of a batch."""
+        """Record that the load was enqueued as number ``index`` of a batch."""
         self._batch = batch, index
         self._layer_events = layer_events
         self._release_memory()

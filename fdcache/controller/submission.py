@@ -49,7 +49,7 @@ class RankParts:
 class PlanSubmission:
     """Submits the plans of one rank, and keeps them in flight until they are polled.
 
-    ``lock``: held for everything but answers of a service.
+    ``lock``: guards all state; released while waiting for the service.
     """
 
     def __init__(

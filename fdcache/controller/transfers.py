@@ -279,7 +279,7 @@ class TransferQueue:
         return started
 
     def _overwritable(self, reads: Sequence[Event], compute_stream: Stream | None) -> LayerEvents:
-        """Let the compute stream wait for reads of the device; return the events after which layers may be written."""
+        """Make the compute stream wait for reads of the device; return the events after which layers may be written."""
         if not reads:
             return self._nothing
         if compute_stream is not None:

@@ -52,7 +52,7 @@ class KnownRequests(Protocol[RequestT_contra]):
         """Return the loads that have ended since the last call."""
 
     def forget_found(self, reason: str) -> None:
-        """Let no request count on blocks that are in the tiers now, nor leave any there that it has computed."""
+        """Detach running requests from the blocks in the tiers: they use none of them and add none."""
 
     def __len__(self) -> int: ...
 
@@ -209,7 +209,7 @@ class TierManager(Generic[RequestT_contra]):
         waited: bool = False,
         steps: int = 1,
     ) -> None:
-        """Learn how fast the engine computes: a step took ``seconds`` for tokens ``start`` to ``stop`` of requests.
+        """Record how fast the engine computes: a step took ``seconds`` for tokens ``start`` to ``stop`` of requests.
 
         ::
 

@@ -130,9 +130,10 @@ class CostModel:
         return self.storage.seconds(float(num_blocks * self._record_bytes))
 
     def seconds(self, cached: Cached, num_blocks: Numbers) -> Numbers:
-        """Return the expected seconds to the first token if ``num_blocks`` leading blocks are reused, or so many each.
+        """Return the expected seconds to the first token if ``num_blocks`` leading blocks are reused.
 
-        A request waits for its reads. Loads run beside computing, except for the first group of layers.
+        An array of numbers gives an array. A request waits for its reads. Loads run beside computing, except for the
+        first group of layers.
         """
         largest, least = extremes(num_blocks)
         wait, load = self._seconds_of_copies(cached, num_blocks)
@@ -173,7 +174,7 @@ class CostModel:
     def observe_waiting(
         self, chunks: Sequence[tuple[int, int]], seconds: float, loaded: int, steps: int
     ) -> None:
-        """Learn the engine's speed from steps whose layers waited for ``loaded`` blocks, if computing took longer."""
+        """Measure the engine's speed from steps whose layers waited for ``loaded`` blocks, if computing took longer."""
         load = self.link.seconds(float(loaded * self._block_bytes))
         if 0 < load * _CLEARLY_LONGER < seconds:
             self.prefill.observe(chunks, seconds - load / self._stages, steps)

@@ -46,7 +46,7 @@ class HandoverHooks(Protocol):
         """End what a request fetches, or would fetch; called before the request is released."""
 
     def committed(self, progress: Iterable[tuple[Request, int]]) -> None:
-        """Note the tokens of requests that have their KV."""
+        """Record the tokens of requests that have their KV."""
 
     def attach(self, plan: TransferPlan | None, ledger: PlanLedger, now: float) -> TransferPlan | None:
         """Add the hand-overs to the plan of a step, an empty one if there is none; return it."""

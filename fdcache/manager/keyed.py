@@ -93,5 +93,5 @@ def checked_keys(keys: Any) -> HashArray:
         raise HashingError(f"keys must be a uint8 array of shape (blocks, {_KEY_BYTES})")
     checked: HashArray = np.ascontiguousarray(keys)
     if not checked.any(axis=1).all():
-        raise HashingError("keys: zero stands for the beginning of a prompt and is no key of a block")
+        raise HashingError("keys: a row is all zero, which is reserved for the start of a prompt")
     return checked

@@ -25,19 +25,19 @@ from fdcache.tiers.storage_reads import GROUP_SECONDS
 from fdcache.tiers.waiting_fetches import Wait
 
 _FORGET_AFTER = 30.0
-"""Seconds without a load after which loads are made whatever their cost was: it may have changed."""
+"""After this many idle seconds, load once regardless of cost, to measure the link again."""
 
 _PROBE_AFTER = 10.0
 """Seconds without a read after which one is begun for a request that does not wait for it."""
 
 _COMPARISONS = 64
-"""A read that is late is compared with computing again after one part of so many of the time that it has taken."""
+"""A late read is compared with computing again after each 64th of the time that it has taken."""
 
 _MOST_OTHERS = 8
-"""Reads of others count as so many observations at most: they have the mean speed."""
+"""Cap on observations taken from one batch of other engines' reads."""
 
 _MOST_UNREPORTED = 1024
-"""Plans that some ranks have reported. Of more, the oldest are taken for such that a rank will never report."""
+"""Limit of partly reported plans kept; beyond it the oldest is assumed lost."""
 
 _MOST_RECENT = 16
 
@@ -110,7 +110,7 @@ class LoadChoices:
     # --- observations ---------------------------------------------------------------------------------------
 
     def record(self, reports: Iterable[TransferReport]) -> None:
-        """Learn the speed of link and storage, unless the engine does not tell how fast it computes.
+        """Measure the speed of link and storage, unless the engine does not tell how fast it computes.
 
         A copy has taken as long as that of the slowest rank.
         """
@@ -136,7 +136,7 @@ class LoadChoices:
         return ()
 
     def observe_read(self, num_blocks: int, seconds: float, *, has_ended: bool) -> None:
-        """Learn how long a read took that a request waited for, unless the engine does not tell how fast it computes.
+        """Record how long a read took that a request waited for, unless the engine does not tell how fast it computes.
 
         One that has not ended, and perhaps never will, tells something once it takes longer than was expected.
         """
@@ -145,7 +145,7 @@ class LoadChoices:
             self.model.observe_read(num_blocks, seconds, self._clock())
 
     def observe_others(self, reads: ReadTotals) -> None:
-        """Learn from reads that no request waited for, if there was none lately that one waited for."""
+        """Record reads that no request waited for, if there was none lately that one waited for."""
         if self._is_auto and self.model.prefill.is_known and self._has_old_reads:
             now = self._clock()
             for _ in range(min(reads.reads, _MOST_OTHERS)):
@@ -159,9 +159,9 @@ class LoadChoices:
         waited: bool,
         steps: int,
     ) -> None:
-        """Learn the engine's speed from steps, and which decisions have come true.
+        """Measure the engine's speed from steps, and which decisions have come true.
 
-        Raises ``RequestStateError`` for chunks that are none of their requests' tokens, or less than one step.
+        Raises ``RequestStateError`` for chunks outside their requests' tokens, or less than one step.
         """
         chunks = list(chunks)
         if steps < 1:
@@ -192,7 +192,7 @@ class LoadChoices:
         return bool(self._open)
 
     def computed(self, progress: Iterable[tuple[OffloadRequest, int]]) -> None:
-        """Learn when prompts are computed: their decisions have come true."""
+        """Record when prompts are computed: their decisions have come true."""
         if not self._open:
             return
         for request, num_tokens in progress:
@@ -241,14 +241,14 @@ class LoadChoices:
         return decision.num_blocks - on_device
 
     def matched(self, request_id: str, on_device: int, to_load: int) -> None:
-        """Learn what a request reuses in the end: after its reads, some of which may not have come."""
+        """Record what a request reuses in the end: after its reads, some of which may not have come."""
         found = self._open.get(request_id)
         if found is not None:
             found.decision.reused_blocks, found.loaded = on_device + to_load, to_load
             found.decision.waited_seconds = self._seconds_of(found)
 
     def asked(self, request_id: str) -> None:
-        """Learn that a request is to be matched."""
+        """Record that a request is to be matched."""
         found = self._open.get(request_id)
         if found is not None and found.since is None:
             found.since = self._clock()

@@ -137,7 +137,7 @@ MOST_BYTES = 128 << 20
 """Most bytes of one load on all ranks: loads of steps queue behind it."""
 
 _SPARE = 16
-"""One of so many device blocks stays free or evictable, beside those that the request needs."""
+"""One of 16 device blocks stays free or evictable, beside those that the request needs."""
 
 
 class LoadsAhead:

@@ -175,7 +175,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         nothing. The last token is left to compute unless ``whole_prompt``. Blocks that are sooner computed than loaded
         are left out; see ``observe_prefill``. Nothing is found for ``device_tokens`` in the middle of a block. Raises
         ``HashingError`` for tokens that cannot be hashed, and for keys of the engine that contradict those stored;
-        ``RequestStateError`` for a number of tokens that is none.
+        ``RequestStateError`` if ``device_tokens`` is not a non-negative int.
         """
         device_tokens = _count("device_tokens", device_tokens)
         self._requests.prepare(request, keeps_gil=True)
@@ -209,7 +209,7 @@ class OffloadManager(TierManager[OffloadRequest]):
 
         The device blocks count as given away, as by ``evicted``. The load ends with a ``LoadOutcome`` of ``apply`` or
         ``expire``. Return 0 if nothing was found, or it was unpinned since by ``expire``, a reset or the end of the
-        session at a service: nothing will be loaded then. Raises ``PlanError`` for device blocks that are none, or are
+        session at a service: nothing will be loaded then. Raises ``PlanError`` for ids of no device block, or that are
         listed twice.
         """
         layout = self.layout
@@ -242,7 +242,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
         block table: the next plan may copy them. Repeated offers extend the first; one with nothing new is cheap. With
         several groups of layers the table is as for ``load``, with ``NO_BLOCK`` for blocks that the engine has given
-        up: a page is stored if the host tier has those already. Raises ``PlanError`` for device blocks that are none.
+        up: a page is stored if the host tier has those already. Raises ``PlanError`` for ids of no device block.
         """
         num_tokens = _count("num_tokens", num_tokens)
         table = table_of(device_ids)
@@ -265,7 +265,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             service.own(root, request.tenant)
 
     def evicted(self, device_ids: Int32Array) -> None:
-        """Learn which device blocks get another content in the step whose plans are taken next.
+        """Take the device blocks that get another content in the step whose plans are taken next.
 
         Wanted blocks in them are copied out first, and copies of them in flight are waited for by that step. Call it
         for every block that the step gives to a request, before ``take_plans``.
@@ -281,7 +281,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._contents.forget(ids)
 
     def next_evicted(self, device_ids: Int32Array) -> None:
-        """Learn which device blocks the engine gives away next, coldest first: write_back keeps them clean."""
+        """Take the device blocks that the engine gives away next, coldest first: write_back keeps them clean."""
         ids = device_ids_of(device_ids)
         if self.settings.write_policy is not WritePolicy.WRITE_BACK:
             return
@@ -317,7 +317,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._counters.device_hit_tokens += self._tokens(tracked.device_blocks)
 
     def _tokens(self, num_records: int) -> int:
-        """Return the tokens of so many records, of which a page has one for each group of layers."""
+        """Return the tokens of this many records, of which a page has one for each group of layers."""
         return num_records // self.layout.num_groups * self.layout.block_size
 
     # --- plans and reports --------------------------------------------------------------------------------

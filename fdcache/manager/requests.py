@@ -221,7 +221,7 @@ class LiveRequests:
         self._blocks.change_fingerprint(fingerprint)
 
     def forget_found(self, reason: str) -> None:
-        """Let running requests keep their blocks and publish no more, as after a reset."""
+        """Stop running requests from publishing, as after a reset; they keep their blocks."""
         self._blocks.stop_publishing()
 
     def count(self, counters: Counters) -> None:

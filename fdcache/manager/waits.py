@@ -107,7 +107,7 @@ class Waits:
         return not self._choices.is_auto or self._choices.is_worth_waiting(request, wait)
 
     def found(self, request: OffloadRequest, arrived: int) -> None:
-        """Note that a request was looked up: it waits no longer. ``arrived`` blocks of its path have come.
+        """Record that a request was looked up: it waits no longer. ``arrived`` blocks of its path have come.
 
         Others may not, as they were waited for too long or could not be read.
         """

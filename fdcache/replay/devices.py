@@ -39,7 +39,7 @@ class Planes(Protocol):
         """Stream on which ``fetch`` and ``store`` use the planes; None on the CPU."""
 
     def open_step(self, order: StepOrder) -> None:
-        """Note the blocks that the step reads and writes."""
+        """Record the blocks that the step reads and writes."""
 
     def fetch(self, layer: int) -> None:
         """Copy the layer's part of these blocks from the device."""
@@ -80,7 +80,7 @@ class GpuPlanes:
             self.stream = import_cupy().cuda.get_current_stream()
 
     def open_step(self, order: StepOrder) -> None:
-        """Note the blocks that the step compares and those that get tokens; track the block tables."""
+        """Record the blocks that the step compares and those that get tokens; track the block tables."""
         compared, written = [self._used[:0]], [self._used[:0]]
         taken = 0
         for sequence, start, end, keep, grow, verify in order.segments.T.tolist():

@@ -159,7 +159,7 @@ def replay_pd(
     """Run a workload on a prefill and a decode process to its end, and report on it.
 
     Raises ``ReplayError`` if a process ends by itself or no request makes progress, ``ReplayOptionError`` for more
-    flips than requests, or a connector that is none.
+    flips than requests, or an unknown connector.
     """
     if not config.peers.is_on:
         raise ReplayOptionError(
@@ -196,7 +196,7 @@ class _Faults:
 
     @classmethod
     def draw(cls, faults: dict[FaultKind, int], requests: int, random: np.random.Generator) -> _Faults:
-        """Spread faults over the admissions of so many requests."""
+        """Spread faults over the admissions of ``requests`` requests."""
         flips = faults.get(FaultKind.FLIP, 0)
         if flips > requests:
             raise ReplayOptionError("--faults", f"flip={flips} is more than the {requests} requests that fit")

@@ -71,7 +71,7 @@ class InstanceProcess:
         self._unsent = []
 
     def resume(self) -> None:
-        """Let the process go on if it is stopped."""
+        """Continue the process if it is stopped."""
         if self._unsent is not None:
             assert self.process.pid is not None
             os.kill(self.process.pid, signal.SIGCONT)

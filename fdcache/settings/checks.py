@@ -124,7 +124,7 @@ def _transfer_key(settings: SettingsTree) -> Iterator[Problem]:
 
 
 def _storage_beside_a_service(settings: SettingsTree) -> Iterator[Problem]:
-    """Note what starts as a service and not as an engine. An argument belongs to one command, which checks itself."""
+    """Record what starts as a service and not as an engine. An argument belongs to one command, which checks itself."""
     names = ("FDCACHE_STORAGE", "FDCACHE_SERVER")
     sources = {settings.source(name) for name in names}
     if settings.storage_tier.is_on and sources.isdisjoint((Source.DEFAULT, Source.ARGUMENT)):

@@ -31,7 +31,7 @@ _MIB = 1 << 20
 _MOST_BYTES = 256 * _MIB
 _LEAST_BYTES = 8 * _MIB
 _SHARE_OF_FREE = 10
-"""The file of a measurement takes at most one part of so many of what is free."""
+"""The file of a measurement takes at most a tenth of what is free."""
 
 _WRITE_SECONDS = 2.0
 _READ_SECONDS = 2.0
@@ -64,7 +64,7 @@ class StorageSpeed:
 
 
 def measure_storage(folder: Path, *, threads: int = 16) -> StorageSpeed:
-    """Measure reads of a folder's file system with so many ``threads``, within a few seconds.
+    """Measure reads of a folder's file system with ``threads`` threads, within a few seconds.
 
     The file that is written for it has no name, so that it is gone whatever happens. Raises ``StorageError`` if the
     folder cannot be written or has too little room.

@@ -31,7 +31,7 @@ WINDOW = 60.0
 
 _CHECK_SECONDS = 1.0
 _WARN_AGAIN = 10
-"""A disk that fills up again is reported once the file has grown by one part in so many."""
+"""A disk that fills up again is reported once the file has grown by a tenth."""
 
 
 class SlabHealth:

@@ -143,7 +143,7 @@ class FetchTable:
         return None if fetch is None or reads is None else reads.wait(fetch, self.terms.policy)
 
     def go_on(self, number: int) -> None:
-        """Let the request go on with the blocks that have come; the others are read to their end."""
+        """Continue the request with the blocks that have come; the others are read to their end."""
         fetch, reads = self._fetches.get(number), self._reads()
         if fetch is not None and reads is not None:
             reads.leave(fetch)

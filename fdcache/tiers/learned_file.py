@@ -58,7 +58,7 @@ class LearnedFile:
             self._is_writable = True
 
     def load(self, tier: _core.Tier) -> bool:
-        """Let the tier go on from the file. Return True if it did; a policy that does not learn needs none."""
+        """Restore the tier's tables from the file. Return True if it did; a policy that does not learn needs none."""
         if not tier.save_reuse():
             return False
         try:

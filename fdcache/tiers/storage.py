@@ -116,11 +116,11 @@ class StorageTier:
         self.orders.cancelled += self.reads.take_unneeded()
 
     def on_arrival(self, hashes: HashArray) -> None:
-        """Learn that blocks came to the host tier from a device."""
+        """Record that blocks came to the host tier from a device."""
         self.writes.on_arrival(hashes)
 
     def blocks_arrived(self, swap: CacheSwapMetadata, arrived: Mask) -> None:
-        """Learn from a transfer between device and host that is settled in both tiers."""
+        """Record a transfer between device and host that is settled in both tiers."""
         if swap.dst_type is CacheLevel.HOST:
             self.reads.copies_ended(swap.hash_values)
             self.writes.on_arrival(swap.hash_values[arrived])
@@ -181,7 +181,7 @@ class StorageTier:
         self.reads.ended(swap, failed=not result.copied.all())
 
     def overdue(self, flights: Iterable[InFlightPlan]) -> None:
-        """Let requests go on without reads that have not ended in time; their slots stay held."""
+        """Continue requests without reads that have not ended in time; their slots stay held."""
         for flight in flights:
             for swap in flight.plan.swaps():
                 if swap.purpose is SwapPurpose.PREFETCH:

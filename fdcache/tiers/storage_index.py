@@ -66,7 +66,7 @@ class StoragePool(BlockPool):
         return bool(self._on_trial.any())
 
     def found(self, slots: Int32Array) -> None:
-        """Note that these slots hold records, so they have room on the disk."""
+        """Record that these slots hold records, so they have room on the disk."""
         self._written[slots] = True
 
     def start_over(self) -> None:
@@ -404,7 +404,7 @@ class RemoteIndex:
         return Blocks(np.full(count, -1, np.int32), np.zeros(count, np.uint32), hashes, parents)
 
     def end_reads(self, swap: CacheSwapMetadata, lost: Mask, unusable: Mask) -> None:
-        """Let lost blocks be stored again, and forget earlier answers."""
+        """Allow lost blocks to be stored again, and forget earlier answers."""
         if lost.any() or unusable.any():
             self._answers.clear()
             for row in swap.hash_values[lost | unusable]:
@@ -427,7 +427,7 @@ class RemoteIndex:
     def end_writes(
         self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array, bad: Mask, no_room: Mask
     ) -> Mask:
-        """Let failed blocks be stored again."""
+        """Allow failed blocks to be stored again."""
         for row in swap.hash_values[~copied]:
             self._known.pop(row.tobytes(), None)
         self._answers.clear()

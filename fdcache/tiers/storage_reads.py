@@ -51,11 +51,11 @@ class GroupSize:
         self.speed = 0.0
 
     def begin(self) -> None:
-        """Note that a read begins and no other is in flight."""
+        """Record that a read begins and no other is in flight."""
         self._since = self._clock()
 
     def end(self, nbytes: int) -> None:
-        """Note that a read has ended, and that the next in flight begins. One that failed has no bytes."""
+        """Record that a read has ended, and that the next in flight begins. One that failed has no bytes."""
         now = self._clock()
         if nbytes and now > self._since:
             speed = nbytes / (now - self._since)
@@ -264,7 +264,7 @@ class StorageReads:
         return plans
 
     def overdue(self, swap: CacheSwapMetadata) -> None:
-        """Let fetches go on without a read that has not ended in time."""
+        """Continue fetches without a read that has not ended in time."""
         read = self._reads[int(swap.dst_block_ids[0])]
         read.order.failed = True
         self._waiting.wake(read.waiters)

@@ -133,7 +133,7 @@ class StorageWrites:
         self._refused_until = None
 
     def ended(self, result: SwapInFlight) -> None:
-        """Learn from a write that every rank has reported and that is settled in the tiers."""
+        """Record a write that every rank has reported and that is settled in the tiers."""
         swap, arrived = result.swap, result.copied
         bad, no_room = result.bad_slots.any(), result.no_room.any()
         explained = bad or no_room or result.corrupt.any()

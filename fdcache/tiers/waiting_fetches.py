@@ -114,7 +114,7 @@ class WaitingFetches:
         return len(self._ready) + len(self._for_room) + sum(map(len, others))
 
     def wake(self, fetches: Iterable[Fetch]) -> None:
-        """Let fetches go on at the next ``advance``."""
+        """Continue fetches at the next ``advance``."""
         self._ready.update(dict.fromkeys(fetches))
 
     def forget(self, fetch: Fetch) -> None:

@@ -309,7 +309,7 @@ class Sharing:
 def share(layout: KVLayout, rank: int, peer_ranks: int | None) -> Sharing:
     """Return what a rank shares with instances of ``peer_ranks`` ranks, None for as many as its own has.
 
-    Raises ``TransferError`` for tensor parallelisms of which none is a multiple of the other, or planes that cannot be
+    Raises ``TransferError`` if neither tensor parallelism is a multiple of the other, or for planes that cannot be
     split by head.
     """
     own = layout.tp_size

@@ -39,7 +39,7 @@ class TransferExecution:
         return self._report is not None
 
     def begin(self) -> None:
-        """Note the begin of the first read, or that decode has asked."""
+        """Record the begin of the first read, or that decode has asked."""
         if self._begun is None:
             self._begun = time.monotonic()
 

@@ -112,7 +112,7 @@ class Handovers:
                 self._send(request, transfer)
 
     def fetch(self, sources: Iterable[tuple[Request, PeerSource]]) -> list[int]:
-        """Let the allocation of matched requests fetch the blocks that they lack from a prefill instance.
+        """Make the allocation of matched requests fetch the blocks that they lack from a prefill instance.
 
         Call it between match and allocation. Return how many blocks each request will fetch, 0 if it has all or may
         hold no more; the peer is told. Compute the request once ``apply`` or ``expire`` has returned its outcome.
@@ -270,7 +270,7 @@ class Handovers:
         return self._tally.counts()
 
     def committed(self, progress: Iterable[tuple[Request, int]]) -> None:
-        """Note the tokens of requests that have their KV."""
+        """Record the tokens of requests that have their KV."""
         delayed = {each.request.request_id: each for each in self._unsent if each.delayed}
         if delayed:
             for request, num_tokens in progress:

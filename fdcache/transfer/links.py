@@ -185,7 +185,7 @@ class Links:
         return link
 
     def refuse(self, link: Outgoing, error: str, now: float) -> None:
-        """Read nothing from a prefill peer until it is asked again, some seconds later."""
+        """Refuse a prefill peer; retry the handshake after a few seconds."""
         link.state, link.error, link.refused_until = LinkState.REFUSED, error, now + _REFUSED_FOR
 
     def tick(self, now: float) -> None:

@@ -228,7 +228,7 @@ class NixlAgent:
         return True
 
     def notifications(self) -> list[bytes]:
-        """Let NIXL make progress, and return the messages that have arrived."""
+        """Advance NIXL, and return the messages that have arrived."""
         try:
             arrived = self._agent.get_new_notifs()
         except Exception as error:  # noqa: BLE001

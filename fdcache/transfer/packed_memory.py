@@ -55,7 +55,7 @@ class Regions:
         return sum(each.chunks for each in self._taken) * CHUNK_BYTES
 
     def take(self, nbytes: int) -> Region | None:
-        """Return the first region of so many bytes that is free, None if there is none."""
+        """Return the first free region of ``nbytes`` bytes, None if there is none."""
         count = -(-nbytes // CHUNK_BYTES)
         end = 0
         for index, each in enumerate([*self._taken, Region(self.num_chunks, 0)]):

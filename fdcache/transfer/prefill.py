@@ -208,7 +208,7 @@ class PrefillSide:
         return plan_id in self._sends and bool(self._sends[plan_id].is_summed.all())
 
     def computed(self, plan_id: int, part: Part) -> None:
-        """Note that a part of an offer is computed, each plane of a block once. Ignored once the offer has ended."""
+        """Record that a part of an offer is computed, each plane of a block once. Ignored once the offer has ended."""
         if (send := self._sends.get(plan_id)) is None:
             return
         send.parts.append(part)
@@ -316,7 +316,7 @@ class PrefillSide:
         self._finish(send)
 
     def _publish(self, send: _Send, part: Part) -> None:
-        """Let the blocks of a part be published that decode wants."""
+        """Publish the blocks of a part that decode wants."""
         if (answers := send.answers) is not None:
             wanted = part._replace(first=max(part.first, answers.first), last=min(part.last, answers.last))
             if wanted.first < wanted.last:

@@ -299,7 +299,7 @@ class RdmaConnector:
         return arrived
 
     def _take_notifications(self) -> None:
-        """Let NIXL make progress, and take what has arrived."""
+        """Advance NIXL, and take what has arrived."""
         if not self._closed:
             with self._out.scope():
                 self._arrived += self._agent.notifications()

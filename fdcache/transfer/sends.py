@@ -64,7 +64,7 @@ class Readers:
         return bool(live) and all(side.is_complete(plan_id) for side in live)
 
     def computed(self, plan_id: int, part: Part) -> None:
-        """Note that a part of an offer is computed."""
+        """Record that a part of an offer is computed."""
         for side in self.sides:
             side.computed(plan_id, part)
 
@@ -339,7 +339,7 @@ class Sends:
         to: bytes | None = None,
         blocks: int = 0,
     ) -> None:
-        """Report a send, of which decode asked for so many blocks."""
+        """Report a send, of which decode asked for ``blocks`` blocks."""
         with self._lock:
             send = self._sends.pop(plan_id)
             if self._send_of.get(send.task.transfer) == plan_id:
@@ -353,7 +353,7 @@ class Sends:
         self._tally.record(send.execution.result())
 
     def granted(self, transfer: str) -> None:
-        """Note that a peer has asked."""
+        """Record that a peer has asked."""
         send = self._sends.get(self._send_of.get(transfer, 0))
         if send is not None:
             send.execution.begin()

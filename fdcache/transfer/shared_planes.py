@@ -109,7 +109,9 @@ class MappedPlanes:
         try:
             status = os.fstat(fd)
             if status.st_ino != file.inode or status.st_size < file.nbytes:
-                raise TransferError(f"{file.path} is not the file that the peer has described")
+                raise TransferError(
+                    f"{file.path} does not match the peer's description; was the prefill instance restarted?"
+                )
             self._map = mmap.mmap(fd, file.nbytes, prot=mmap.PROT_READ)
         finally:
             os.close(fd)

@@ -47,7 +47,7 @@ def test_another_file_of_the_same_name_is_not_mapped(tmp_path: Path) -> None:
     source.shared.path.unlink()
     assert "cannot be opened" in (connector.connect(b"1" * 16, described) or "")
     source.shared.path.write_bytes(bytes(source.shared.nbytes))
-    assert "is not the file" in (connector.connect(b"2" * 16, described) or "")
+    assert "does not match the peer's description" in (connector.connect(b"2" * 16, described) or "")
 
 
 def test_the_file_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class CacheManager(Manager):
     # --- requests -----------------------------------------------------------------------------------------
 
     def follow_stops(self, stopping: Callable[[], Sized]) -> None:
-        """Learn how to ask for the requests whose blocks are free, and which the workers have not stopped yet.
+        """Take the way to ask for the requests whose blocks are free, and which the workers have not stopped yet.
 
         FastDeploy frees the blocks of a request when it decides to preempt or abort it. Workers go on writing them
         until the batch of that step has come, and answer it with a token of its own. A request that ends by itself is
@@ -181,7 +181,7 @@ class CacheManager(Manager):
             super().request_finish(request)
 
     def scheduled(self, requests: Iterable[Any]) -> None:
-        """Learn which prefills the scheduler has put into a step."""
+        """Record the prefills that the scheduler has put into a step."""
         with self._lock:
             self._prefills.scheduled(
                 (tracked.request, request.prefill_start_index, stop)
@@ -192,7 +192,7 @@ class CacheManager(Manager):
             )
 
     def sampled(self, names: Iterable[str]) -> None:
-        """Learn whose tokens have come, and with them how fast the engine computes."""
+        """Record whose tokens have come, and with them how fast the engine computes."""
         with self._lock:
             found = self._prefills.sampled(names)
             if found is not None:

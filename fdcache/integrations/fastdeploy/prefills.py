@@ -49,7 +49,7 @@ class PrefillTimes:
         self._period: _Period | None = None
 
     def scheduled(self, chunks: Iterable[Chunk]) -> None:
-        """Learn which prefills a step has. A request that ``is_loading`` waits for its load."""
+        """Record the prefills of a step. A request that ``is_loading`` waits for its load."""
         chunks = list(chunks)
         if not chunks:
             return
@@ -62,7 +62,7 @@ class PrefillTimes:
         period.waited |= any(request.is_loading for request, _, _ in chunks)
 
     def sampled(self, names: Iterable[str]) -> PrefillTime | None:
-        """Learn whose tokens have come; return the time of the prefills if these were the last of them."""
+        """Record whose tokens have come; return the time of the prefills if these were the last of them."""
         period = self._period
         if period is None:
             return None

@@ -134,7 +134,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         """Do nothing: blocks are stored after the step that computed them."""
 
     def wait_for_save(self) -> None:
-        """Note the end of the step. The order of streams keeps blocks until they are stored."""
+        """Record the end of the step. The order of streams keeps blocks until they are stored."""
         if self._worker is not None and self._worker.timer.number:
             self._worker.computed()
 
@@ -170,7 +170,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Learn vLLM's block pool, for its coldest blocks and for resets of the device cache."""
+        """Take vLLM's block pool, for its coldest blocks and for resets of the device cache."""
         if self._scheduler is not None:
             self._scheduler.bind_pool(gpu_block_pool)
 
@@ -326,7 +326,7 @@ def _top_of(transfer_config: Any) -> Any:
 
 
 def _log_where_vllm_logs() -> None:
-    """Let fdcache's log lines appear in vLLM's log, unless the application has a place for them."""
+    """Show fdcache's log lines in vLLM's log, unless the application has a place for them."""
     ours, theirs = logging.getLogger("fdcache"), logging.getLogger("vllm")
     if not ours.handlers:
         for handler in theirs.handlers:

@@ -91,7 +91,7 @@ class EventTranslator:
         return settings.model_copy(update={"cache": cache.model_copy(update={"event_buffer": _BUFFER})})
 
     def learn(self, source: Any, theirs: Sequence[Any], hashes: Any, start: int, block_size: int) -> None:
-        """Learn ``theirs``, vLLM's hashes of a request's blocks, from ``start`` on; ``hashes`` are fdcache's."""
+        """Record ``theirs``, vLLM's hashes of a request's blocks, from ``start`` on; ``hashes`` are fdcache's."""
         adapter = source.lora_request
         origin = Origin(
             lora_name=adapter.lora_name if adapter is not None else None,

@@ -116,7 +116,7 @@ class SchedulerSide:
         self._sent_host_cache = False
 
     def bind_pool(self, pool: Any) -> None:
-        """Learn vLLM's block pool, whose hashes may stand for less than a block (``prefix_match_unit``)."""
+        """Take vLLM's block pool, whose hashes may stand for less than a block (``prefix_match_unit``)."""
         self._pool = pool
         self._hashes_of_block = self._block_size // pool.hash_block_size
         if self._events is not None:
@@ -167,7 +167,7 @@ class SchedulerSide:
         return 0 if known is None else known.stored_tokens
 
     def allocated(self, source: Any, blocks: Sequence[int], num_tokens: int) -> None:
-        """Learn a request's block table; load ``num_tokens`` tokens beyond those that were on the device."""
+        """Record a request's block table; load ``num_tokens`` tokens beyond those that were on the device."""
         known = self._running.get(source.request_id)
         if num_tokens <= 0:
             if known is not None:
@@ -247,7 +247,7 @@ class SchedulerSide:
         return made
 
     def _follow(self, output: Any, computed: Sequence[_Computed]) -> None:
-        """Let the step be timed, and offer the blocks that it computes."""
+        """Time the step, and offer the blocks that it computes."""
         # Of steps in which requests have a part that are not followed the time says nothing.
         if len(computed) == len(output.num_scheduled_tokens) and self.manager.decides_loads:
             with self.guarded("timing", follows_blocks=False):
@@ -259,7 +259,7 @@ class SchedulerSide:
                 self._offer(known, num_tokens, start)
 
     def _has_enough(self, known: _Running, num_tokens: int) -> bool:
-        """Return True if so many blocks were generated that they are worth an offer before the request ends."""
+        """Return True if enough blocks were generated for an offer before the request ends."""
         whole = num_tokens // self._block_size
         return whole >= known.offered + self._blocks_of_offer or self._events is not None
 

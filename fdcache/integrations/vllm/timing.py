@@ -41,7 +41,7 @@ class StepTimes:
         return self._numbers
 
     def ended(self, seconds: Mapping[int, float]) -> None:
-        """Learn from the workers' times how fast the engine computes."""
+        """Measure from the workers' times how fast the engine computes."""
         for number, spent in seconds.items():
             if (chunks := self._steps.pop(number, None)) is not None:
                 self._manager.observe_prefill(chunks, spent)

@@ -60,7 +60,7 @@ class _Arrivals:
         self._received: set[str] = set()
 
     def waits(self, request_id: str) -> None:
-        """Let a request wait for one plan more."""
+        """Make a request wait for one plan more."""
         self._plans[request_id] = self._plans.get(request_id, 0) + 1
 
     def ended(self, request_id: str) -> None:
@@ -69,7 +69,7 @@ class _Arrivals:
         self._receive(request_id)
 
     def planned(self, request_id: str) -> None:
-        """Learn that no other plan follows."""
+        """Record that no other plan follows."""
         self._planned.add(request_id)
         self._receive(request_id)
 
@@ -208,7 +208,7 @@ class WorkerSide:
         return self._stream
 
     def _learn_loads(self, step: StepMetadata) -> None:
-        """Learn for which plans requests wait, and which of them wait for no others."""
+        """Record the plans that requests wait for, and the requests that wait for no others."""
         planned = [each for each in step.unloaded if not any(each in loads for loads in step.loads.values())]
         for requests in step.loads.values():
             for request_id, is_last in requests.items():
@@ -251,7 +251,7 @@ class WorkerSide:
                 self._fail(load.requests, failed)
 
     def _fail(self, requests: Sequence[str], blocks: Sequence[int]) -> None:
-        """Let vLLM compute blocks; with several groups or windows it computes their requests from the beginning."""
+        """Make vLLM compute blocks; with several groups or windows it computes their requests from the beginning."""
         if self._layout.windows:
             self._failed.update(requests)
         else:

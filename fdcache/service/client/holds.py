@@ -35,7 +35,7 @@ class RemoteFetches:
     def begin(
         self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
     ) -> None:
-        """Let the service read what is stored of a request's path, unless it knows of the request."""
+        """Make the service read what is stored of a request's path, unless it knows of the request."""
         session = self._sessions.session
         if session is None or not session.storage or not number or number in self._known:
             return
@@ -55,20 +55,20 @@ class RemoteFetches:
         return number in self._known
 
     def learn(self, session: Session, numbers: Sequence[int], states: Sequence[int]) -> None:
-        """Note which of these requests the service keeps a fetch for."""
+        """Record which of these requests the service keeps a fetch for."""
         for number, state in zip(numbers, states, strict=False):
             if state != NOT_FETCHED:
                 self._known[number] = session
 
     def leave(self, number: int, *, keep: bool) -> None:
-        """Let the service forget a request that goes on without its reads."""
+        """Make the service forget a request that goes on without its reads."""
         session = self._known.pop(number, None)
         self._left.add(number)
         if session is not None:
             self._sessions.outbox.add(session, EndFetches([number], keep=keep))
 
     def end(self, number: int) -> None:
-        """Let the service forget a request."""
+        """Make the service forget a request."""
         self._left.discard(number)
         session = self._known.pop(number, None)
         if session is not None:

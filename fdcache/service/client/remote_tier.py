@@ -113,7 +113,7 @@ class RemoteHostTier:
             self._finish_reset()
 
     def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[Found | Reading]:
-        """Let the service pin runs. Without an answer in time nothing is found, and the session is over."""
+        """Ask the service to pin runs. Without an answer in time nothing is found, and the session is over."""
         session = self.sessions.session
         if session is None or self._reset_owed:
             return [NOTHING] * len(paths)

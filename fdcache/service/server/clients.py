@@ -206,7 +206,7 @@ class Client:
                 tier.release(lease)
 
     def hear(self) -> None:
-        """Note that it is alive."""
+        """Record that it is alive."""
         self.heartbeat_at = time.monotonic()
         self.silent = False
 
@@ -425,7 +425,7 @@ class Clients(dict[int, Client]):
         del self[client.session]
 
     def make_room(self, namespace: Namespace) -> bool:
-        """Let a namespace grow, if need be at the cost of others. Return True if it grew."""
+        """Grow a namespace, if need be at the cost of others. Return True if it grew."""
         used = {client.namespace.id for client in self.values()}
         return self._namespaces.make_room(namespace, used, keep_others=bool(self.earlier))
 

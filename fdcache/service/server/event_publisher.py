@@ -204,7 +204,7 @@ class EventPublisher:
                 log.exception("events of %s cannot be published", stream.topic.decode())
 
     def _take_subscriptions(self) -> None:
-        """Let streams tell all blocks to the subscribers that have come."""
+        """Send all blocks of the streams to the subscribers that have come."""
         time.sleep(_GATHER_SECONDS)
         while True:
             try:

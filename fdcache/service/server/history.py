@@ -57,7 +57,7 @@ class History:
     # --- look-ups -----------------------------------------------------------------------------------------
 
     def count_lookup(self, blocks: int) -> None:
-        """Count a look-up of so many blocks."""
+        """Count a look-up of ``blocks`` blocks."""
         self.totals.lookups += 1
         self.totals.looked_up_blocks += blocks
 

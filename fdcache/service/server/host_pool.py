@@ -38,7 +38,7 @@ class HostPool(BlockPool):
         table.open()
 
     def open_table(self, is_open: bool) -> None:
-        """Let clients pin blocks by themselves, or make them ask for every look-up."""
+        """Allow clients to pin blocks by themselves, or make them ask for every look-up."""
         if self._is_open != is_open:
             self._is_open = is_open
             (self.table.open if is_open else self.table.close)()

@@ -229,7 +229,7 @@ def make_app(
 
     @commands.post("/v1/pause")
     def pause() -> State:
-        """Let look-ups find nothing, and grant no slots, until resumed."""
+        """Find nothing in look-ups and grant no slots until resumed."""
         return State.model_validate(ask("pause"))
 
     @commands.post("/v1/resume")

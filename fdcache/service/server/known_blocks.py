@@ -64,7 +64,7 @@ class KnownBlocks:
         return SampledMisses(len(seen), each * len(seen), each * (len(seen) - len(fresh)))
 
     def add_stored(self, hashes: HashArray) -> None:
-        """Note blocks that were copied to the tier, whether they were kept or not."""
+        """Record blocks that were copied to the tier, whether they were kept or not."""
         self._add(set(self._sample(hashes)))
 
     def __len__(self) -> int:

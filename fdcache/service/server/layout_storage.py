@@ -124,7 +124,7 @@ class LayoutStorage:
         self._register_records()
 
     def _register_records(self) -> None:
-        """Let every rank's storage know the extents that the layout has now, and no others."""
+        """Give every rank's storage the extents that the layout has now, and no others."""
         namespace = self._namespace
         for rank, (records, queue) in enumerate(zip(self._records, self.queues, strict=True)):
             extents = namespace.memory.extents(rank) if namespace is not None else []
@@ -153,7 +153,7 @@ class LayoutStorage:
         return self._tier.reads if self._tier is not None else None
 
     def on_arrival(self, hashes: HashArray) -> None:
-        """Learn that clients copied these blocks to the host tier."""
+        """Record that clients copied these blocks to the host tier."""
         if self._tier is not None:
             self._tier.on_arrival(hashes)
 

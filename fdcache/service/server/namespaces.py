@@ -98,7 +98,7 @@ class Namespaces(dict[bytes, Namespace]):
     # --- memory -------------------------------------------------------------------------------------------
 
     def make_room(self, namespace: Namespace, used: Set[str], *, keep_others: bool = False) -> bool:
-        """Let a namespace grow, if need be at the cost of one that has more than its share. Return True if it grew.
+        """Grow a namespace, if need be at the cost of one that has more than its share. Return True if it grew.
 
         Namespaces with clients have equal shares; those without have one share together and give first, the one
         longest without clients before the others. Slots in use stay; slots that clients only stock are reclaimed,

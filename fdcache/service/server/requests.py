@@ -152,7 +152,7 @@ def end_fetches(client: Client, request: EndFetches) -> Answer:
 
 
 def describe(client: Client, request: Describe) -> Answer:
-    """Learn what routers are to be told of blocks; nothing without routers."""
+    """Take what routers are to be told of blocks; nothing without routers."""
     if (feed := client.namespace.feed) is not None:
         feed.describe(request)
     return Done()

@@ -230,7 +230,7 @@ class Service:
             yield part
 
     def open_tables(self, allowed: bool = True) -> None:
-        """Let clients pin by themselves what they find, except where every look-up has to find nothing now."""
+        """Allow clients to pin by themselves what they find, except where every look-up has to find nothing now."""
         now = time.monotonic()
         for namespace in self.namespaces.values():
             if namespace.tier is not None:
@@ -307,7 +307,7 @@ class Service:
         return storage.reads if storage is not None else None
 
     def make_room_for(self, namespace: Namespace, count: int) -> None:
-        """Let a namespace grow, as far as it may, before ``count`` blocks are read into it."""
+        """Grow a namespace, as far as it may, before ``count`` blocks are read into it."""
         tier = namespace.tier
         while tier is not None and tier.stats().free < count and namespace.grow():
             pass

@@ -57,7 +57,7 @@ class Scanned:
     _log_at: float = 0.0
 
     def note(self, fingerprint: bytes, rank: int, done: int, total: int) -> None:
-        """Note how far a rank's file of a layout is scanned."""
+        """Record how far a rank's file of a layout is scanned."""
         with self._lock:
             self._parts[fingerprint, rank] = (done, total)
         done, total = self.figures
