@@ -35,9 +35,9 @@ from fdcache.service.server.lifecycle import Server
 from fdcache.settings import Settings
 from fdcache.settings.cache import (
     CacheSettings,
+    CopySettings,
     PrefetchPolicy,
     StorageTierSettings,
-    TransferSettings,
     WritePolicy,
 )
 from fdcache.storage.connector import BatchResult, ConnectorContext, PlacedStorage, RecordBatch
@@ -56,7 +56,7 @@ class Engine:
         self, cache: CacheSettings, storage: StorageTierSettings, step: float, *, loads_ahead: bool
     ) -> None:
         self.manager = CacheManager(cache, LAYOUT, storage=storage, loads_ahead=loads_ahead)
-        self.controller = CacheController(TransferSettings(), LAYOUT)
+        self.controller = CacheController(CopySettings(), LAYOUT)
         self.planes = self.controller.initialize_kv_cache(cache.device_blocks)
         self.controller.initialize_host_cache(self.manager.host_cache)
         self.storage: ThrottledStorage | None = None

@@ -26,9 +26,9 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.manager import LoadOutcome, LoadStatus, MatchStatus, OffloadManager, Request
 from fdcache.settings.cache import (
     CacheSettings,
+    CopySettings,
     PrefetchPolicy,
     StorageTierSettings,
-    TransferSettings,
     WritePolicy,
 )
 from fdcache.storage.slab import SlabStore
@@ -51,7 +51,7 @@ class Engine:
         memory = (2 * blocks + 8) * host_block_bytes(LAYOUT)
         cache = CacheSettings(host_memory=memory, write_policy=WritePolicy.WRITE_THROUGH, eviction="lru")
         self.manager = OffloadManager(cache, LAYOUT, storage=storage, streams=streams)
-        self.controller = CacheController(TransferSettings(), LAYOUT)
+        self.controller = CacheController(CopySettings(), LAYOUT)
         self.planes = self.controller.initialize_kv_cache(blocks)
         self.controller.initialize_host_cache(self.manager.host_cache)
         self.storage = ThrottledStorage(SlabStore(folder, LAYOUT, rank=0, size=size))

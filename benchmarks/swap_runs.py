@@ -17,7 +17,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager.cache_manager import CacheManager
 from fdcache.metadata import EXTENT_BYTES, TransferPlan
 from fdcache.replay import engine
-from fdcache.replay.config import ReplayConfig, Verify
+from fdcache.replay.config import ReplayConfig, VerifyBytes
 from fdcache.replay.trace import read_trace
 from fdcache.settings.cache import CacheSettings, WritePolicy
 
@@ -60,7 +60,7 @@ def main() -> None:
         host_memory=options.host_blocks * layout.record_bytes,
         write_policy=WritePolicy.WRITE_THROUGH,
     )
-    config = ReplayConfig(layout=layout, cache=cache, verify=Verify.OFF)
+    config = ReplayConfig(layout=layout, cache=cache, verify=VerifyBytes.OFF)
     with patch.object(engine, "CacheManager", Recording):
         engine.replay(read_trace(options.trace, options.requests), config)
     print("| blocks of a run | " + " | ".join(found) + " |")

@@ -45,7 +45,7 @@ class Stopwatch:
 
 
 @dataclass(slots=True)
-class Traffic:
+class CopyTraffic:
     """Bytes and seconds of copies in one direction, summed over ranks."""
 
     bytes: int = 0
@@ -74,10 +74,10 @@ class Tally:
     other_rss_bytes: int = 0
     storage_restored: int = 0
     storage: list[StorageStats] = field(default_factory=list)
-    h2d: Traffic = field(default_factory=Traffic)
-    d2h: Traffic = field(default_factory=Traffic)
-    to_storage: Traffic = field(default_factory=Traffic)
-    from_storage: Traffic = field(default_factory=Traffic)
+    h2d: CopyTraffic = field(default_factory=CopyTraffic)
+    d2h: CopyTraffic = field(default_factory=CopyTraffic)
+    to_storage: CopyTraffic = field(default_factory=CopyTraffic)
+    from_storage: CopyTraffic = field(default_factory=CopyTraffic)
 
     @property
     def hit_rate(self) -> float:
@@ -109,7 +109,7 @@ class Tally:
             traffic.bytes += result.copied_bytes
             traffic.seconds += result.seconds
 
-    def _traffic_of(self, purpose: SwapPurpose) -> Traffic:
+    def _traffic_of(self, purpose: SwapPurpose) -> CopyTraffic:
         if purpose is SwapPurpose.LOAD:
             return self.h2d
         if purpose is SwapPurpose.STORE:

@@ -15,7 +15,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.cpu import CpuDevice
 from fdcache.manager import CacheManager, OffloadManager, Request
 from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, SwapPurpose, TransferPlan, TransferReport
-from fdcache.settings.cache import CacheSettings, EvictionPolicy, TransferSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, CopySettings, EvictionPolicy, WritePolicy
 from tests.seeds import budget
 from tests.swaps import PATIENCE, uniform_layout
 
@@ -41,7 +41,7 @@ class Side:
             clean_reserve=8,
         )
         self.manager = self.make_manager()
-        transfer = TransferSettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
+        transfer = CopySettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
         self.worker = CacheController(transfer, LAYOUT, rank=0, device=CpuDevice())
         self.worker.initialize_kv_cache(device)
         self.worker.initialize_host_cache(self.manager.host_cache)
