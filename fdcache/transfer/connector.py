@@ -305,11 +305,6 @@ class Sharing:
         """How the planes of each source meet the own ones."""
         return dict(self.sources)
 
-    @property
-    def is_equal(self) -> bool:
-        """True if peers have the same tensor parallelism."""
-        return all(joint is None for _, joint in self.sources)
-
 
 def share(layout: KVLayout, rank: int, peer_ranks: int | None) -> Sharing:
     """Return what a rank shares with instances of ``peer_ranks`` ranks, None for as many as its own has.
