@@ -15,7 +15,7 @@ from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 
 BUFFER_BYTES = 128 << 20
 SWAP_BYTES = 256 << 20
@@ -94,7 +94,7 @@ def swap_rates(plane_bytes: int, threads: int) -> Row:
     }
     rates = {}
     submit: list[float] = []
-    with CacheController(TransferSettings(copy_threads=threads), layout) as controller:
+    with CacheController(CopySettings(copy_threads=threads), layout) as controller:
         controller.initialize_kv_cache(blocks)
         controller.initialize_host_cache(blocks)
         for direction, plan in plans.items():

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         TransferReport,
         TransferResult,
     )
-    from fdcache.settings.cache import CacheSettings, EvictionPolicy, TransferSettings, WritePolicy
+    from fdcache.settings.cache import CacheSettings, CopySettings, EvictionPolicy, WritePolicy
     from fdcache.tasks import AsyncTaskHandler
     from fdcache.tiers.pool import BlockPool
 
@@ -76,7 +76,7 @@ _HOMES = {
         "TransferReport",
         "TransferResult",
     ),
-    "fdcache.settings.cache": ("CacheSettings", "EvictionPolicy", "TransferSettings", "WritePolicy"),
+    "fdcache.settings.cache": ("CacheSettings", "EvictionPolicy", "CopySettings", "WritePolicy"),
     "fdcache.tasks": ("AsyncTaskHandler",),
     "fdcache.tiers.pool": ("BlockPool",),
 }
@@ -93,6 +93,7 @@ __all__ = [
     "CacheSettings",
     "CacheStatus",
     "CacheSwapMetadata",
+    "CopySettings",
     "EvictionPolicy",
     "FdcacheError",
     "Hint",
@@ -116,7 +117,6 @@ __all__ = [
     "TransferPlan",
     "TransferReport",
     "TransferResult",
-    "TransferSettings",
     "WritePolicy",
     "__version__",
 ]

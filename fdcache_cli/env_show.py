@@ -11,7 +11,7 @@ import typer
 
 from fdcache.settings import VARIABLES, Settings, Source, Variable, read_settings
 from fdcache.settings.checks import suggest
-from fdcache.settings.effective import EffectiveValue, Origin, effective_values
+from fdcache.settings.effective import EffectiveValue, GivenValue, effective_values
 from fdcache.settings.tree import GROUPS
 from fdcache_cli import errors, output
 from fdcache_cli.running_service import RunningService, ask_service, find_service
@@ -236,7 +236,7 @@ def given_by(variable: Variable, state: EffectiveValue) -> str:
     return winner.source.value if winner.name == variable.name else f"{winner.source.value} ({winner.name})"
 
 
-def _described(origin: Origin) -> str:
+def _described(origin: GivenValue) -> str:
     if origin.source is Source.ARGUMENT:
         return f"{origin.text} by {origin.place}"
     if origin.source is Source.DERIVED:

@@ -20,7 +20,7 @@ from fdcache.errors import DeviceError, HostMemoryError
 from fdcache.layout import KVLayout
 from fdcache.machine.calibration import KIB, MIB, Calibration, Measurement, Thresholds
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose
-from fdcache.settings.cache import SwapMethod, TransferSettings
+from fdcache.settings.cache import CopySettings, SwapMethod
 
 POOL_BYTES = 256 * MIB
 _BATCH_BYTES = 128 * MIB
@@ -89,7 +89,7 @@ class LinkProbe:
         )
 
     def _device(self, method: SwapMethod, ctas: int = 1) -> CudaDevice:
-        settings = TransferSettings(swap_method=method, swap_sm_budget=1024)
+        settings = CopySettings(swap_method=method, swap_sm_budget=1024)
         plain = Calibration(to_device=Thresholds(0, 0), to_host=Thresholds(0, 0), kernel_ctas=ctas)
         return CudaDevice(self._gpu.uuid, settings=settings, calibration=plain)
 

@@ -26,7 +26,7 @@ from fdcache.replay.config import (
     LayoutName,
     ReplayConfig,
     Shape,
-    Verify,
+    VerifyBytes,
     layout_of,
     load_settings,
 )
@@ -164,7 +164,7 @@ def replay(
         ),
     ] = None,
     verify: Annotated[
-        Verify | None,
+        VerifyBytes | None,
         typer.Option(help="Reused blocks to compare byte by byte. Default: all; off in a --sweep."),
     ] = None,
     device: Annotated[
@@ -294,7 +294,7 @@ def replay(
             concurrency=concurrency,
             chunk_tokens=chunk_tokens if sweep is None else max(chunk_tokens, concurrency),
             speed=speed,
-            verify=verify or (Verify.ALL if sweep is None else Verify.OFF),
+            verify=verify or (VerifyBytes.ALL if sweep is None else VerifyBytes.OFF),
             seed=seed,
             load_failures=load_failures,
             device=device,

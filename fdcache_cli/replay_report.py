@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fdcache.replay.report import MANAGER_CALLS, Report
-from fdcache.replay.statistics import Tally, Traffic
+from fdcache.replay.statistics import CopyTraffic, Tally
 from fdcache.settings.kinds import readable_size
 
 _REFRESH_SECONDS = 0.1
@@ -102,7 +102,7 @@ def _colored(count: int) -> str:
     return f"[green]{count}[/]" if count == 0 else f"[red]{count:,}[/]"
 
 
-def _traffic(traffic: Traffic) -> str:
+def _traffic(traffic: CopyTraffic) -> str:
     speed = f" ({traffic.bytes / traffic.seconds / 1e9:.1f} GB/s while copying)" if traffic.seconds else ""
     return readable_size(traffic.bytes) + speed
 

@@ -13,7 +13,7 @@ import typer
 
 from fdcache.errors import TraceError
 from fdcache.replay.capacities import Axis
-from fdcache.replay.parallel import Failure
+from fdcache.replay.parallel import PointFailure
 from fdcache.replay.points import PointResult
 from fdcache.replay.sweep import Sweep, SweepConfig, SweepPoint, run_sweep
 from fdcache.replay.sweep_plot import write_sweep_plot
@@ -119,7 +119,7 @@ def print_sweep(sweep: Sweep) -> None:
 def _row(point: SweepPoint, policies: Sequence[str], compared: Sequence[str], optimum: bool) -> list[str]:
     row = [readable_size(point.memory), f"{point.blocks:,}"]
     row += [
-        "failed" if isinstance(point.policies.get(name), Failure) else _percent(point.hit_rate(name))
+        "failed" if isinstance(point.policies.get(name), PointFailure) else _percent(point.hit_rate(name))
         for name in policies
     ]
     if optimum:

@@ -13,11 +13,11 @@ import numpy as np
 from fdcache import _core
 from fdcache.errors import DeviceError, StreamError
 from fdcache.metadata import TransferPlan, TransferReport, TransferResult, decode_report, encode
-from fdcache.replay.config import ReplayConfig, Verify
+from fdcache.replay.config import ReplayConfig, VerifyBytes
 from fdcache.replay.devices import DeviceName
 from fdcache.replay.engine import replay
 from fdcache.replay.workloads import WorkloadName, generate
-from fdcache.settings.cache import CacheSettings, TransferSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, CopySettings, WritePolicy
 from fdcache.tasks import TransferStatus
 from tests.cuda_stand_in import LOST, REFUSED, Driver
 from tests.gpu.workers import GpuWorker
@@ -288,8 +288,8 @@ def serve_requests(policy: str, call: str) -> None:
             write_policy=WritePolicy(policy),
             clean_reserve=16,
         ),
-        transfer=TransferSettings(),
-        verify=Verify.ALL,
+        transfer=CopySettings(),
+        verify=VerifyBytes.ALL,
         device=DeviceName.CUDA,
     )
     failed_loads = 0

@@ -418,7 +418,7 @@ def observe_replay(read: Read) -> object:
 
     found: list[object] = []
 
-    class ObservedRun(replaying.Run):
+    class ObservedRun(replaying.ReplayRun):
         def work(self, *_: object) -> bool:
             # Several ranks run in processes of their own, and their controllers cannot be reached.
             worker = self.ranks.worker if isinstance(self.ranks, LocalRank) else None

@@ -11,10 +11,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from fdcache.devices.base import (
-    BlockCopy,
+    ArenaRecords,
     DevicePlanes,
     Event,
-    HostArena,
+    PlannedCopy,
     Stream,
     enqueue_each,
 )
@@ -33,7 +33,7 @@ class FailingLoadsDevice(CpuDevice):
         self._choose = choose
         self._plane = plane
 
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         sound = super().copy_blocks(planes, arena, swap)
         chosen = list(self._choose(swap)) if not swap.to_host else []
         if not chosen:
@@ -47,7 +47,7 @@ class FailingLoadsDevice(CpuDevice):
 class _FailsFrom:
     """Groups before ``plane`` go to one copy, the others to another, which fails."""
 
-    def __init__(self, plane: int, sound: BlockCopy, failing: BlockCopy, num_planes: int) -> None:
+    def __init__(self, plane: int, sound: PlannedCopy, failing: PlannedCopy, num_planes: int) -> None:
         self._plane = plane
         self._sound = sound
         self._failing = failing
@@ -88,13 +88,13 @@ class PausingDevice(CpuDevice):
         self.pause_at = pause_at
         self._purposes = purposes
 
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         pause_at = self.pause_at if swap.purpose in self._purposes else -1
         return _Paused(super().copy_blocks(planes, arena, swap), self, pause_at)
 
 
 class _Paused:
-    def __init__(self, copy: BlockCopy, device: PausingDevice, pause_at: int) -> None:
+    def __init__(self, copy: PlannedCopy, device: PausingDevice, pause_at: int) -> None:
         self._copy = copy
         self._device = device
         self._pause_at = pause_at

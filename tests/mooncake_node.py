@@ -13,7 +13,7 @@ from fdcache.integrations.mooncake.store import MooncakeConnector
 from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.settings.cache import StorageTierSettings
 from fdcache.storage.connector import ConnectorContext
-from fdcache.testing.storage import HostRecords, conformance_layout, path_of
+from fdcache.testing.storage import KnownRecords, conformance_layout, path_of
 from tests.mooncake_master import stop
 
 
@@ -43,7 +43,7 @@ def main(master: str, name: str, blocks: int) -> None:
     settings = MooncakeSettings(master=master, protocol="tcp", global_segment_size=32 << 20)
     tier = StorageTierSettings(connector="mooncake")
     connector = MooncakeConnector(ConnectorContext(layout, 0, tier, settings))
-    records = HostRecords(layout, blocks)
+    records = KnownRecords(layout, blocks)
     connector.register(records.table)
     assert connector.put(records.fill(path_of(blocks, name)), 30).ok.all()
     print("stored", flush=True)  # noqa: T201

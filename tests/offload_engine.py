@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import BlockCopy, DevicePlanes, HostArena
+from fdcache.devices.base import ArenaRecords, DevicePlanes, PlannedCopy
 from fdcache.devices.cpu import CpuDevice
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
@@ -26,9 +26,9 @@ from fdcache.metadata import (
 )
 from fdcache.settings.cache import (
     CacheSettings,
+    CopySettings,
     PrefetchPolicy,
     StorageTierSettings,
-    TransferSettings,
     WritePolicy,
 )
 from fdcache.storage.slab import SlabStore
@@ -52,7 +52,7 @@ class GatedDevice(FailingLoadsDevice):
         self.gates: list[CpuEvent] = []
         self.resume = CpuEvent()
 
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         copy = super().copy_blocks(planes, arena, swap)
         if not self.is_gated or swap.purpose is not SwapPurpose.BACKUP:
             return copy
@@ -109,7 +109,7 @@ class OffloadEngine:
             cache, layout, storage=storage, clock=lambda: self.now, streams=streams
         )
         self.devices = [device() for _ in range(layout.tp_size)]
-        transfer = TransferSettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
+        transfer = CopySettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
         self.ranks = [
             CacheController(transfer, layout, rank=rank, device=self.devices[rank])
             for rank in range(layout.tp_size)

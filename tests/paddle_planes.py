@@ -17,7 +17,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import TensorError
 from fdcache.integrations.paddle import allocate_planes, current_device, current_stream
 from fdcache.layout import KVLayout
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from tests.swaps import PATIENCE, plan, uniform_layout
 
 BLOCKS = 32
@@ -60,7 +60,7 @@ def content(tensors: Sequence[Any]) -> list[np.ndarray]:
 
 
 def new_controller(layout: KVLayout) -> CacheController:
-    settings = TransferSettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
+    settings = CopySettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
     return CacheController(settings, layout, device=current_device(settings))
 
 

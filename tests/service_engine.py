@@ -8,7 +8,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, Request
 from fdcache.metadata import TransferPlan
-from fdcache.settings.cache import CacheSettings, StorageTierSettings, TransferSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, CopySettings, StorageTierSettings, WritePolicy
 from tests.service_help import TIMEOUT, LocalService, ServiceProcess, until
 
 BLOCK = 4
@@ -61,7 +61,7 @@ class Engine:
             self.await_stock()
 
     def _worker(self, rank: int) -> tuple[CacheController, list[Any]]:
-        controller = CacheController(TransferSettings(), self.layout, rank=rank)
+        controller = CacheController(CopySettings(), self.layout, rank=rank)
         tensors = list(controller.initialize_kv_cache(self._device_blocks))
         controller.initialize_host_cache(self.manager.host_cache)
         return controller, tensors

@@ -13,9 +13,9 @@ from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.metadata import TransferPlan
 from fdcache.settings.cache import (
     CacheSettings,
+    CopySettings,
     PrefetchPolicy,
     StorageTierSettings,
-    TransferSettings,
     Verify,
     WritePolicy,
 )
@@ -78,7 +78,7 @@ class Engine:
         options = {"device_blocks": 30, "write_policy": WritePolicy.WRITE_THROUGH} | changes
         cache = CacheSettings(host_memory=HOST_BLOCKS * (LAYOUT.record_bytes + 128), **options)
         self.manager = CacheManager(cache, LAYOUT, storage=storage, clock=lambda: self.now, priors=priors)
-        self.controller = CacheController(TransferSettings(verify=verify), LAYOUT)
+        self.controller = CacheController(CopySettings(verify=verify), LAYOUT)
         self.tensors = self.controller.initialize_kv_cache(30)
         self.controller.initialize_host_cache(self.manager.num_host_blocks)
         self.store = SlowStore(folder, LAYOUT, rank=0, size=4 * MIB, threads=2, retry_after=0.0)

@@ -15,7 +15,7 @@ from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from fdcache.tasks import CpuEvent
 
 Pairs = Sequence[tuple[int, int]]
@@ -112,7 +112,7 @@ class Worker:
     ) -> None:
         self.layout = layout or uniform_layout()
         options = {"drain_timeout": PATIENCE, "layer_timeout": PATIENCE} | settings
-        self.controller = CacheController(TransferSettings(**options), self.layout, rank=rank, device=device)
+        self.controller = CacheController(CopySettings(**options), self.layout, rank=rank, device=device)
         self.tensors = self.controller.initialize_kv_cache(device_blocks)
         self.controller.initialize_host_cache(host_blocks)
         self.rng = np.random.default_rng(seed)

@@ -17,7 +17,7 @@ from fdcache.errors import TransferNotFoundError
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadOutcome
-from fdcache.settings.cache import CacheSettings, TransferSettings
+from fdcache.settings.cache import CacheSettings, CopySettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.testing.transfer import transfer_layout
 from fdcache.transfer.connector import TransferStats
@@ -57,7 +57,7 @@ class Instance:
         keeps_asking: bool = True,
         server: str | None = None,
         clock: Callable[[], float] = time.monotonic,
-        rank_settings: TransferSettings | None = None,
+        rank_settings: CopySettings | None = None,
         device: Device | None = None,
         stream: Any = None,
         **peers: Any,
@@ -83,7 +83,7 @@ class Instance:
         self.addresses: list[str] = []
         for rank in range(ranks):
             controller = CacheController(
-                rank_settings or TransferSettings(group_layers=1), layout, rank=rank, device=device
+                rank_settings or CopySettings(group_layers=1), layout, rank=rank, device=device
             )
             tensors = controller.initialize_kv_cache(blocks, shared=directory)
             self.rank_planes.append([each.reshape(blocks, -1).view(np.uint8) for each in tensors])

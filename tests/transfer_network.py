@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 
 from fdcache.transfer import decode, prefill
-from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fetch, FetchEnd, FetchEnded
-from fdcache.transfer.messages import Ask, End, Renew
+from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded, PeerFetch
+from fdcache.transfer.messages import AskForBlocks, End, Renew
 from fdcache.transfer.prefill import (
     ComputeSums,
     Offer,
@@ -18,7 +18,7 @@ from fdcache.transfer.prefill import (
     Part,
     PlacesRead,
     PrefillSide,
-    Publish,
+    PublishPart,
     SendEnd,
     SendMessage,
 )
@@ -60,7 +60,7 @@ class Network:
         self.to_decode: list[object] = []
         self.reads: list[BeginRead] = []
         self.sums: list[ComputeTargetSums] = []
-        self.publishing: list[Publish] = []
+        self.publishing: list[PublishPart] = []
         self.source: dict[int, list[int]] = {}
         self.target: dict[int, list[int]] = {}
         self.target_of: dict[int, int | str] = {}  # slot to plan
@@ -90,7 +90,7 @@ class Network:
         hashes = hashes_of(transfer)[first:last]
         array = np.array(slots, np.int32)
         self.decode.fetch(
-            Fetch(plan, PREFILL, str(transfer), attempt, first, hashes, array, TIMEOUT), self.now
+            PeerFetch(plan, PREFILL, str(transfer), attempt, first, hashes, array, TIMEOUT), self.now
         )
         self.settle()
 
@@ -222,7 +222,7 @@ class Network:
                     self.source[slot] = [self.random.randrange(10**6) for _ in range(PLANES)]
             case PlacesRead():
                 pass
-            case Publish():
+            case PublishPart():
                 self.publishing.append(effect)
                 if self.random.random() < 0.8:
                     self.publish()
@@ -233,7 +233,7 @@ class Network:
             case FetchEnded():
                 self._end_fetch(effect)
             case _:
-                assert isinstance(effect.message, Ask | Renew | End)
+                assert isinstance(effect.message, AskForBlocks | Renew | End)
                 self.to_prefill.append(effect.message)
 
     def _end_fetch(self, effect: FetchEnded) -> None:

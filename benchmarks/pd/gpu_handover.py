@@ -21,7 +21,7 @@ from fdcache.devices.cuda import CudaDevice
 from fdcache.machine.calibration import Calibration
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.requests import PeerSource
-from fdcache.settings.cache import CacheSettings, TransferSettings
+from fdcache.settings.cache import CacheSettings, CopySettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.handovers import Handovers, PeerTerms
 
@@ -55,7 +55,7 @@ class Instance:
         self.handovers = Handovers(self.manager, PeerTerms(settings, _PATIENCE))
         device = CudaDevice(gpu, calibration=Calibration())
         self.controller = CacheController(
-            TransferSettings(first_group_layers=GROUP_LAYERS, group_layers=GROUP_LAYERS),
+            CopySettings(first_group_layers=GROUP_LAYERS, group_layers=GROUP_LAYERS),
             self.layout,
             device=device,
         )

@@ -29,7 +29,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.requests import PeerSource
-from fdcache.settings.cache import CacheSettings, TransferSettings
+from fdcache.settings.cache import CacheSettings, CopySettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import ReadEnd, ReadOrder
 from fdcache.transfer.handovers import Handovers, PeerTerms
@@ -74,7 +74,7 @@ class Instance:
         cache = CacheSettings(device_blocks=2 * case.blocks + 16)
         self.manager = CacheManager(cache, layout)
         self.handovers = Handovers(self.manager, PeerTerms(peers))
-        self.controller = CacheController(TransferSettings(first_group_layers=1, group_layers=4), layout)
+        self.controller = CacheController(CopySettings(first_group_layers=1, group_layers=4), layout)
         shared = peers.directory if connector == "ipc" else None
         for plane in self.controller.initialize_kv_cache(cache.device_blocks, shared=shared):
             plane.reshape(-1).view(np.uint8)[:] = 7

@@ -27,7 +27,7 @@ from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.manager import CacheManager, MatchResult, Request
 from fdcache.service.client.connection import Client
 from fdcache.service.wire.protocol import Match, Matched
-from fdcache.settings.cache import CacheSettings, TransferSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, CopySettings, WritePolicy
 
 BLOCKS = 8
 LEAST_P = 0.001
@@ -49,7 +49,7 @@ def store_all(address: str, prompts: int) -> None:
     tokens = BLOCKS * BLOCK + 1
     with (
         CacheManager(settings, layout()) as manager,
-        CacheController(TransferSettings(), layout()) as worker,
+        CacheController(CopySettings(), layout()) as worker,
         Client(address, timeout=60) as client,
     ):
         worker.initialize_kv_cache(manager.num_device_blocks)

@@ -27,7 +27,7 @@ from benchmarks.harness import Report, Row
 from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, encode
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 
 SIZES = (1, 32, 128, 1000, 4096)
 PHASES = ("submit", "layers", "waiting", "report", "encode")
@@ -48,7 +48,7 @@ class Rank:
             head_dim=32,
         )
         self.most = most
-        settings = TransferSettings(drain_timeout=60.0, layer_timeout=60.0)
+        settings = CopySettings(drain_timeout=60.0, layer_timeout=60.0)
         self.stream: Any = None
         made = None
         if device == "cuda":

@@ -28,7 +28,7 @@ from fdcache.layout import KVLayout
 from fdcache.settings.cache import FsyncPolicy
 from fdcache.storage.connector import RecordBatch
 from fdcache.storage.slab import SlabStore
-from fdcache.testing.storage import HostRecords, path_of
+from fdcache.testing.storage import KnownRecords, path_of
 
 _BATCH = 256
 _SECTOR = 4096
@@ -59,7 +59,7 @@ class Slab:
     name = "fdcache"
 
     def __init__(self, folder: Path, layout: KVLayout, blocks: int, depth: int) -> None:
-        self._records = HostRecords(layout, _BATCH)
+        self._records = KnownRecords(layout, _BATCH)
         self._hashes = path_of(_BATCH, "bench")
         self._batch = self._records.fill(self._hashes)
         self._blocks = blocks
@@ -99,7 +99,7 @@ class FilePerBlock:
     def __init__(self, folder: Path, layout: KVLayout, blocks: int, depth: int) -> None:
         self._folder = folder / "files"
         self._folder.mkdir()
-        self._records = HostRecords(layout, _BATCH)
+        self._records = KnownRecords(layout, _BATCH)
         self._records.fill(path_of(_BATCH, "bench"))
         self._views = [self._records.table.record(slot) for slot in range(_BATCH)]
         self._blocks = blocks

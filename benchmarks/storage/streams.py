@@ -38,9 +38,9 @@ from fdcache.service.server.lifecycle import Server
 from fdcache.settings import Settings
 from fdcache.settings.cache import (
     CacheSettings,
+    CopySettings,
     PrefetchPolicy,
     StorageTierSettings,
-    TransferSettings,
     WritePolicy,
 )
 from fdcache.storage.connector import BatchResult, ConnectorContext, PlacedStorage, RecordBatch
@@ -61,7 +61,7 @@ class Rank:
         self, manager: CacheManager | OffloadManager, blocks: int, storage: StorageTierSettings, step: float
     ) -> None:
         self.manager = manager
-        self.controller = CacheController(TransferSettings(), LAYOUT)
+        self.controller = CacheController(CopySettings(), LAYOUT)
         self.planes = self.controller.initialize_kv_cache(blocks)
         self.controller.initialize_host_cache(manager.host_cache)
         self.storage: ThrottledStorage | None = None

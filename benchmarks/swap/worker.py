@@ -15,7 +15,7 @@ from fdcache.devices.cuda import CudaDevice
 from fdcache.layout import KVLayout
 from fdcache.machine.calibration import Calibration
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 RUN_BYTES = 16 * MIB
@@ -58,7 +58,7 @@ class SwapWorker:
         calibration: Calibration | None = None,
         **options: Any,
     ) -> None:
-        settings = TransferSettings(drain_timeout=60.0, layer_timeout=60.0, **options)
+        settings = CopySettings(drain_timeout=60.0, layer_timeout=60.0, **options)
         self.layout = layout
         self.blocks = pool_bytes // layout.record_bytes
         self.device = CudaDevice(settings=settings, calibration=calibration)

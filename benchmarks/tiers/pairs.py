@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness import Report, Row
-from fdcache.replay.config import ReplayConfig, Shape, Verify
+from fdcache.replay.config import ReplayConfig, Shape, VerifyBytes
 from fdcache.replay.points import run_point
 from fdcache.replay.trace import read_trace
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
@@ -54,7 +54,7 @@ def found(items: Sequence[WorkItem], place: Place, eviction: EvictionPolicy) -> 
         eviction=eviction,
         write_policy=place.policy,
     )
-    config = ReplayConfig(layout, cache, verify=Verify.OFF, concurrency=place.in_flight)
+    config = ReplayConfig(layout, cache, verify=VerifyBytes.OFF, concurrency=place.in_flight)
     result = run_point(items, config)
     device, host = (result.hit_tokens[tier] / result.prompt_tokens for tier in ("device", "host"))
     return device, host

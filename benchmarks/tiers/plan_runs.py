@@ -16,7 +16,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager.cache_manager import CacheManager
 from fdcache.metadata import EXTENT_BYTES, TransferPlan
 from fdcache.replay import engine
-from fdcache.replay.config import ReplayConfig, Verify
+from fdcache.replay.config import ReplayConfig, VerifyBytes
 from fdcache.replay.trace import read_trace
 from fdcache.settings.cache import CacheSettings, WritePolicy
 
@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     )
     found: Runs = {"load": Counter(), "to host": Counter()}
     with patch.object(engine, "CacheManager", recording(found)):
-        config = ReplayConfig(layout=layout, cache=cache, verify=Verify.OFF)
+        config = ReplayConfig(layout=layout, cache=cache, verify=VerifyBytes.OFF)
         engine.replay(read_trace(options.trace, options.requests), config)
     report.table("Share of blocks by the length of their run", shares(found))
     report.note("blocks: " + ", ".join(f"{name} {each.total()}" for name, each in found.items()))

@@ -20,11 +20,11 @@ from fdcache import (
     CacheController,
     CacheManager,
     CacheSettings,
+    CopySettings,
     LayerDoneCounter,
     LoadStatus,
     MatchStatus,
     Request,
-    TransferSettings,
 )
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.metadata import SLOT_HEADER_BYTES
@@ -110,7 +110,7 @@ class Server:
                 timeout=300.0,
             )
         self.manager = self._make_manager()
-        self.controller = CacheController(TransferSettings(), self.layout, device=_fdcache_device(device))
+        self.controller = CacheController(CopySettings(), self.layout, device=_fdcache_device(device))
         planes = [
             torch.zeros((device_blocks, *plane.shape), dtype=torch.bfloat16, device=device)
             for plane in self.layout.planes

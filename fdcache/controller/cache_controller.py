@@ -25,7 +25,7 @@ from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.settings import Settings, logs
-from fdcache.settings.cache import TransferSettings, Verify
+from fdcache.settings.cache import CopySettings, Verify
 from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import BlockStorage, ConnectorContext, PlacedStorage, StorageStats
 from fdcache.storage.factory import open_storage
@@ -60,7 +60,7 @@ class CacheController:
     """
 
     def __init__(
-        self, settings: TransferSettings, layout: KVLayout, *, rank: int = 0, device: Device | None = None
+        self, settings: CopySettings, layout: KVLayout, *, rank: int = 0, device: Device | None = None
     ) -> None:
         self.settings = settings
         self.layout = layout
@@ -81,7 +81,7 @@ class CacheController:
         settings: Settings | None = None,
         *,
         rank: int = 0,
-        device: Device | Callable[[TransferSettings], Device] | None = None,
+        device: Device | Callable[[CopySettings], Device] | None = None,
     ) -> CacheController:
         """Make a controller from settings, by default those of the environment.
 
@@ -301,7 +301,7 @@ class CacheController:
         """Enqueue the copies of a plan and return at once.
 
         Copies wait for the work that ``compute_stream`` has now; its later work waits for the plan's evictions. Loads
-        beyond ``TransferSettings.queued_bytes`` start later, at the latest when one of their layers is waited for.
+        beyond ``CopySettings.queued_bytes`` start later, at the latest when one of their layers is waited for.
         ``compute_stream``: anything that the device's ``as_stream`` takes; required on a GPU for a plan with copies.
 
         ``poll`` reports every submitted plan once. Failures of device, memory, service or storage are in the report,

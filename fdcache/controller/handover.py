@@ -12,7 +12,7 @@ from fdcache.devices.cuda import CudaDevice
 from fdcache.errors import DeviceError, PlanError, StreamError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, TransferPlan
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import LocalPlanes
 from fdcache.transfer.endpoint import EndpointOptions, TransferEndpoint
@@ -26,7 +26,7 @@ def open_endpoint(
     planes: DevicePlanes,
     *,
     peers: PeerSettings,
-    transfer: TransferSettings,
+    transfer: CopySettings,
     rank: int,
     lookahead_tokens: int,
     verifies: bool,

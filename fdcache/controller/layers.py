@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
-from fdcache.devices.base import BlockCopy, Device, Event, LayerRanges, Stream
+from fdcache.devices.base import Device, Event, LayerRanges, PlannedCopy, Stream
 from fdcache.errors import LayerSwapTimeoutError, PlanError
 from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard
@@ -31,11 +31,11 @@ class LayerGroups:
         """Number of main and draft layers."""
         return len(self._first_plane) - 1
 
-    def enqueue_whole(self, copy: BlockCopy, stream: Stream) -> None:
+    def enqueue_whole(self, copy: PlannedCopy, stream: Stream) -> None:
         """Enqueue all planes of a batch at once."""
         copy.enqueue(stream, 0, self._first_plane[-1])
 
-    def enqueue(self, copy: BlockCopy, stream: Stream, num_blocks: int) -> list[Event | None]:
+    def enqueue(self, copy: PlannedCopy, stream: Stream, num_blocks: int) -> list[Event | None]:
         """Enqueue a batch group by group; return the event of each layer."""
         ranges = self.ranges_of(num_blocks)
         ends = copy.enqueue_groups(stream, ranges.planes)
@@ -167,7 +167,7 @@ class LayerDoneCounter:
 
         ``stream``: anything that the device's ``as_stream`` takes. The call itself then returns once the layer's
         copies, and those before them, are enqueued. ``timeout``: seconds that the thread waits at most, by default
-        ``TransferSettings.layer_timeout``.
+        ``CopySettings.layer_timeout``.
 
         Raises ``LayerSwapTimeoutError`` after the timeout, ``PlanError`` for a layer that does not exist,
         ``StreamError`` for a stream that is being captured into a CUDA graph.

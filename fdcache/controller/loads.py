@@ -16,11 +16,11 @@ from fdcache import _core
 from fdcache.controller.execution import Fence, reason_of
 from fdcache.controller.layers import LayerGroups
 from fdcache.devices.base import (
-    BlockCopy,
+    ArenaRecords,
     Device,
     DevicePlanes,
     Event,
-    HostArena,
+    PlannedCopy,
     Stream,
 )
 from fdcache.devices.copies import Fault, check_swap, make_result
@@ -32,7 +32,7 @@ from fdcache.metadata import CacheSwapMetadata, TransferResult
 class _Batch:
     """One or more loads that are copied together."""
 
-    def __init__(self, copy: BlockCopy, sizes: Sequence[int], block_bytes: int) -> None:
+    def __init__(self, copy: PlannedCopy, sizes: Sequence[int], block_bytes: int) -> None:
         self.copy = copy
         self.sizes = tuple(sizes)
         self.nbytes = sum(sizes) * block_bytes
@@ -52,14 +52,14 @@ class QueuedLoad:
     """
 
     def __init__(
-        self, queue: LoadQueue, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena
+        self, queue: LoadQueue, swap: CacheSwapMetadata, planes: DevicePlanes, arena: ArenaRecords
     ) -> None:
         self._queue = queue
         self.swap = swap
-        self.memory: tuple[DevicePlanes, HostArena] | None = (planes, arena)
+        self.memory: tuple[DevicePlanes, ArenaRecords] | None = (planes, arena)
         self.after: list[Event] = []
         self.emptied: Sequence[Event | None] = ()
-        self.copy: BlockCopy | None = None
+        self.copy: PlannedCopy | None = None
         self._batch: tuple[_Batch, int] | None = None
         self._layer_events: Sequence[Event | None] | None = None
         self._refusal: tuple[Fault, str] | None = None
@@ -162,7 +162,7 @@ class LoadQueue:
         self._fence = Fence(device)
         self._waiting: list[QueuedLoad] = []
 
-    def prepare(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena) -> QueuedLoad:
+    def prepare(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: ArenaRecords) -> QueuedLoad:
         """Check a load. Raises ``PlanError`` naming the pair that is wrong, ``DeviceLostError``."""
         self.advance()
         load = QueuedLoad(self, swap, planes, arena)

@@ -20,7 +20,7 @@ from fdcache.devices.base import Device, Stream
 from fdcache.errors import CacheNotReadyError, DeviceError, PlanError, StreamError, TransferTimeoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import TransferPlan, TransferReport
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from fdcache.storage.queue import StorageQueue, StorageTransfer
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class PlanSubmission:
         self,
         device: Device,
         layout: KVLayout,
-        settings: TransferSettings,
+        settings: CopySettings,
         rank: int,
         parts: RankParts,
         lock: threading.RLock,

@@ -13,12 +13,12 @@ from fdcache.controller.execution import Fence, LaunchedCopy, PlanExecution, Ref
 from fdcache.controller.layers import LaunchedLayers, LayerEvents, LayerGroups
 from fdcache.controller.loads import LoadQueue, QueuedLoad
 from fdcache.devices.base import (
-    BlockCopy,
+    ArenaRecords,
     Device,
     DevicePlanes,
     Event,
-    HostArena,
     LaunchWays,
+    PlannedCopy,
     Stream,
 )
 from fdcache.devices.copies import check_arrays
@@ -31,7 +31,7 @@ from fdcache.metadata import (
     TransferPlan,
     TransferResult,
 )
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class TransferQueue:
         self,
         device: Device,
         layout: KVLayout,
-        settings: TransferSettings,
+        settings: CopySettings,
         lock: threading.RLock,
         executions: Mapping[int, object],
     ) -> None:
@@ -158,7 +158,7 @@ class TransferQueue:
         plan: TransferPlan,
         rank: int,
         planes: DevicePlanes | None,
-        arena: HostArena | None,
+        arena: ArenaRecords | None,
         compute_stream: Stream | None,
         refusal: str | None = None,
     ) -> tuple[PlanExecution, LayerEvents]:
@@ -170,7 +170,7 @@ class TransferQueue:
         """
         check_plan(plan)
         swaps = plan.swaps()
-        copies: dict[SwapPurpose, BlockCopy] = {}
+        copies: dict[SwapPurpose, PlannedCopy] = {}
         load: QueuedLoad | None = None
         computed: Event | None = None
         if refusal is None:
@@ -196,7 +196,7 @@ class TransferQueue:
             return PlanExecution(plan.plan_id, rank, refused), layers
         return self._enqueue(plan, rank, copies, load, compute_stream, computed)
 
-    def launcher(self, planes: DevicePlanes, arena: HostArena, rank: int) -> _core.PlanLauncher | None:
+    def launcher(self, planes: DevicePlanes, arena: ArenaRecords, rank: int) -> _core.PlanLauncher | None:
         """Return the device's native submission of plans; use it unless ``has_waiting_loads``."""
         ways = LaunchWays(
             rank=rank,
@@ -233,7 +233,7 @@ class TransferQueue:
         self,
         plan: TransferPlan,
         rank: int,
-        copies: dict[SwapPurpose, BlockCopy],
+        copies: dict[SwapPurpose, PlannedCopy],
         load: QueuedLoad | None,
         compute_stream: Stream | None,
         computed: Event | None,
@@ -265,7 +265,7 @@ class TransferQueue:
         self,
         plan: TransferPlan,
         swap: CacheSwapMetadata,
-        copies: dict[SwapPurpose, BlockCopy],
+        copies: dict[SwapPurpose, PlannedCopy],
         stream: Stream,
         after: Sequence[Event],
     ) -> LaunchedCopy | RefusedCopy:
@@ -305,7 +305,7 @@ class TransferQueue:
         return last
 
     def _start(
-        self, swap: CacheSwapMetadata, copy: BlockCopy, stream: Stream, after: Sequence[Event]
+        self, swap: CacheSwapMetadata, copy: PlannedCopy, stream: Stream, after: Sequence[Event]
     ) -> LaunchedCopy | RefusedCopy:
         """Enqueue a copy. An exception fails it."""
         behind: Event | None = None

@@ -50,7 +50,7 @@ class PinnedMemory(Protocol):
         """Address of the memory on the device."""
 
 
-class HostArena(Protocol):
+class ArenaRecords(Protocol):
     """Host records with their slot headers."""
 
     @property
@@ -137,7 +137,7 @@ class PendingCopy(Protocol):
         """
 
 
-class BlockCopy(PendingCopy, Protocol):
+class PlannedCopy(PendingCopy, Protocol):
     """Validated batch of block copies that can be enqueued."""
 
     def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
@@ -151,7 +151,7 @@ class BlockCopy(PendingCopy, Protocol):
 
 
 def enqueue_each(
-    copy: BlockCopy, stream: Stream, ranges: Sequence[tuple[int, int]], create_event: Callable[[], Event]
+    copy: PlannedCopy, stream: Stream, ranges: Sequence[tuple[int, int]], create_event: Callable[[], Event]
 ) -> list[Event]:
     """Implement ``BlockCopy.enqueue_groups`` with its ``enqueue``."""
     events = []
@@ -246,10 +246,12 @@ class Device(Protocol):
     def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> DevicePlanes:
         """Bind the planes of a layout, in its order, for ``copy_blocks`` with records of ``record_bytes``."""
 
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         """Prepare a batch of copies. Raises ``PlanError`` naming the pair that cannot be copied."""
 
-    def plan_launcher(self, planes: DevicePlanes, arena: HostArena, ways: LaunchWays) -> PlanLauncher | None:
+    def plan_launcher(
+        self, planes: DevicePlanes, arena: ArenaRecords, ways: LaunchWays
+    ) -> PlanLauncher | None:
         """Return the native submission of whole plans, None if every plan takes ``copy_blocks``.
 
         The extents of ``arena`` must not change while it is used.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fdcache import _core
 from fdcache.devices.topology import Gpu
 from fdcache.machine.calibration import KIB, MIB, NEVER, Calibration, Measurement, Thresholds
-from fdcache.settings.cache import SwapMethod, TransferSettings
+from fdcache.settings.cache import CopySettings, SwapMethod
 
 STAGING_SLOT_BYTES = 16 * MIB
 STAGING_SLOTS = 3
@@ -83,7 +83,7 @@ def _fewest_ctas(kernel: Sequence[Measurement], direction: str) -> int:
 # --- from a calibration to a policy -------------------------------------------------------------------------
 
 
-def make_policy(settings: TransferSettings, calibration: Calibration, *, batched: bool) -> _core.SwapPolicy:
+def make_policy(settings: CopySettings, calibration: Calibration, *, batched: bool) -> _core.SwapPolicy:
     """Return the policy by which batches are copied; a budget of no multiprocessors leaves only the copy engines.
 
     ``batched``: the driver takes many copies in one call.
@@ -107,7 +107,7 @@ def _limits(thresholds: Thresholds) -> list[int]:
 
 
 def min_group_bytes(
-    settings: TransferSettings, calibration: Calibration, num_blocks: int, record_bytes: int, *, batched: bool
+    settings: CopySettings, calibration: Calibration, num_blocks: int, record_bytes: int, *, batched: bool
 ) -> int:
     """Return the least bytes of a record that a group of layers should have in a load of ``num_blocks`` blocks.
 

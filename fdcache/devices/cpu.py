@@ -13,13 +13,13 @@ import numpy as np
 
 from fdcache import _core
 from fdcache.devices.base import (
-    BlockCopy,
+    ArenaRecords,
     DevicePlanes,
     Event,
-    HostArena,
     LaunchWays,
     PinnedMemory,
     PlaneBinding,
+    PlannedCopy,
     Stream,
     TensorView,
 )
@@ -29,7 +29,7 @@ from fdcache.errors import TensorError
 from fdcache.layout_planes import Plane
 from fdcache.machine.memory import memory_limits
 from fdcache.metadata import CacheSwapMetadata, TransferResult
-from fdcache.settings.cache import TransferSettings, Verify
+from fdcache.settings.cache import CopySettings, Verify
 from fdcache.tasks import CpuEvent
 
 _DLPACK_CPU = 1
@@ -131,7 +131,7 @@ class CpuDevice:
         self._verify = verify
 
     @staticmethod
-    def of(settings: TransferSettings) -> CpuDevice:
+    def of(settings: CopySettings) -> CpuDevice:
         """Return the device that these settings describe."""
         return CpuDevice(copy_threads=settings.copy_threads, verify=settings.verify is Verify.ALL)
 
@@ -185,7 +185,7 @@ class CpuDevice:
         """Bind the planes of a layout, in its order."""
         return CpuPlanes(bindings)
 
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         """Prepare a batch of copies. Raises ``PlanError`` naming the pair that cannot be copied."""
         if not isinstance(planes, CpuPlanes):
             raise TypeError(f"expected planes of the CPU device, got {type(planes).__name__}")
@@ -202,7 +202,7 @@ class CpuDevice:
             refuse_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
         return CpuBlockCopy(core, swap)
 
-    def plan_launcher(self, planes: DevicePlanes, arena: HostArena, ways: LaunchWays) -> None:
+    def plan_launcher(self, planes: DevicePlanes, arena: ArenaRecords, ways: LaunchWays) -> None:
         """Return None: every plan takes ``copy_blocks``."""
 
 

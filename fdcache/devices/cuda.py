@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 
 from fdcache import _core
 from fdcache.devices.base import (
-    BlockCopy,
+    ArenaRecords,
     DevicePlanes,
     Event,
-    HostArena,
     LaunchWays,
     PinnedMemory,
     PlaneBinding,
+    PlannedCopy,
     Stream,
     TensorView,
 )
@@ -36,7 +36,7 @@ from fdcache.errors import DeviceError, DeviceLostError, KernelError, StreamErro
 from fdcache.layout_planes import Plane
 from fdcache.machine.calibration import Calibration, load_calibration
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferReport, TransferResult
-from fdcache.settings.cache import TransferSettings, Verify
+from fdcache.settings.cache import CopySettings, Verify
 from fdcache.tasks import TransferStatus
 
 _KERNELS = ("fdcache_copy_in", "fdcache_copy_out", "fdcache_sum", "fdcache_copy_words", "fdcache_read_peer")
@@ -45,7 +45,7 @@ _KERNELS = ("fdcache_copy_in", "fdcache_copy_out", "fdcache_sum", "fdcache_copy_
 class CudaDevice:
     """One GPU, given by its UUID or by its ordinal among the GPUs visible to this process.
 
-        device = CudaDevice("GPU-1f2a", settings=TransferSettings())
+        device = CudaDevice("GPU-1f2a", settings=CopySettings())
 
     Every call uses this GPU, no matter which device is current; controllers of several threads may share it. Without
     a calibration of this GPU, driver and topology (``fdcache init``) copies use safe defaults. Raises ``DeviceError``
@@ -58,11 +58,11 @@ class CudaDevice:
         self,
         device: str | int | None = None,
         *,
-        settings: TransferSettings | None = None,
+        settings: CopySettings | None = None,
         calibration: Calibration | None = None,
     ) -> None:
         self.gpu = find_gpu(device)
-        self.settings = settings or TransferSettings()
+        self.settings = settings or CopySettings()
         self.calibration = calibration or load_calibration(self.gpu, self.settings.calibration_dir)
         chosen = self.calibration or Calibration()
         try:
@@ -79,7 +79,7 @@ class CudaDevice:
         self._verify = self.settings.verify is Verify.ALL
         self._memory = CudaMemory(self.gpu, self._context)
         self._last_stream: tuple[Any, ExternalStream] | None = None
-        self._extents: WeakKeyDictionary[HostArena, tuple[int, _core.CudaExtents]] = WeakKeyDictionary()
+        self._extents: WeakKeyDictionary[ArenaRecords, tuple[int, _core.CudaExtents]] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -158,7 +158,7 @@ class CudaDevice:
         budget = self.settings.swap_sm_budget
         return CudaPeerAccess(self.gpu, self._context, self._copier, self._memory, planes, budget=budget)
 
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         """Prepare a batch of copies.
 
         Raises ``PlanError`` naming the pair that cannot be copied, ``DeviceLostError`` when the GPU has failed, and
@@ -184,7 +184,9 @@ class CudaDevice:
             refuse_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
         return CudaBlockCopy(core, swap, self._memory)
 
-    def plan_launcher(self, planes: DevicePlanes, arena: HostArena, ways: LaunchWays) -> _core.PlanLauncher:
+    def plan_launcher(
+        self, planes: DevicePlanes, arena: ArenaRecords, ways: LaunchWays
+    ) -> _core.PlanLauncher:
         """Return the native submission of plans between these planes and this arena."""
         if not isinstance(planes, CudaPlanes):
             raise TypeError(f"expected planes of the CUDA device, got {type(planes).__name__}")
@@ -214,7 +216,7 @@ class CudaDevice:
             return DeviceLostError(f"{self.name} has failed ({reason}); restart this process")
         return DeviceError(f"{self.name}: {error}")
 
-    def _extents_of(self, arena: HostArena) -> _core.CudaExtents:
+    def _extents_of(self, arena: ArenaRecords) -> _core.CudaExtents:
         epoch, extents = self._extents.get(arena, (None, None))
         if extents is None or epoch != arena.epoch:
             extents = _core.CudaExtents([extent.device_address for extent in arena.pinned])

@@ -44,7 +44,7 @@ LOCAL_GRID: Grid = (528, 64)
 _MULTIPROCESSOR_THREADS = 2048
 
 
-class Allocation(msgspec.Struct, frozen=True, array_like=True):
+class PeerAllocation(msgspec.Struct, frozen=True, array_like=True):
     """Allocation of a peer. ``address`` is that in its process."""
 
     handle: bytes
@@ -59,12 +59,12 @@ class DevicePlaneTable(msgspec.Struct, frozen=True, array_like=True):
     process: bytes
     gpu: str
     num_blocks: int
-    allocations: tuple[Allocation, ...]
+    allocations: tuple[PeerAllocation, ...]
     planes: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class MappedPlanes:
+class MappedGpuPlanes:
     """The planes of a peer in this process, mapped as long as ``owners`` exist. ``local``: on the same GPU."""
 
     addresses: list[int]
@@ -145,7 +145,7 @@ class CudaPeerAccess:
 
     def describe(self) -> bytes:
         """Return what a peer needs to read the planes. Raises ``TransferError`` for memory that it cannot open."""
-        allocations: list[Allocation] = []
+        allocations: list[PeerAllocation] = []
         planes = []
         for binding in self._planes.bindings:
             index = next(
@@ -170,7 +170,7 @@ class CudaPeerAccess:
             )
         )
 
-    def open(self, described: bytes, layout: KVLayout) -> MappedPlanes:
+    def open(self, described: bytes, layout: KVLayout) -> MappedGpuPlanes:
         """Map the planes of a peer with this layout. Raises ``TransferError`` naming what does not fit."""
         try:
             table = msgspec.msgpack.decode(described, type=DevicePlaneTable)
@@ -186,7 +186,7 @@ class CudaPeerAccess:
                 f"memory: the peer's planes on {table.gpu} cannot be opened from {self._gpu.uuid}: {error}; ipc needs "
                 "GPUs with peer access (nvidia-smi topo -p2p r) and, in containers, --ipc=host"
             ) from error
-        return MappedPlanes(
+        return MappedGpuPlanes(
             [bases[index] + offset for index, offset, _ in table.planes],
             [stride for _, _, stride in table.planes],
             table.num_blocks,
@@ -194,7 +194,7 @@ class CudaPeerAccess:
             table.gpu == self._gpu.uuid,
         )
 
-    def bind(self, mapped: MappedPlanes, table: _core.PlaneTable) -> CudaPlanes:
+    def bind(self, mapped: MappedGpuPlanes, table: _core.PlaneTable) -> CudaPlanes:
         """Return planes of a peer, or pieces of them, for ``read``."""
         own = self._planes
         return CudaPlanes(
@@ -343,9 +343,9 @@ class CudaPeerAccess:
         """Reason why the GPU can no longer be used; None while it can."""
         return self._context.lost
 
-    def _export(self, binding: PlaneBinding) -> Allocation:
+    def _export(self, binding: PlaneBinding) -> PeerAllocation:
         try:
-            return Allocation(*_core.export_memory(self._context, binding.address))
+            return PeerAllocation(*_core.export_memory(self._context, binding.address))
         except _core.CudaError as error:
             plane = binding.plane
             raise TransferError(

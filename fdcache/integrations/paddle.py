@@ -14,15 +14,15 @@ from fdcache.devices.frameworks import zeros_in_paddle
 from fdcache.errors import TensorError, UnsupportedCallError
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import Plane
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 
 
-def current_device(settings: TransferSettings | None = None) -> Device:
+def current_device(settings: CopySettings | None = None) -> Device:
     """Return the device of Paddle's current place: CPU memory, or the GPU chosen with ``paddle.set_device``.
 
     ``settings`` are the controller's transfer settings; they decide how the device copies and verifies.
     """
-    settings = settings or TransferSettings()
+    settings = settings or CopySettings()
     kind, _, ordinal = paddle.device.get_device().partition(":")
     if kind == "cpu":
         return CpuDevice.of(settings)

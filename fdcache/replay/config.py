@@ -14,7 +14,7 @@ from fdcache.layout import KVLayout, LayoutOptions
 from fdcache.machine.memory import available_memory
 from fdcache.replay.devices import DeviceName
 from fdcache.settings import Settings
-from fdcache.settings.cache import CacheSettings, StorageTierSettings, TransferSettings
+from fdcache.settings.cache import CacheSettings, CopySettings, StorageTierSettings
 from fdcache.settings.kinds import readable_size
 from fdcache.settings.variable import Group
 from fdcache.tiers.host import host_block_bytes
@@ -54,7 +54,7 @@ class LayoutName(StrEnum):
     FP8 = "fp8"
 
 
-class Verify(StrEnum):
+class VerifyBytes(StrEnum):
     """Share of the reused blocks whose bytes are compared."""
 
     OFF = "off"
@@ -64,7 +64,7 @@ class Verify(StrEnum):
     @property
     def every(self) -> int:
         """Distance between compared blocks; 0 compares none."""
-        return {Verify.OFF: 0, Verify.SAMPLE: SAMPLE_EVERY, Verify.ALL: 1}[self]
+        return {VerifyBytes.OFF: 0, VerifyBytes.SAMPLE: SAMPLE_EVERY, VerifyBytes.ALL: 1}[self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class ReplayConfig:
 
     layout: KVLayout
     cache: CacheSettings
-    transfer: TransferSettings = field(default_factory=TransferSettings)
+    transfer: CopySettings = field(default_factory=CopySettings)
     storage: StorageTierSettings = field(default_factory=StorageTierSettings)
     storage_options: Group | None = None
     """The settings of the storage connector's own."""
@@ -134,7 +134,7 @@ class ReplayConfig:
     concurrency: int = 16
     chunk_tokens: int = 4096
     speed: float | None = None
-    verify: Verify = Verify.ALL
+    verify: VerifyBytes = VerifyBytes.ALL
     seed: int = 0
     load_failures: float = 0.0
     device: DeviceName = DeviceName.CPU

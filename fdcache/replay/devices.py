@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from fdcache.devices.base import BlockCopy, Device, DevicePlanes, Event, HostArena, Stream, enqueue_each
+from fdcache.devices.base import ArenaRecords, Device, DevicePlanes, Event, PlannedCopy, Stream, enqueue_each
 from fdcache.devices.cpu import CpuDevice, memory_bytes
 from fdcache.devices.topology import import_cupy, visible_gpus
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheSwapMetadata, Int32Array, SwapPurpose, TransferResult
 from fdcache.replay.messages import StepOrder
-from fdcache.settings.cache import TransferSettings, Verify
+from fdcache.settings.cache import CopySettings, Verify
 from fdcache.tasks import CpuEvent
 
 
@@ -124,7 +124,7 @@ def device_bytes(device: DeviceName, ranks: int) -> int:
     return min(gpu.memory_bytes for gpu in gpus) // -(-ranks // len(gpus))
 
 
-def open_gpu(rank: int, settings: TransferSettings) -> Device:
+def open_gpu(rank: int, settings: CopySettings) -> Device:
     """Open the GPU of a rank; ranks take the visible GPUs in turn. Raises ``DeviceError`` if there is none."""
     from fdcache.devices.cuda import CudaDevice
 
@@ -143,13 +143,13 @@ class LoadFaults:
 class FaultyDevice(CpuDevice):
     """CPU device that stops some loads in the middle of some blocks, and reports these blocks as failed."""
 
-    def __init__(self, faults: LoadFaults, layout: KVLayout, rank: int, transfer: TransferSettings) -> None:
+    def __init__(self, faults: LoadFaults, layout: KVLayout, rank: int, transfer: CopySettings) -> None:
         super().__init__(copy_threads=transfer.copy_threads, verify=transfer.verify is Verify.ALL)
         self._rate = faults.rate
         self._random = np.random.default_rng((faults.seed, rank))
         self._layers = [plane.layer for plane in layout.planes]
 
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         """Return a batch of copies; some loads are chosen to fail."""
         if swap.to_host or self._random.random() >= self._rate:
             return super().copy_blocks(planes, arena, swap)
@@ -173,8 +173,8 @@ class _StoppingCopy:
 
     def __init__(
         self,
-        whole: BlockCopy | None,
-        stopped: BlockCopy,
+        whole: PlannedCopy | None,
+        stopped: PlannedCopy,
         failed: Int32Array,
         *,
         sound: Int32Array,

@@ -74,7 +74,7 @@ def replay(
     with manager:
         ranks = start_ranks(spec, config.layout.tp_size, on_start)
         try:
-            run = Run(arrivals, config, manager, ranks)
+            run = ReplayRun(arrivals, config, manager, ranks)
             run.restore_storage()
             interrupted = run.work(on_progress, should_stop)
             run.drain()
@@ -83,7 +83,7 @@ def replay(
             ranks.close()
 
 
-class Run:
+class ReplayRun:
     """One replay from its first step to its report."""
 
     def __init__(self, arrivals: Arrivals, config: ReplayConfig, manager: CacheManager, ranks: Ranks) -> None:

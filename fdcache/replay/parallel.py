@@ -35,7 +35,7 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class PointFailure:
     """A task that has no result, and why."""
 
     reason: str
@@ -62,7 +62,7 @@ def run_tasks(
     on_progress: Callable[[int, int], None] = lambda task, done: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Results:
-    """Run tasks, at most ``jobs`` at a time; yield the position and the value, or the ``Failure``, of each that ends.
+    """Run tasks, at most ``jobs`` at a time; yield position and value, or the ``PointFailure``, of each that ends.
 
         with closing(run_tasks(tasks, data, jobs=4)) as ended:
             for position, result in ended:
@@ -102,7 +102,7 @@ def _attempt(task: Task, data: Any, advance: Advance) -> Any:
     try:
         return task.run(data, advance)
     except (FdcacheError, OSError, MemoryError) as error:
-        return Failure(str(error) or type(error).__name__)
+        return PointFailure(str(error) or type(error).__name__)
 
 
 def _run_in_processes(
@@ -162,21 +162,23 @@ class _Worker:
         with suppress(BrokenPipeError):
             self.pipe.send(task)
 
-    def receive(self) -> _Progress | _Result | Failure | None:
+    def receive(self) -> _Progress | _Result | PointFailure | None:
         """Return the next message, or None if the process has ended."""
         try:
-            message: _Progress | _Result | Failure = self.pipe.recv()
+            message: _Progress | _Result | PointFailure = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             return None
         return message
 
-    def failure(self) -> Failure:
+    def failure(self) -> PointFailure:
         """Return how the process ended."""
         self._process.join(timeout=_END_SECONDS)
         code = self._process.exitcode
         if code is not None and code < 0:
-            return Failure(f"its process was ended by signal {-code}; after signal 9, check the free memory")
-        return Failure(f"its process ended with status {code}")
+            return PointFailure(
+                f"its process was ended by signal {-code}; after signal 9, check the free memory"
+            )
+        return PointFailure(f"its process ended with status {code}")
 
     def end(self) -> None:
         """Wait for the end of the process, and kill it if it takes too long."""
@@ -215,6 +217,6 @@ def _serve(pipe: Connection, data: Any) -> None:
     try:
         while True:
             result = _attempt(pipe.recv(), data, advance)
-            pipe.send(result if isinstance(result, Failure) else _Result(result))
+            pipe.send(result if isinstance(result, PointFailure) else _Result(result))
     except (EOFError, ConnectionResetError, BrokenPipeError, TaskStoppedError):
         return

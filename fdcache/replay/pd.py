@@ -23,13 +23,13 @@ from fdcache.replay.pd_instance import (
     Flipped,
     InstanceSpec,
     Left,
+    PairWork,
     Reset,
     Stop,
-    Work,
 )
 from fdcache.replay.pd_process import InstanceProcess
 from fdcache.replay.workloads import WorkItem
-from fdcache.settings.cache import CacheSettings, TransferSettings
+from fdcache.settings.cache import CacheSettings, CopySettings
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.statistics import HandoverCount
 from fdcache.transfer.connector import share
@@ -91,7 +91,7 @@ class PdConfig:
 
     layout: KVLayout
     cache: CacheSettings
-    transfer: TransferSettings
+    transfer: CopySettings
     peers: PeerSettings
     concurrency: int = 16
     chunk_tokens: int = 1024
@@ -301,7 +301,7 @@ class _Driver:
             request.waits_for_prefill = order < 0.3
             if order > 0.7:
                 self._to_decode(request)
-            self._processes[PREFILL].send(Work(item.index, 1, tokens, request.transfer))
+            self._processes[PREFILL].send(PairWork(item.index, 1, tokens, request.transfer))
             if 0.3 <= order <= 0.7:
                 self._to_decode(request)
 
@@ -309,7 +309,7 @@ class _Driver:
         request.at_decode = True
         source = self._processes[PREFILL].addresses
         self._processes[DECODE].send(
-            Work(request.item.index, request.attempt, request.tokens, request.transfer, source)
+            PairWork(request.item.index, request.attempt, request.tokens, request.transfer, source)
         )
 
     def _answers(self) -> bool:
@@ -390,7 +390,7 @@ class _Driver:
         process.start()
         for request in list(self._requests.values()):
             if process.role is PREFILL:
-                process.send(Work(request.item.index, 1, request.tokens, request.transfer))
+                process.send(PairWork(request.item.index, 1, request.tokens, request.transfer))
             elif request.at_decode:
                 request.attempt += 1
                 self._to_decode(request)

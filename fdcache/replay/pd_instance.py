@@ -20,7 +20,7 @@ from fdcache.manager import CacheManager, Request
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import AllocationFailure, LoadStatus, MatchStatus
 from fdcache.replay.pd_ranks import InstanceRanks
-from fdcache.settings.cache import CacheSettings, TransferSettings
+from fdcache.settings.cache import CacheSettings, CopySettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.tiers.statistics import HandoverCount
 from fdcache.transfer.handovers import Handovers, PeerTerms
@@ -34,7 +34,7 @@ class InstanceSpec:
 
     layout: KVLayout
     cache: CacheSettings
-    transfer: TransferSettings
+    transfer: CopySettings
     peers: PeerSettings
     chunk_tokens: int
     wait: float
@@ -43,7 +43,7 @@ class InstanceSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PairWork:
     """A request to compute: with a ``source`` by decode, without by prefill."""
 
     index: int
@@ -80,7 +80,7 @@ class Stop:
     seconds: float
 
 
-Command = Work | Abort | Reset | Flip | Stop
+Command = PairWork | Abort | Reset | Flip | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Left:
 
 @dataclass(slots=True)
 class _Job:
-    work: Work
+    work: PairWork
     request: Request
     computed: int = 0
     sent_blocks: int = 0
@@ -176,7 +176,7 @@ class Instance:
     def take(self, command: Command) -> None:
         """Carry out a command of the driver."""
         match command:
-            case Work():
+            case PairWork():
                 self._state.jobs[command.index] = _Job(command, Request(command.transfer, command.tokens))
             case Abort():
                 if (job := self._state.jobs.get(command.index)) is not None:

@@ -13,7 +13,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager
 from fdcache.metadata import TransferPlan, TransferReport
 from fdcache.replay._pattern import PatternModel
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import TransferStats
 
@@ -30,7 +30,7 @@ class InstanceRanks:
     def __init__(
         self,
         layout: KVLayout,
-        transfer: TransferSettings,
+        transfer: CopySettings,
         manager: CacheManager,
         shards: int,
         shared: Path | None,

@@ -12,7 +12,7 @@ import numpy as np
 from fdcache.errors import IntegrityError, ReplayError
 from fdcache.manager import CacheManager, LoadStatus, MatchResult, MatchStatus
 from fdcache.metadata import CacheSwapMetadata, TransferPlan, TransferReport, TransferResult
-from fdcache.replay.config import ReplayConfig, Verify, require_machine
+from fdcache.replay.config import ReplayConfig, VerifyBytes, require_machine
 from fdcache.replay.devices import LoadFaults
 from fdcache.replay.jobs import Job, Step
 from fdcache.replay.messages import StepOrder, StepResult
@@ -114,7 +114,7 @@ class Point:
         self._ended: list[int] = []
         self._missing_reports: dict[int, int] = {}
         self._tally = Tally()
-        moves_bytes = config.verify is not Verify.OFF
+        moves_bytes = config.verify is not VerifyBytes.OFF
         if moves_bytes:
             require_machine(config)
         self._manager = CacheManager(config.cache, config.layout, clock=lambda: self._seconds)

@@ -10,7 +10,7 @@ from typing import Any
 from fdcache.errors import IntegrityError, ReplayError, ReplayOptionError
 from fdcache.manager import CacheManager
 from fdcache.replay.config import ReplayConfig
-from fdcache.replay.statistics import Stopwatch, Tally, Timeline, Traffic
+from fdcache.replay.statistics import CopyTraffic, Stopwatch, Tally, Timeline
 from fdcache.replay.worker import peak_rss_bytes
 from fdcache.service.wire.views import TreeNode
 from fdcache.tiers.statistics import CacheStats
@@ -154,7 +154,7 @@ def build_report(
     )
 
 
-def _traffic(traffic: Traffic) -> dict[str, float]:
+def _traffic(traffic: CopyTraffic) -> dict[str, float]:
     return {"bytes": traffic.bytes, "seconds": round(traffic.seconds, 6)}
 
 

@@ -48,7 +48,7 @@ class Stopwatch:
 
 
 @dataclass(slots=True)
-class Traffic:
+class CopyTraffic:
     """Bytes and seconds of copies in one direction, summed over ranks."""
 
     bytes: int = 0
@@ -77,13 +77,13 @@ class Tally:
     other_rss_bytes: int = 0
     storage_restored: int = 0
     storage: list[StorageStats] = field(default_factory=list)
-    h2d: Traffic = field(default_factory=Traffic)
-    d2h: Traffic = field(default_factory=Traffic)
+    h2d: CopyTraffic = field(default_factory=CopyTraffic)
+    d2h: CopyTraffic = field(default_factory=CopyTraffic)
     known: KnownBlocks | None = None
     missed: SampledMisses = field(default_factory=SampledMisses)
     missed_blocks: int = 0
-    to_storage: Traffic = field(default_factory=Traffic)
-    from_storage: Traffic = field(default_factory=Traffic)
+    to_storage: CopyTraffic = field(default_factory=CopyTraffic)
+    from_storage: CopyTraffic = field(default_factory=CopyTraffic)
 
     @property
     def hit_rate(self) -> float:
@@ -123,7 +123,7 @@ class Tally:
             traffic.bytes += result.copied_bytes
             traffic.seconds += result.seconds
 
-    def _traffic_of(self, purpose: SwapPurpose) -> Traffic:
+    def _traffic_of(self, purpose: SwapPurpose) -> CopyTraffic:
         if purpose is SwapPurpose.LOAD:
             return self.h2d
         if purpose is SwapPurpose.STORE:

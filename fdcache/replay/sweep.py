@@ -11,7 +11,7 @@ from typing import Any
 from fdcache.replay.capacities import Axis, Capacities
 from fdcache.replay.config import ReplayConfig, device_block_bytes
 from fdcache.replay.optimum import BlockStream, optimal_hit_rate
-from fdcache.replay.parallel import Advance, Failure, Task, run_tasks
+from fdcache.replay.parallel import Advance, PointFailure, Task, run_tasks
 from fdcache.replay.points import PointResult, run_point
 from fdcache.replay.workloads import WorkItem
 from fdcache.settings.cache import EvictionPolicy, StorageTierSettings
@@ -52,7 +52,7 @@ class SweepPoint:
 
     memory: int
     blocks: int
-    policies: Mapping[str, PointResult | Failure]
+    policies: Mapping[str, PointResult | PointFailure]
     optimum: float | None = None
 
     def hit_rate(self, policy: str) -> float | None:
@@ -78,7 +78,7 @@ class SweepPoint:
 
     def _policy(self, name: str) -> dict[str, Any]:
         result = self.policies[name]
-        if isinstance(result, Failure):
+        if isinstance(result, PointFailure):
             return {"error": result.reason}
         gap = self.gap_closed(name)
         return {
@@ -199,7 +199,7 @@ def run_sweep(
     failures = tuple(
         (name, result.reason)
         for name, result in zip(names, results, strict=True)
-        if isinstance(result, Failure)
+        if isinstance(result, PointFailure)
     )
     rates = results[len(places)] if config.optimum else None
     optima = rates if isinstance(rates, list) else [None] * len(values)

@@ -23,7 +23,7 @@ from fdcache.replay.devices import (
     open_gpu,
 )
 from fdcache.replay.messages import StepOrder, StepResult
-from fdcache.settings.cache import StorageTierSettings, TransferSettings, Verify
+from fdcache.settings.cache import CopySettings, StorageTierSettings, Verify
 from fdcache.settings.variable import Group
 from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.factory import open_storage
@@ -43,7 +43,7 @@ class WorkerSpec:
     """Parameters of a rank; plain data that can be sent to another process."""
 
     layout: KVLayout
-    transfer: TransferSettings
+    transfer: CopySettings
     device_blocks: int
     host: HostCache
     verify_every: int

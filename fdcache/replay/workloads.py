@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache.hints import Hint
-from fdcache.replay.readings import READINGS, Reading
+from fdcache.replay.readings import READINGS, DocumentReading
 
 VOCABULARY = 128_000
 OUTPUT_STREAMS = 1 << 62
@@ -244,7 +244,7 @@ def _retrieval(shape: RetrievalShape, random: np.random.Generator) -> Iterator[W
         now_ms += random.exponential(shape.between_arrivals_ms)
 
 
-def _questions(readings: Iterator[Reading], random: np.random.Generator) -> Iterator[WorkItem]:
+def _questions(readings: Iterator[DocumentReading], random: np.random.Generator) -> Iterator[WorkItem]:
     """Turn readings into requests; the stream of document n is 1 + 2n, that of question i is 2 + 2i."""
     lengths: dict[int, int] = {}
     now_ms = 0.0

@@ -202,7 +202,7 @@ class Verify(StrEnum):
     ALL = "all"
 
 
-class TransferSettings(Group):
+class CopySettings(Group):
     """Settings of ``CacheController``. Creating them reads no environment."""
 
     used_in = (Component.CONTROLLER,)

@@ -13,7 +13,7 @@ from fdcache.settings.variable import Variable
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class GivenValue:
     """One given value: its source, the name it was given under, the place, and its text for display."""
 
     source: Source
@@ -31,7 +31,7 @@ class EffectiveValue:
     changed: bool
     """True if the value differs from the described default."""
     valid: bool = True
-    origins: tuple[Origin, ...] = ()
+    origins: tuple[GivenValue, ...] = ()
     """Every value given, the one in effect first; empty if none was given."""
 
     @property
@@ -56,6 +56,6 @@ def _one(settings: Settings, variable: Variable, valid: bool) -> EffectiveValue:
     )
 
 
-def _origin(variable: Variable, candidate: Candidate) -> Origin:
+def _origin(variable: Variable, candidate: Candidate) -> GivenValue:
     place = candidate.place.encode(errors="backslashreplace").decode()  # a path may not be UTF-8
-    return Origin(candidate.source, candidate.name, place, variable.show(candidate.value))
+    return GivenValue(candidate.source, candidate.name, place, variable.show(candidate.value))

@@ -15,7 +15,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from fdcache.settings.cache import CacheSettings, DeploymentSettings, StorageTierSettings, TransferSettings
+from fdcache.settings.cache import CacheSettings, CopySettings, DeploymentSettings, StorageTierSettings
 from fdcache.settings.extensions import SomeGroup, extensions
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.settings.problems import Problem, SettingsError, Severity, disagreement, error
@@ -39,7 +39,7 @@ class OwnSettings(BaseSettings):
     deployment: DeploymentSettings = Field(default_factory=DeploymentSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
     server: ServerSettings = Field(default_factory=ServerSettings)
-    transfer: TransferSettings = Field(default_factory=TransferSettings)
+    transfer: CopySettings = Field(default_factory=CopySettings)
     peers: PeerSettings = Field(default_factory=PeerSettings)
     storage_tier: StorageTierSettings = Field(default_factory=StorageTierSettings)
 

@@ -34,7 +34,7 @@ from fdcache.storage.connector import (
     StorageStats,
 )
 
-__all__ = ["ConnectorConformance", "HostRecords", "conformance_layout", "path_of"]
+__all__ = ["ConnectorConformance", "KnownRecords", "conformance_layout", "path_of"]
 
 _TIMEOUT = 30.0
 _READY = 2
@@ -55,9 +55,9 @@ class ConnectorConformance:
     @contextmanager
     def _connected(
         self, open_connector: OpenConnector, layout: KVLayout, rank: int = 0
-    ) -> Iterator[tuple[Any, HostRecords]]:
+    ) -> Iterator[tuple[Any, KnownRecords]]:
         connector = open_connector(layout, rank)
-        records = HostRecords(layout, 2 * self.blocks)
+        records = KnownRecords(layout, 2 * self.blocks)
         try:
             connector.register(records.table)
             connector.clear(_TIMEOUT)
@@ -199,7 +199,7 @@ class ConnectorConformance:
     def test_closing_twice_is_harmless(self, open_connector: OpenConnector) -> None:
         """Calls after it return failures, and raise nothing."""
         connector = open_connector(conformance_layout(), 0)
-        records = HostRecords(conformance_layout(), 2)
+        records = KnownRecords(conformance_layout(), 2)
         connector.close()
         connector.close()
         assert not connector.get(records.batch(path_of(2, "closed")), _TIMEOUT).ok.any()
@@ -232,7 +232,7 @@ def path_of(count: int, name: str) -> HashArray:
     return np.frombuffer(b"".join(rows), np.uint8).reshape(count, 32)
 
 
-class HostRecords:
+class KnownRecords:
     """Host records with bytes derived from the hash of their block."""
 
     def __init__(self, layout: KVLayout, count: int) -> None:

@@ -249,7 +249,7 @@ class PeerView(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class TransferView(msgspec.Struct, frozen=True):
+class HandoverView(msgspec.Struct, frozen=True):
     """One hand-over that has not ended. ``complete``: a send all of whose blocks are computed."""
 
     plan_id: int
@@ -273,7 +273,7 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     connector: ConnectorStats
     peers: tuple[PeerView, ...] = ()
-    transfers: tuple[TransferView, ...] = ()
+    transfers: tuple[HandoverView, ...] = ()
     counts: tuple[HandoverCount, ...] = ()
     sent_blocks_held: int = 0
     fetched_blocks_in_flight: int = 0

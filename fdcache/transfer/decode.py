@@ -22,12 +22,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache.metadata import HashArray, Int32Array, UInt64Array
-from fdcache.transfer.messages import Ask, End, EndReason, Failed, FromPrefill, Granted, Last, Ready, Renew
+from fdcache.transfer.messages import (
+    AskForBlocks,
+    BlocksGranted,
+    End,
+    EndReason,
+    Failed,
+    FromPrefill,
+    Last,
+    Ready,
+    Renew,
+)
 from fdcache.transfer.prefill import Peer
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class PeerFetch:
     """Blocks that a decode plan reads: block ``first + i`` of the transfer, of hash i, into slot i."""
 
     plan_id: int
@@ -63,7 +73,7 @@ class SendToPrefill(NamedTuple):
     """Effect: send a message to a peer."""
 
     peer: Peer
-    message: Ask | Renew | End
+    message: AskForBlocks | Renew | End
 
 
 class BeginRead(NamedTuple):
@@ -102,7 +112,7 @@ Effect = SendToPrefill | BeginRead | ComputeTargetSums | FetchEnded
 
 @dataclass(slots=True)
 class _State:
-    fetch: Fetch
+    fetch: PeerFetch
     deadline: float
     next_renewal: float
     arrived: NDArray[np.bool_]
@@ -183,7 +193,7 @@ class DecodeSide:
 
     # --- this instance ----------------------------------------------------------------------------------------
 
-    def fetch(self, fetch: Fetch, now: float) -> None:
+    def fetch(self, fetch: PeerFetch, now: float) -> None:
         """Ask a peer, which was accepted, for blocks. An attempt that is being fetched is refused."""
         key = fetch.peer, fetch.transfer, fetch.attempt
         if key in self._by_transfer:
@@ -290,15 +300,15 @@ class DecodeSide:
         fetch = state.fetch
         state.next_renewal = now + self._renew
         if state.next_seq:
-            message: Ask | Renew = Renew(
+            message: AskForBlocks | Renew = Renew(
                 fetch.transfer, fetch.attempt, state.next_seq, state.num_read, self._lease_ms
             )
         else:
             hashes = np.ascontiguousarray(fetch.hashes).tobytes()
-            message = Ask(fetch.transfer, fetch.attempt, fetch.first, hashes, self._lease_ms)
+            message = AskForBlocks(fetch.transfer, fetch.attempt, fetch.first, hashes, self._lease_ms)
         self._effects.append(SendToPrefill(fetch.peer, message))
 
-    def _take(self, state: _State, message: Granted | Ready | Last) -> None:
+    def _take(self, state: _State, message: BlocksGranted | Ready | Last) -> None:
         state.next_seq += 1
         if isinstance(message, Ready):
             self._begin(state, message)

@@ -36,14 +36,14 @@ from fdcache.transfer.connector import (
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
-from fdcache.transfer.fetches import Fetches
+from fdcache.transfer.fetches import PeerFetches
 from fdcache.transfer.links import Links, LinkState, machine_id
-from fdcache.transfer.messages import Envelope, Granted, Identity, encode
+from fdcache.transfer.messages import BlocksGranted, Envelope, Identity, encode
 from fdcache.transfer.prefill import (
     ComputeSums,
     OfferEnded,
     PlacesRead,
-    Publish,
+    PublishPart,
     SendMessage,
 )
 from fdcache.transfer.sends import Publisher, Sends
@@ -92,7 +92,7 @@ class TransferEndpoint:
         self._closing = threading.Event()
         self._ended: str | None = None
         """Why nothing is handed over now."""
-        self._unread: list[Fetches] = []
+        self._unread: list[PeerFetches] = []
         """Fetches from before a failure, into whose slots a read may still write."""
         self._failures: list[BaseException] = []
         self._started = threading.Event()
@@ -275,7 +275,7 @@ class TransferEndpoint:
             Publisher(self._connector, side, self._sends.slots_of, pieces)
             for side, pieces in zip(self._sends.side.sides, self._sharing.readers, strict=True)
         ]
-        self._fetches = Fetches(
+        self._fetches = PeerFetches(
             self._planes, self._settings, self._sharing, self._decode, self._links, self._tally
         )
         self._links.poller.register(self._wakeup, zmq.POLLIN)
@@ -398,10 +398,10 @@ class TransferEndpoint:
     def _carry_out(self, reader: int, effect: prefill.Effect | decode.Effect) -> None:
         match effect:
             case SendMessage():
-                if isinstance(effect.message, Granted):
+                if isinstance(effect.message, BlocksGranted):
                     self._sends.granted(effect.message.transfer)
                 self._answer(effect)
-            case Publish():
+            case PublishPart():
                 self._publishers[reader].publish(effect)
             case ComputeSums():
                 self._sums.append(partial(self._sends.sum_sources, reader, effect))

@@ -15,8 +15,8 @@ from fdcache.errors import DeviceError, TransferError
 from fdcache.metadata import HandoverEnd, PeerTask
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.handovers import HandoverTally
-from fdcache.transfer.connector import LocalPlanes, Pieces, ReadOrder, Sharing, TransferView
-from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, Fetch, FetchEnd, FetchEnded
+from fdcache.transfer.connector import HandoverView, LocalPlanes, Pieces, ReadOrder, Sharing
+from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded, PeerFetch
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.links import Links, LinkState, Outgoing
 
@@ -80,7 +80,7 @@ logger = logging.getLogger(__name__)
 _MOST_OVER = 1024
 
 
-class Fetches:
+class PeerFetches:
     """The fetches that have not ended, and what peers have to be told of those that have."""
 
     def __init__(
@@ -135,13 +135,13 @@ class Fetches:
         for address in told.intersection(addresses):
             self.connect_early(address, now)
 
-    def views(self) -> Iterator[TransferView]:
+    def views(self) -> Iterator[HandoverView]:
         """Yield the state of what has not ended."""
         for each in self._legs.values():
             if each.wanted or not each.task.wanted:
                 age = each.gathering.execution.age
                 blocks = len(each.task.swap)
-                yield TransferView(each.task.plan_id, "fetch", each.task.transfer, each.address, blocks, age)
+                yield HandoverView(each.task.plan_id, "fetch", each.task.transfer, each.address, blocks, age)
 
     def begin(self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float) -> None:
         """Begin the hand-over of a plan, once its peers are connected."""
@@ -212,7 +212,7 @@ class Fetches:
         hashes = swap.hash_values
         if task.peer_hashes:
             hashes = np.frombuffer(task.peer_hashes, np.uint8).reshape(-1, 32)
-        fetch = Fetch(
+        fetch = PeerFetch(
             leg.number, boot, task.transfer, task.attempt, first, hashes, swap.dst_block_ids, timeout
         )
         self._side.fetch(fetch, now)

@@ -28,11 +28,11 @@ from fdcache.transfer.messages import (
     Envelope,
     FromDecode,
     FromPrefill,
-    Hello,
     Identity,
-    Refused,
+    LinkHello,
+    LinkRefused,
+    LinkWelcome,
     Stranger,
-    Welcome,
     decode,
     difference,
     encode,
@@ -194,7 +194,7 @@ class Links:
             self._watch_connection(link, now)
             if link.state is LinkState.CONNECTING and link.next_hello <= now <= link.wanted_until:
                 link.next_hello = now + _HELLO_EVERY
-                self._send(link.socket, NO_BOOT, Hello(self.mine))
+                self._send(link.socket, NO_BOOT, LinkHello(self.mine))
             elif link.state is not LinkState.ACCEPTED and now > max(link.wanted_until, link.refused_until):
                 self._drop(link)
             else:
@@ -272,12 +272,12 @@ class Links:
             envelope, message = decode(data)
         except ProtocolError as error:
             self.protocol_errors += 1
-            self._answer(route, NO_BOOT, Refused("protocol", "readable messages", str(error)))
+            self._answer(route, NO_BOOT, LinkRefused("protocol", "readable messages", str(error)))
             return
-        sender = message.side.boot if isinstance(message, Hello) else envelope.sender
+        sender = message.side.boot if isinstance(message, LinkHello) else envelope.sender
         if route != _route(sender):  # it speaks for another
             self.protocol_errors += 1
-        elif isinstance(message, Hello):
+        elif isinstance(message, LinkHello):
             self._greet(route, message.side, now)
         elif envelope.target != self.mine.boot or sender not in self.incoming:
             self._answer(route, sender, Stranger(envelope.target))
@@ -292,7 +292,7 @@ class Links:
             return
         refusal = difference(self.mine, side)
         if refusal is None and side.boot not in self.incoming and len(self.incoming) >= _MOST_PEERS:
-            refusal = Refused("peers", f"full with {_MOST_PEERS}", "one more")
+            refusal = LinkRefused("peers", f"full with {_MOST_PEERS}", "one more")
         if refusal is not None:
             self._answer(route, side.boot, refusal)
             return
@@ -300,7 +300,7 @@ class Links:
             self.incoming[side.boot] = Incoming(side, route, self._watch(side), now)
             self.events.greeted.append(side)
         self.incoming[side.boot].heard = now
-        self._answer(route, side.boot, Welcome(self.mine))
+        self._answer(route, side.boot, LinkWelcome(self.mine))
 
     def _from_prefill(self, link: Outgoing, data: bytes, now: float) -> None:
         try:
@@ -314,7 +314,7 @@ class Links:
         if (
             envelope.sender in self._dead
             and envelope.sender != link.boot
-            and not isinstance(message, Welcome)
+            and not isinstance(message, LinkWelcome)
         ):
             return
         if isinstance(message, Stranger):
@@ -327,11 +327,11 @@ class Links:
                 )
         elif link.identity is not None and envelope.sender != link.boot:
             pass  # of a former process at the address, or of nobody
-        elif isinstance(message, Refused):
+        elif isinstance(message, LinkRefused):
             reason = f"refused: {message.field} is {message.theirs} here and {message.mine} at prefill"
             self.refuse(link, reason, now)
             self.events.refused.append(link)
-        elif isinstance(message, Welcome):
+        elif isinstance(message, LinkWelcome):
             self._welcomed(link, message.side)
         elif not isinstance(message, FromPrefill):
             self.protocol_errors += 1

@@ -81,19 +81,19 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of all messages: an array of its type's number and its fields, in this order."""
 
 
-class Hello(Message, frozen=True, array_like=True, tag=1):
-    """Decode introduces itself; prefill answers with ``Welcome`` or ``Refused``."""
+class LinkHello(Message, frozen=True, array_like=True, tag=1):
+    """Decode introduces itself; prefill answers with ``LinkWelcome`` or ``LinkRefused``."""
 
     side: Identity
 
 
-class Welcome(Message, frozen=True, array_like=True, tag=2):
+class LinkWelcome(Message, frozen=True, array_like=True, tag=2):
     """Prefill accepts the peer."""
 
     side: Identity
 
 
-class Refused(Message, frozen=True, array_like=True, tag=3):
+class LinkRefused(Message, frozen=True, array_like=True, tag=3):
     """Prefill does not hand over to this peer: ``field`` differs."""
 
     field: str
@@ -101,7 +101,7 @@ class Refused(Message, frozen=True, array_like=True, tag=3):
     theirs: str
 
 
-class Ask(Message, frozen=True, array_like=True, tag=4):
+class AskForBlocks(Message, frozen=True, array_like=True, tag=4):
     """Decode wants the blocks of a transfer from ``first`` on; ``hashes`` are theirs, 32 bytes each.
 
     A higher ``attempt`` replaces a lower one. The source blocks are held for ``lease_ms`` after this message.
@@ -114,8 +114,8 @@ class Ask(Message, frozen=True, array_like=True, tag=4):
     lease_ms: int
 
 
-class Granted(Message, frozen=True, array_like=True, tag=5):
-    """Prefill has the blocks, or will have them. Number 0 of the answers to an ``Ask``."""
+class BlocksGranted(Message, frozen=True, array_like=True, tag=5):
+    """Prefill has the blocks, or will have them. Number 0 of the answers to an ``AskForBlocks``."""
 
     transfer: str
     attempt: int
@@ -181,9 +181,21 @@ class Stranger(Message, frozen=True, array_like=True, tag=11):
     """Boot id that the message was for."""
 
 
-AnyMessage = Hello | Welcome | Refused | Ask | Granted | Ready | Last | Renew | End | Failed | Stranger
-FromPrefill = Granted | Ready | Last | Failed
-FromDecode = Ask | Renew | End
+AnyMessage = (
+    LinkHello
+    | LinkWelcome
+    | LinkRefused
+    | AskForBlocks
+    | BlocksGranted
+    | Ready
+    | Last
+    | Renew
+    | End
+    | Failed
+    | Stranger
+)
+FromPrefill = BlocksGranted | Ready | Last | Failed
+FromDecode = AskForBlocks | Renew | End
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
@@ -216,7 +228,7 @@ def decode(data: bytes) -> tuple[Envelope, AnyMessage]:
 
 
 def _check(message: AnyMessage) -> None:
-    if isinstance(message, Ask | Last) and len(message.hashes) % 32:
+    if isinstance(message, AskForBlocks | Last) and len(message.hashes) % 32:
         raise ProtocolError(f"hashes: {len(message.hashes)} bytes are not a multiple of 32")
     if isinstance(message, Last) and len(message.sums) * 4 != len(message.hashes):
         raise ProtocolError(f"sums: {len(message.sums)} bytes for {len(message.hashes) // 32} blocks")
@@ -230,34 +242,34 @@ def _check(message: AnyMessage) -> None:
 _SAME = ("connector", "block_size", "planes", "draft_layers", "lookahead_tokens")
 
 
-def difference(prefill: Identity, decode_side: Identity) -> Refused | None:
+def difference(prefill: Identity, decode_side: Identity) -> LinkRefused | None:
     """Return the first field for which these two cannot hand over, None if they can."""
     if prefill.role == "decode":
-        return Refused("role", prefill.role, "prefill or mixed")
+        return LinkRefused("role", prefill.role, "prefill or mixed")
     if decode_side.role == "prefill":
-        return Refused("role", "decode or mixed", decode_side.role)
+        return LinkRefused("role", "decode or mixed", decode_side.role)
     for name in _SAME:
         mine, theirs = getattr(prefill, name), getattr(decode_side, name)
         if mine != theirs:
             shown = [each.hex() if isinstance(each, bytes) else str(each) for each in (mine, theirs)]
-            return Refused(name, *shown)
+            return LinkRefused(name, *shown)
     return _unequal_ranks(prefill, decode_side)
 
 
-def _unequal_ranks(prefill: Identity, decode_side: Identity) -> Refused | None:
+def _unequal_ranks(prefill: Identity, decode_side: Identity) -> LinkRefused | None:
     """Return what differs of the ranks and their planes."""
     if prefill.peer_tp_size != decode_side.tp_size or decode_side.peer_tp_size != prefill.tp_size:
-        return Refused(
+        return LinkRefused(
             "tp_size", *(f"{each.tp_size} for {each.peer_tp_size}" for each in (prefill, decode_side))
         )
     ratio = decode_side.tp_size / prefill.tp_size
     if not prefill.rank * ratio - 1 < decode_side.rank < (prefill.rank + 1) * ratio:
-        return Refused("rank", str(prefill.rank), str(decode_side.rank))
+        return LinkRefused("rank", str(prefill.rank), str(decode_side.rank))
     if prefill.tp_size == decode_side.tp_size and prefill.record_bytes != decode_side.record_bytes:
-        return Refused("record_bytes", str(prefill.record_bytes), str(decode_side.record_bytes))
+        return LinkRefused("record_bytes", str(prefill.record_bytes), str(decode_side.record_bytes))
     if (
         prefill.peer_fingerprint != decode_side.fingerprint
         or decode_side.peer_fingerprint != prefill.fingerprint
     ):
-        return Refused("fingerprint", prefill.fingerprint.hex(), decode_side.peer_fingerprint.hex())
+        return LinkRefused("fingerprint", prefill.fingerprint.hex(), decode_side.peer_fingerprint.hex())
     return None

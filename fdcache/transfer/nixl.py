@@ -269,10 +269,10 @@ class PeerMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(slots=True)
-class Run:
+class PackedRun:
     """Pieces of a part that are read at once: planes of some blocks."""
 
-    read: Read
+    read: PackedRead
     blocks: slice[int, int, None]
     packing: Packing
     """Where they go in a region; its planes are those of the run."""
@@ -289,7 +289,7 @@ class Run:
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class PackedRead:
     """A read: which of its runs have ended, and whether some may still write into its slots."""
 
     order: ReadOrder
@@ -319,25 +319,25 @@ class Peer:
     """The same, all of them spelled out."""
     rows: Rows
     """Address and stride of the own planes, empty if they are not read into in place."""
-    waiting: deque[Run] = field(default_factory=deque)
-    flying: list[Run] = field(default_factory=list)
+    waiting: deque[PackedRun] = field(default_factory=deque)
+    flying: list[PackedRun] = field(default_factory=list)
     chunks_taken: int = 0
 
-    def locate(self, order: ReadOrder) -> Read | None:
+    def locate(self, order: ReadOrder) -> PackedRead | None:
         """Return the read of an order, None if its places are not the peer's: they may be anything."""
         memory, wanted = self.memory, slice(order.skip, order.skip + len(order.slots))
         if order.places[:1] == (IN_PLACE,) and memory.planes:
             slots = order.places[1:][wanted]
             fits = len(slots) == len(order.slots) and min(slots) >= 0 and max(slots) < memory.num_blocks
-            return Read(order, np.array(slots, np.int64), 0) if fits else None
+            return PackedRead(order, np.array(slots, np.int64), 0) if fits else None
         record = Packing(self.theirs.sizes, order.first_plane, order.last_plane).record_bytes
         if len(order.places) != 2 or order.places[1] < 0:
             return None
         if order.places[1] + wanted.stop * record > memory.nbytes:
             return None
-        return Read(order, np.empty(0, np.int64), order.places[1] + order.skip * record)
+        return PackedRead(order, np.empty(0, np.int64), order.places[1] + order.skip * record)
 
-    def split(self, read: Read, most_packed: int, most_in_planes: int) -> list[Run]:
+    def split(self, read: PackedRead, most_packed: int, most_in_planes: int) -> list[PackedRun]:
         """Split a read: records by block; planes one after the other, as adjoining blocks are one piece of a plane."""
         order, sizes, size = read.order, self.theirs.sizes, len(read.order.slots)
         ranges, most = [(order.first_plane, order.last_plane)], most_packed
@@ -351,10 +351,10 @@ class Peer:
             for block in range(0, size, step):
                 blocks = slice(block, min(block + step, size))
                 by_plane = in_planes * (blocks.stop - block)
-                runs.append(Run(read, blocks, Packing(sizes, first, last, by_plane=by_plane)))
+                runs.append(PackedRun(read, blocks, Packing(sizes, first, last, by_plane=by_plane)))
         return runs
 
-    def pieces_in_place(self, run: Run) -> MemoryPieces | None:
+    def pieces_in_place(self, run: PackedRun) -> MemoryPieces | None:
         """Return the pieces of a run that is read into the slots, None if they are too short for that."""
         if not (len(run.read.slots) and self.rows):
             return None
@@ -363,7 +363,7 @@ class Peer:
         pieces = self._pieces_to(run, mine)
         return pieces if pieces.mean_bytes >= IN_PLACE_BYTES else None
 
-    def pieces_packed(self, run: Run, start: int) -> MemoryPieces:
+    def pieces_packed(self, run: PackedRun, start: int) -> MemoryPieces:
         """Return the pieces of a run that is read into packed memory at this address."""
         packing = run.packing
         if not len(run.read.slots):
@@ -375,7 +375,7 @@ class Peer:
             run, addresses_of(rows[planes], (0,) * len(rows[planes]), np.arange(run.count))
         )
 
-    def _pieces_to(self, run: Run, mine: Numbers) -> MemoryPieces:
+    def _pieces_to(self, run: PackedRun, mine: Numbers) -> MemoryPieces:
         planes = run.packing.planes
         theirs = addresses_of(
             self.memory.planes[planes], self.theirs.starts[planes], run.read.slots[run.blocks]

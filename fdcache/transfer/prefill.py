@@ -22,7 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache.metadata import HashArray, Int32Array, UInt64Array
-from fdcache.transfer.messages import Ask, End, EndReason, Failed, FromDecode, Granted, Last, Ready, Renew
+from fdcache.transfer.messages import (
+    AskForBlocks,
+    BlocksGranted,
+    End,
+    EndReason,
+    Failed,
+    FromDecode,
+    Last,
+    Ready,
+    Renew,
+)
 
 Peer = bytes
 """Boot id of a peer."""
@@ -68,7 +78,7 @@ class SendMessage(NamedTuple):
     """Effect: send a message to a peer."""
 
     peer: Peer
-    message: Granted | Ready | Last | Failed
+    message: BlocksGranted | Ready | Last | Failed
 
 
 class ComputeSums(NamedTuple):
@@ -79,7 +89,7 @@ class ComputeSums(NamedTuple):
     slots: Int32Array
 
 
-class Publish(NamedTuple):
+class PublishPart(NamedTuple):
     """Effect: make a part readable for a peer, in pieces if need be, and pass each to ``published``."""
 
     plan_id: int
@@ -109,7 +119,7 @@ class PlacesRead(NamedTuple):
     places: tuple[int, ...]
 
 
-Effect = SendMessage | ComputeSums | Publish | OfferEnded | PlacesRead
+Effect = SendMessage | ComputeSums | PublishPart | OfferEnded | PlacesRead
 
 
 @dataclass(slots=True)
@@ -121,7 +131,7 @@ class _Answers:
     first: int
     last: int
     is_announced: NDArray[np.bool_]
-    log: list[Granted | Ready | Last] = field(default_factory=list)
+    log: list[BlocksGranted | Ready | Last] = field(default_factory=list)
     freed: int = 0
 
     def take_places(self, read: int) -> list[tuple[int, ...]]:
@@ -145,7 +155,7 @@ class _Send:
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     peer: Peer
-    ask: Ask
+    ask: AskForBlocks
     until: float
 
 
@@ -251,7 +261,7 @@ class PrefillSide:
 
     def receive(self, peer: Peer, message: FromDecode, now: float) -> None:
         """Take a message of a peer that was accepted."""
-        if isinstance(message, Ask):
+        if isinstance(message, AskForBlocks):
             self._asked(peer, message, now)
         elif isinstance(message, Renew):
             self._renewed(peer, message, now)
@@ -277,7 +287,7 @@ class PrefillSide:
             failed = Failed(transfer, waiting.ask.attempt, "prefill has no such transfer")
             self._effects.append(SendMessage(waiting.peer, failed))
 
-    def _asked(self, peer: Peer, ask: Ask, now: float) -> None:
+    def _asked(self, peer: Peer, ask: AskForBlocks, now: float) -> None:
         if ask.attempt <= self._ended.get(ask.transfer, -1):
             failed = Failed(ask.transfer, ask.attempt, "decode has ended this transfer")
             self._effects.append(SendMessage(peer, failed))
@@ -299,7 +309,7 @@ class PrefillSide:
             send.lease_end = now + _lease(ask.lease_ms)
             self._resend(answers, 0)
 
-    def _grant(self, send: _Send, peer: Peer, ask: Ask, now: float) -> None:
+    def _grant(self, send: _Send, peer: Peer, ask: AskForBlocks, now: float) -> None:
         wanted = np.frombuffer(ask.hashes, np.uint8).reshape(-1, 32)
         mine = send.offer.hashes[ask.first : ask.first + len(wanted)]
         if len(mine) != len(wanted) or not np.array_equal(mine, wanted):
@@ -310,7 +320,7 @@ class PrefillSide:
         self._free(send)
         nothing = np.zeros_like(send.is_computed)
         send.answers = _Answers(peer, ask.attempt, ask.first, ask.first + len(wanted), nothing)
-        self._answer(send, Granted(ask.transfer, ask.attempt, 0))
+        self._answer(send, BlocksGranted(ask.transfer, ask.attempt, 0))
         for part in send.parts:
             self._publish(send, part)
         self._finish(send)
@@ -321,7 +331,7 @@ class PrefillSide:
             wanted = part._replace(first=max(part.first, answers.first), last=min(part.last, answers.last))
             if wanted.first < wanted.last:
                 plan_id = send.offer.plan_id
-                self._effects.append(Publish(plan_id, answers.peer, answers.attempt, wanted))
+                self._effects.append(PublishPart(plan_id, answers.peer, answers.attempt, wanted))
 
     def _free(self, send: _Send) -> None:
         """Free the places of answers that are replaced."""
@@ -341,7 +351,7 @@ class PrefillSide:
         sums = np.ascontiguousarray(send.sums[wanted]).astype("<u8").tobytes()
         self._answer(send, Last(send.offer.transfer, answers.attempt, len(answers.log), hashes, sums))
 
-    def _answer(self, send: _Send, message: Granted | Ready | Last) -> None:
+    def _answer(self, send: _Send, message: BlocksGranted | Ready | Last) -> None:
         assert send.answers is not None
         send.answers.log.append(message)
         self._effects.append(SendMessage(send.answers.peer, message))

@@ -31,10 +31,10 @@ from fdcache.transfer.nixl import (
     IN_PLACE,
     IN_PLACE_BYTES,
     NixlAgent,
+    PackedRead,
+    PackedRun,
     Peer,
     PeerMemory,
-    Read,
-    Run,
     extents,
     mean_run_bytes,
 )
@@ -353,7 +353,7 @@ class RdmaConnector:
             self._has_ended(peer, run)
         return True
 
-    def _take_region(self, peer: Peer, run: Run) -> Region | None:
+    def _take_region(self, peer: Peer, run: PackedRun) -> Region | None:
         """Take room for a run, None if there is none. One peer takes half of the memory."""
         regions, nbytes = self._in.regions, run.packing.record_bytes * run.count
         chunks = -(-nbytes // CHUNK_BYTES)
@@ -364,7 +364,7 @@ class RdmaConnector:
             peer.chunks_taken += region.chunks
         return region
 
-    def _has_ended(self, peer: Peer, run: Run) -> bool:
+    def _has_ended(self, peer: Peer, run: PackedRun) -> bool:
         """Take the end of a run, or of the copies out of its region; return True if there was one."""
         if run.copying is not None:
             if not run.copying.has_ended():
@@ -381,7 +381,7 @@ class RdmaConnector:
         self._take_end(peer, run, error or kept)
         return True
 
-    def _take_end(self, peer: Peer, run: Run, error: str | None) -> None:
+    def _take_end(self, peer: Peer, run: PackedRun, error: str | None) -> None:
         """Take the end of a run: copy its blocks into their slots, unless no request waits for them any more."""
         read, self._last_end = run.read, time.perf_counter()
         if run.in_place:
@@ -393,7 +393,7 @@ class RdmaConnector:
                 return
         self._forget(peer, run, error)
 
-    def _unpack(self, peer: Peer, run: Run, region: Region) -> tuple[Copying | None, str | None]:
+    def _unpack(self, peer: Peer, run: PackedRun, region: Region) -> tuple[Copying | None, str | None]:
         order = run.read.order
         slots = np.ascontiguousarray(order.slots[run.blocks])
         try:
@@ -401,12 +401,12 @@ class RdmaConnector:
         except DeviceError as error:
             return None, str(error)
 
-    def _take_copied(self, peer: Peer, run: Run, error: str | None) -> None:
+    def _take_copied(self, peer: Peer, run: PackedRun, error: str | None) -> None:
         run.read.writing -= 1
         self._last_end = time.perf_counter()
         self._forget(peer, run, error)
 
-    def _forget(self, peer: Peer, run: Run, error: str | None) -> None:
+    def _forget(self, peer: Peer, run: PackedRun, error: str | None) -> None:
         """Free the room of a run that has ended, and note what it has read."""
         peer.flying.remove(run)
         if run.region is not None:
@@ -420,12 +420,12 @@ class RdmaConnector:
         read.moved += run.count * sum(peer.theirs.sizes[run.packing.planes])
         self._finish(read)
 
-    def _fail(self, read: Read, outcome: ReadOutcome, error: str) -> None:
+    def _fail(self, read: PackedRead, outcome: ReadOutcome, error: str) -> None:
         """Begin no further run of a read."""
         read.failure = read.failure or (outcome, error)
         self._finish(read)
 
-    def _finish(self, read: Read) -> None:
+    def _finish(self, read: PackedRead) -> None:
         """Report a read once nothing writes into its slots any more."""
         if read.ended or read.writing or (read.unfinished and read.failure is None):
             return

@@ -14,7 +14,7 @@ from fdcache.metadata import HandoverEnd, Int32Array, PeerTask, UInt64Array
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import prefill
-from fdcache.transfer.connector import LocalPlanes, Packer, Pieces, Sharing, TransferConnector, TransferView
+from fdcache.transfer.connector import HandoverView, LocalPlanes, Packer, Pieces, Sharing, TransferConnector
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.links import Incoming
 from fdcache.transfer.messages import FromDecode
@@ -27,7 +27,7 @@ from fdcache.transfer.prefill import (
     Peer,
     PlacesRead,
     PrefillSide,
-    Publish,
+    PublishPart,
     SendEnd,
 )
 
@@ -134,10 +134,10 @@ class Publisher:
         pieces: Pieces | None,
     ) -> None:
         self._connector, self._side, self._slots_of, self._pieces = connector, side, slots_of, pieces
-        self._wanted: deque[Publish] = deque()
-        self._packing: deque[tuple[Publish, Part, tuple[int, ...]]] = deque()
+        self._wanted: deque[PublishPart] = deque()
+        self._packing: deque[tuple[PublishPart, Part, tuple[int, ...]]] = deque()
 
-    def publish(self, wanted: Publish) -> None:
+    def publish(self, wanted: PublishPart) -> None:
         """Publish a part as soon as there is room."""
         self._wanted.append(wanted)
 
@@ -149,7 +149,7 @@ class Publisher:
         if self._announce_next():
             return True
         waiting: set[bytes] = set()
-        passed: list[Publish] = []
+        passed: list[PublishPart] = []
         published = False
         while self._wanted and not published:
             wanted = self._wanted.popleft()
@@ -162,7 +162,7 @@ class Publisher:
         self._wanted.extendleft(reversed(passed))
         return published
 
-    def _publish(self, wanted: Publish) -> bool:
+    def _publish(self, wanted: PublishPart) -> bool:
         """Publish the leading blocks of a part if there is room, and keep the rest of it."""
         part = wanted.part
         most = self._connector.most_blocks(part.first_plane, part.last_plane)
@@ -281,11 +281,11 @@ class Sends:
             self._parts.extend(ComputedPart(plan_id, part, event) for plan_id, part in parts)
         return bool(parts)
 
-    def views(self) -> Iterator[TransferView]:
+    def views(self) -> Iterator[HandoverView]:
         """Yield the state of what has not ended."""
         for plan_id, each in self._sends.items():
             blocks, complete = len(each.task.swap), self.side.is_complete(plan_id)
-            yield TransferView(plan_id, "send", each.task.transfer, "", blocks, each.execution.age, complete)
+            yield HandoverView(plan_id, "send", each.task.transfer, "", blocks, each.execution.age, complete)
 
     def cancel_all(self, reason: str) -> None:
         """End every send, and tell the peers."""

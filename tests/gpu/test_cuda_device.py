@@ -18,7 +18,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.topology import visible_gpus
 from fdcache.errors import DeviceError, HostMemoryError, TensorError
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from tests.gpu.test_cuda_swaps import WIDE
 from tests.gpu.workers import GpuWorker
 from tests.property.test_round_trips import LAYOUTS
@@ -44,7 +44,7 @@ def test_registered_torch_tensors_are_copied(name: str) -> None:
     torch = pytest.importorskip("torch")
     layout = LAYOUTS[name]
     device = CudaDevice()
-    with CacheController(TransferSettings(), layout, device=device) as controller:
+    with CacheController(CopySettings(), layout, device=device) as controller:
         tensors = [
             torch.zeros(
                 (layout.draft_blocks(4) if layout.is_draft(plane.layer) else 4, *plane.shape),
@@ -70,7 +70,7 @@ def test_registered_torch_tensors_are_copied(name: str) -> None:
 
 def test_the_planes_of_an_interleaved_tensor_are_registered_by_their_strides() -> None:
     layout = uniform_layout()
-    with CacheController(TransferSettings(), layout, device=CudaDevice()) as controller:
+    with CacheController(CopySettings(), layout, device=CudaDevice()) as controller:
         whole = cupy.zeros((4, len(layout.planes), *layout.planes[0].shape), dtype=cupy.uint16)
         whole[0] = cupy.arange(whole[0].size, dtype=cupy.uint16).reshape(whole[0].shape)
         cupy.cuda.runtime.deviceSynchronize()
@@ -87,7 +87,7 @@ def test_the_planes_of_an_interleaved_tensor_are_registered_by_their_strides() -
 def test_allocated_planes_are_tensors_of_the_framework(framework: str) -> None:
     pytest.importorskip(framework)
     layout = LAYOUTS["fp8"]
-    with CacheController(TransferSettings(), layout, device=CudaDevice()) as controller:
+    with CacheController(CopySettings(), layout, device=CudaDevice()) as controller:
         tensors = controller.initialize_kv_cache(4, framework=framework)
         assert [tuple(tensor.shape) for tensor in tensors] == [(4, *plane.shape) for plane in layout.planes]
         assert {type(tensor).__module__.partition(".")[0] for tensor in tensors} == {framework}

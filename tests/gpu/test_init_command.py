@@ -14,7 +14,7 @@ from fdcache.devices.cuda import CudaDevice, load_kernels
 from fdcache.devices.topology import visible_gpus
 from fdcache.errors import KernelError
 from fdcache.machine.calibration import Calibration, load_calibration, save_calibration
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 
 RUN = "from fdcache_cli.main import run; run()"
 
@@ -49,7 +49,7 @@ def test_init_measures_keeps_and_shows_a_calibration(tmp_path: Path) -> None:
     assert shown["measured_at"] == kept.measured_at
     assert {each.method for each in kept.measurements} == {"direct", "staged", "kernel"}
     assert kept.link_to_device > 1 and kept.link_to_host > 1
-    assert CudaDevice(settings=TransferSettings(calibration_dir=tmp_path)).calibration == kept
+    assert CudaDevice(settings=CopySettings(calibration_dir=tmp_path)).calibration == kept
 
 
 FULL = """
@@ -96,4 +96,4 @@ def test_doctor_compiles_the_kernels_and_keeps_nothing(tmp_path: Path) -> None:
 def test_a_stale_calibration_is_not_used(tmp_path: Path) -> None:
     gpu = visible_gpus()[0]
     save_calibration(Calibration(gpu=gpu.uuid, driver=1, topology=gpu.topology), gpu, tmp_path)
-    assert CudaDevice(settings=TransferSettings(calibration_dir=tmp_path)).calibration is None
+    assert CudaDevice(settings=CopySettings(calibration_dir=tmp_path)).calibration is None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fdcache.replay.config import ReplayConfig, Verify
+from fdcache.replay.config import ReplayConfig, VerifyBytes
 from fdcache.replay.devices import DeviceName
 from fdcache.replay.engine import replay
 from fdcache.replay.workloads import WorkloadName, generate
-from fdcache.settings.cache import CacheSettings, SwapMethod, TransferSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, CopySettings, SwapMethod, WritePolicy
 from tests.gpu.test_cuda_swaps import METHODS
 from tests.property.test_round_trips import LAYOUTS
 
@@ -23,8 +23,8 @@ def test_no_reused_block_is_corrupt(name: str, method: str, policy: WritePolicy)
         cache=CacheSettings(
             device_blocks=512, host_memory=2048 * layout.record_bytes, write_policy=policy, clean_reserve=16
         ),
-        transfer=TransferSettings(swap_method=SwapMethod(method)),
-        verify=Verify.ALL,
+        transfer=CopySettings(swap_method=SwapMethod(method)),
+        verify=VerifyBytes.ALL,
         device=DeviceName.CUDA,
     )
     report = replay(generate(WorkloadName.CHAT, 30, seed=1), config)

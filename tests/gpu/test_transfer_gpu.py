@@ -19,7 +19,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadStatus
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.testing.transfer import TransferConformance, transfer_layout
 from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome, share
@@ -201,7 +201,7 @@ def test_memory_without_a_handle_is_refused_with_the_remedy() -> None:
                 tensors = [cupy.zeros((4, *plane.shape), cupy.uint16) for plane in layout.planes]
         else:
             tensors = [cupy.zeros((4, *plane.shape), cupy.uint16) for plane in layout.planes]
-    with CacheController(TransferSettings(), layout, device=device) as controller:
+    with CacheController(CopySettings(), layout, device=device) as controller:
         controller.register_kv_cache(tensors)
         with pytest.raises(TransferError, match=r"plane key of layer 0 .*initialize_kv_cache"):
             controller.open_transfer(IPC)
@@ -214,11 +214,11 @@ def test_expandable_segments_are_refused_with_the_remedy() -> None:
         from fdcache.controller.cache_controller import CacheController
         from fdcache.devices.cuda import CudaDevice
         from fdcache.errors import TransferError
-        from fdcache.settings.cache import TransferSettings
+        from fdcache.settings.cache import CopySettings
         from fdcache.settings.peers import PeerSettings
         from fdcache.testing.transfer import transfer_layout
         layout = transfer_layout()
-        controller = CacheController(TransferSettings(), layout, device=CudaDevice())
+        controller = CacheController(CopySettings(), layout, device=CudaDevice())
         controller.register_kv_cache(
             [torch.zeros((4, *plane.shape), dtype=torch.bfloat16, device="cuda") for plane in layout.planes]
         )
@@ -234,7 +234,7 @@ def test_expandable_segments_are_refused_with_the_remedy() -> None:
 
 
 def test_connectors_of_the_cpu_are_refused_for_a_gpu() -> None:
-    with CacheController(TransferSettings(), LAYOUT, device=device_of(None)) as controller:
+    with CacheController(CopySettings(), LAYOUT, device=device_of(None)) as controller:
         controller.initialize_kv_cache(4)
         with pytest.raises(TransferError, match="use ipc"):
             controller.open_transfer(PeerSettings(connector="files"))

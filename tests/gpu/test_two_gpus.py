@@ -13,7 +13,7 @@ from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.topology import Gpu, visible_gpus
 from fdcache.errors import TensorError
 from fdcache.metadata import TransferReport
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from tests.gpu.test_cuda_device import run_python
 from tests.gpu.test_cuda_order import spin
 from tests.gpu.test_cuda_swaps import METHODS, WIDE, shuffled
@@ -91,7 +91,7 @@ def test_a_tensor_of_the_other_gpu_is_refused(gpus: list[Gpu]) -> None:
     with cupy.cuda.Device(1):
         tensors = [cupy.zeros((4, *plane.shape), cupy.uint16) for plane in layout.planes]
     first, second = (
-        CacheController(TransferSettings(), layout, device=CudaDevice(gpus[i].uuid)) for i in range(2)
+        CacheController(CopySettings(), layout, device=CudaDevice(gpus[i].uuid)) for i in range(2)
     )
     with first, second:
         with pytest.raises(TensorError, match=gpus[0].uuid):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fdcache.devices.cuda import CudaDevice
 from fdcache.layout import KVLayout
 from fdcache.machine.calibration import Calibration
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from tests.swaps import Worker
 
 
@@ -31,10 +31,10 @@ class GpuWorker(Worker):
     def __init__(
         self, layout: KVLayout | None = None, *, gpu: CudaDevice | str | int | None = None, **options: Any
     ) -> None:
-        fields = set(TransferSettings.model_fields)
+        fields = set(CopySettings.model_fields)
         settings = {name: value for name, value in options.items() if name in fields}
         if not isinstance(gpu, CudaDevice):
-            gpu = CudaDevice(gpu, settings=TransferSettings(**settings), calibration=Calibration())
+            gpu = CudaDevice(gpu, settings=CopySettings(**settings), calibration=Calibration())
         self.gpu = gpu
         self.idle = _idle_stream(gpu)
         super().__init__(layout, device=gpu, **options)

@@ -18,7 +18,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.cpu import CpuDevice
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, MatchStatus, OffloadManager, Request
 from fdcache.metadata import SLOT_HEADER_BYTES, SwapPurpose, TransferPlan, TransferReport
-from fdcache.settings.cache import CacheSettings, EvictionPolicy, TransferSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, CopySettings, EvictionPolicy, WritePolicy
 from fdcache.tiers.pool import READY
 from tests.seeds import budget
 from tests.service_help import LocalService, local_service, until
@@ -64,7 +64,7 @@ class Side:
             }
         )
         self.manager = self.make_manager()
-        transfer = TransferSettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
+        transfer = CopySettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
         self.worker = CacheController(transfer, self.layout, rank=0, device=CpuDevice())
         self.worker.initialize_kv_cache(device)
         self.worker.initialize_host_cache(self.manager.host_cache)

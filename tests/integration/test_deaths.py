@@ -166,12 +166,12 @@ _STOPPED_LOADER = """
 import os, signal, sys
 from fdcache.manager import Request
 from fdcache.controller.cache_controller import CacheController
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from tests.faults import PausingDevice
 from tests.service_engine import Engine, PROMPT
 engine = Engine(sys.argv[1])
 device = PausingDevice(pause_at=1)
-rank = CacheController(TransferSettings(first_group_layers=1, group_layers=1), engine.layout, device=device)
+rank = CacheController(CopySettings(first_group_layers=1, group_layers=1), engine.layout, device=device)
 rank.initialize_kv_cache(32)
 rank.initialize_host_cache(engine.manager.host_cache)
 request = Request("loads", PROMPT)

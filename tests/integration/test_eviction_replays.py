@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fdcache.hints import HintKind
-from fdcache.replay.config import Verify
+from fdcache.replay.config import VerifyBytes
 from fdcache.replay.hints import with_hints
 from fdcache.replay.points import Point, run_point
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
@@ -21,7 +21,7 @@ def found(items: list[WorkItem], eviction: str = "learned", in_flight: int = 1) 
         device_blocks=800,
         host_memory=0,
         concurrency=in_flight,
-        verify=Verify.OFF,
+        verify=VerifyBytes.OFF,
         cache={"eviction": eviction},
     )
     return run_point(items, config).hit_rate
@@ -46,7 +46,7 @@ def test_device_and_host_tier_together_find_hardly_less_than_by_last_use(policy:
             small_config(
                 device_blocks=300,
                 host_memory=1200 * 8192,
-                verify=Verify.OFF,
+                verify=VerifyBytes.OFF,
                 cache={"eviction": eviction, "write_policy": policy},
             ),
         ).hit_rate
@@ -63,7 +63,7 @@ def found_in_tiers(
         device_blocks=device,
         host_memory=host * 8192,
         concurrency=1,
-        verify=Verify.OFF,
+        verify=VerifyBytes.OFF,
         cache={"eviction": eviction, "write_policy": policy},
     )
     result = run_point(items, config)
@@ -140,7 +140,7 @@ def test_right_hints_find_more_and_wrong_ones_cost_little(chat: list[WorkItem]) 
 
 def test_hints_of_a_replay_all_have_an_outcome(chat: list[WorkItem]) -> None:
     config = small_config(
-        device_blocks=800, host_memory=0, concurrency=1, verify=Verify.OFF, cache={"eviction": "learned"}
+        device_blocks=800, host_memory=0, concurrency=1, verify=VerifyBytes.OFF, cache={"eviction": "learned"}
     )
     items = with_hints(chat[:300], 0.3, 1)
     with Point(config) as point:

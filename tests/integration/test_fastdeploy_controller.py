@@ -19,7 +19,7 @@ from fdcache.integrations.fastdeploy import (
     settings_from_config,
 )
 from fdcache.metadata import StorageScan, SwapPurpose, TransferPlan
-from fdcache.settings.cache import StorageTierSettings, TransferSettings
+from fdcache.settings.cache import CopySettings, StorageTierSettings
 from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.storage.slab import SlabStore
@@ -145,7 +145,7 @@ class TestCopies:
             tensor[0] = paddle.full(tensor.shape[1:], value, dtype=tensor.dtype)
 
     def test_transfer_settings_apply_to_the_device(self) -> None:
-        controller = CacheController(fd_config(), 0, 0, settings=TransferSettings(verify="all"))
+        controller = CacheController(fd_config(), 0, 0, settings=CopySettings(verify="all"))
         tensors = controller.initialize_kv_cache(backend(), 4)
         self.filled(tensors, 3.0)
         controller.evict_device_to_host(swap(SwapPurpose.EVICT, [(0, 1)])).wait_all()
@@ -357,7 +357,7 @@ def test_the_environment_alone_configures_memory_and_storage(
 
 def test_settings_of_the_controller_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FDCACHE_VERIFY", "all")
-    own = TransferSettings(verify="off")
+    own = CopySettings(verify="off")
     with CacheController(fd_config(), 0, 0, settings=own).core as core:
         assert core.settings == own
 

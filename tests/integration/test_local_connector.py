@@ -11,7 +11,7 @@ from fdcache.layout import KVLayout
 from fdcache.storage.connector import Outcome
 from fdcache.testing.storage import (
     ConnectorConformance,
-    HostRecords,
+    KnownRecords,
     OpenConnector,
     conformance_layout,
     path_of,
@@ -35,7 +35,7 @@ def test_a_full_file_evicts_the_oldest_leaves_first(tmp_path: Path) -> None:
     capacity = connector.stats().capacity_blocks
     assert capacity is not None
     assert 4 <= capacity < 20
-    records = HostRecords(layout, 16)
+    records = KnownRecords(layout, 16)
     old, new = path_of(capacity, "old"), path_of(2, "new")
     assert connector.put(records.fill(old[:8]), 10).ok.all() or capacity < 8
     connector.clear(10)
@@ -49,7 +49,7 @@ def test_a_full_file_evicts_the_oldest_leaves_first(tmp_path: Path) -> None:
 def test_a_corrupt_block_is_removed_with_its_descendants(tmp_path: Path) -> None:
     layout = conformance_layout()
     connector = LocalConnector(open_store(tmp_path, layout))
-    records = HostRecords(layout, 8)
+    records = KnownRecords(layout, 8)
     hashes = path_of(5, "chain")
     connector.put(records.fill(hashes), 10)
     slot = int(connector.pool.find(hashes[2:3]).slots[0])

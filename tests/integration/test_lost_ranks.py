@@ -12,7 +12,7 @@ import pytest
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.manager import LoadStatus, Request
-from fdcache.settings.cache import CacheSettings, TransferSettings, WritePolicy
+from fdcache.settings.cache import CacheSettings, CopySettings, WritePolicy
 from tests.offload_engine import BLOCK, OffloadEngine, begun, ids, prompt
 from tests.service_engine import PROMPT, Engine, assert_nothing_is_held, ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, until
@@ -37,7 +37,7 @@ def end(engine: OffloadEngine | Engine, service: LocalService) -> None:
 def replace_worker(engine: OffloadEngine, rank: int) -> None:
     """Begin another process for a rank: its device memory has other bytes."""
     engine.ranks[rank].shutdown()
-    transfer = TransferSettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
+    transfer = CopySettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
     fresh = CacheController(transfer, engine.layout, rank=rank, device=engine.devices[rank])
     engine.ranks[rank] = fresh
     engine.tensors[rank] = fresh.initialize_kv_cache(16)

@@ -12,7 +12,7 @@ from fdcache.integrations.mooncake.store import MooncakeConnector
 from fdcache.storage.connector import Outcome, StorageState
 from fdcache.testing.storage import (
     ConnectorConformance,
-    HostRecords,
+    KnownRecords,
     OpenConnector,
     conformance_layout,
     path_of,
@@ -55,7 +55,7 @@ class TestMooncakeConnector(ConnectorConformance):
 def test_a_block_exists_only_when_every_rank_stored_it(connect: Callable[..., MooncakeConnector]) -> None:
     layout = conformance_layout("both ranks", tp_size=2)
     hashes = path_of(4, "both")
-    records = [HostRecords(layout, 4), HostRecords(layout, 4)]
+    records = [KnownRecords(layout, 4), KnownRecords(layout, 4)]
     ranks = [connect(layout, 0), connect(layout, 1)]
     asker = connect(layout, None)
     for rank, connector in enumerate(ranks):
@@ -72,7 +72,7 @@ def test_one_client_reads_what_another_stored(master: Master) -> None:
     layout = conformance_layout("two engines")
     hashes = path_of(6, "shared")
     writer, reader = master.connect(layout), master.connect(layout)
-    source, target = HostRecords(layout, 6), HostRecords(layout, 6)
+    source, target = KnownRecords(layout, 6), KnownRecords(layout, 6)
     writer.register(source.table)
     reader.register(target.table)
     assert writer.put(source.fill(hashes), PATIENCE).ok.all()
@@ -88,7 +88,7 @@ def test_a_record_that_differs_from_its_checksum_is_refused_and_removed(
     layout = conformance_layout("corrupt")
     hashes = path_of(3, "corrupt")
     connector = connect(layout)
-    records = HostRecords(layout, 3)
+    records = KnownRecords(layout, 3)
     connector.register(records.table)
     batch = records.fill(hashes)
     records.table.record(1)[100] ^= 0xFF  # changed after its checksum was computed
@@ -106,7 +106,7 @@ def test_a_dead_master_fails_fast_as_peer_gone_and_recovers(tmp_path: Path) -> N
     layout = conformance_layout("dead")
     hashes = path_of(4, "dead")
     connector = master.connect(layout, retry_after=0.05)
-    records = HostRecords(layout, 4)
+    records = KnownRecords(layout, 4)
     connector.register(records.table)
     batch = records.fill(hashes)
     assert connector.put(batch, PATIENCE).ok.all()
@@ -135,7 +135,7 @@ def test_a_connector_without_a_master_starts_off_and_fails_fast(tmp_path: Path) 
     master.kill()
     layout = conformance_layout("none")
     connector = master.connect(layout)
-    records = HostRecords(layout, 2)
+    records = KnownRecords(layout, 2)
     connector.register(records.table)
     assert connector.stats().state is StorageState.OFF
     assert (connector.put(records.fill(path_of(2, "n")), 10).outcomes == Outcome.PEER_GONE).all()

@@ -17,7 +17,7 @@ from fdcache.integrations.mooncake.store import MooncakeConnector
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, StorageTask, SwapPurpose
 from fdcache.storage.connector import BatchResult, Outcome, StorageState
 from fdcache.storage.queue import StorageQueue, StorageTransfer
-from fdcache.testing.storage import HostRecords, conformance_layout, path_of
+from fdcache.testing.storage import KnownRecords, conformance_layout, path_of
 from tests.mooncake_master import Master, find_master
 from tests.mooncake_node import Node
 
@@ -83,7 +83,7 @@ def test_a_master_that_freezes_inside_a_batch_costs_only_the_deadline(
     layout = conformance_layout("frozen master")
     hashes = path_of(BLOCKS, "stored")
     connector = master.connect(layout, retry_after=0.0)
-    records = HostRecords(layout, BLOCKS)
+    records = KnownRecords(layout, BLOCKS)
     connector.register(records.table)
     assert connector.put(records.fill(hashes), 30).ok.all()
     calls.before = master.freeze
@@ -117,7 +117,7 @@ def test_a_node_that_dies_inside_a_batch_costs_only_the_deadline(
     hashes = path_of(BLOCKS, "node")
     node = Node(master.address, "node", BLOCKS)
     connector = master.connect(layout, segment=0, retry_after=3600.0)
-    records = HostRecords(layout, BLOCKS)
+    records = KnownRecords(layout, BLOCKS)
     connector.register(records.table)
     assert connector.get(records.batch(hashes), 30).ok.all()
     assert all(records.holds(slot, row.tobytes()) for slot, row in enumerate(hashes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fdcache.hashing import hash_blocks, root_hash
-from fdcache.service.server.clients import Client
+from fdcache.service.server.clients import RegisteredClient
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.namespaces import Reclaims
 from tests.service_engine import PROMPT, Engine, assert_nothing_is_held, layout
@@ -19,7 +19,7 @@ def namespace_of(service: LocalService, engine: Engine) -> Namespace:
     return found
 
 
-def only_client(service: LocalService) -> Client:
+def only_client(service: LocalService) -> RegisteredClient:
     (client,) = service.service.clients.values()
     return client  # type: ignore[no-any-return]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fdcache import CacheController, KVLayout, TransferSettings
+from fdcache import CacheController, CopySettings, KVLayout
 from fdcache.devices.cpu import CpuDevice
 from tests.swaps import plan, uniform_layout
 
@@ -45,7 +45,7 @@ def bytes_of(tensor: Any, block: int) -> bytes:
 def test_bytes_written_by_paddle_survive_eviction_and_load(
     layout: KVLayout, make: Callable[[CacheController, int], list[Any]]
 ) -> None:
-    with CacheController(TransferSettings(), layout, device=planes_in.current_device()) as controller:
+    with CacheController(CopySettings(), layout, device=planes_in.current_device()) as controller:
         tensors = make(controller, 6)
         controller.initialize_host_cache(4)
         shapes = [[9 if layout.is_draft(plane.layer) else 6, *plane.shape] for plane in layout.planes]

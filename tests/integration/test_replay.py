@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import BlockCopy, DevicePlanes, HostArena
+from fdcache.devices.base import ArenaRecords, DevicePlanes, PlannedCopy
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import ReplayError, ReplayOptionError
 from fdcache.manager import CacheManager, Request
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferReport
 from fdcache.replay import engine, worker
-from fdcache.replay.config import LayoutName, Verify
+from fdcache.replay.config import LayoutName, VerifyBytes
 from fdcache.replay.engine import replay
 from fdcache.replay.messages import StepResult
 from fdcache.replay.ranks import LocalRank
@@ -204,7 +204,7 @@ def test_a_replay_at_the_speed_of_its_workload_evicts_by_the_real_clock(eviction
 def test_verify_sample_compares_fewer_blocks_and_off_none() -> None:
     everything, sample, nothing = (
         run_chat(small_config(verify=verify, concurrency=1)).tally.verified_blocks
-        for verify in (Verify.ALL, Verify.SAMPLE, Verify.OFF)
+        for verify in (VerifyBytes.ALL, VerifyBytes.SAMPLE, VerifyBytes.OFF)
     )
     assert everything > sample > nothing == 0
 
@@ -231,7 +231,7 @@ def test_an_interrupted_replay_is_clean_and_marked_as_interrupted() -> None:
 class SilentlyWrongDevice(CpuDevice):
     """Device that loads the previous pair's block and reports success."""
 
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         if not swap.to_host and len(swap) > 1:
             order = np.roll(np.arange(len(swap)), 1)
             swap = msgspec.structs.replace(

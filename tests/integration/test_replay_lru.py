@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.replay.config import Verify
+from fdcache.replay.config import VerifyBytes
 from fdcache.replay.engine import replay
 from fdcache.replay.report import Report
 from fdcache.replay.trace import read_trace
@@ -30,7 +30,7 @@ def test_hit_rate_equals_an_exact_simulation(workload: WorkloadName, device_bloc
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_copies_to_the_host_cost_no_device_hits(policy: WritePolicy) -> None:
     cache = {**LRU, "write_policy": policy, "clean_reserve": 150}
-    config = small_config(device_blocks=300, layers=1, concurrency=1, verify=Verify.OFF, cache=cache)
+    config = small_config(device_blocks=300, layers=1, concurrency=1, verify=VerifyBytes.OFF, cache=cache)
     report = replay(generate(WorkloadName.CHAT, 300, 0), config)
     assert_clean(report)
     exact = LeafFirstLru(300, 64).hit_rate(generate(WorkloadName.CHAT, 300, 0), 0)
@@ -50,7 +50,7 @@ def test_copies_to_the_host_cost_no_device_hits_on_the_whole_trace(policy: Write
         layers=1,
         concurrency=1,
         chunk_tokens=16384,
-        verify=Verify.OFF,
+        verify=VerifyBytes.OFF,
         cache={**LRU, "write_policy": policy},
     )
     report = replay(read_trace(trace), config)

@@ -17,7 +17,7 @@ from fdcache.replay.engine import replay
 from fdcache.replay.statistics import Tally
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
-from fdcache.testing.storage import HostRecords, conformance_layout
+from fdcache.testing.storage import KnownRecords, conformance_layout
 from tests.mooncake_master import Master, find_master
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_help import TIMEOUT, service_process
@@ -66,7 +66,7 @@ def test_two_processes_share_a_store(master: Master) -> None:
     # A node that stays: blocks in an engine's own segment are lost when the engine leaves.
     layout = conformance_layout("a node of its own")
     node = master.connect(layout)
-    node.register(HostRecords(layout, 1).table)
+    node.register(KnownRecords(layout, 1).table)
     together = [start(master), start(master)]
     reports = [finish(process) for process in together]
     assert sum(report["storage"]["stored"] for report in reports) > 0
@@ -120,7 +120,7 @@ def test_a_master_that_freezes_under_traffic_costs_its_deadline(mortal: Master) 
 def test_services_share_a_store_that_outlives_each_of_them(master: Master, tmp_path: Path) -> None:
     layout = conformance_layout("a node of its own")
     node = master.connect(layout)
-    node.register(HostRecords(layout, 1).table)
+    node.register(KnownRecords(layout, 1).table)
     hits = []
     for turn in range(2):
         settings = {**master.environment(), "FDCACHE_HOST_MEMORY": "4MiB"}

@@ -11,7 +11,7 @@ from fdcache.errors import ReplayError, ReplayOptionError
 from fdcache.manager import CacheManager
 from fdcache.replay import worker
 from fdcache.replay._pattern import PatternModel
-from fdcache.replay.config import Verify
+from fdcache.replay.config import VerifyBytes
 from fdcache.replay.engine import replay
 from fdcache.replay.optimum import BlockStream, optimal_hit_rate
 from fdcache.replay.points import run_point
@@ -30,7 +30,7 @@ def test_one_request_at_a_time_finds_what_an_exact_lru_finds(
         device_blocks=device_blocks,
         host_memory=0,
         concurrency=1,
-        verify=Verify.OFF,
+        verify=VerifyBytes.OFF,
         cache={"eviction": "lru"},
     )
     point = run_point(generate(workload, 200, 3), config)
@@ -56,8 +56,8 @@ def test_a_point_agrees_with_a_whole_replay_of_one_request_at_a_time(write: Writ
 )
 def test_bytes_make_no_difference_to_the_hits(ranks: int, write: WritePolicy) -> None:
     options: dict[str, Any] = {"device_blocks": 150, "ranks": ranks, "cache": {"write_policy": write}}
-    without = run_point(generate(WorkloadName.CHAT, 60, 0), small_config(verify=Verify.OFF, **options))
-    compared = run_point(generate(WorkloadName.CHAT, 60, 0), small_config(verify=Verify.ALL, **options))
+    without = run_point(generate(WorkloadName.CHAT, 60, 0), small_config(verify=VerifyBytes.OFF, **options))
+    compared = run_point(generate(WorkloadName.CHAT, 60, 0), small_config(verify=VerifyBytes.ALL, **options))
     assert without.verified_blocks == 0
     assert compared.verified_blocks > 0
     assert compared.corrupt_blocks == 0
@@ -67,18 +67,18 @@ def test_bytes_make_no_difference_to_the_hits(ranks: int, write: WritePolicy) ->
 
 
 def test_without_bytes_the_tiers_may_be_larger_than_the_machine() -> None:
-    config = small_config(device_blocks=2_000_000, layers=1024, host_memory=0, verify=Verify.OFF)
+    config = small_config(device_blocks=2_000_000, layers=1024, host_memory=0, verify=VerifyBytes.OFF)
     assert run_point(generate(WorkloadName.CHAT, 30, 0), config).hit_rate > 0.3
 
 
 def test_bytes_need_the_memory() -> None:
-    config = small_config(device_blocks=2_000_000, layers=1024, host_memory=0, verify=Verify.ALL)
+    config = small_config(device_blocks=2_000_000, layers=1024, host_memory=0, verify=VerifyBytes.ALL)
     with pytest.raises(ReplayOptionError, match="would fit"):
         run_point(generate(WorkloadName.CHAT, 30, 0), config)
 
 
 def test_a_turn_finds_the_answer_before_it() -> None:
-    config = small_config(device_blocks=20_000, host_memory=0, concurrency=64, verify=Verify.OFF)
+    config = small_config(device_blocks=20_000, host_memory=0, concurrency=64, verify=VerifyBytes.OFF)
     items = list(generate(WorkloadName.CHAT, 100, 0))
     optimum = optimal_hit_rate(BlockStream.of(items, config), 20_000, 20_000)
     assert run_point(items, config).hit_rate == pytest.approx(optimum, abs=0.005)
@@ -86,7 +86,7 @@ def test_a_turn_finds_the_answer_before_it() -> None:
 
 def test_requests_larger_than_the_device_tier_are_left_out() -> None:
     items = list(generate(WorkloadName.CHAT, 60, 0))
-    config = small_config(device_blocks=30, host_memory=0, concurrency=2, verify=Verify.OFF)
+    config = small_config(device_blocks=30, host_memory=0, concurrency=2, verify=VerifyBytes.OFF)
     point = run_point(items, config)
     fitting = [item for item in items if config.blocks_for(item.computed_length) <= 30]
     assert 0 < point.rejected == len(items) - len(fitting) < len(items)
@@ -96,7 +96,7 @@ def test_requests_larger_than_the_device_tier_are_left_out() -> None:
 
 def test_no_request_that_fits_is_an_error() -> None:
     with pytest.raises(ReplayError, match="each of the 20 requests is larger than the device tier, 2 blocks"):
-        run_point(generate(WorkloadName.CHAT, 20, 0), small_config(device_blocks=2, verify=Verify.OFF))
+        run_point(generate(WorkloadName.CHAT, 20, 0), small_config(device_blocks=2, verify=VerifyBytes.OFF))
 
 
 class WrongModel:
@@ -128,7 +128,9 @@ def test_what_is_left_over_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CacheManager, "finish", finish_all_but_one)
     with pytest.raises(ReplayError, match="are left after the last request"):
-        run_point(generate(WorkloadName.CHAT, 20, 0), small_config(device_blocks=2000, verify=Verify.OFF))
+        run_point(
+            generate(WorkloadName.CHAT, 20, 0), small_config(device_blocks=2000, verify=VerifyBytes.OFF)
+        )
 
 
 def test_the_clock_of_the_manager_shows_the_time_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +144,7 @@ def test_the_clock_of_the_manager_shows_the_time_stamps(monkeypatch: pytest.Monk
     monkeypatch.setattr(CacheManager, "__init__", remember)
     items = list(generate(WorkloadName.CHAT, 20, 0))
     seen: list[float] = []
-    run_point(items, small_config(verify=Verify.OFF), lambda _: seen.append(clocks[0]()))
+    run_point(items, small_config(verify=VerifyBytes.OFF), lambda _: seen.append(clocks[0]()))
     assert seen == [item.timestamp_ms / 1000 for item in items]
 
 
@@ -170,7 +172,7 @@ def test_the_recorded_trace_has_its_known_hit_rates(block_size: int) -> None:
             block_size=block_size,
             host_memory=0,
             concurrency=1,
-            verify=Verify.OFF,
+            verify=VerifyBytes.OFF,
             cache={"eviction": "lru"},
         )
         if blocks == 1000:

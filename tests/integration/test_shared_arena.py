@@ -15,7 +15,7 @@ from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.service.client import arena
 from fdcache.service.wire.protocol import Attached, decode_request_frame, encode_answer
 from fdcache.service.wire.shared_memory import Geometry
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from fdcache.tiers.host import HostCache
 from tests.swaps import PATIENCE, plan, uniform_layout
 
@@ -34,7 +34,7 @@ def test_reports_are_polled_while_a_submission_waits_for_the_service(
     tmp_path: Path, door: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena, "ATTACH_TIMEOUT", PATIENCE)
-    with CacheController(TransferSettings(), uniform_layout()) as controller:
+    with CacheController(CopySettings(), uniform_layout()) as controller:
         controller.initialize_kv_cache(4)
         controller.initialize_host_cache(HostCache(server=f"ipc://{tmp_path}/fdcache.sock"))
         wanted = msgspec.structs.replace(plan(1, load=[(0, 1)]), arena=f"1/1/{tmp_path}/engine")
@@ -66,7 +66,7 @@ def test_extents_that_are_missing_hide_none_of_those_that_are_there(
         request = decode_request_frame(frame)
         door.send_multipart([caller, encode_answer(request.id, Attached(geometry, layout.fingerprint))])
 
-    with CacheController(TransferSettings(), layout) as controller:
+    with CacheController(CopySettings(), layout) as controller:
         controller.initialize_kv_cache(4)
         controller.initialize_host_cache(HostCache(server=f"ipc://{tmp_path}/fdcache.sock"))
         service = threading.Thread(target=attach)

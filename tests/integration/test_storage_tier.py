@@ -15,9 +15,9 @@ from fdcache.manager import CacheManager, MatchStatus, Request
 from fdcache.metadata import CacheLevel, CacheStatus, SwapPurpose
 from fdcache.settings.cache import (
     CacheSettings,
+    CopySettings,
     PrefetchPolicy,
     StorageTierSettings,
-    TransferSettings,
     WritePolicy,
 )
 from fdcache.storage.connector import StorageState
@@ -318,7 +318,7 @@ def test_a_controller_without_storage_refuses_its_tasks(engine: Engine, tmp_path
     engine.manager.begin([request])
     (plan,) = engine.manager.take_plans()
     assert [swap.purpose for task in plan.storage for swap in task.swaps()] == [SwapPurpose.PREFETCH]
-    with CacheController(TransferSettings(), LAYOUT) as other:
+    with CacheController(CopySettings(), LAYOUT) as other:
         other.initialize_kv_cache(30)
         with pytest.raises(CacheNotReadyError, match="initialize_host_cache"):
             other.initialize_storage(open_store(tmp_path / "none", LAYOUT))

@@ -15,14 +15,14 @@ from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource
 from fdcache.transfer.messages import (
     AnyMessage,
-    Ask,
+    AskForBlocks,
+    BlocksGranted,
     Envelope,
-    Granted,
-    Hello,
     Identity,
+    LinkHello,
+    LinkRefused,
+    LinkWelcome,
     Ready,
-    Refused,
-    Welcome,
     decode,
     encode,
 )
@@ -41,7 +41,7 @@ class Monkey:
         self._random, self._identity = random.Random(seed), identity
 
     def message(self) -> AnyMessage:
-        kind = self._random.choice([each for each in get_args(AnyMessage) if each is not Refused])
+        kind = self._random.choice([each for each in get_args(AnyMessage) if each is not LinkRefused])
         values = [self._value(field.type) for field in msgspec.structs.fields(kind)]
         return kind(*values)  # type: ignore[no-any-return]
 
@@ -88,7 +88,7 @@ def test_no_message_of_a_decode_peer_ends_prefill(prefill: Instance, seed: int) 
     boot = endpoint_of(prefill)._links.mine.boot
     with outsider(prefill.address) as peer:
         monkey = Monkey(seed, msgspec.structs.replace(identity_of(prefill), boot=peer.boot))
-        assert isinstance(peer.greet(identity_of(prefill), live=None), Welcome)
+        assert isinstance(peer.greet(identity_of(prefill), live=None), LinkWelcome)
         for _ in range(budget(20_000)):
             peer._socket.send(monkey.damaged(encode(Envelope(peer.boot, boot), monkey.message())))
         prefill.step()
@@ -112,10 +112,10 @@ class HostilePrefill:
             route, data = self._router.recv_multipart()
             envelope, message = decode(data)
             answers: list[AnyMessage] = []
-            if isinstance(message, Hello):
-                answers = [Welcome(self._mine)]
-            elif isinstance(message, Ask):
-                answers = [Granted(message.transfer, message.attempt, 0)]
+            if isinstance(message, LinkHello):
+                answers = [LinkWelcome(self._mine)]
+            elif isinstance(message, AskForBlocks):
+                answers = [BlocksGranted(message.transfer, message.attempt, 0)]
                 for seq in range(1, 4):
                     value = self._monkey._value(tuple[int, ...])
                     draw = self._monkey._random.choice
@@ -123,7 +123,7 @@ class HostilePrefill:
                     answers.append(Ready(message.transfer, message.attempt, seq, *numbers, value))
             for each in answers:
                 self._router.send_multipart([route, encode(Envelope(self._mine.boot, envelope.sender), each)])
-            if not isinstance(message, Hello):
+            if not isinstance(message, LinkHello):
                 frame = encode(Envelope(self._mine.boot, envelope.sender), self._monkey.message())
                 self._router.send_multipart([route, self._monkey.damaged(frame)])
 

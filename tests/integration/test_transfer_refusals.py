@@ -14,11 +14,11 @@ from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadOutcome
-from fdcache.settings.cache import CacheSettings, TransferSettings
+from fdcache.settings.cache import CacheSettings, CopySettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.access import rank_address
 from fdcache.transfer.handovers import Handovers, PeerTerms
-from fdcache.transfer.messages import Envelope, Refused, decode, encode
+from fdcache.transfer.messages import Envelope, LinkRefused, decode, encode
 from fdcache.transfer.shared_planes import PREFIX
 from tests.service_help import until
 from tests.transfer_help import LAYOUT, Instance, prompt_of
@@ -52,7 +52,7 @@ class LaterVersion:
         while self._socket.poll(0):
             route, data = self._socket.recv_multipart()
             to = Envelope(b"p" * 16, decode(data)[0].sender)
-            answer = bytearray(encode(to, Refused("protocol", "version 2", "version 1")))
+            answer = bytearray(encode(to, LinkRefused("protocol", "version 2", "version 1")))
             answer[4] += 1
             self._socket.send_multipart([route, bytes(answer)])
 
@@ -103,8 +103,8 @@ def test_addresses_of_latent_ranks_in_another_order_are_refused(tmp_path: Path) 
             timeout=5.0,
         )
 
-    ranks = [CacheController(TransferSettings(), MLA.with_tp_size(2), rank=rank) for rank in range(2)]
-    ranks.append(CacheController(TransferSettings(), MLA))
+    ranks = [CacheController(CopySettings(), MLA.with_tp_size(2), rank=rank) for rank in range(2)]
+    ranks.append(CacheController(CopySettings(), MLA))
     manager = CacheManager(CacheSettings(device_blocks=8), MLA)
     handovers = Handovers(manager, PeerTerms(settings("decode", 2)))
     try:
@@ -161,7 +161,7 @@ def test_an_address_at_which_another_process_answers_is_refused_and_stays_with_i
 )
 def test_folders_that_take_no_file_are_refused_with_the_remedy(options: dict[str, str], words: str) -> None:
     settings = PeerSettings(**{"connector": "ipc", **options})
-    controller = CacheController(TransferSettings(), LAYOUT)
+    controller = CacheController(CopySettings(), LAYOUT)
     with pytest.raises(FdcacheError, match=words):
         controller.initialize_kv_cache(4, shared=settings.directory)
         controller.open_transfer(settings)

@@ -28,11 +28,11 @@ from fdcache.transfer.messages import (
     End,
     EndReason,
     Envelope,
-    Hello,
     Identity,
-    Refused,
+    LinkHello,
+    LinkRefused,
+    LinkWelcome,
     Stranger,
-    Welcome,
     decode,
     encode,
 )
@@ -61,7 +61,7 @@ class Outsider:
 
     def greet(self, identity: Identity, seconds: float = 10.0, **changes: object) -> AnyMessage | None:
         """Introduce itself as a decode rank that fits, but for some fields; return the answer."""
-        self.send(Hello(msgspec.structs.replace(identity, boot=self.boot, **changes)))
+        self.send(LinkHello(msgspec.structs.replace(identity, boot=self.boot, **changes)))
         return self.answer(seconds)
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ def live_at(path: str, pid: int = 1 << 30) -> Live:
 def test_a_peer_whose_live_file_is_none_costs_nobody_else_anything(prefill: Instance, path: str) -> None:
     with outsider(prefill.address) as peer:
         answer = peer.greet(identity_of(prefill), live=live_at(path), machine=machine_id())
-        assert isinstance(answer, Welcome | Refused)
+        assert isinstance(answer, LinkWelcome | LinkRefused)
         hand_over(prefill, "d")
 
 
@@ -150,7 +150,7 @@ def test_a_live_file_in_a_folder_of_another_user_is_not_looked_at(tmp_path: Path
 def test_a_message_of_the_wrong_side_is_counted_and_ignored(prefill: Instance) -> None:
     with outsider(prefill.address) as peer:
         welcome = peer.greet(identity_of(prefill))
-        assert isinstance(welcome, Welcome)
+        assert isinstance(welcome, LinkWelcome)
         peer.send(welcome, welcome.side.boot)
         prefill.until(lambda: prefill.transfers.protocol_errors == 1)
         hand_over(prefill, "d")
@@ -159,19 +159,19 @@ def test_a_message_of_the_wrong_side_is_counted_and_ignored(prefill: Instance) -
 def test_a_peer_that_speaks_for_another_is_ignored(prefill: Instance) -> None:
     with outsider(prefill.address) as peer, outsider(prefill.address) as liar:
         welcome = peer.greet(identity_of(prefill))
-        assert isinstance(welcome, Welcome)
+        assert isinstance(welcome, LinkWelcome)
         liar.boot = peer.boot
         liar.send(End("r", 1, EndReason.DONE), welcome.side.boot)
-        liar.send(Hello(msgspec.structs.replace(identity_of(prefill), boot=peer.boot)))
+        liar.send(LinkHello(msgspec.structs.replace(identity_of(prefill), boot=peer.boot)))
         prefill.until(lambda: prefill.transfers.protocol_errors == 2)
 
 
 def test_a_peer_at_the_address_of_a_living_one_replaces_nothing(prefill: Instance) -> None:
     with outsider(prefill.address) as peer, outsider(prefill.address) as second:
         first = peer.greet(identity_of(prefill), address="ipc:///same", live=None)
-        assert isinstance(first, Welcome)
-        assert isinstance(second.greet(identity_of(prefill), address="ipc:///same", live=None), Welcome)
-        assert isinstance(peer.greet(identity_of(prefill), address="ipc:///same", live=None), Welcome)
+        assert isinstance(first, LinkWelcome)
+        assert isinstance(second.greet(identity_of(prefill), address="ipc:///same", live=None), LinkWelcome)
+        assert isinstance(peer.greet(identity_of(prefill), address="ipc:///same", live=None), LinkWelcome)
         prefill.until(lambda: len(prefill.transfers.peers) == 2)
 
 
@@ -194,13 +194,13 @@ def test_a_silent_peer_of_which_nothing_is_known_is_forgotten_and_may_come_back(
 ) -> None:
     with outsider(prefill.address) as peer:
         welcome = peer.greet(identity_of(prefill), live=None)
-        assert isinstance(welcome, Welcome)
+        assert isinstance(welcome, LinkWelcome)
         monkeypatch.setattr("fdcache.transfer.links._IDLE_SECONDS", 0.0)
         prefill.until(lambda: not prefill.transfers.peers)
         monkeypatch.undo()
         peer.send(End("r", 1, EndReason.DONE), welcome.side.boot)
         assert isinstance(peer.answer(), Stranger)
-        assert isinstance(peer.greet(identity_of(prefill), live=None), Welcome)
+        assert isinstance(peer.greet(identity_of(prefill), live=None), LinkWelcome)
 
 
 def test_a_frame_that_is_too_long_is_not_read(prefill: Instance) -> None:
@@ -255,12 +255,12 @@ def test_a_process_that_took_the_boot_id_of_another_bans_it_not(tmp_path: Path, 
     live = LiveFile(tmp_path)
     boot = uuid.uuid4().bytes
     with outsider(prefill.address, boot=boot) as liar:
-        assert isinstance(liar.greet(identity_of(prefill), live=live.live, machine=machine_id()), Welcome)
+        assert isinstance(liar.greet(identity_of(prefill), live=live.live, machine=machine_id()), LinkWelcome)
     live.close()
     prefill.until(lambda: not prefill.transfers.peers)
     with outsider(prefill.address, boot=boot) as peer:
         assert peer.greet(identity_of(prefill), 0.5, live=live.live, machine=machine_id()) is None
-        assert isinstance(peer.greet(identity_of(prefill), live=None), Welcome)
+        assert isinstance(peer.greet(identity_of(prefill), live=None), LinkWelcome)
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_who_does_not_know_the_key_learns_and_moves_nothing(tmp_path: Path) -> N
     address = f"tcp://127.0.0.1:{port}"
     with Instance("prefill", tmp_path, "p", address=address, key=KEY) as prefill:
         with outsider(address) as plain:
-            plain.send(Hello(identity_of(prefill)))
+            plain.send(LinkHello(identity_of(prefill)))
             assert plain.answer(0.5) is None
         with Instance("decode", tmp_path, "d", key="another secret of sixteen", timeout=1.0) as other:
             other.fetch(Request("r", prompt_of(1, 4)), prefill.source("r"))

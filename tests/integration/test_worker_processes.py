@@ -15,7 +15,7 @@ import pytest
 from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import ForkedProcessError, HostMemoryError
 from fdcache.metadata import decode_plan, decode_report, encode
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from tests.service_help import TIMEOUT, until
 from tests.swaps import Worker, plan, uniform_layout
 
@@ -89,7 +89,7 @@ def ask_for_more_than_allowed(pipe: Connection) -> None:
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), used + (400 << 20)))
     layout = uniform_layout()
-    controller = CacheController(TransferSettings(), layout)
+    controller = CacheController(CopySettings(), layout)
     try:
         controller.initialize_host_cache((640 << 20) // layout.record_bytes)
     except HostMemoryError as error:

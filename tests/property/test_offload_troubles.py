@@ -18,7 +18,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import ConfigurationError
 from fdcache.manager import LoadOutcome
 from fdcache.metadata import TransferReport
-from fdcache.settings.cache import TransferSettings, WritePolicy
+from fdcache.settings.cache import CopySettings, WritePolicy
 from fdcache.tiers import storage_reads
 from tests.offload_engine import BLOCK
 from tests.property.test_offload import ACTIONS, Engine, Sequence
@@ -115,7 +115,7 @@ class Troubled(Engine):
         for outcome in outcomes:
             self.end_load(outcome)
         self.free_late()
-        transfer = TransferSettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
+        transfer = CopySettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
         fresh = CacheController(transfer, engine.layout, rank=rank, device=engine.devices[rank])
         engine.ranks[rank] = fresh
         engine.tensors[rank] = fresh.initialize_kv_cache(len(self.uses))

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fdcache.errors import ReplayError
-from fdcache.replay.config import ReplayConfig, Verify
+from fdcache.replay.config import ReplayConfig, VerifyBytes
 from fdcache.replay.optimum import BlockStream, optimal_hit_rate, optimal_hits
 from fdcache.replay.points import run_point
 from fdcache.replay.workloads import OUTPUT_STREAMS, WorkItem
@@ -60,7 +60,7 @@ def workload(prompts: Prompts) -> list[WorkItem]:
 
 def config(capacity: int, **options: object) -> ReplayConfig:
     chosen = {"device_blocks": capacity, "block_size": BLOCK, "layers": 1, "host_memory": 0, **options}
-    return small_config(verify=Verify.OFF, **chosen)  # type: ignore[arg-type]
+    return small_config(verify=VerifyBytes.OFF, **chosen)  # type: ignore[arg-type]
 
 
 def best_of_all(stream: BlockStream, capacity: int, *, leaves_only: bool) -> int:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from fdcache.metadata import HashArray
 from fdcache.storage.connector import Outcome
-from fdcache.testing.storage import HostRecords, conformance_layout
+from fdcache.testing.storage import KnownRecords, conformance_layout
 from tests.local_connector import LocalConnector
 from tests.storage_help import open_store
 from tests.tier_help import chain, hashes
@@ -30,7 +30,7 @@ class SlabIndexMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="fdcache-test"))
-        self.records = HostRecords(LAYOUT, 8)
+        self.records = KnownRecords(LAYOUT, 8)
         self.stored: set[Path_] = set()
         self.orphans: set[Path_] = set()
         self.damaged: set[Path_] = set()

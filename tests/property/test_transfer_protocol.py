@@ -14,11 +14,11 @@ from fdcache.errors import ProtocolError
 from fdcache.transfer.decode import FetchEnd
 from fdcache.transfer.messages import (
     NO_BOOT,
-    Ask,
+    AskForBlocks,
+    BlocksGranted,
     End,
     Envelope,
     Failed,
-    Granted,
     Last,
     Ready,
     Renew,
@@ -82,8 +82,8 @@ def test_a_transfer_on_a_lossy_network_is_whole_if_nobody_gives_up(seed: int, fi
 HASHES = st.integers(0, 3).map(lambda count: bytes(32 * count))
 NUMBERS = st.integers(0, 2**32)
 MESSAGES = st.one_of(
-    st.builds(Ask, st.text(), NUMBERS, NUMBERS, HASHES, NUMBERS),
-    st.builds(Granted, st.text(), NUMBERS, NUMBERS),
+    st.builds(AskForBlocks, st.text(), NUMBERS, NUMBERS, HASHES, NUMBERS),
+    st.builds(BlocksGranted, st.text(), NUMBERS, NUMBERS),
     st.builds(
         Ready,
         st.text(),
@@ -104,13 +104,13 @@ MESSAGES = st.one_of(
 
 
 @given(message=MESSAGES, sender=st.binary(min_size=16, max_size=16))
-def test_a_message_comes_back_from_its_bytes(message: Ask, sender: bytes) -> None:
+def test_a_message_comes_back_from_its_bytes(message: AskForBlocks, sender: bytes) -> None:
     envelope = Envelope(sender, NO_BOOT)
     assert decode(encode(envelope, message)) == (envelope, message)
 
 
 @given(message=MESSAGES, seed=st.integers(0, 2**32))
-def test_damaged_bytes_are_a_message_or_a_protocol_error(message: Ask, seed: int) -> None:
+def test_damaged_bytes_are_a_message_or_a_protocol_error(message: AskForBlocks, seed: int) -> None:
     random = np.random.default_rng(seed)
     data = np.frombuffer(encode(Envelope(NO_BOOT, NO_BOOT), message), np.uint8).copy()
     data[random.integers(len(data))] ^= 1 << random.integers(8)
@@ -123,12 +123,12 @@ def test_damaged_bytes_are_a_message_or_a_protocol_error(message: Ask, seed: int
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (Ask("t", 1, 0, bytes(31), 1), "hashes"),
+        (AskForBlocks("t", 1, 0, bytes(31), 1), "hashes"),
         (Last("t", 1, 0, bytes(64), bytes(8)), "sums"),
         (End("t", 1, 9), "reason"),
         (Renew("t", 1, -1, 0, 0), "negative"),
     ],
 )
-def test_a_message_with_an_impossible_field_is_refused(message: Ask, field: str) -> None:
+def test_a_message_with_an_impossible_field_is_refused(message: AskForBlocks, field: str) -> None:
     with pytest.raises(ProtocolError, match=field):
         decode(encode(Envelope(NO_BOOT, NO_BOOT), message))

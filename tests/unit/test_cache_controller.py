@@ -6,7 +6,7 @@ import pytest
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import BlockCopy, DevicePlanes, HostArena
+from fdcache.devices.base import ArenaRecords, DevicePlanes, PlannedCopy
 from fdcache.errors import (
     LayerSwapTimeoutError,
     PlanError,
@@ -19,7 +19,7 @@ from fdcache.metadata import (
     decode_report,
     encode,
 )
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from fdcache.tasks import CpuEvent
 from tests.faults import PausingDevice
 from tests.swaps import PATIENCE, Gate, Worker, header_of, host_slot_hash, plan, uniform_layout
@@ -28,7 +28,7 @@ from tests.swaps import PATIENCE, Gate, Worker, header_of, host_slot_hash, plan,
 class RefusesLoads(PausingDevice):
     """A device that accepts no load."""
 
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         if swap.purpose is SwapPurpose.LOAD:
             raise RuntimeError("no loads today")
         return super().copy_blocks(planes, arena, swap)
@@ -96,7 +96,7 @@ class TestRoundTrip:
         assert worker.controller.poll()[0].results == ()
 
     def test_an_empty_plan_needs_no_memory(self) -> None:
-        with CacheController(TransferSettings(), uniform_layout()) as controller:
+        with CacheController(CopySettings(), uniform_layout()) as controller:
             controller.submit_swap_tasks(plan(1, load=[])).wait_all(0)
             assert len(controller.poll()[0].results) == 1
 

@@ -22,7 +22,7 @@ from fdcache.machine.calibration import (
     load_calibration,
     save_calibration,
 )
-from fdcache.settings.cache import SwapMethod, TransferSettings
+from fdcache.settings.cache import CopySettings, SwapMethod
 
 GPU = Gpu(0, "GPU-1", "a GPU", 13000, "0000:00:06.0", "PCIe 32.0 GT/s x16", 1, 132, 1 << 37)
 
@@ -118,7 +118,7 @@ def test_an_impossible_link_is_no_speed(tmp_path: Path, link: float) -> None:
 def test_settings_limit_the_thread_blocks() -> None:
     calibrated = replace(calibration(), kernel_ctas=4)
     ctas = {
-        budget: make_policy(TransferSettings(swap_sm_budget=budget), calibrated, batched=True).kernel_ctas
+        budget: make_policy(CopySettings(swap_sm_budget=budget), calibrated, batched=True).kernel_ctas
         for budget in (0, 2, 32)
     }
     assert ctas == {0: 0, 2: 2, 32: 4}
@@ -130,15 +130,15 @@ def test_the_transposing_kernel_has_a_quarter_of_the_multiprocessors_within_the_
 ) -> None:
     calibrated = calibration(gpu=replace(GPU, multiprocessors=multiprocessors))
 
-    def chosen(settings: TransferSettings) -> int:
+    def chosen(settings: CopySettings) -> int:
         return make_policy(settings, calibrated, batched=True).transpose_ctas
 
-    assert chosen(TransferSettings()) == ctas
-    assert chosen(TransferSettings(swap_sm_budget=8)) == 8
+    assert chosen(CopySettings()) == ctas
+    assert chosen(CopySettings(swap_sm_budget=8)) == 8
 
 
 def group(blocks: int, record: int, method: SwapMethod = SwapMethod.AUTO, *, batched: bool = True) -> int:
-    settings = TransferSettings(swap_method=method)
+    settings = CopySettings(swap_method=method)
     return min_group_bytes(settings, Calibration(), blocks, record, batched=batched)
 
 

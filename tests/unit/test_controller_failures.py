@@ -11,7 +11,7 @@ import pytest
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import BlockCopy, DevicePlanes, Event, HostArena
+from fdcache.devices.base import ArenaRecords, DevicePlanes, Event, PlannedCopy
 from fdcache.devices.cpu import CpuDevice, CpuStream
 from fdcache.errors import (
     CacheNotReadyError,
@@ -29,7 +29,7 @@ from fdcache.metadata import (
     TransferPlan,
     TransferReport,
 )
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from fdcache.tasks import AsyncTaskHandler, CpuEvent, TransferStatus
 from tests.faults import PausingDevice
 from tests.swaps import PATIENCE, Gate, Worker, block_hash, header_of, plan, swap, uniform_layout
@@ -224,7 +224,7 @@ class TestRefusedPlans:
         gate.open()
 
     def test_memory_that_is_not_there(self) -> None:
-        with CacheController(TransferSettings(), uniform_layout()) as controller:
+        with CacheController(CopySettings(), uniform_layout()) as controller:
             with pytest.raises(CacheNotReadyError, match="no device planes"):
                 controller.submit_swap_tasks(plan(1, load=[(0, 0)]))
             controller.initialize_kv_cache(2)
@@ -258,7 +258,7 @@ class _FailingDevice(CpuDevice):
         self._fail("event")
         return super().create_event()
 
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         self._fail("copy")
         return super().copy_blocks(planes, arena, swap)
 

@@ -12,7 +12,7 @@ from fdcache.errors import (
     HostMemoryError,
     TransferTimeoutError,
 )
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from tests.swaps import PATIENCE, Gate, Worker, plan, uniform_layout
 
 
@@ -92,7 +92,7 @@ class TestLifeCycle:
             worker.controller.initialize_host_cache(4)
 
     def test_a_host_cache_larger_than_the_memory_is_refused(self) -> None:
-        with CacheController(TransferSettings(), uniform_layout()) as controller:
+        with CacheController(CopySettings(), uniform_layout()) as controller:
             with pytest.raises(HostMemoryError, match="ask for at most"):
                 controller.initialize_host_cache(1 << 40)
             controller.initialize_host_cache(1)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import CacheNotReadyError, TensorError
 from fdcache.layout import KVLayout
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from tests.swaps import plan, uniform_layout
 
 BLOCKS = 6
@@ -28,7 +28,7 @@ def raw_bytes(size: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def round_trip(layout: KVLayout, tensors: list[Any], block: Callable[[Any, int], bytes]) -> None:
     """Block 1 goes to the host and comes back as block 4; ``block`` reads a block's bytes."""
-    with CacheController(TransferSettings(), layout) as controller:
+    with CacheController(CopySettings(), layout) as controller:
         controller.register_kv_cache(tensors)
         controller.initialize_host_cache(2)
         before = [[block(tensor, slot) for slot in range(BLOCKS)] for tensor in tensors]
@@ -97,7 +97,7 @@ def test_blocks_may_be_farther_apart_than_32_bits_count(tmp_path: Path) -> None:
         for slot in range(BLOCKS):
             tensor[slot] = raw_bytes(size, 10 * seed + slot)
     before = [tensor.copy() for tensor in tensors]
-    with CacheController(TransferSettings(), layout) as controller:
+    with CacheController(CopySettings(), layout) as controller:
         controller.register_kv_cache(tensors)
         controller.initialize_host_cache(2)
         controller.submit_swap_tasks(plan(1, evict=[(5, 1)])).wait_all()
@@ -108,12 +108,12 @@ def test_blocks_may_be_farther_apart_than_32_bits_count(tmp_path: Path) -> None:
 
 def test_draft_planes_may_have_more_blocks() -> None:
     layout = uniform_layout(num_draft_layers=1, draft_block_ratio=2.0, dtype="float16")
-    with CacheController(TransferSettings(), layout) as controller:
+    with CacheController(CopySettings(), layout) as controller:
         tensors = controller.initialize_kv_cache(3)
         assert [len(tensor) for tensor in tensors] == [3] * 8 + [6] * 2
-    with CacheController(TransferSettings(), layout) as controller:
+    with CacheController(CopySettings(), layout) as controller:
         controller.register_kv_cache(tensors)
-    with CacheController(TransferSettings(), layout) as controller:
+    with CacheController(CopySettings(), layout) as controller:
         tensors[-1] = tensors[-1][:3]
         with pytest.raises(TensorError, match=r"value of layer 4: shape .* must begin with 6 blocks"):
             controller.register_kv_cache(tensors)
@@ -121,7 +121,7 @@ def test_draft_planes_may_have_more_blocks() -> None:
 
 def test_initialized_planes_are_zero_and_have_the_layouts_shape() -> None:
     layout = uniform_layout(dtype="bfloat16")
-    with CacheController(TransferSettings(), layout) as controller:
+    with CacheController(CopySettings(), layout) as controller:
         tensors = controller.initialize_kv_cache(5)
     assert [tensor.shape for tensor in tensors] == [(5, 1, 4, 8)] * 8
     assert {tensor.itemsize for tensor in tensors} == {2}
@@ -149,7 +149,7 @@ class TestRefused:
         layout = uniform_layout()
         tensors: list[Any] = [np.zeros((BLOCKS, 1, 4, 8), np.uint16) for _ in layout.planes]
         tensors[3] = make(tensors[3])
-        with CacheController(TransferSettings(), layout) as controller:
+        with CacheController(CopySettings(), layout) as controller:
             with pytest.raises(TensorError, match=message) as caught:
                 controller.register_kv_cache(tensors)
             assert "value of layer 1" in str(caught.value)
@@ -157,7 +157,7 @@ class TestRefused:
     def test_one_tensor_for_two_planes(self) -> None:
         tensor = np.zeros((BLOCKS, 1, 4, 8), np.uint16)
         with (
-            CacheController(TransferSettings(), uniform_layout()) as controller,
+            CacheController(CopySettings(), uniform_layout()) as controller,
             pytest.raises(TensorError, match="share memory"),
         ):
             controller.register_kv_cache([tensor] * 8)
@@ -175,7 +175,7 @@ class TestRefused:
             shape, strides = (BLOCKS, size), (stride, 1)
             tensors.append(np.lib.stride_tricks.as_strided(memory[start:], shape=shape, strides=strides))
             np.lib.stride_tricks.as_strided(marks[start:], shape=shape, strides=strides)[:] += 1
-        with CacheController(TransferSettings(), layout) as controller:
+        with CacheController(CopySettings(), layout) as controller:
             if marks.max() > 1:
                 with pytest.raises(TensorError, match=r"of layer 0 share memory"):
                     controller.register_kv_cache(tensors)
@@ -184,7 +184,7 @@ class TestRefused:
 
     def test_another_number_of_tensors(self) -> None:
         with (
-            CacheController(TransferSettings(), uniform_layout()) as controller,
+            CacheController(CopySettings(), uniform_layout()) as controller,
             pytest.raises(TensorError, match="1 tensors for the 8 planes"),
         ):
             controller.register_kv_cache([np.zeros(1)])
@@ -197,7 +197,7 @@ def test_registered_tensors_live_until_the_cache_is_freed() -> None:
     layout = uniform_layout()
     tensors = [np.zeros((BLOCKS, 1, 4, 8), np.uint16).view(Array) for _ in layout.planes]
     watched = [weakref.ref(tensor) for tensor in tensors]
-    with CacheController(TransferSettings(), layout) as controller:
+    with CacheController(CopySettings(), layout) as controller:
         controller.register_kv_cache(tensors)
         controller.initialize_host_cache(2)
         del tensors

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples import embedding
-from fdcache import CacheController, CacheManager, KVLayout, TransferSettings, WritePolicy
+from fdcache import CacheController, CacheManager, CopySettings, KVLayout, WritePolicy
 from fdcache.devices import topology
 from fdcache.devices.cpu import CpuDevice, memory_bytes
 from fdcache.errors import CacheNotReadyError, ConfigurationError
@@ -94,9 +94,9 @@ def test_the_example_refuses_storage_beside_a_service_in_a_line(monkeypatch: pyt
 
 
 def test_a_device_is_made_by_the_settings_or_given() -> None:
-    seen: list[TransferSettings] = []
+    seen: list[CopySettings] = []
 
-    def make(settings: TransferSettings) -> CpuDevice:
+    def make(settings: CopySettings) -> CpuDevice:
         seen.append(settings)
         return CpuDevice.of(settings)
 
@@ -110,7 +110,7 @@ def test_a_device_is_made_by_the_settings_or_given() -> None:
 
 
 def test_a_controller_without_settings_says_what_is_missing() -> None:
-    with CacheController(TransferSettings(), LAYOUT) as controller:
+    with CacheController(CopySettings(), LAYOUT) as controller:
         for call in (controller.initialize_host_cache, controller.open_storage):
             with pytest.raises(CacheNotReadyError, match="from_settings"):
                 call()

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from fdcache.devices.base import (
-    BlockCopy,
+    ArenaRecords,
     DevicePlanes,
     Event,
-    HostArena,
+    PlannedCopy,
     Stream,
     enqueue_each,
 )
@@ -41,7 +41,7 @@ class CountingDevice(CpuDevice):
     def lost(self) -> str | None:  # type: ignore[override]
         return self.lost_reason
 
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         if not swap.to_host:
             if self.failure is not None:
                 failure, self.failure = self.failure, None
@@ -318,7 +318,7 @@ def test_memory_that_runs_out_fails_the_loads_concerned_and_the_queue_goes_on(
 class _BreaksOff:
     """A copy whose second group of layers cannot be put on the stream."""
 
-    def __init__(self, copy: BlockCopy) -> None:
+    def __init__(self, copy: PlannedCopy) -> None:
         self._copy = copy
         self.done, self.started = copy.done, False
 
@@ -338,7 +338,7 @@ class _BreaksOff:
 
 
 class _BreakingDevice(CpuDevice):
-    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: ArenaRecords, swap: CacheSwapMetadata) -> PlannedCopy:
         copy = super().copy_blocks(planes, arena, swap)
         return _BreaksOff(copy) if not swap.to_host else copy
 

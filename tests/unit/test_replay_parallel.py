@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fdcache.errors import ReplayError
-from fdcache.replay.parallel import Advance, Failure, TaskStoppedError, run_tasks
+from fdcache.replay.parallel import Advance, PointFailure, TaskStoppedError, run_tasks
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ def results(tasks: list[Any], jobs: int, **options: Any) -> dict[int, Any]:
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_every_task_has_a_result_or_a_reason(jobs: int) -> None:
     found = results([Multiply(2), Fail(), Multiply(3), Multiply(4)], jobs)
-    assert found == {0: 10, 1: Failure("no result for 5"), 2: 15, 3: 20}
+    assert found == {0: 10, 1: PointFailure("no result for 5"), 2: 15, 3: 20}
 
 
 def test_a_process_that_dies_costs_its_own_task() -> None:
     found = results([Multiply(1), Die(), Exit(), Multiply(2), Multiply(3)], jobs=2)
     assert {position: found[position] for position in (0, 3, 4)} == {0: 5, 3: 10, 4: 15}
     assert "signal 9" in found[1].reason
-    assert found[2] == Failure("its process ended with status 3")
+    assert found[2] == PointFailure("its process ended with status 3")
     assert multiprocessing.active_children() == []
 
 

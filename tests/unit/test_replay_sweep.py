@@ -10,8 +10,8 @@ import pytest
 
 from fdcache.errors import ReplayError
 from fdcache.replay.capacities import Capacities
-from fdcache.replay.config import Verify, device_block_bytes
-from fdcache.replay.parallel import Failure
+from fdcache.replay.config import VerifyBytes, device_block_bytes
+from fdcache.replay.parallel import PointFailure
 from fdcache.replay.points import PointResult
 from fdcache.replay.sweep import Sweep, SweepConfig, SweepPoint, run_sweep
 from fdcache.replay.sweep_plot import write_sweep_plot
@@ -34,7 +34,7 @@ def result(hits: int) -> PointResult:
 
 
 def sweep_config(text: str, **options: Any) -> SweepConfig:
-    return SweepConfig(small_config(host_memory=0, verify=Verify.OFF), Capacities.parse(text), **options)
+    return SweepConfig(small_config(host_memory=0, verify=VerifyBytes.OFF), Capacities.parse(text), **options)
 
 
 def test_the_gap_closed_is_the_way_from_lru_to_the_optimum() -> None:
@@ -96,7 +96,7 @@ def test_processes_find_what_one_finds_and_a_failure_stays_alone() -> None:
         ((where, reason),) = sweep.failures
         assert where == "lru, 1 device blocks"
         assert "each of the 60 requests is larger than the device tier" in reason
-        assert sweep.points[0].policies == {"lru": Failure(reason)}
+        assert sweep.points[0].policies == {"lru": PointFailure(reason)}
         found.append([point.to_dict() for point in sweep.points])
     assert found[0] == found[1]
     assert [point["policies"]["lru"]["hit_rate"] > 0 for point in found[0][1:]] == [True, True]
@@ -163,7 +163,7 @@ def test_a_picture_has_a_line_for_each_policy_and_the_optimum(tmp_path: Path, su
 @pytest.mark.parametrize(
     "points",
     [
-        [SweepPoint(100, 1, {"lru": Failure("no memory")}), SweepPoint(200, 2, {})],
+        [SweepPoint(100, 1, {"lru": PointFailure("no memory")}), SweepPoint(200, 2, {})],
         [SweepPoint(0, 0, {"lru": result(5)}, 0.3), SweepPoint(2**30, 9, {"other": result(7)}, 0.4)],
         [SweepPoint(2**30, 9, {"lru": result(5)}, 0.3)],
     ],

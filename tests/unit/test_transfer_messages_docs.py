@@ -54,9 +54,9 @@ def test_every_result_has_a_row() -> None:
 
 
 EXAMPLES: list[messages.AnyMessage] = [
-    messages.Refused("rank", "0", "1"),
-    messages.Ask("r", 1, 2, bytes(range(32)), 500),
-    messages.Granted("r", 1, 0),
+    messages.LinkRefused("rank", "0", "1"),
+    messages.AskForBlocks("r", 1, 2, bytes(range(32)), 500),
+    messages.BlocksGranted("r", 1, 0),
     messages.Ready("r", 1, 1, 2, 1, 0, 4, (7,)),
     messages.Last("r", 1, 2, bytes(range(32)), bytes(range(8))),
     messages.Renew("r", 1, 3, 2, 500),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from fdcache.transfer.messages import Ask, End, EndReason, Failed
+from fdcache.transfer.messages import AskForBlocks, End, EndReason, Failed
 from fdcache.transfer.prefill import Effect, Offer, OfferEnded, PrefillSide, SendEnd, SendMessage
 from fdcache.transfer.sends import Readers
 
 HASHES = np.arange(64, dtype=np.uint8).reshape(2, 32)
 OFFER = Offer(7, "t", HASHES, np.arange(2, dtype=np.int32), num_planes=1, wait=30.0)
-ASK = Ask("t", 1, 0, HASHES.tobytes(), 10_000)
+ASK = AskForBlocks("t", 1, 0, HASHES.tobytes(), 10_000)
 
 
 def messages(effects: list[Effect]) -> list[object]:

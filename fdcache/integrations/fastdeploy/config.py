@@ -12,7 +12,7 @@ from fdcache.integrations.fastdeploy.serving_variables import EngineCacheSetting
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.settings import Settings, SettingsError, Source, Sourced, read_settings
-from fdcache.settings.cache import CacheSettings, StorageTierSettings, TransferSettings
+from fdcache.settings.cache import CacheSettings, CopySettings, StorageTierSettings
 from fdcache.settings.problems import error
 from fdcache.tiers.host import host_block_bytes
 
@@ -131,7 +131,7 @@ def load_settings(
     *,
     cache: CacheSettings | None = None,
     storage: StorageTierSettings | None = None,
-    transfer: TransferSettings | None = None,
+    transfer: CopySettings | None = None,
 ) -> Settings:
     """Load the settings. The given groups take precedence, then the environment, then FastDeploy's cache configuration.
 

@@ -21,7 +21,7 @@ from fdcache.integrations.fastdeploy.serving_variables import EngineCacheSetting
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import Plane, PlaneKind
 from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, TransferPlan, TransferReport
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from fdcache.storage.connector import BlockStorage
 from fdcache.tiers.host import HostCache
 
@@ -56,7 +56,7 @@ class CacheController:
         device_id: int,
         *,
         layout: KVLayout | None = None,
-        settings: TransferSettings | None = None,
+        settings: CopySettings | None = None,
         device: Device | None = None,
         allocate: Allocate | None = None,
         host_cache: HostCache | None = None,
@@ -273,7 +273,7 @@ def _check_shapes(attn_backend: Any, planes: Sequence[Plane], num_blocks: int, q
         raise LayoutError(f"the attention backend's cache has shapes {shapes}, the layout's {expected}")
 
 
-def _paddle_device(settings: TransferSettings) -> Device:
+def _paddle_device(settings: CopySettings) -> Device:
     from fdcache.integrations.paddle import current_device
 
     return current_device(settings)

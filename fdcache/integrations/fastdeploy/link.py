@@ -41,7 +41,7 @@ _PREDECESSOR_SECONDS = 10.0
 """Seconds that an engine waits for the previous engine on its port to end."""
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
+class WorkerHello(msgspec.Struct, tag=True, frozen=True):
     """First message of a worker: its rank and its layout."""
 
     rank: int
@@ -49,8 +49,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     quantisation: str | None
 
 
-class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Answer to ``Hello``: the scheduler's layout, and the number of the last plan that this worker does not get."""
+class WorkerWelcome(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``WorkerHello``: the scheduler's layout, and the number of the last plan not sent to this worker."""
 
     layout: str
     number: int
@@ -64,7 +64,7 @@ class Order(msgspec.Struct, tag=True, frozen=True):
     plan: bytes
 
 
-class Report(msgspec.Struct, tag=True, frozen=True):
+class WorkerReport(msgspec.Struct, tag=True, frozen=True):
     """Report of a plan by one rank."""
 
     report: bytes
@@ -83,8 +83,8 @@ class WorkerLost(msgspec.Struct, frozen=True):
 
 
 WorkerEvent: TypeAlias = TransferReport | StorageScan | WorkerLost
-_to_scheduler = msgspec.msgpack.Decoder(Hello | Report | Scan)
-_to_worker = msgspec.msgpack.Decoder(Welcome | Order)
+_to_scheduler = msgspec.msgpack.Decoder(WorkerHello | WorkerReport | Scan)
+_to_worker = msgspec.msgpack.Decoder(WorkerWelcome | Order)
 _encode = msgspec.msgpack.encode
 
 
@@ -231,13 +231,15 @@ class SchedulerLink:
     def _welcome(self, worker: Connection) -> int | None:
         """Admit a worker and send it the waiting plans; return its rank, or None if it was refused."""
         hello = _to_scheduler.decode(worker.recv_bytes())
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, WorkerHello):
             raise msgspec.DecodeError("its first message is not a Hello")
         with self._changed:
             refusal = self._refusal(hello)
             if refusal is None:
                 self._changed.wait_for(lambda: self._closed or hello.rank not in self._lost)
-            worker.send_bytes(_encode(Welcome(self._layout.to_json(), self._start(hello.rank), refusal)))
+            worker.send_bytes(
+                _encode(WorkerWelcome(self._layout.to_json(), self._start(hello.rank), refusal))
+            )
             if refusal is not None or self._closed:
                 return None
             for message in self._waiting[hello.rank]:
@@ -252,7 +254,7 @@ class SchedulerLink:
         numbers = [order.number for order in orders if isinstance(order, Order) and order.number]
         return numbers[0] - 1 if numbers else self.announced
 
-    def _refusal(self, hello: Hello) -> str | None:
+    def _refusal(self, hello: WorkerHello) -> str | None:
         """Return the reason to refuse a worker, or None."""
         theirs = KVLayout.from_json(hello.layout)
         if hello.rank not in self._waiting:
@@ -270,8 +272,8 @@ class SchedulerLink:
                 return f"{name} differs: {other} at the worker, {ours} at the scheduler; give both one configuration"
         return None
 
-    def _handle(self, message: Hello | Report | Scan) -> None:
-        if isinstance(message, Report):
+    def _handle(self, message: WorkerHello | WorkerReport | Scan) -> None:
+        if isinstance(message, WorkerReport):
             self._events.append(decode_report(message.report))
         elif isinstance(message, Scan):
             self._events.append(decode_scan(message.scan))
@@ -288,12 +290,12 @@ class WorkerLink:
         self, path: Path, rank: int, layout: KVLayout, quantisation: str | None, timeout: float
     ) -> None:
         self._connection = _connect(path, timeout)
-        self._connection.send_bytes(_encode(Hello(rank, layout.to_json(), quantisation)))
+        self._connection.send_bytes(_encode(WorkerHello(rank, layout.to_json(), quantisation)))
         try:
             welcome = _to_worker.decode(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise CacheNotReadyError(f"{path}: the scheduler has ended; start the engine again") from error
-        if not isinstance(welcome, Welcome) or welcome.refusal is not None:
+        if not isinstance(welcome, WorkerWelcome) or welcome.refusal is not None:
             self._connection.close()
             raise LayoutError(
                 f"rank {rank}: {getattr(welcome, 'refusal', 'the scheduler is another version')}"
@@ -327,7 +329,7 @@ class WorkerLink:
     def report(self, reports: Iterable[TransferReport]) -> None:
         """Send reports to the scheduler."""
         for report in reports:
-            self._send(_encode(Report(encode(report))))
+            self._send(_encode(WorkerReport(encode(report))))
 
     def send_scan(self, scan: StorageScan) -> None:
         """Send the scan of this rank's storage to the scheduler."""

@@ -26,7 +26,7 @@ from fdcache.metadata import (
     encode,
 )
 from fdcache.settings import Settings
-from fdcache.settings.cache import TransferSettings
+from fdcache.settings.cache import CopySettings
 from fdcache.tiers.host import HostCache
 
 logger = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class WorkerSide:
             self._controller.shutdown()
 
 
-def device_of(device: torch.device, settings: TransferSettings) -> Device:
+def device_of(device: torch.device, settings: CopySettings) -> Device:
     """Return the device of vLLM's tensors. Raises ``ConfigurationError`` for kinds that fdcache does not have."""
     if device.type == "cpu":
         return CpuDevice.of(settings)

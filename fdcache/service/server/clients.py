@@ -69,7 +69,7 @@ _figures = msgspec.json.Decoder(_PromptFigures)
 
 
 @dataclass(eq=False, slots=True)
-class Client:
+class RegisteredClient:
     """One session of a client.
 
     It owns the slots in ``stock`` until it returns them or all of its processes are proved dead. Silence frees none.
@@ -281,7 +281,7 @@ class Client:
         self.watches = []
 
 
-class Clients(dict[int, Client]):
+class Clients(dict[int, RegisteredClient]):
     """The registered clients by session.
 
     ``earlier`` are live processes that were clients of the service before this one. Until each of them has registered
@@ -310,7 +310,7 @@ class Clients(dict[int, Client]):
 
     # --- registration -------------------------------------------------------------------------------------
 
-    def register(self, identity: bytes, request: Register) -> Client:
+    def register(self, identity: bytes, request: Register) -> RegisteredClient:
         """Open a session, which replaces an earlier one of the same process.
 
         Raises ``RefusalError`` for a bad live file, too many clients, or no memory for the layout, and
@@ -349,7 +349,7 @@ class Clients(dict[int, Client]):
             raise RefusalError(
                 "no_memory", f"{ring_path}: no room for {RING_BYTES} bytes: {error}; enlarge its file system"
             ) from error
-        client = Client(
+        client = RegisteredClient(
             session=session,
             identity=identity,
             namespace=namespace,
@@ -374,7 +374,7 @@ class Clients(dict[int, Client]):
         log.info("client %s registered: process %d, namespace %s", client.name, client.live.pid, namespace.id)
         return client
 
-    def attach(self, session: int, request: Attach) -> Client:
+    def attach(self, session: int, request: Attach) -> RegisteredClient:
         """Add a worker to the client with this session, or with session 0 to any client of its engine.
 
         Raises ``RefusalError`` if there is no such client or rank.
@@ -417,7 +417,7 @@ class Clients(dict[int, Client]):
             if namespace is None or client.namespace is namespace:
                 client.take_runs()
 
-    def remove(self, client: Client) -> None:
+    def remove(self, client: RegisteredClient) -> None:
         """End the session of a client that said goodbye or is proved dead."""
         client.release_all()
         client.namespace.hints.forget(client.session)
@@ -431,7 +431,7 @@ class Clients(dict[int, Client]):
 
     # --- heartbeats ---------------------------------------------------------------------------------------
 
-    def heard_from(self, session: int) -> Client:
+    def heard_from(self, session: int) -> RegisteredClient:
         """Return the client of a request, which counts as a heartbeat. Raises ``RefusalError`` if it is unknown."""
         client = self.get(session)
         if client is None:
@@ -439,7 +439,7 @@ class Clients(dict[int, Client]):
         client.hear()
         return client
 
-    def of(self, namespace: Namespace) -> list[Client]:
+    def of(self, namespace: Namespace) -> list[RegisteredClient]:
         """Return the clients of a namespace."""
         return [client for client in self.values() if client.namespace is namespace]
 
@@ -457,7 +457,7 @@ class Clients(dict[int, Client]):
             watch.remove_file()
             self.earlier.remove(watch)
 
-    def _reap(self, client: Client, timeout: float) -> None:
+    def _reap(self, client: RegisteredClient, timeout: float) -> None:
         if client.is_gone():
             log.warning(
                 "client %s is gone: taking back %d slots and %d runs",

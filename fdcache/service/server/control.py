@@ -51,14 +51,14 @@ _CHECK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class StoredPrefix:
     """The records of a path in one namespace."""
 
     namespace: Namespace
     hashes: HashArray
 
     @classmethod
-    def of(cls, service: Service, arguments: Arguments) -> Prefix:
+    def of(cls, service: Service, arguments: Arguments) -> StoredPrefix:
         """Read ``namespace`` and ``hashes``. Raises ``ArgumentError``."""
         namespace = select_namespace(service, arguments)
         hashes = hashes_of_path(check_path(arguments.get("hashes")))
@@ -85,7 +85,7 @@ class Prefix:
 class _Pin:
     """Blocks that stay in the host tier until ``due``."""
 
-    prefix: Prefix
+    prefix: StoredPrefix
     tier: HostPool
     lease: int
     slots: Int32Array
@@ -97,7 +97,7 @@ class _Pin:
 class _Prefetch:
     """A read of a prefix from storage."""
 
-    prefix: Prefix
+    prefix: StoredPrefix
     reads: StorageReads
     fetch: Fetch
     due: float
@@ -107,7 +107,7 @@ class _Prefetch:
 class _Move:
     """A prefix that leaves the host tier once storage has it."""
 
-    prefix: Prefix
+    prefix: StoredPrefix
     blocks: int
     due: float
     freed: int = 0
@@ -115,7 +115,7 @@ class _Move:
     done: bool = False
 
 
-class Control:
+class ControlCommands:
     """Commands about prefixes and quotas. It runs in the service's thread; ``tick`` is called regularly."""
 
     def __init__(self, service: Service) -> None:
@@ -141,7 +141,7 @@ class Control:
         """Pin the leading blocks of a prefix that are in the host tier, as many as the budget allows."""
         seconds = number(arguments, "seconds", 300, 0, LONGEST_SECONDS)
         most = int(number(arguments, "most_blocks", 2**31 - 1, 1, 2**31 - 1))
-        prefix = Prefix.of(self._service, arguments)
+        prefix = StoredPrefix.of(self._service, arguments)
         if len(self._pins) >= MOST_PINS:
             raise RefusalError("busy", f"{MOST_PINS} pins are held; end some with unpin")
         tier, on_host = prefix.namespace.tier, prefix.on_host
@@ -181,7 +181,7 @@ class Control:
         if chosen is not None:
             ended = [int(number(arguments, "pin", 0, 1, 2**53))]
         else:
-            prefix = Prefix.of(self._service, arguments)
+            prefix = StoredPrefix.of(self._service, arguments)
             ended = [
                 each
                 for each, pin in self._pins.items()
@@ -221,7 +221,7 @@ class Control:
 
     def prefetch(self, arguments: Arguments) -> PrefetchView:
         """Begin to read the stored blocks of a prefix into the host tier, or tell how far that is."""
-        prefix = Prefix.of(self._service, arguments)
+        prefix = StoredPrefix.of(self._service, arguments)
         storage = self._storage_of(prefix.namespace)
         key = prefix.namespace.id, prefix.last
         under_way = self._prefetches.get(key)
@@ -237,7 +237,7 @@ class Control:
         )
 
     def _begin_prefetch(
-        self, key: tuple[str, bytes], prefix: Prefix, storage: LayoutStorage
+        self, key: tuple[str, bytes], prefix: StoredPrefix, storage: LayoutStorage
     ) -> _Prefetch | None:
         if not self._service.grants_slots:
             raise RefusalError("busy", f"the service is {self._service.state}; nothing is read now")
@@ -266,7 +266,7 @@ class Control:
 
     def move(self, arguments: Arguments) -> MoveView:
         """Begin to move a prefix to storage, or tell how far that is. Blocks leave the host once all are stored."""
-        prefix = Prefix.of(self._service, arguments)
+        prefix = StoredPrefix.of(self._service, arguments)
         storage = self._storage_of(prefix.namespace)
         key = prefix.namespace.id, prefix.last
         if (under_way := self._moves.get(key)) is None:
@@ -318,7 +318,7 @@ class Control:
 
         Blocks in use stay with their users until these end, and are found by nobody else.
         """
-        prefix = Prefix.of(self._service, arguments)
+        prefix = StoredPrefix.of(self._service, arguments)
         namespace, storage = prefix.namespace, self._service.storage_of(prefix.namespace)
         first = int(number(arguments, "start", 0, 0, 2**31 - 1)) * namespace.layout.num_groups
         is_dry, hashes = bool(arguments.get("dry_run")), prefix.hashes[first:]
@@ -407,7 +407,7 @@ def _nothing_on_device(hashes: HashArray) -> int:
     return 0
 
 
-def _still_reading(storage: LayoutStorage, prefix: Prefix, on_host: int) -> int | None:
+def _still_reading(storage: LayoutStorage, prefix: StoredPrefix, on_host: int) -> int | None:
     """Return how many blocks behind the first ``on_host`` are stored."""
     return storage.index.run(prefix.hashes, on_host)
 

@@ -12,7 +12,7 @@ import msgspec
 from fdcache import __version__
 from fdcache.hints import HintStatus
 from fdcache.service.server.arguments import Arguments, number
-from fdcache.service.server.clients import Client
+from fdcache.service.server.clients import RegisteredClient
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.service import Service
 from fdcache.service.server.slices import in_batches
@@ -46,7 +46,7 @@ class PageView:
         service: Service,
         fingerprint: str,
         namespace_view: Callable[[Namespace], NamespaceView],
-        client_view: Callable[[Client], ClientView],
+        client_view: Callable[[RegisteredClient], ClientView],
         storage: Callable[[], StorageView | None],
     ) -> None:
         self._service = service

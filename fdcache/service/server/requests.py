@@ -8,7 +8,7 @@ import numpy as np
 
 from fdcache.errors import ProtocolError
 from fdcache.metadata import HashArray, Int32Array
-from fdcache.service.server.clients import Client
+from fdcache.service.server.clients import RegisteredClient
 from fdcache.service.wire.protocol import (
     FETCHED,
     FETCHING,
@@ -43,7 +43,7 @@ _STORED, _DROPPED = 0, 3
 _NO_NUMBERS = np.empty(0, np.int64)
 
 
-def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> Matched:
+def match(client: RegisteredClient, request: Match, *, paused: bool, may_read: bool) -> Matched:
     """Pin the leading run of each path; none while the service is paused.
 
     With ``may_read``, a path with a number may begin a read from storage, and then has to be looked up again.
@@ -111,7 +111,7 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> Ma
     )
 
 
-def _take_fetched(client: Client, number: int, start: int, size: int) -> tuple[int, int]:
+def _take_fetched(client: RegisteredClient, number: int, start: int, size: int) -> tuple[int, int]:
     """Unpin what was read for a request; return first and end of it in the run that the request has pinned."""
     part = client.fetches.fetched(number, start, size)
     client.fetches.unpin(number)
@@ -123,7 +123,7 @@ def _constant(on_device: int) -> OnDevice:
     return lambda hashes: on_device
 
 
-def missed(client: Client, request: Missed) -> Answer:
+def missed(client: RegisteredClient, request: Missed) -> Answer:
     """Count look-ups that the client answered itself from the presence table."""
     first = hashes_from(request.first)
     counts = int32_from(request.blocks, "blocks", len(first))
@@ -136,7 +136,7 @@ def missed(client: Client, request: Missed) -> Answer:
     return Done()
 
 
-def prefetch(client: Client, request: Prefetch) -> None:
+def prefetch(client: RegisteredClient, request: Prefetch) -> None:
     """Begin to read the stored blocks of a path."""
     hashes = hashes_from(request.hashes)
     if request.number < 1 or not 0 <= request.start <= len(hashes):
@@ -144,21 +144,21 @@ def prefetch(client: Client, request: Prefetch) -> None:
     client.fetches.begin(request.number, hashes, _constant(request.start))
 
 
-def end_fetches(client: Client, request: EndFetches) -> Answer:
+def end_fetches(client: RegisteredClient, request: EndFetches) -> Answer:
     """End the storage reads of finished requests."""
     for number in request.numbers:
         client.fetches.leave(number, keep=request.keep)
     return Done()
 
 
-def describe(client: Client, request: Describe) -> Answer:
+def describe(client: RegisteredClient, request: Describe) -> Answer:
     """Take what routers are to be told of blocks; nothing without routers."""
     if (feed := client.namespace.feed) is not None:
         feed.describe(request)
     return Done()
 
 
-def publish(client: Client, request: Publish) -> tuple[Answer, HashArray]:
+def publish(client: RegisteredClient, request: Publish) -> tuple[Answer, HashArray]:
     """Store the blocks that are complete on every rank and free the other slots.
 
     Return the answer, and the hashes of the blocks stored.
@@ -187,7 +187,7 @@ def publish(client: Client, request: Publish) -> tuple[Answer, HashArray]:
     return Published(request.hashes, status.tobytes()), hashes[status == _STORED]
 
 
-def take_back(client: Client, slots: Int32Array) -> None:
+def take_back(client: RegisteredClient, slots: Int32Array) -> None:
     """Free granted slots that the client does not know of."""
     hashes = np.full((len(slots), 32), 255, np.uint8)
     nothing, sums = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
@@ -195,7 +195,7 @@ def take_back(client: Client, slots: Int32Array) -> None:
 
 
 def _end_copies(
-    client: Client,
+    client: RegisteredClient,
     slots: np.ndarray,
     parents: np.ndarray,
     hashes: np.ndarray,
@@ -216,7 +216,7 @@ def _end_copies(
     return status
 
 
-def load_ended(client: Client, request: LoadEnded) -> Answer:
+def load_ended(client: RegisteredClient, request: LoadEnded) -> Answer:
     """Mark loaded blocks as verified, and check those whose load failed."""
     slots = int32_from(request.slots, "slots")
     hashes = hashes_from(request.hashes)
@@ -226,7 +226,7 @@ def load_ended(client: Client, request: LoadEnded) -> Answer:
     return Done()
 
 
-def hints(client: Client, request: Hints) -> Answer:
+def hints(client: RegisteredClient, request: Hints) -> Answer:
     """Take what a client knows of the reuse of blocks; the blocks that it has pinned by itself count as used before."""
     client.take_runs()
     return Hinted(client.namespace.hints.take(client.session, request))

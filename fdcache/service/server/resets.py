@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from fdcache.hashing import TENANT_BYTES
 from fdcache.service.server.arguments import ArgumentError, Arguments, choice, number, select_namespaces
-from fdcache.service.server.clients import Client
+from fdcache.service.server.clients import RegisteredClient
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.service import Service
@@ -28,7 +28,7 @@ _MAX_SECONDS = 1e12
 _ARGUMENTS = frozenset({"tier", "namespace", "tenant", "tenant_name", "older_than", "in_flight", "dry_run"})
 
 
-class Tiers(StrEnum):
+class ResetTiers(StrEnum):
     """Tiers to reset."""
 
     HOST = "host"
@@ -46,13 +46,13 @@ class InFlight(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ResetOrder:
+class CheckedReset:
     """A checked request to reset. ``tenant`` is a key, ``older_than`` seconds without use, 0 for all blocks.
 
     Device tiers are reset as a whole only: a partial reset of all tiers leaves them alone.
     """
 
-    tiers: Tiers
+    tiers: ResetTiers
     namespaces: list[Namespace]
     storages: list[LayoutStorage]
     tenant: bytes | None
@@ -61,16 +61,18 @@ class ResetOrder:
     dry_run: bool
 
     @classmethod
-    def of(cls, service: Service, arguments: Arguments) -> ResetOrder:
+    def of(cls, service: Service, arguments: Arguments) -> CheckedReset:
         """Check the arguments. Raises ``ArgumentError``, also for an unknown one: it may be a misspelt ``dry_run``."""
         if unknown := sorted(arguments.keys() - _ARGUMENTS):
             raise ArgumentError(f"{unknown[0]}: unknown; a reset takes {', '.join(sorted(_ARGUMENTS))}")
-        tiers = Tiers(choice(arguments, "tier", list(Tiers), Tiers.ALL))
+        tiers = ResetTiers(choice(arguments, "tier", list(ResetTiers), ResetTiers.ALL))
         older_than = number(arguments, "older_than", 0, 0, _MAX_SECONDS)
         tenant = _tenant(arguments)
-        if tiers is Tiers.DEVICE and (tenant is not None or older_than):
+        if tiers is ResetTiers.DEVICE and (tenant is not None or older_than):
             raise ArgumentError("tier: a device tier is reset as a whole; leave tenant and older_than out")
-        storages = _select_storages(service, arguments) if tiers in {Tiers.STORAGE, Tiers.ALL} else []
+        storages = (
+            _select_storages(service, arguments) if tiers in {ResetTiers.STORAGE, ResetTiers.ALL} else []
+        )
         if storages and tenant is not None:
             raise ArgumentError(
                 "tenant: storage does not keep the tenants of its blocks; reset tier host, or a whole namespace"
@@ -99,12 +101,12 @@ class ResetOrder:
     @property
     def has_host(self) -> bool:
         """True if host tiers are reset."""
-        return self.tiers in {Tiers.HOST, Tiers.ALL}
+        return self.tiers in {ResetTiers.HOST, ResetTiers.ALL}
 
     @property
     def has_devices(self) -> bool:
         """True if device tiers are reset."""
-        return self.tiers in {Tiers.DEVICE, Tiers.ALL} and not self.is_partial
+        return self.tiers in {ResetTiers.DEVICE, ResetTiers.ALL} and not self.is_partial
 
 
 def _tenant(arguments: Arguments) -> bytes | None:
@@ -137,7 +139,7 @@ def reset(service: Service, arguments: Arguments) -> ResetView:
     A drain lets look-ups find nothing for 2 s: ask again until no client is left. A device reset is applied by each
     engine at its next step and acknowledged in the view of clients.
     """
-    order = ResetOrder.of(service, arguments)
+    order = CheckedReset.of(service, arguments)
     answer = ResetView(order.dry_run)
     clients = [client for client in service.clients.values() if client.namespace in order.namespaces]
     if order.has_host and order.in_flight is not InFlight.KEEP:
@@ -161,7 +163,7 @@ def reset(service: Service, arguments: Arguments) -> ResetView:
     return answer
 
 
-def _reset_storages(order: ResetOrder) -> list[StorageResetView]:
+def _reset_storages(order: CheckedReset) -> list[StorageResetView]:
     """Forget stored blocks; their files are erased in the background."""
     if order.older_than and not all(isinstance(each.index, LocalIndex) for each in order.storages):
         raise ArgumentError(
@@ -170,7 +172,7 @@ def _reset_storages(order: ResetOrder) -> list[StorageResetView]:
     return [_reset_storage(storage, order) for storage in order.storages]
 
 
-def _reset_storage(storage: LayoutStorage, order: ResetOrder) -> StorageResetView:
+def _reset_storage(storage: LayoutStorage, order: CheckedReset) -> StorageResetView:
     index = storage.index
     if not isinstance(index, LocalIndex):
         if not order.dry_run:
@@ -186,7 +188,7 @@ def _reset_storage(storage: LayoutStorage, order: ResetOrder) -> StorageResetVie
 
 
 def _reset_host(
-    service: Service, clients: Sequence[Client], namespace: Namespace, order: ResetOrder
+    service: Service, clients: Sequence[RegisteredClient], namespace: Namespace, order: CheckedReset
 ) -> HostResetView:
     stats = namespace.tier.stats() if namespace.tier is not None else None
     if order.is_partial:
@@ -203,7 +205,7 @@ def _reset_host(
     return HostResetView(namespace.id, blocks, blocks * namespace.slot_bytes, in_use)
 
 
-def _reset_part(namespace: Namespace, order: ResetOrder) -> int:
+def _reset_part(namespace: Namespace, order: CheckedReset) -> int:
     """Forget the blocks of a tenant, or those unused for long, with their descendants. Return how many."""
     tier, tenants = namespace.tier, namespace.tenants
     owner = tenants.number(order.tenant) if order.tenant is not None else None
@@ -218,7 +220,7 @@ def _reset_part(namespace: Namespace, order: ResetOrder) -> int:
     return namespace.drop(hashes)
 
 
-def _reset_device(client: Client, order: ResetOrder) -> DeviceResetView:
+def _reset_device(client: RegisteredClient, order: CheckedReset) -> DeviceResetView:
     client.device_resets += 0 if order.dry_run else 1
     device = client.reported().get("device") or {}
     return DeviceResetView(client.name, f"{client.session:x}", device.get("ready", 0))

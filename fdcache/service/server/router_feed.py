@@ -21,10 +21,10 @@ from fdcache.service.server.notes_file import NotesFile
 from fdcache.service.wire.protocol import Describe, hashes_from, int32_from
 from fdcache.service.wire.router_events import (
     MEDIUM,
-    BlockRemoved,
-    BlockStored,
     Origin,
     RouterBlock,
+    RouterBlockRemoved,
+    RouterBlockStored,
     fields_of,
     runs_of,
 )
@@ -216,25 +216,25 @@ class RouterFeed:
             for first in range(0, len(keys), _AT_ONCE):
                 yield list(self._stored(tier.level, keys[first : first + _AT_ONCE]))
 
-    def _stored(self, level: CacheLevel, keys: Iterable[bytes]) -> Iterator[BlockStored]:
+    def _stored(self, level: CacheLevel, keys: Iterable[bytes]) -> Iterator[RouterBlockStored]:
         blocks = [block for key in keys if (block := self._block(key)) is not None]
         for group in range(self._groups):
             kind, window = self._kinds[group]
             for run in runs_of(block for block in blocks if block.group == group):
-                yield BlockStored(
+                yield RouterBlockStored(
                     **fields_of(run, MEDIUM[level], self._layout.block_size),
                     **_LOCAL,
                     kv_cache_spec_kind=kind,
                     kv_cache_spec_sliding_window=window,
                 )
 
-    def _removed(self, level: CacheLevel, keys: list[bytes]) -> Iterator[BlockRemoved]:
+    def _removed(self, level: CacheLevel, keys: list[bytes]) -> Iterator[RouterBlockRemoved]:
         by_group: dict[int, list[int]] = {}
         for key in keys:
             page, group = self._page_of(key)
             by_group.setdefault(group, []).append(_name(page))
         for group, names in by_group.items():
-            yield BlockRemoved(names, MEDIUM[level], group, **_LOCAL)
+            yield RouterBlockRemoved(names, MEDIUM[level], group, **_LOCAL)
 
     def _page_of(self, key: bytes) -> tuple[bytes, int]:
         """Return the hash of a record's page and its group; the last group's key is the hash itself."""

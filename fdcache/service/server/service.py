@@ -13,7 +13,7 @@ import numpy as np
 from fdcache.errors import FdcacheError, HostMemoryError, ProtocolError
 from fdcache.service.server import requests
 from fdcache.service.server.arena import Arena
-from fdcache.service.server.clients import Client, Clients
+from fdcache.service.server.clients import Clients, RegisteredClient
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import STOCK_DIVISOR, Namespace
 from fdcache.service.server.namespaces import Namespaces
@@ -237,7 +237,7 @@ class Service:
                 is_closed = self.paused or self.draining or now < namespace.draining_until
                 namespace.tier.open_table(allowed and not is_closed)
 
-    def _match(self, client: Client, request: Match) -> Answer:
+    def _match(self, client: RegisteredClient, request: Match) -> Answer:
         client.take_runs()
         if client.ring_error:
             raise RefusalError("malformed", client.ring_error)
@@ -248,19 +248,19 @@ class Service:
         self._send_reads(client)
         return answer
 
-    def _prefetch(self, client: Client, request: Prefetch) -> Answer:
+    def _prefetch(self, client: RegisteredClient, request: Prefetch) -> Answer:
         if self.grants_slots:
             requests.prefetch(client, request)
             self._send_reads(client)
         return Done()
 
-    def _publish(self, client: Client, request: Publish) -> Answer:
+    def _publish(self, client: RegisteredClient, request: Publish) -> Answer:
         answer, stored = requests.publish(client, request)
         if (storage := self.storage_of(client.namespace)) is not None:
             storage.on_arrival(stored)
         return answer
 
-    def _refill(self, client: Client, request: Refill) -> Answer:
+    def _refill(self, client: RegisteredClient, request: Refill) -> Answer:
         namespace = client.namespace
         slots, generations = np.empty(0, np.int32), np.empty(0, np.uint32)
         if self.grants_slots and not self.namespaces.reclaims.is_held(namespace):
@@ -272,7 +272,7 @@ class Service:
             client.stock.update(zip(slots.tolist(), generations.tolist(), strict=True))
         return Granted(slots.tobytes(), generations.tobytes(), namespace.num_slots)
 
-    def _heartbeat(self, client: Client, request: Heartbeat) -> Answer:
+    def _heartbeat(self, client: RegisteredClient, request: Heartbeat) -> Answer:
         client.update(request)
         tier = client.namespace.tier
         figures = list(msgspec.structs.astuple(tier.usage())) if tier is not None else []
@@ -280,7 +280,7 @@ class Service:
         reads = storage.read_totals if storage is not None else ReadTotals()
         return Alive(figures, device_resets=client.device_resets, reads=reads)
 
-    def _bye(self, client: Client, request: Bye) -> Answer:
+    def _bye(self, client: RegisteredClient, request: Bye) -> Answer:
         self.clients.remove(client)
         log.info("client %s said goodbye", client.name)
         return Done()
@@ -321,7 +321,7 @@ class Service:
                 self.namespaces, may_read=self.grants_slots, may_write=self.draining or not self.paused
             )
 
-    def _send_reads(self, client: Client) -> None:
+    def _send_reads(self, client: RegisteredClient) -> None:
         if (storage := self.storage_of(client.namespace)) is not None:
             storage.send()
 

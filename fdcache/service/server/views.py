@@ -21,8 +21,8 @@ from fdcache.service.server.arguments import (
     select_namespaces,
 )
 from fdcache.service.server.block_views import BlockViews
-from fdcache.service.server.clients import Client
-from fdcache.service.server.control import Control
+from fdcache.service.server.clients import RegisteredClient
+from fdcache.service.server.control import ControlCommands
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.page_view import PageView
@@ -75,7 +75,7 @@ class Views:
         self._config = config
         self._fingerprint = fingerprint
         blocks = BlockViews(service)
-        self.control = Control(service)
+        self.control = ControlCommands(service)
         self.page = PageView(service, fingerprint, self._namespace, self._client, self.storage)
         self._answers: dict[str, Callable[[Arguments], Any]] = {
             "stats": lambda arguments: self.stats(),
@@ -234,7 +234,7 @@ class Views:
         """Yield every client."""
         return (self._client(each) for each in list(self._service.clients.values()))
 
-    def _client(self, client: Client) -> ClientView:
+    def _client(self, client: RegisteredClient) -> ClientView:
         return ClientView(
             session=f"{client.session:x}",
             name=client.name,

@@ -30,7 +30,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
-class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+class RouterBlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
     """Blocks of one path, in order, came to a tier. ``extra_keys`` has an entry for each."""
 
     block_hashes: list[int]
@@ -51,7 +51,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     cache_salt: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+class RouterBlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
     """Blocks left a tier."""
 
     block_hashes: list[int]
@@ -107,7 +107,7 @@ def runs_of(blocks: Iterable[RouterBlock]) -> Iterator[list[RouterBlock]]:
 
 
 def fields_of(run: list[RouterBlock], medium: str, block_size: int) -> dict[str, Any]:
-    """Return the fields of the ``BlockStored`` of a run; those that say nothing are left out."""
+    """Return the fields of the ``RouterBlockStored`` of a run; those that say nothing are left out."""
     first, origin = run[0], run[0].origin
     fields: dict[str, Any] = {
         "block_hashes": [block.name for block in run],
