@@ -412,7 +412,7 @@ class PresenceWriter(PresenceTable):
     ) -> None: ...
     def close(self) -> None:
         """
-        Let no client pin blocks by itself until ``open``. What it has pinned is in its ring.
+        Stop clients from pinning blocks by themselves until ``open``. What they have pinned is in their rings.
         """
 
     def open(self) -> None: ...
@@ -620,7 +620,7 @@ class RunRing:
         """
 
     def close(self) -> None:
-        """Let the client write no more."""
+        """Stop the client from writing."""
 
 class MissLog:
     """Blocks that look-ups did not find, until they are sent to the service."""
@@ -1508,7 +1508,7 @@ class DeviceContents:
         plan: int,
         ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
     ) -> None:
-        """Note which device blocks a plan reads."""
+        """Record the device blocks that a plan reads."""
 
 class CopyOut:
     """
@@ -1805,15 +1805,15 @@ class Loads:
 
     def add(self, load: Load, stop: int, offset: int, count: int, is_ahead: bool) -> None:
         """
-        Let the next part of a load, up to block ``stop``, wait for the plan that is sent next. ``count`` of
+        Put the next part of a load, up to block ``stop``, into the plan that is sent next. ``count`` of
         its blocks are copied, from ``offset`` of the plan's loads on.
         """
 
     def send(self, plan: int, is_ahead: bool) -> None:
-        """Let the parts added since the last call wait for this plan's reports."""
+        """Attach the parts added since the last call to this plan."""
 
     def send_part(self, plan: int, part: LoadPart) -> None:
-        """Let one part wait for this plan's reports."""
+        """Attach one part to this plan."""
 
     def end(
         self,
@@ -1921,7 +1921,7 @@ class BlockManager:
         """Hash with another layout from now on. Live requests publish no more."""
 
     def stop_publishing(self) -> None:
-        """Let live requests keep their blocks and publish no more."""
+        """Stop live requests from publishing; they keep their blocks."""
 
     def publishes(self, request: RequestState) -> bool: ...
     def owns(self, request: RequestState) -> bool:
@@ -2958,7 +2958,7 @@ def export_memory(context: CudaContext, address: int) -> tuple[bytes, int, int]:
     """
 
 def enable_peer_access(context: CudaContext, other: CudaContext) -> None:
-    """Let kernels access the memory of another GPU of this process."""
+    """Give kernels access to the memory of another GPU of this process."""
 
 class CudaPlaneWork:
     """A kernel over the planes of blocks."""
