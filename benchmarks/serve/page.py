@@ -1,8 +1,6 @@
 """Measure what the page costs: the service's time for it, and the steps of an engine, with and without readers in turn.
 
-    python -m benchmarks.page [--rounds 6]
-
-The engine, its steps and the service are those of ``benchmarks.serve``, with 64 more clients registered. Exits 1 if one
+The engine, its steps and the service are those of the other parts, with 64 more clients registered. Exits 1 if one
 page takes 1% of the service's thread or more.
 """
 
@@ -22,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.machine import machine
-from benchmarks.serve import STEP_SECONDS, engine, registered
+from benchmarks.harness import Report, Row
+from benchmarks.serve.engines import STEP_SECONDS, engine, registered
 from fdcache.service.client.connection import Client
 from fdcache.settings.cache import WritePolicy
 
@@ -67,7 +65,7 @@ def serving(directory: str) -> Iterator[tuple[psutil.Process, str]]:
 
 @contextmanager
 def reading(url: str, readers: int) -> Iterator[None]:
-    """Read the updates of so many pages."""
+    """Read the updates of ``readers`` pages."""
     running = [subprocess.Popen([sys.executable, "-c", _READER, url]) for _ in range(readers)]
     try:
         time.sleep(1.0 if readers else 0.0)
@@ -84,10 +82,11 @@ def asked_seconds(client: Client) -> float:
     return float(found["total"]) if found else 0.0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=6)
-    rounds = parser.parse_args().rounds
+
+
+def measure(options: argparse.Namespace, report: Report) -> bool:
     steps: dict[int, list[float]] = {readers: [] for readers in READERS}
     spent: dict[int, list[float]] = {readers: [] for readers in READERS}
     used: dict[int, list[float]] = {readers: [] for readers in READERS}
@@ -101,7 +100,7 @@ def main() -> int:
             engine("shared", WritePolicy.WRITE_THROUGH, server=f"ipc://{directory}/fdcache.sock")
         )
         client = stack.enter_context(Client(f"ipc://{directory}/fdcache.sock"))
-        for _ in range(rounds):
+        for _ in range(options.rounds):
             for readers in READERS:
                 with reading(url, readers):
                     its.begin_round()
@@ -113,19 +112,17 @@ def main() -> int:
                     used[readers].append((sum(process.cpu_times()[:2]) - cpu) / wall)
                     spent[readers].append((asked_seconds(client) - asked) / wall)
                     steps[readers].append(statistics.median(its.walls[-1]))
-    print(machine())
-    print(
-        "| pages | time of the service's thread | CPU of the process | step, quietest round | median of pairs |"
-    )
-    print("|---|---|---|---|---|")
-    for readers in READERS:
-        pairs = [mine / none for mine, none in zip(steps[readers], steps[0], strict=True)]
-        print(
-            f"| {readers} | {statistics.median(spent[readers]):.2%} | {statistics.median(used[readers]):.1%} | "
-            f"{min(steps[readers]):.0f} us | {statistics.median(pairs):.3f} |"
-        )
-    return 0 if statistics.median(spent[1]) - statistics.median(spent[0]) < GOAL else 1
 
+    def rows() -> Iterator[Row]:
+        for readers in READERS:
+            pairs = [mine / none for mine, none in zip(steps[readers], steps[0], strict=True)]
+            yield {
+                "pages": readers,
+                "time of the service's thread": f"{statistics.median(spent[readers]):.2%}",
+                "CPU of the process": f"{statistics.median(used[readers]):.1%}",
+                "step, quietest round, us": min(steps[readers]),
+                "median of pairs": statistics.median(pairs),
+            }
 
-if __name__ == "__main__":
-    sys.exit(main())
+    report.table("Pages that are read", rows())
+    return statistics.median(spent[1]) - statistics.median(spent[0]) < GOAL
