@@ -20,12 +20,13 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	touch $@
 
 # A wheel of dist/ for this Python and machine is installed in place of a build, unless a source is newer.
-WHEELS = dist/fdcache-*-$(shell $(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*_$(shell uname -m).whl
 SOURCES := pyproject.toml CMakeLists.txt csrc fdcache fdcache_cli
+PYTHON_TAG := $(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])'
 $(VENV)/.demo: $(wildcard dist/*.whl) pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@wheel=$$(ls $(WHEELS) 2> /dev/null | head -1); \
-	if ls $(VENV)/.installed-* > /dev/null 2>&1 || [ -z "$$wheel" ] || [ -n "$$(find $(SOURCES) -newer "$$wheel" -print -quit)" ]; \
+	@wheel=$$(ls dist/fdcache-*-$$($(PYTHON_TAG))-*_$$(uname -m).whl 2> /dev/null | head -1); \
+	if ls $(VENV)/.installed-* > /dev/null 2>&1 || [ -z "$$wheel" ] || \
+		[ -n "$$(find $(SOURCES) -newer "$$wheel" -not -name __pycache__ -not -name '*.pyc' -not -type d -print -quit)" ]; \
 	then $(MAKE) $(VENV)/.installed-plot; \
 	else echo "installing $$wheel"; $(PIP) install --quiet --constraint constraints.txt "$$wheel[plot]"; fi
 	touch $@

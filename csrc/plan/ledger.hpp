@@ -32,9 +32,10 @@ enum Cause : std::size_t { kLost, kCorrupt, kBadSlots, kNoRoom, kCauses };
 struct SwapInFlight {
     explicit SwapInFlight(nb::object swap);
 
-    // Throws PlanError for a TransferResult of other blocks.
-    void check(nb::handle result, std::uint64_t plan_id) const;
-    void add(nb::handle result, bool is_first_rank);
+    // Throws PlanError for a TransferResult of other blocks. Returns true if the rank has copied all of
+    // these.
+    bool check(nb::handle result, std::uint64_t plan_id) const;
+    void add(nb::handle result);
     void fail() { copied.assign(size, 0); }
     bool is_whole() const;
 
@@ -56,10 +57,10 @@ struct InFlightPlan {
         remaining -= waiting[rank];
         waiting[rank] = false;
     }
-    // Throws PlanError for a report of other transfers.
-    void check(nb::handle report, std::size_t rank) const;
-    // Counts one rank's report, which was checked.
-    void add(nb::handle report, std::size_t rank);
+    // Throws PlanError for results of other transfers. Returns true if the rank has copied everything.
+    bool check(const nb::tuple &results, std::size_t rank) const;
+    // Counts one rank's results, which were checked.
+    void add(const nb::tuple &results, std::size_t rank, bool is_whole);
     // Counts a rank that will never report as one that has copied nothing.
     void fail(std::size_t rank, const std::string &reason);
     // Tells the transfers how they have ended, once the last rank has reported.
@@ -76,24 +77,35 @@ struct InFlightPlan {
     std::size_t remaining;
 };
 
+// A report that fits its plan.
+struct CheckedReport {
+    nb::object flight;  // an InFlightPlan; none unless it waited for the rank
+    std::size_t rank;
+    nb::tuple results;
+    bool is_whole;  // the rank has copied everything
+
+    // Null if the plan does not wait for the rank, or has ended since with another report of it.
+    InFlightPlan *expected() const {
+        auto *const plan = flight.is_valid() ? nb::inst_ptr<InFlightPlan>(flight) : nullptr;
+        return plan && plan->waits_for(rank) ? plan : nullptr;
+    }
+};
+
 // The plans in flight by number.
 struct PlanTable {
     explicit PlanTable(std::size_t ranks) : num_ranks(ranks) {}
 
     // Null if there is none.
     InFlightPlan *find(nb::handle plan_id) const;
-    // The plan of a report, if it waits for the report's rank; else null.
-    InFlightPlan *expected(nb::handle report) const;
     void expect(nb::handle flight);
     void remove(const InFlightPlan &flight);
 
     // Returns the rank, or throws PlanError for an unknown one.
     std::size_t require_rank(nb::handle rank) const;
     // Throws PlanError for a report of an unknown rank, or one that does not fit its plan.
-    void check(nb::handle report) const;
-    // Counts an expected and checked report. Returns the plans and tasks that it completes, which are
-    // removed.
-    nb::list record(nb::handle report);
+    CheckedReport check(nb::handle report) const;
+    // Counts an expected report. Appends the plans and tasks that it completes, which are removed.
+    void record(const CheckedReport &report, bool is_refused, nb::list &finished);
     // Removes a plan and appends it, unless it waits for a rank.
     void take_if_finished(InFlightPlan &flight, nb::list &finished);
 

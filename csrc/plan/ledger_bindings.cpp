@@ -68,12 +68,13 @@ SwapInFlight::SwapInFlight(nb::object given)
       kind(purpose_of(purpose)),
       size(length(swap, "src_block_ids")) {}
 
-void SwapInFlight::check(nb::handle result, std::uint64_t plan_id) const {
+bool SwapInFlight::check(nb::handle result, std::uint64_t plan_id) const {
     const auto require = [&](std::int32_t position) {
         if (position < 0 || static_cast<std::size_t>(position) >= size)
             throw PlanError(numbered(plan_id) + ": failed positions must be below " + std::to_string(size));
     };
-    if (length(result, "failed")) {
+    const bool is_whole = !length(result, "failed");
+    if (!is_whole) {
         each_position(result, "failed", require);
         for (const char *cause : kCauseNames) each_position(result, cause, require);
     }
@@ -81,10 +82,10 @@ void SwapInFlight::check(nb::handle result, std::uint64_t plan_id) const {
     if (sums && sums != size)
         throw PlanError(numbered(plan_id) + ": " + std::to_string(sums) + " checksums for " +
                         std::to_string(size) + " blocks");
+    return is_whole && nb::object(result.attr("error_message")).is_none();
 }
 
-void SwapInFlight::add(nb::handle result, bool is_first_rank) {
-    if (is_first_rank) checksums = result.attr("checksums");
+void SwapInFlight::add(nb::handle result) {
     if (!length(result, "failed")) return;
     each_position(result, "failed", [&](std::int32_t position) { mark(copied, size, position, 0); });
     for (std::size_t cause = 0; cause < kCauses; ++cause)
@@ -116,26 +117,28 @@ InFlightPlan::InFlightPlan(nb::object given, double deadline, std::size_t ranks)
         if (nb::object swap = plan.attr(name); !swap.is_none()) add(std::move(swap));
 }
 
-void InFlightPlan::check(nb::handle report, std::size_t rank) const {
-    const nb::tuple results(nb::object(report.attr("results")));
+bool InFlightPlan::check(const nb::tuple &results, std::size_t rank) const {
     bool is_same = nb::len(results) == transfers.size();
     for (std::size_t i = 0; is_same && i < transfers.size(); ++i)
         is_same = nb::object(results[i].attr("purpose")).is(transfers[i]->purpose);
     if (!is_same)
         throw PlanError(numbered(plan_id) + " by rank " + std::to_string(rank) +
                         " has other transfers than the plan");
-    for (std::size_t i = 0; i < transfers.size(); ++i) transfers[i]->check(results[i], plan_id);
+    bool is_whole = true;
+    for (std::size_t i = 0; i < transfers.size(); ++i) is_whole &= transfers[i]->check(results[i], plan_id);
+    return is_whole;
 }
 
-void InFlightPlan::add(nb::handle report, std::size_t rank) {
-    const nb::tuple results(nb::object(report.attr("results")));
+void InFlightPlan::add(const nb::tuple &results, std::size_t rank, bool is_whole) {
+    stop_waiting(rank);
     for (std::size_t i = 0; i < transfers.size(); ++i) {
-        transfers[i]->add(results[i], !rank);
+        if (!rank) transfers[i]->checksums = results[i].attr("checksums");
+        if (is_whole) continue;
+        transfers[i]->add(results[i]);
         const nb::object message = results[i].attr("error_message");
         if (!message.is_none() && nb::len(message))
             errors.push_back("rank " + std::to_string(rank) + ": " + nb::cast<std::string>(message));
     }
-    stop_waiting(rank);
 }
 
 void InFlightPlan::fail(std::size_t rank, const std::string &reason) {
@@ -161,11 +164,6 @@ InFlightPlan *PlanTable::find(nb::handle plan_id) const {
     return found ? nb::inst_ptr<InFlightPlan>(found) : nullptr;
 }
 
-InFlightPlan *PlanTable::expected(nb::handle report) const {
-    InFlightPlan *const flight = find(nb::object(report.attr("plan_id")));
-    return flight && flight->waits_for(require_rank(nb::object(report.attr("rank")))) ? flight : nullptr;
-}
-
 void PlanTable::expect(nb::handle handle) {
     const auto &flight = nb::cast<const InFlightPlan &>(handle);
     plans[nb::int_(flight.plan_id)] = handle;
@@ -188,7 +186,7 @@ std::size_t PlanTable::require_rank(nb::handle rank) const {
                     std::to_string(num_ranks) + " ranks");
 }
 
-void PlanTable::check(nb::handle report) const {
+CheckedReport PlanTable::check(nb::handle report) const {
     static PyObject *const type =
         nb::object(nb::module_::import_("fdcache.metadata").attr("TransferReport")).release().ptr();
     const int is_report = PyObject_IsInstance(report.ptr(), type);
@@ -196,25 +194,27 @@ void PlanTable::check(nb::handle report) const {
     if (!is_report)
         throw PlanError("reports: " + nb::cast<std::string>(nb::object(report.type().attr("__name__"))) +
                         " is not a TransferReport of CacheController.poll");
-    const std::size_t rank = require_rank(nb::object(report.attr("rank")));
-    if (const InFlightPlan *const flight = expected(report)) flight->check(report, rank);
+    CheckedReport checked{{}, require_rank(nb::object(report.attr("rank"))), nb::tuple(), false};
+    const nb::object plan_id = report.attr("plan_id");
+    const InFlightPlan *const flight = find(plan_id);
+    if (!flight || !flight->waits_for(checked.rank)) return checked;
+    checked.flight = nb::borrow(plans[plan_id]);
+    checked.results = nb::tuple(nb::object(report.attr("results")));
+    checked.is_whole = flight->check(checked.results, checked.rank);
+    return checked;
 }
 
-nb::list PlanTable::record(nb::handle report) {
-    nb::list finished;
-    const nb::object keep = nb::borrow(plans[nb::object(report.attr("plan_id"))]);
-    InFlightPlan &flight = *nb::inst_ptr<InFlightPlan>(keep);
-    const std::size_t rank = require_rank(nb::object(report.attr("rank")));
-    flight.add(report, rank);
+void PlanTable::record(const CheckedReport &report, bool is_refused, nb::list &finished) {
+    InFlightPlan &flight = *report.expected();
+    flight.add(report.results, report.rank, report.is_whole);
     take_if_finished(flight, finished);
-    if (flight.is_task || !nb::cast<bool>(report.attr("refused"))) return finished;
+    if (flight.is_task || !is_refused) return;
     for (nb::handle task : nb::object(flight.plan.attr("tasks"))) {
         InFlightPlan *const other = find(nb::object(task.attr("plan_id")));
-        if (!other || !other->waits_for(rank)) continue;
-        other->fail(rank, "the plan did not reach the rank");
+        if (!other || !other->waits_for(report.rank)) continue;
+        other->fail(report.rank, "the plan did not reach the rank");
         take_if_finished(*other, finished);
     }
-    return finished;
 }
 
 void PlanTable::take_if_finished(InFlightPlan &flight, nb::list &finished) {
@@ -332,16 +332,24 @@ void bind_ledger(nb::module_ &module) {
         .def("remove", &PlanTable::remove, "flight"_a, "Remove a plan.")
         .def("require_rank", &PlanTable::require_rank, "rank"_a.none(),
              "Return the rank. Raises ``PlanError`` for an unknown one.")
-        .def("check", &PlanTable::check, "report"_a.none(),
-             "Raise ``PlanError`` for a report of an unknown rank, or one that does not fit its plan.")
+        .def(
+            "check", [](const PlanTable &self, nb::handle report) { self.check(report); }, "report"_a.none(),
+            "Raise ``PlanError`` for a report of an unknown rank, or one that does not fit its plan.")
         .def(
             "expects",
-            [](const PlanTable &self, nb::handle report) { return self.expected(report) != nullptr; },
+            [](const PlanTable &self, nb::handle report) { return self.check(report).expected() != nullptr; },
             "report"_a, "Return True if this rank has not reported this plan yet.")
-        .def("record", &PlanTable::record, "report"_a,
-             nb::sig("def record(self, report: typing.Any) -> list[InFlightPlan]"),
-             "Count an expected and checked report; return the plans, storage tasks included, that it "
-             "completes.")
+        .def(
+            "record",
+            [](PlanTable &self, nb::handle report) {
+                nb::list finished;
+                const CheckedReport checked = self.check(report);
+                if (checked.expected())
+                    self.record(checked, nb::cast<bool>(report.attr("refused")), finished);
+                return finished;
+            },
+            "report"_a, nb::sig("def record(self, report: typing.Any) -> list[InFlightPlan]"),
+            "Count a report; return the plans, storage tasks included, that it completes.")
         .def(
             "take_finished",
             [](PlanTable &self) {

@@ -47,7 +47,7 @@ class PlanReports {
     std::uint64_t unexpected() const { return unexpected_; }
 
   private:
-    void measure(const InFlightPlan &flight, nb::handle report);
+    void measure(const CheckedReport &report);
     bool ends_here(const InFlightPlan &flight) const;
     bool is_below_fetch(const InFlightPlan &flight) const;
     bool waits_for_copy_above(const SwapInFlight &transfer) const;
@@ -96,20 +96,26 @@ bool PlanReports::waits_for_copy_above(const SwapInFlight &transfer) const {
 }
 
 PlanReports::Counted PlanReports::count(const nb::list &reports) {
-    for (nb::handle report : reports) plans_.check(report);
+    std::vector<CheckedReport> checked;
+    checked.reserve(nb::len(reports));
+    for (nb::handle report : reports) checked.push_back(plans_.check(report));
     Counted counted;
-    for (nb::handle report : reports) {
-        const InFlightPlan *const flight = plans_.expected(report);
+    for (std::size_t i = 0; i < checked.size(); ++i) {
+        const nb::object report = reports[i];
+        const InFlightPlan *const flight = checked[i].expected();
         if (!flight) {
             ++unexpected_;
             continue;
         }
-        measure(*flight, report);
+        measure(checked[i]);
+        const bool is_refused = nb::cast<bool>(report.attr("refused"));
         if (flight->is_task && !nb::object(report.attr("handover")).is_none())
             counted.handovers.append(report);
-        if (!flight->is_task && nb::cast<bool>(report.attr("refused")))
+        if (!flight->is_task && is_refused)
             counted.not_cleared |= nb::cast<bool>(flight->plan.attr("clear_storage"));
-        for (nb::handle each : plans_.record(report)) {
+        nb::list finished;
+        plans_.record(checked[i], is_refused, finished);
+        for (nb::handle each : finished) {
             const auto &ended = *nb::inst_ptr<InFlightPlan>(each);
             if (ends_here(ended))
                 end_plan(ended, counted.arrived);
@@ -120,12 +126,12 @@ PlanReports::Counted PlanReports::count(const nb::list &reports) {
     return counted;
 }
 
-void PlanReports::measure(const InFlightPlan &flight, nb::handle report) {
+void PlanReports::measure(const CheckedReport &report) {
     if (!meter_) return;
-    const nb::tuple results(nb::object(report.attr("results")));
-    for (std::size_t i = 0; i < flight.transfers.size(); ++i)
-        meter_->add(flight.transfers[i]->kind, nb::cast<std::uint64_t>(results[i].attr("copied_bytes")),
-                    nb::cast<double>(results[i].attr("seconds")));
+    const auto &transfers = report.expected()->transfers;
+    for (std::size_t i = 0; i < transfers.size(); ++i)
+        meter_->add(transfers[i]->kind, nb::cast<std::uint64_t>(report.results[i].attr("copied_bytes")),
+                    nb::cast<double>(report.results[i].attr("seconds")));
 }
 
 // True for a plan of which every rank has copied everything, and which nothing else waits for.

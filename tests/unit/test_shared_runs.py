@@ -278,5 +278,5 @@ class TestHostPool:
             "stats", "take_events", "tenant_entries", "unhold", "withhold",
         }  # fmt: skip
         public = {name for name in dir(BlockPool(CacheLevel.HOST, 1)) if not name.startswith("_")}
-        own = {"level", "loading_from_storage", "nodes", "usage", "verify"}
+        own = {"hottest_paths", "level", "loading_from_storage", "nodes", "usage", "verify"}
         assert public - own == removing | keeping
