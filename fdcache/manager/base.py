@@ -22,6 +22,7 @@ from fdcache.manager.plans import Plans
 from fdcache.manager.results import LoadOutcome
 from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferReport
+from fdcache.service.wire.views import TreeNode
 from fdcache.settings import Settings, logs
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.checks import log_misspelt, require_host_tier
@@ -290,6 +291,15 @@ class TierManager(Generic[RequestT_contra]):
         with self._lock:
             self._requests.prepare(request)
             return self._tiers.find(record_keys(request.block_hashes, self.layout.num_groups))
+
+    def hottest_blocks(self, limit: int) -> list[TreeNode]:
+        """Return the hottest blocks of this process's own host tier, each with its ancestors, parents first."""
+        with self._lock:
+            pool = self._tiers.own_pools.get(CacheLevel.HOST)
+            if pool is None:
+                return []
+            name = self.layout.fingerprint.hex()[:16]
+            return [TreeNode.of(name, node, parent) for node, parent in pool.hottest_paths(limit)]
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` naming every invariant that does not hold."""

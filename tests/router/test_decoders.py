@@ -142,7 +142,7 @@ def replayed(address: str, first: int) -> list[tuple[int, list[dict[str, Any]]]]
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(address)
     socket.send_multipart((b"", first.to_bytes(8, "big")))
-    found = []
+    found: list[tuple[int, list[dict[str, Any]]]] = []
     try:
         while socket.poll(10_000):
             _, _, number, payload = socket.recv_multipart()

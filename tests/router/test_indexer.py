@@ -6,7 +6,8 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,10 @@ def differences(router: Indexer, address: str, asked: list[Prompt]) -> list[tupl
     """Return prompts of which the router knows something else than the service has."""
     compared = ((each, router.ask(each), in_service(address, each)) for each in asked)
     return [each for each in compared if each[1] != each[2]]
+
+
+def is_same(first: Callable[[], Found], second: Callable[[], Found]) -> bool:
+    return first() == second()
 
 
 def agree(router: Indexer, address: str, asked: list[Prompt]) -> None:
@@ -117,8 +122,8 @@ def test_a_router_that_comes_late_learns_all_blocks(
     with indexer(tmp_path, f"tcp://127.0.0.1:{free_port()}") as router:
         router.follow(2, address, replay if has_replay else None)
         for each in everyone(prompts):
-            expected = in_service(service.address, each)
-            until(lambda each=each, expected=expected: router.ask(each, 2) == expected, "it knows the blocks")
+            expected = partial(in_service, service.address, each)
+            until(partial(is_same, partial(router.ask, each, 2), expected), "it knows the blocks")
     engine.close()
 
 

@@ -14,7 +14,7 @@ from fdcache.tiers.host import PathNote
 
 MOST_REMEMBERED = 1 << 17
 """Blocks that are known to be described; what is forgotten is described again."""
-_MOST_BLOCKS = 4096
+_MOST_BLOCKS = 1024
 _MOST_TOKENS = 1 << 18
 """Of one message."""
 

@@ -50,16 +50,17 @@ class EventStream:
         self.published = 0
         self._snapshot = snapshot
         self._wake = wake
-        self._waiting: deque[list[Any]] = deque()
+        self._waiting: deque[Callable[[], list[Any]]] = deque()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=MOST_KEPT)
         self._kept_bytes = 0
         self.begins_again = True
         """True until all blocks are told."""
 
-    def publish(self, events: list[Any]) -> None:
-        """Queue a message. Of too many, none is kept: all blocks are told in their place."""
-        if not events:
-            return
+    def publish(self, events: Callable[[], list[Any]]) -> None:
+        """Queue a message, whose events the publisher's thread asks for.
+
+        Of too many, none is kept: all blocks are told in their place.
+        """
         if len(self._waiting) >= MOST_WAITING:
             self.begin_again()
         else:
@@ -81,10 +82,16 @@ class EventStream:
                 self.number += 1
                 self._send(socket, payload)
         while self._waiting:
-            payload = _encode(self._waiting.popleft())
-            self.number += 1
-            self._keep(payload)
-            self._send(socket, payload)
+            try:
+                events = self._waiting.popleft()()
+            except Exception:
+                self.begin_again()  # else readers would keep what has changed
+                raise
+            if events:
+                payload = _encode(events)
+                self.number += 1
+                self._keep(payload)
+                self._send(socket, payload)
 
     def _send(self, socket: zmq.Socket[bytes], payload: bytes) -> None:
         socket.send_multipart((self.topic, self.number.to_bytes(8, "big"), payload))

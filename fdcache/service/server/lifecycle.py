@@ -141,6 +141,7 @@ class Server:
         feeds = RouterFeeds(
             EventPublisher(address, replay),
             lambda layout: folder / f"{prefix}-{layout.fingerprint.hex()[:16]}.notes",
+            has_storage=local,
         )
         self.service.namespaces.feeds = feeds
         if storage is not None:

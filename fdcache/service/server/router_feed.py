@@ -28,7 +28,7 @@ from fdcache.service.wire.router_events import (
     fields_of,
     runs_of,
 )
-from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED, READY, BlockPool
+from fdcache.tiers.pool import ABSENT, EVENT_REMOVED, EVENT_STORED, READY, BlockPool
 
 log = logging.getLogger("fdcache.service.server")
 
@@ -40,6 +40,10 @@ _AT_ONCE = 4096
 """Blocks of one message."""
 _LOCAL: dict[str, Any] = {"locality": "LOCAL"}
 """``ownership`` is left out: Dynamo drops events of owners other than the engine and KVCR."""
+
+
+Change = tuple[Callable[[CacheLevel, list[bytes]], Iterable[Any]], list[bytes]]
+"""Blocks that came or left, and what makes their events."""
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
@@ -66,13 +70,23 @@ class _Tier:
 
 
 class RouterFeed:
-    """Events of one layout, in the service's thread; only ``snapshot`` is called by the publisher's.
+    """Events of one layout. It runs in the service's thread; events are made by the publisher's.
 
-    ``file`` keeps the notes. A block without one is in no event until an engine describes it.
+    ``file`` keeps the notes; a block without one is in no event until an engine describes it. ``has_storage``: the
+    layout has, or will have, local storage.
     """
 
-    def __init__(self, layout: KVLayout, publisher: EventPublisher, topic: str, file: NotesFile) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        publisher: EventPublisher,
+        topic: str,
+        file: NotesFile,
+        *,
+        has_storage: bool = False,
+    ) -> None:
         self._layout = layout
+        self._has_storage = has_storage
         self._groups = layout.num_groups
         self._kinds = [
             ("sliding_window", window) if window else ("full_attention", None)
@@ -80,6 +94,7 @@ class RouterFeed:
         ]
         self._file = file
         self._notes: dict[bytes, bytes] = {}
+        self._to_sweep: list[bytes] = []
         self._origins: dict[tuple[str | None, str | None], Origin] = {}
         self._tiers = {level: _Tier(level) for level in (CacheLevel.HOST, CacheLevel.STORAGE)}
         self._loading: Future[dict[bytes, bytes]] | None = file.load()
@@ -90,19 +105,16 @@ class RouterFeed:
     def describe(self, message: Describe) -> None:
         """Keep what a client says of blocks. Raises ``ProtocolError`` for fields that do not fit."""
         hashes, size = hashes_from(message.hashes), self._layout.block_size
-        tokens = int32_from(message.tokens, "tokens", size * len(hashes)).reshape(-1, size)
+        int32_from(message.tokens, "tokens", size * len(hashes))
         if len(message.parent) not in (0, hashes.shape[1]):
             raise ProtocolError("parent: a hash has 32 bytes")
-        parent, rows = message.parent, []
-        for i, row in enumerate(hashes):
-            key = row.tobytes()
+        parent, rows, step = message.parent, [], 4 * size
+        for i in range(len(hashes)):
+            key = message.hashes[32 * i : 32 * (i + 1)]
             if key not in self._notes:
-                items = [
-                    (name, offset - i * size)
-                    for offset, length, name in message.items
-                    if offset < (i + 1) * size and offset + length > i * size
-                ]
-                note = _encode(Note(parent, tokens[i].tobytes(), message.tenant, message.adapter, items))
+                tokens = message.tokens[step * i : step * (i + 1)]
+                items = _items_in(message, i * size, (i + 1) * size) if message.items else []
+                note = _encode(Note(parent, tokens, message.tenant, message.adapter, items))
                 self._notes[key] = note
                 rows.append((key, note))
             parent = key
@@ -110,7 +122,6 @@ class RouterFeed:
             return
         self._file.add(rows)
         self._tell_described([key for key, _ in rows])
-        self._sweep_if_due()
 
     def _tell_described(self, keys: list[bytes]) -> None:
         """Tell of blocks that were there before their notes, such as those of which the file had none."""
@@ -123,22 +134,26 @@ class RouterFeed:
         for page in pages:
             yield from (bytes(byte ^ mark for byte in page) if mark else page for mark in range(self._groups))
 
-    def _sweep_if_due(self) -> None:
-        """Drop notes of blocks that are in no tier, and those rows of the file, once there are many."""
+    def _sweep(self) -> None:
+        """Drop the notes of blocks that are in no tier, some at a time, once the file has many rows too many."""
         resident = sum(len(tier.blocks) for tier in self._tiers.values())
-        if self._loading is not None or self._file.rows <= 2 * resident + _SLACK:
+        is_known = self._loading is None and not (
+            self._has_storage and self._tiers[CacheLevel.STORAGE].pool is None  # it is being opened
+        )
+        if not self._to_sweep and is_known and self._file.rows > 2 * resident + _SLACK:
+            self._to_sweep = list(self._notes)[: -_SLACK // 2]  # the newest are perhaps about to be stored
+        if not self._to_sweep:
             return
-        pages = np.frombuffer(b"".join(self._notes), np.uint8).reshape(-1, 32)
-        there = np.zeros(len(pages), np.bool_)
+        some, self._to_sweep = self._to_sweep[-_AT_ONCE:], self._to_sweep[:-_AT_ONCE]
+        pages = np.frombuffer(b"".join(some), np.uint8).reshape(-1, 32)
+        gone = np.ones(len(pages), np.bool_)
         for tier in self._tiers.values():
             if tier.pool is not None:
-                there |= tier.pool.contains(pages) != 0
-        newest = len(pages) - min(_SLACK // 2, len(pages))
-        there[newest:] = True  # perhaps described a moment ago, and about to be stored
-        self._notes = {
-            key: note for (key, note), keep in zip(self._notes.items(), there.tolist(), strict=True) if keep
-        }
-        self._file.rewrite(list(self._notes.items()))
+                gone &= tier.pool.contains(pages) == ABSENT
+        for i in np.flatnonzero(gone).tolist():
+            self._notes.pop(some[i], None)
+        if not self._to_sweep:
+            self._file.rewrite(list(self._notes.items()))
 
     # --- tiers ----------------------------------------------------------------------------------------------
 
@@ -162,7 +177,7 @@ class RouterFeed:
         if (kinds > EVENT_REMOVED).any():  # cleared, or lost
             self.tell_anew(level)
             return
-        tier, events = self._tiers[level], list[Any]()
+        tier, changes = self._tiers[level], list[Change]()
         codes = kinds.tolist()
         ends = [*(i for i in range(1, len(codes)) if codes[i] != codes[i - 1]), len(codes)]
         first = 0
@@ -170,14 +185,13 @@ class RouterFeed:
             keys = [row.tobytes() for row in hashes[first:end]]
             if codes[first] == EVENT_STORED:
                 tier.blocks |= dict.fromkeys(keys)
-                events += self._stored(level, keys)
+                changes.append((self._stored, keys))
             else:
                 for key in keys:
                     tier.blocks.pop(key, None)
-                events += self._removed(level, keys)
+                changes.append((self._removed, keys))
             first = end
-        for start in range(0, len(events), _AT_ONCE):
-            self._stream.publish(events[start : start + _AT_ONCE])
+        self._stream.publish(lambda: [event for tell, keys in changes for event in tell(level, keys)])
 
     def work(self) -> None:
         """Take the notes that were read from the file, and the events of storage."""
@@ -186,6 +200,7 @@ class RouterFeed:
             self._loading = None
             for level in self._tiers:
                 self.tell_anew(level)
+        self._sweep()
         pool = self._tiers[CacheLevel.STORAGE].pool
         if pool is not None:
             kinds, hashes, _ = pool.take_events()
@@ -247,7 +262,7 @@ class RouterFeed:
         return RouterBlock(
             name=_name(page),
             parent=_name(note.parent) if note.parent else None,
-            tokens=np.frombuffer(note.tokens, "<i4").tolist(),
+            tokens=note.tokens,
             origin=origin,
             extra=tuple(extra) or None,
             group=group,
@@ -258,16 +273,28 @@ class RouterFeed:
         self._file.close()
 
 
+def _items_in(message: Describe, first: int, last: int) -> list[tuple[str, int]]:
+    """Return the images and the like in a range of tokens, each with its offset there."""
+    return [
+        (name, offset - first)
+        for offset, length, name in message.items
+        if offset < last and offset + length > first
+    ]
+
+
 def _name(page: bytes) -> int:
     """Return the name of a block for routers: 63 bits of its hash, which fit every reader's integer."""
     return int.from_bytes(page[:8], "little") >> 1
 
 
 class RouterFeeds:
-    """The feeds of a service, by layout. ``folder_of`` returns the path of a layout's notes."""
+    """The feeds of a service, by layout. ``path_of`` returns the path of a layout's notes."""
 
-    def __init__(self, publisher: EventPublisher, path_of: Callable[[KVLayout], Path]) -> None:
+    def __init__(
+        self, publisher: EventPublisher, path_of: Callable[[KVLayout], Path], *, has_storage: bool
+    ) -> None:
         self.publisher = publisher
+        self._has_storage = has_storage
         self._path_of = path_of
         self._feeds: dict[bytes, RouterFeed] = {}
         self._topics: set[str] = set()
@@ -282,7 +309,9 @@ class RouterFeeds:
                 topic = f"{topic}@{layout.fingerprint.hex()[:16]}"
             self._topics.add(topic)
             file = NotesFile(self._path_of(layout))
-            feed = self._feeds[layout.fingerprint] = RouterFeed(layout, self.publisher, topic, file)
+            feed = self._feeds[layout.fingerprint] = RouterFeed(
+                layout, self.publisher, topic, file, has_storage=self._has_storage
+            )
         return feed
 
     def work(self) -> None:

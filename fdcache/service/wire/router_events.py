@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from fdcache.metadata import CacheLevel
 
@@ -74,17 +75,16 @@ class Origin:
     session: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RouterBlock:
+class RouterBlock(NamedTuple):
     """A block as routers know it: ``name`` and ``parent`` are its hash and that of the block before it.
 
-    ``extra``: what its hash covers beside the tokens, as vLLM's ``extra_keys``. ``ahead``: tokens beyond it that its
-    hash covers.
+    ``tokens`` are a list, or the bytes of int32. ``extra``: what its hash covers beside the tokens, as vLLM's
+    ``extra_keys``. ``ahead``: tokens beyond it that its hash covers.
     """
 
     name: Any
     parent: Any
-    tokens: list[int]
+    tokens: list[int] | bytes
     origin: Origin
     extra: tuple[Any, ...] | None = None
     group: int | None = None
@@ -95,14 +95,12 @@ def runs_of(blocks: Iterable[RouterBlock]) -> Iterator[list[RouterBlock]]:
     """Yield runs of blocks that each follow the one before, for one event each."""
     run: list[RouterBlock] = []
     for block in blocks:
-        if run and not (
-            block.parent == run[-1].name
-            and block.origin == run[-1].origin
-            and block.group == run[-1].group
-            and len(run) < MOST_IN_RUN
-        ):
-            yield run
-            run = []
+        if run:
+            last = run[-1]
+            is_next = block.parent == last.name and block.group == last.group and len(run) < MOST_IN_RUN
+            if not is_next or (block.origin is not last.origin and block.origin != last.origin):
+                yield run
+                run = []
         run.append(block)
     if run:
         yield run
@@ -114,7 +112,7 @@ def fields_of(run: list[RouterBlock], medium: str, block_size: int) -> dict[str,
     fields: dict[str, Any] = {
         "block_hashes": [block.name for block in run],
         "parent_block_hash": first.parent,
-        "token_ids": [token for block in run for token in block.tokens],
+        "token_ids": _tokens_of(run),
         "block_size": block_size,
         "lora_id": origin.lora_id,
         "medium": medium,
@@ -128,3 +126,10 @@ def fields_of(run: list[RouterBlock], medium: str, block_size: int) -> dict[str,
         "cache_salt": origin.salt,
     }
     return fields | {name: value for name, value in more.items() if value is not None}
+
+
+def _tokens_of(run: list[RouterBlock]) -> list[int]:
+    if isinstance(run[0].tokens, bytes):
+        tokens: list[int] = np.frombuffer(b"".join(block.tokens for block in run), "<i4").tolist()  # type: ignore[misc]
+        return tokens
+    return [token for block in run for token in block.tokens]
