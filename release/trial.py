@@ -45,8 +45,8 @@ def main(environment: Path, wheel: Path) -> None:
 def run(environment: Path, program: str, *words: str) -> None:
     """Run a program of the environment; its failure is this one's."""
     sys.stdout.flush()
-    subprocess.run([environment.absolute() / "bin" / program, *words], cwd=environment, check=True)
+    subprocess.run([environment / "bin" / program, *words], cwd=environment, check=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]).absolute())
+    main(Path(sys.argv[1]).absolute(), Path(sys.argv[2]).absolute())
