@@ -1193,22 +1193,6 @@ class BlockQueue:
     def clear(self) -> None:
         """Drop every block."""
 
-class SlotQueue:
-    """
-    A first-in, first-out queue of slots of a tier, each of them once: it drops none.
-    """
-
-    def __init__(self) -> None: ...
-    def __len__(self) -> int: ...
-    def add(
-        self,
-        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    ) -> None:
-        """Append the slots that are not queued."""
-
-    def clear(self) -> None:
-        """Remove every slot."""
-
 class BlockCopies:
     """
     Copies of blocks between slots of two tiers, planned one after the other.
@@ -1262,55 +1246,6 @@ def take_transfers(lists: Sequence[BlockCopies], forms: Sequence[tuple[Any, Any,
     Empty lists of copies. Return a transfer for each, None for an empty one. A form has the
     transfer's class, purpose, source and target.
     """
-
-class PlannedBackups:
-    """The outcome of a call of ``BackupPlanner``."""
-
-    @property
-    def planned(self) -> int:
-        """Number of copies planned."""
-
-    @property
-    def dropped(self) -> int:
-        """Number of blocks that the host had no room for, each counted once."""
-
-    @property
-    def asked(self) -> int:
-        """Number of host slots asked for at once."""
-
-    @property
-    def displaced(self) -> BlockList:
-        """Blocks that left the host to make room."""
-
-class BackupPlanner:
-    """
-    Plans copies of blocks of the ``device`` with ``least_hits`` to a host tier, ancestors first.
-
-    ``target``: the host tier, of this process or of a service. Planned copies hold their slots in
-    both tiers.
-    """
-
-    def __init__(self, device: Tier, least_hits: int) -> None: ...
-    @property
-    def device_slots(self) -> int:
-        """Number of slots of the device."""
-
-    def flush(self, queue: SlotQueue, target: HostIndex, most: int, copies: BlockCopies) -> PlannedBackups:
-        """
-        Plan copies of up to ``most`` queued blocks that the host lacks. The others stay queued.
-        """
-
-    def clean(self, coldest: int, target: HostIndex, most: int, copies: BlockCopies) -> PlannedBackups:
-        """
-        Plan up to ``most`` copies of those among the next ``coldest`` blocks to be evicted that the
-        host lacks.
-        """
-
-    def evict(self, evicted: Sequence[BlockList], target: HostIndex, copies: BlockCopies) -> PlannedBackups:
-        """
-        Plan copies of evicted blocks that the host lacks, before their slots are overwritten.
-        ``evicted``: the lists of one allocation, in the order of eviction.
-        """
 
 class SwapInFlight:
     """
@@ -1494,22 +1429,35 @@ def are_block_ids(values: object | None, least: int = 0, distinct: bool = False)
     there once.
     """
 
-class PlannedCopies(PlannedBackups):
-    """The outcome of a call of ``CopyOut`` that did something."""
+class PlannedCopies:
+    """The outcome of a call that planned or dropped copies."""
+
+    @property
+    def planned(self) -> int:
+        """Number of copies planned."""
+
+    @property
+    def dropped(self) -> int:
+        """Number of blocks that the host had no room for, each counted once."""
+
+    @property
+    def asked(self) -> int:
+        """Number of host slots asked for at once."""
+
+    @property
+    def displaced(self) -> BlockList:
+        """Blocks that left the host to make room."""
 
     @property
     def after(self) -> list[int]:
         """Plans that read device blocks which are given away."""
 
-class CopyOut:
+class DeviceContents:
     """
-    Plans copies of the blocks of a device cache that the engine owns.
-
-    ``target``: as for ``BackupPlanner``. Blocks are wanted there as soon as they have ``least_hits``, or,
-    with ``writes_back``, once they are given away or among the next ``clean_reserve`` to be.
+    The known blocks of a device cache that an engine owns, by device block.
     """
 
-    def __init__(self, writes_back: bool, least_hits: int, clean_reserve: int) -> None: ...
+    def __init__(self) -> None: ...
     @property
     def num_blocks(self) -> int:
         """Number of device blocks that were offered at any time."""
@@ -1519,10 +1467,8 @@ class CopyOut:
         """Number of device blocks whose content is known."""
 
     @property
-    def has_queue(self) -> bool:
-        """
-        True if the next plan may copy blocks, or offers have not been looked at.
-        """
+    def has_offers(self) -> bool:
+        """True if offers have not been looked at."""
 
     def offered(self, path: DevicePath, start: int, counted: int) -> None:
         """
@@ -1530,9 +1476,16 @@ class CopyOut:
         ``counted``.
         """
 
-    def given_away(
+    def next_evicted(
         self,
         ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Set which device blocks are given away next, coldest first."""
+
+    def give_away(
+        self,
+        ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        copies_out: CopyOut,
         target: HostIndex,
         copies: BlockCopies,
         plans: PlanTable,
@@ -1541,21 +1494,56 @@ class CopyOut:
         Plan copies of wanted blocks before these device blocks are overwritten, and forget them.
         """
 
-    def forget_blocks(
+    def forget(
         self,
         ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        target: HostIndex,
     ) -> None:
         """Forget what is in these device blocks, without a copy."""
 
-    def forget(self) -> None:
-        """Forget every block and what is queued."""
+    def forget_all(self) -> None:
+        """Forget every block."""
 
-    def next_evicted(
+    def sent(
         self,
+        plan: int,
         ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
     ) -> None:
-        """Learn which device blocks are given away next, for the clean reserve."""
+        """Note which device blocks a plan reads."""
+
+class CopyOut:
+    """
+    Plans copies of the blocks of a device cache to a host tier, ancestors first.
+
+    Blocks are wanted there as soon as they have ``least_hits``, or, with ``writes_back``, once they are
+    evicted or among the next ``clean_reserve`` to be. ``target``: the host tier, of this process or of a
+    service. Planned copies hold their slots on the host, and on a device of the
+    scheduler's.
+    """
+
+    @overload
+    def __init__(self, device: Tier, writes_back: bool, least_hits: int, clean_reserve: int) -> None: ...
+    @overload
+    def __init__(
+        self, device: DeviceContents, writes_back: bool, least_hits: int, clean_reserve: int
+    ) -> None: ...
+    @property
+    def has_queue(self) -> bool:
+        """True if the next plan may copy queued blocks."""
+
+    def enqueue(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Queue the blocks in these device slots."""
+
+    def enqueue_awaited(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Queue blocks ahead of all and whatever their hits."""
+
+    def clear(self) -> None:
+        """Forget what is queued."""
 
     def queued(self, target: HostIndex) -> int:
         """Return the number of blocks that wait for a plan."""
@@ -1563,25 +1551,27 @@ class CopyOut:
     def has_work(self, target: HostIndex) -> bool:
         """Return True if the next plan may copy queued blocks."""
 
+    def evict(self, evicted: BlockList, target: HostIndex, copies: BlockCopies) -> PlannedCopies | None:
+        """
+        Plan copies of evicted blocks that the host lacks, before their slots are overwritten.
+        """
+
     def plan(
         self, target: HostIndex, in_flight: int, is_patient: bool, now: float, copies: BlockCopies
     ) -> PlannedCopies | None:
         """
-        Plan backups of queued blocks, while ``in_flight`` blocks are being backed up. While
-        ``is_patient``, a few blocks wait for more.
+        Plan backups of queued blocks, while ``in_flight`` blocks are being backed up. While ``is_patient``, a few
+        blocks wait for more.
         """
 
-    def sent(
-        self,
-        plan: int,
-        read: Sequence[
-            Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)]
-        ],
-    ) -> None:
-        """Note which device blocks a plan reads."""
-
-    def copies_ended(self) -> None:
-        """Let blocks go on whose parents were being copied."""
+def copies_that_may_end(
+    hashes: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)],
+    parents: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)],
+    target: HostIndex,
+) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    """
+    Return 1 for each block of a transfer to the host that is not below a copy in flight of another one.
+    """
 
 class RequestState:
     """
@@ -2063,9 +2053,9 @@ class BlockManager:
     def has_followed(self) -> bool:
         """True if ``take_followed`` has something."""
 
-    def queue_followed(self, queue: SlotQueue) -> None:
+    def queue_followed(self, copies: CopyOut) -> None:
         """
-        Move the blocks that became entries or reached ``follow_hits`` to a queue of backups.
+        Queue the blocks that became entries or reached ``follow_hits`` for a backup.
         """
 
     def take_followed(self) -> tuple[BlockList | None, list[tuple[bytes, str]]]:

@@ -14,7 +14,7 @@ from unittest import mock
 from typer import Context
 from typer.core import TyperCommand
 
-from fdcache import CacheController, CacheManager, KVLayout, Request
+from fdcache import CacheController, CacheManager, KVLayout, Request, tracing
 from fdcache.devices.calibration import make_policy
 from fdcache.devices.topology import Gpu
 from fdcache.integrations.mooncake.client import ClientOptions
@@ -218,6 +218,12 @@ def endpoint(read: Read) -> Callable[[], object]:
     return embedded(observe)
 
 
+def _traces() -> object:
+    """Return whether an engine records spans."""
+    with mock.patch.object(tracing, "spans", None):
+        return embedded(lambda _: tracing.spans is not None)()
+
+
 STORAGE = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": "{dir}/blocks", "FDCACHE_STORAGE_SIZE": "1MiB"}
 SERVED = {"FDCACHE_SERVER": "{service}"}
 PEERS = {"FDCACHE_TRANSFER": "ipc"}
@@ -253,10 +259,10 @@ CASES: dict[str, Case] = {
     "FDCACHE_WRITE_POLICY": Case("write_back", backed_up, beside={"FDCACHE_CLEAN_RESERVE": "0"}),
     "FDCACHE_WRITE_THROUGH_THRESHOLD": Case(
         "5",
-        lambda engine: engine.manager._tiers.backups._threshold,
+        lambda engine: engine.manager._tiers.copies.follows_hits,
         beside={"FDCACHE_WRITE_POLICY": "write_through_selective"},
     ),
-    "FDCACHE_CLEAN_RESERVE": Case("5", lambda engine: engine.manager._tiers.backups._clean_reserve),
+    "FDCACHE_CLEAN_RESERVE": Case("0", backed_up, beside={"FDCACHE_WRITE_POLICY": "write_back"}),
     "FDCACHE_EVICTION": Case(
         "lru",
         lambda engine: engine.manager._tiers.device.reuse() is not None,
@@ -271,6 +277,14 @@ CASES: dict[str, Case] = {
     "FDCACHE_HUGE_PAGES": Case("1", serve=lambda server: server.arena._kind.huge_pages),
     "FDCACHE_NUMA_NODE": Case("0", serve=lambda server: server.arena._kind.numa_node),
     "FDCACHE_HTTP_ADDRESS": Case("127.0.0.1:9", serve=lambda server: server.endpoints.http),
+    "FDCACHE_KV_EVENTS": Case(
+        "tcp://127.0.0.1:*", serve=lambda server: server.service.namespaces.feeds is not None
+    ),
+    "FDCACHE_KV_EVENTS_REPLAY": Case(
+        "tcp://127.0.0.1:*",
+        serve=lambda server: server.service.namespaces.feeds.publisher.replay_address is not None,
+        beside={"FDCACHE_KV_EVENTS": "tcp://127.0.0.1:*"},
+    ),
     "FDCACHE_RECOVER": Case("0", serve=lambda server: server.arena.manifest.incarnation == server.earlier),
     "FDCACHE_DISCARD": Case("1", serve=in_service("discard")),
     "FDCACHE_DRAIN_TIMEOUT": Case("7s", serve=drains_for),
@@ -281,6 +295,7 @@ CASES: dict[str, Case] = {
         "search=0.5", serve=lambda server: [*namespace(server).tenants.quotas.names.values()]
     ),
     "FDCACHE_EVICTION_LOG": Case("7", serve=lambda server: namespace(server).history.evictions.capacity),
+    "FDCACHE_TRACES": Case("console", elsewhere=_traces),
     "FDCACHE_LOG_FORMAT": Case("text", serve=formatter),
     "FDCACHE_LAYER_TIMEOUT": Case("7s", Engine.layer_timeout),
     "FDCACHE_SWAP_DRAIN_TIMEOUT": Case("7s", lambda engine: engine.controller.settings.drain_timeout),

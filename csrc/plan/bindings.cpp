@@ -14,10 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "plan/backup_planner.hpp"
 #include "plan/block_copies.hpp"
 #include "plan/block_queue.hpp"
-#include "plan/slot_queue.hpp"
 #include "python_arrays.hpp"
 
 namespace fdcache {
@@ -28,7 +26,7 @@ std::vector<Digest> copy_of(const HashesIn &hashes) {
     return {given.begin(), given.end()};
 }
 
-void bind_queues(nb::module_ &module) {
+void bind_block_queue(nb::module_ &module) {
     nb::class_<BlockQueue>(module, "BlockQueue",
                            "A first-in, first-out queue of at most ``most`` block hashes.\n\n"
                            "A full queue drops what was added first, one call's blocks at a time.")
@@ -41,14 +39,6 @@ void bind_queues(nb::module_ &module) {
             "take", [](BlockQueue &self, std::size_t count) { return hashes_to_numpy(self.take(count)); },
             "count"_a, "Remove and return the first blocks, or as many as there are.")
         .def("clear", &BlockQueue::clear, "Drop every block.");
-    nb::class_<SlotQueue>(module, "SlotQueue",
-                          "A first-in, first-out queue of slots of a tier, each of them once: it drops none.")
-        .def(nb::init<>())
-        .def("__len__", &SlotQueue::size)
-        .def(
-            "add", [](SlotQueue &self, const VectorIn<std::int32_t> &slots) { self.add(slots_of(slots)); },
-            "slots"_a, "Append the slots that are not queued.")
-        .def("clear", &SlotQueue::clear, "Remove every slot.");
 }
 
 // The columns of copies as read-only arrays.
@@ -138,48 +128,11 @@ void bind_copies_of_blocks(nb::module_ &module) {
         "transfer's class, purpose, source and target.");
 }
 
-void bind_planner(nb::module_ &module) {
-    nb::class_<PlannedBackups>(module, "PlannedBackups", "The outcome of a call of ``BackupPlanner``.")
-        .def_ro("planned", &PlannedBackups::planned, "Number of copies planned.")
-        .def_ro("dropped", &PlannedBackups::dropped,
-                "Number of blocks that the host had no room for, each counted once.")
-        .def_ro("asked", &PlannedBackups::asked, "Number of host slots asked for at once.")
-        .def_ro("displaced", &PlannedBackups::displaced, "Blocks that left the host to make room.");
-    nb::class_<BackupPlanner>(
-        module, "BackupPlanner",
-        "Plans copies of blocks of the ``device`` with ``least_hits`` to a host tier, ancestors first.\n\n"
-        "``target``: the host tier, of this process or of a service. Planned copies hold their slots in\n"
-        "both tiers.")
-        .def(nb::init<Tier &, std::uint32_t>(), "device"_a, "least_hits"_a, nb::keep_alive<1, 2>())
-        .def_prop_ro("device_slots", &BackupPlanner::device_slots, "Number of slots of the device.")
-        .def(
-            "flush",
-            [](BackupPlanner &self, SlotQueue &queue, HostIndex &target, std::size_t most,
-               BlockCopies &copies) { return self.flush(queue, target, most, copies); },
-            "queue"_a, "target"_a, "most"_a, "copies"_a,
-            "Plan copies of up to ``most`` queued blocks that the host lacks. The others stay queued.")
-        .def(
-            "clean",
-            [](BackupPlanner &self, std::uint32_t coldest, HostIndex &target, std::size_t most,
-               BlockCopies &copies) { return self.clean(coldest, target, most, copies); },
-            "coldest"_a, "target"_a, "most"_a, "copies"_a,
-            "Plan up to ``most`` copies of those among the next ``coldest`` blocks to be evicted that the\n"
-            "host lacks.")
-        .def(
-            "evict",
-            [](BackupPlanner &self, const std::vector<const BlockList *> &evicted, HostIndex &target,
-               BlockCopies &copies) { return self.evict(evicted, target, copies); },
-            "evicted"_a, "target"_a, "copies"_a,
-            "Plan copies of evicted blocks that the host lacks, before their slots are overwritten.\n"
-            "``evicted``: the lists of one allocation, in the order of eviction.");
-}
-
 }  // namespace
 
 void bind_plans(nb::module_ &module) {
-    bind_queues(module);
+    bind_block_queue(module);
     bind_copies_of_blocks(module);
-    bind_planner(module);
     bind_ledger(module);
     bind_copy_out(module);
 }

@@ -1,314 +1,361 @@
 #include "plan/copy_out.hpp"
 
 #include <algorithm>
-#include <unordered_set>
+#include <numeric>
+#include <unordered_map>
 #include <utility>
 
 namespace fdcache {
 namespace {
 
-// Blocks being backed up: one that is given away meanwhile makes its next owner wait.
 constexpr std::size_t kMostInFlight = 1024;
-constexpr std::size_t kSharesOfTier = 4;
+
+// Evicted blocks take no more ancestors along: their step waits for the copies.
+constexpr std::uint32_t kMostAncestors = 2048;
+
+constexpr std::uint32_t kAllLevels = UINT32_MAX / 4;
+constexpr std::uint32_t kFirstLevels = 64;  // of ancestors listed at once, after the parents alone
 
 // A patient plan leaves fewer queued blocks than this to a later one, so many times in a row.
 constexpr std::size_t kFew = 32;
 constexpr std::uint32_t kMostWaits = 16;
 
-// Seconds that blocks wait for slots of a service, which grants them in the background.
+// Seconds that blocks wait for slots of a service.
 constexpr double kPatience = 1.0;
+
+using DigestSet = std::unordered_set<Digest, DigestHash>;
 
 std::size_t less(std::size_t most, std::size_t taken) {
     return most > taken ? most - taken : 0;
 }
 
+BlockList select(const BlockList &blocks, std::span<const std::size_t> chosen) {
+    BlockList list;
+    list.make_room(chosen.size());
+    for (const std::size_t i : chosen) {
+        list.slots.push_back(blocks.slots[i]);
+        list.generations.push_back(blocks.generations[i]);
+        list.hashes.push_back(blocks.hashes[i]);
+        list.parents.push_back(blocks.parents[i]);
+        list.hits.push_back(blocks.hits[i]);
+    }
+    return list;
+}
+
+template <typename Keep>
+BlockList select_if(BlockList &&blocks, Keep keep) {
+    std::vector<std::size_t> chosen;
+    chosen.reserve(blocks.slots.size());
+    for (std::size_t i = 0; i < blocks.slots.size(); ++i)
+        if (keep(i)) chosen.push_back(i);
+    return chosen.size() == blocks.slots.size() ? std::move(blocks) : select(blocks, chosen);
+}
+
+BlockList absent(BlockList blocks, const HostIndex &target) {
+    const std::vector<Presence> presence = target.contains(blocks.hashes);
+    return select_if(std::move(blocks), [&](std::size_t i) { return presence[i] == Presence::kAbsent; });
+}
+
+// The block does not continue the path of the block before it.
+bool is_head(const BlockList &blocks, std::size_t i) {
+    return i == 0 || blocks.parents[i] != blocks.hashes[i - 1];
+}
+
+// The heads whose parents the target lacks.
+std::vector<std::size_t> uncovered_heads(const BlockList &blocks, const HostIndex &target) {
+    std::vector<std::size_t> heads;
+    std::vector<Digest> parents;
+    for (std::size_t i = 0; i < blocks.slots.size(); ++i) {
+        if (!is_head(blocks, i) || blocks.parents[i].is_zero()) continue;
+        heads.push_back(i);
+        parents.push_back(blocks.parents[i]);
+    }
+    if (heads.empty()) return heads;
+    const std::vector<Presence> presence = target.contains(parents);
+    std::size_t kept = 0;
+    for (std::size_t k = 0; k < heads.size(); ++k)
+        if (presence[k] == Presence::kAbsent) heads[kept++] = heads[k];
+    heads.resize(kept);
+    return heads;
+}
+
+DigestSet set_of(const BlockList &blocks) {
+    return {blocks.hashes.begin(), blocks.hashes.end()};
+}
+
+// Blocks as paths, each from its root, in the order of the first block of each path.
+BlockList paths_from_root(const BlockList &blocks) {
+    constexpr std::size_t kNone = SIZE_MAX;
+    const std::size_t count = blocks.slots.size();
+    std::unordered_map<Digest, std::size_t, DigestHash> position;
+    position.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) position[blocks.hashes[i]] = i;
+    std::vector<std::size_t> order, path;
+    std::vector<bool> has_turn(count, false);
+    order.reserve(count);
+    for (std::size_t start = 0; start < count; ++start) {
+        path.clear();
+        for (std::size_t at = start; at != kNone && !has_turn[at];) {
+            has_turn[at] = true;
+            path.push_back(at);
+            const auto parent = position.find(blocks.parents[at]);
+            at = parent == position.end() ? kNone : parent->second;
+        }
+        order.insert(order.end(), path.rbegin(), path.rend());
+    }
+    return select(blocks, order);
+}
+
 }  // namespace
 
-void CopyOut::offered(const std::shared_ptr<const DevicePath> &path, std::size_t start, std::size_t counted) {
-    if (!path->parent) start = std::max<std::size_t>(start, 1);
-    if (start < path->ids.size()) offers_.push_back({path, start, path->ids.size(), counted});
-}
-
-// Enters what was offered, and queues what the policy wants on the host now.
-void CopyOut::take_offers(const HostIndex &target) {
-    if (offers_.empty()) return;
-    Ids ids = contents_.add(std::exchange(offers_, {}));
-    if (writes_back_) return;
-    std::erase_if(ids, [this](DeviceBlock id) { return contents_[id].is_queued; });
-    keep_wanted(ids, target);
-    if (ids.empty()) return;
-    set_queued(ids, true);
-    queue_.push_back(std::move(ids));
-}
-
-PlannedCopies CopyOut::given_away(std::span<const DeviceBlock> ids, HostIndex &target, BlockCopies &copies,
-                                  const std::function<bool(std::uint64_t)> &is_in_flight) {
-    take_offers(target);
-    PlannedCopies out;
-    std::erase_if(reading_, [&](std::uint64_t plan) { return !is_in_flight(plan); });
-    if (!reading_.empty()) {
-        for (const DeviceBlock id : ids) {
-            if (!contents_.has_seen(id)) continue;
-            const std::uint64_t plan = contents_[id].read_by;
-            if (plan && std::ranges::find(reading_, plan) != reading_.end() &&
-                std::ranges::find(out.after, plan) == out.after.end())
-                out.after.push_back(plan);
-        }
-        std::ranges::sort(out.after);
-    }
-    const Ids known = contents_.known_of(ids);
-    if (known.empty()) return out;
-    Ids wanted = known;
-    keep_wanted(wanted, target);
-    if (!wanted.empty()) {
-        Call call{target, copies, out, std::nullopt};
-        copy(with_ancestors(std::move(wanted), target, kMostAncestors), call);
-    }
-    contents_.forget(known);
-    return out;
-}
-
-void CopyOut::forget_blocks(std::span<const DeviceBlock> ids, const HostIndex &target) {
-    take_offers(target);
-    contents_.forget(ids);
-}
-
-void CopyOut::forget() {
-    offers_.clear();
-    contents_.forget_all();
+void CopyOut::clear() {
+    device_.take_offered();
     queue_.clear();
-    waiting_.clear();
-    coldest_.clear();
-}
-
-void CopyOut::next_evicted(std::span<const DeviceBlock> ids) {
-    if (writes_back_) coldest_.assign(ids.begin(), ids.end());
+    awaited_.clear();
 }
 
 std::size_t CopyOut::queued(const HostIndex &target) {
-    take_offers(target);
-    std::size_t count = 0;
-    for (const std::deque<Ids> *lists : {&queue_, &waiting_})
-        for (const Ids &ids : *lists)
-            for (const DeviceBlock id : ids) count += contents_[id].is_queued;
-    return count;
+    take_offered(target);
+    return queue_.size() + awaited_.size();
 }
 
-bool CopyOut::has_work(const HostIndex &target) {
-    take_offers(target);
-    return !queue_.empty() || (may_retry_ && !waiting_.empty());
+// Queues those of the blocks that came which the policy wants on the host now.
+void CopyOut::take_offered(const HostIndex &target) {
+    const std::vector<Slot> slots = device_.take_offered();
+    if (slots.empty() || writes_back_) return;
+    const BlockList blocks = absent(device_.entries_in(slots), target);
+    for (std::size_t i = 0; i < blocks.slots.size(); ++i)
+        if (blocks.hits[i] >= least_hits_) queue_.add({&blocks.slots[i], 1});
+}
+
+PlannedCopies CopyOut::give_away(std::span<const Slot> slots, HostIndex &target, BlockCopies &copies) {
+    take_offered(target);
+    return evict(device_.entries_in(slots), target, copies);
+}
+
+PlannedCopies CopyOut::evict(const BlockList &evicted, HostIndex &target, BlockCopies &copies) {
+    PlannedCopies out;
+    evicted_ += evicted.slots.size();
+    const std::vector<Presence> presence = target.contains(evicted.hashes);
+    std::vector<std::size_t> dirty;
+    for (std::size_t i = 0; i < presence.size(); ++i)
+        if (presence[i] == Presence::kAbsent && evicted.hits[i] >= least_hits_) dirty.push_back(i);
+    if (dirty.empty()) return out;
+    Call call{target, copies, out};
+    copy(with_few_ancestors(paths_from_root(select(evicted, dirty)), call), call);
+    return out;
 }
 
 PlannedCopies CopyOut::plan(HostIndex &target, std::size_t in_flight, bool is_patient, double now,
                             BlockCopies &copies) {
-    take_offers(target);
-    if (may_retry_) {
-        queue_.insert(queue_.begin(), std::make_move_iterator(waiting_.begin()),
-                      std::make_move_iterator(waiting_.end()));
-        waiting_.clear();
-        may_retry_ = false;
-    }
     PlannedCopies out;
-    if ((queue_.empty() && coldest_.empty()) || waits_for_more(is_patient)) return out;
-    const std::size_t share = std::max<std::size_t>(target.capacity() / kSharesOfTier, 1);
-    const std::size_t most = less(std::min(kMostInFlight, share), in_flight);
+    take_offered(target);
+    if (!target.capacity()) return out;
     Call call{target, copies, out, now};
-    if (!queue_.empty() && most) back_up(most, call);
-    if (!coldest_.empty()) clean(std::min(most, less(clean_reserve_, in_flight)), call);
+    const std::size_t most = less(std::min(kMostInFlight, device_.most_held()), in_flight);
+    if (awaited_.size()) back_up(awaited_, 0, most, call);
+    if (writes_back_)
+        clean(in_flight + out.planned, less(most, out.planned), call);
+    else if (queue_.size() && !waits_for_more(is_patient))
+        back_up(queue_, least_hits_, less(most, out.planned), call);
     return out;
 }
 
 bool CopyOut::waits_for_more(bool is_patient) {
-    std::size_t size = 0;
-    for (const Ids &ids : queue_) size += ids.size();
-    const bool waits = is_patient && size < kFew && coldest_.empty() && waits_ < kMostWaits;
+    const bool waits = is_patient && queue_.size() < kFew && waits_ < kMostWaits;
     waits_ = waits ? waits_ + 1 : 0;
     return waits;
 }
 
-void CopyOut::sent(std::uint64_t plan, std::span<const std::span<const DeviceBlock>> read) {
-    bool reads = false;
-    for (const std::span<const DeviceBlock> ids : read) {
-        for (const DeviceBlock id : ids)
-            if (contents_.has_seen(id)) contents_[id].read_by = plan;
-        reads |= !ids.empty();
+void CopyOut::back_up(SlotQueue &queue, std::uint32_t least_hits, std::size_t most, Call &call) {
+    BlockList blocks = wanted_from(queue, least_hits, most, call);
+    if (blocks.slots.empty()) return;
+    queue.put_back(copy_first(std::move(blocks), most, call).slots);
+    queue.put_back(std::exchange(call.late, {}).slots);
+}
+
+void CopyOut::clean(std::size_t in_flight, std::size_t most, Call &call) {
+    const std::size_t credit = less(device_.num_slots() + evicted_, cleaned_);
+    const std::size_t wanted = std::min(less(clean_reserve_, in_flight), credit);
+    if (!wanted || !most) return;
+    const std::uint32_t before = call.out.planned;
+    BlockList blocks = absent(device_.coldest(static_cast<std::uint32_t>(wanted)), call.target);
+    blocks = that_fit(paths_from_root(blocks), call);
+    if (!blocks.slots.empty()) copy_first(std::move(blocks), std::min(most, wanted), call);
+    cleaned_ += call.out.planned - before;
+}
+
+// Removes up to `most` blocks from a queue that the host lacks; slots that have none are removed with them.
+BlockList CopyOut::wanted_from(SlotQueue &queue, std::uint32_t least_hits, std::size_t most, Call &call) {
+    BlockList wanted;
+    while (queue.size() && wanted.slots.size() < most) {
+        const std::vector<Slot> slots = queue.take(most - wanted.slots.size());
+        BlockList blocks = absent(device_.entries_in(slots), call.target);
+        blocks = select_if(std::move(blocks), [&](std::size_t i) { return blocks.hits[i] >= least_hits; });
+        wanted.append(that_fit(std::move(blocks), call));
     }
-    if (reads) reading_.push_back(plan);
+    return wanted;
 }
 
-// Leaves the blocks that have enough hits and that the host lacks.
-void CopyOut::keep_wanted(Ids &ids, const HostIndex &target) const {
-    const std::vector<Presence> presence = target.contains(hashes_of(ids));
-    std::size_t kept = 0;
-    for (std::size_t i = 0; i < ids.size(); ++i)
-        if (presence[i] == Presence::kAbsent && contents_[ids[i]].hits >= least_hits_) ids[kept++] = ids[i];
-    ids.resize(kept);
-}
-
-void CopyOut::back_up(std::size_t most, Call &call) {
-    Ids ids;
-    for (const Ids &part : queue_)  // a device block that has changed hands may be in two parts
-        std::ranges::copy_if(part, std::back_inserter(ids), [this](DeviceBlock id) {
-            return std::exchange(contents_[id].is_queued, false);
-        });
-    queue_.clear();
-    if (ids.size() > most) {
-        queue_.emplace_back(ids.begin() + static_cast<std::ptrdiff_t>(most), ids.end());
-        set_queued(queue_.back(), true);
-        ids.resize(most);
+// Plans copies of up to `most` blocks and their ancestors, and returns those for a later plan. What is below
+// a dropped block is dropped with it.
+BlockList CopyOut::copy_first(BlockList blocks, std::size_t most, Call &call) {
+    blocks = with_ancestors(std::move(blocks), call.target, kAllLevels);
+    if (blocks.slots.size() <= most) {
+        copy(blocks, call);
+        return {};
     }
-    Ids waits = copy(with_ancestors(std::move(ids), call.target), call);
-    if (waits.empty()) return;
-    set_queued(waits, true);
-    waiting_.push_back(std::move(waits));
+    std::vector<std::size_t> order(blocks.slots.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    copy(select(blocks, std::span(order).first(most)), call);
+    BlockList rest = select(blocks, std::span(order).subspan(most));
+    return select_if(std::move(rest), [&](std::size_t i) {
+        const bool is_lost = call.dropped.contains(rest.parents[i]);
+        if (is_lost) drop(rest, i, call);
+        return !is_lost;
+    });
 }
 
-void CopyOut::clean(std::size_t most, Call &call) {
-    Ids dirty = contents_.known_of(std::exchange(coldest_, {}));
-    dirty.resize(std::min(dirty.size(), clean_reserve_));
-    keep_wanted(dirty, call.target);
-    dirty.resize(std::min(dirty.size(), most));
-    if (!dirty.empty()) copy(with_ancestors(std::move(dirty), call.target), call);
-}
-
-// Blocks, each after those ancestors on the device that the host lacks. A block that would take more than
-// `most` others along is left without, so that it finds no parent.
-CopyOut::Ids CopyOut::with_ancestors(Ids ids, const HostIndex &target, std::size_t most) const {
-    std::vector<std::size_t> heads;
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-        const Digest &parent = contents_[ids[i]].parent;
-        if (!parent.is_zero() && (!i || parent != contents_[ids[i - 1]].hash)) heads.push_back(i);
+// Adds the ancestors on the device that the host lacks. Path by path: if ancestors of several paths came
+// first, they could evict each other for ever in a small host.
+BlockList CopyOut::with_ancestors(BlockList blocks, const HostIndex &target,
+                                  std::uint32_t most_levels) const {
+    std::vector<std::size_t> heads = uncovered_heads(blocks, target);
+    if (heads.empty()) return blocks;
+    const DigestSet own = set_of(blocks);
+    std::erase_if(heads, [&](std::size_t i) { return own.contains(blocks.parents[i]); });
+    if (!heads.empty()) {
+        BlockList above = absent_above(blocks, heads, target, most_levels);
+        blocks.append(
+            select_if(std::move(above), [&](std::size_t i) { return !own.contains(above.hashes[i]); }));
     }
-    if (heads.empty()) return ids;
-    Ids first;
-    for (const std::size_t i : heads) first.push_back(ids[i]);
-    const std::vector<Presence> presence = target.contains(parents_of(first));
-    std::vector<bool> lacks_parent(ids.size());
-    for (std::size_t k = 0; k < heads.size(); ++k) lacks_parent[heads[k]] = presence[k] == Presence::kAbsent;
-    if (std::ranges::find(lacks_parent, true) == lacks_parent.end()) return ids;
-    const std::unordered_set<DeviceBlock> wanted(ids.begin(), ids.end());
-    std::unordered_set<DeviceBlock> listed;
-    Ids found;
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-        if (lacks_parent[i] && !listed.contains(ids[i])) {
-            Ids above = uncovered_ancestors(ids[i], target);
-            std::erase_if(above, [&](DeviceBlock id) { return listed.contains(id); });
-            const auto more = static_cast<std::size_t>(
-                std::ranges::count_if(above, [&](DeviceBlock id) { return !wanted.contains(id); }));
-            if (more <= most) {
-                most -= more;
-                found.insert(found.end(), above.begin(), above.end());
-                listed.insert(above.begin(), above.end());
-            }
+    return paths_from_root(blocks);
+}
+
+// The walk up a path ends at the first block that the target has, so the cost grows with the blocks returned,
+// not with their depth.
+BlockList CopyOut::absent_above(const BlockList &blocks, std::span<const std::size_t> heads,
+                                const HostIndex &target, std::uint32_t most_levels) const {
+    std::size_t listed = 0;
+    for (std::uint32_t levels = 0;;) {
+        BlockList above = device_.above(blocks, heads, levels);
+        const bool has_grown = above.slots.size() > listed;
+        listed = above.slots.size();
+        above = absent(std::move(above), target);
+        if (!has_grown || levels >= most_levels) return above;
+        const std::vector<std::size_t> open = uncovered_heads(above, target);
+        const DigestSet own = set_of(above);
+        if (std::ranges::all_of(open, [&](std::size_t i) { return own.contains(above.parents[i]); }))
+            return above;
+        levels = std::min(std::max(kFirstLevels, 4 * levels), most_levels);
+    }
+}
+
+// Adds ancestors that the host lacks, and drops the paths for which these would be too many. Some of a path
+// that is too long are left out, so that its blocks find no parent.
+BlockList CopyOut::with_few_ancestors(const BlockList &evicted, Call &call) {
+    const BlockList blocks = with_ancestors(evicted, call.target, kMostAncestors);
+    if (blocks.slots.size() - evicted.slots.size() <= kMostAncestors) return blocks;
+    const DigestSet own = set_of(evicted);
+    std::vector<std::size_t> chosen;
+    std::size_t left = kMostAncestors;
+    for (std::size_t first = 0, stop = 0; first < blocks.slots.size(); first = stop) {
+        std::size_t above = 0;
+        do above += !own.contains(blocks.hashes[stop++]);
+        while (stop < blocks.slots.size() && !is_head(blocks, stop));
+        const bool fits = above <= left;
+        if (fits) left -= above;
+        for (std::size_t i = first; i < stop; ++i) {
+            if (fits)
+                chosen.push_back(i);
+            else if (own.contains(blocks.hashes[i]))
+                drop(blocks, i, call);
         }
-        if (listed.insert(ids[i]).second) found.push_back(ids[i]);
     }
-    return found;
+    return select(blocks, chosen);
 }
 
-CopyOut::Ids CopyOut::uncovered_ancestors(DeviceBlock id, const HostIndex &target) const {
-    Ids above = contents_.ancestors(id);
-    const std::vector<Presence> there = target.contains(hashes_of(above));
-    std::size_t kept = 0;
-    for (std::size_t k = 0; k < above.size(); ++k)
-        if (there[k] == Presence::kAbsent) above[kept++] = above[k];
-    above.resize(kept);
-    return above;
+// Leaves the blocks of paths that are no longer than the host tier; the others can never be there.
+BlockList CopyOut::that_fit(BlockList blocks, Call &call) {
+    const std::size_t longest = call.target.longest_path();
+    if (longest == SIZE_MAX) return blocks;
+    std::size_t depth = 0;
+    return select_if(std::move(blocks), [&](std::size_t i) {
+        depth = is_head(blocks, i) ? device_.depth(blocks.slots[i]) : depth + 1;
+        if (depth >= longest) drop(blocks, i, call);
+        return depth < longest;
+    });
 }
 
-// What is given away cannot wait for copies of its parents: it is copied below them, and dropped if one
-// fails.
-CopyOut::Ids CopyOut::copy(Ids ids, Call &call) {
+// Reserves host slots for blocks, parents first, as far as there is room, and plans their copies, which hold
+// their blocks.
+void CopyOut::copy(const BlockList &blocks, Call &call) {
+    const std::size_t all = blocks.slots.size();
+    call.copies.reserve_for(call.copies.size() + all);
     CopyReservation taken;
-    std::size_t count = ids.size();
+    std::size_t count = all;
     while (count) {
-        const std::span<const DeviceBlock> first(ids.data(), count);
-        taken = call.target.reserve(parents_of(first), hashes_of(first), !call.now);
-        const auto reserved = static_cast<std::uint32_t>(taken.slots.size());
-        call.out.asked = std::max(call.out.asked, reserved + taken.missing);
+        const std::span parents(blocks.parents), hashes(blocks.hashes);
+        taken = call.target.reserve(parents.first(count), hashes.first(count), true);
+        const auto asked = std::ranges::count(taken.status, ReserveStatus::kReserved);
+        call.out.asked = std::max(call.out.asked, static_cast<std::uint32_t>(asked));
         if (!taken.missing) break;
         count = less(count, taken.missing);
     }
-    no_room(std::span(ids).subspan(count), call);
-    if (!count) return {};
-    starved_since_.reset();
-    ids.resize(count);
-    call.copies.reserve_for(call.copies.size() + taken.slots.size());
-    Ids below;
-    std::size_t next = 0;
+    if (count) starved_since_.reset();
+    if (count < all && may_wait_for_room(call)) {
+        std::vector<std::size_t> late(all - count);
+        std::iota(late.begin(), late.end(), count);
+        call.late.append(select(blocks, late));
+    } else {
+        for (std::size_t i = count; i < all; ++i) drop(blocks, i, call);
+    }
+    std::vector<Slot> sources;
+    sources.reserve(count);
     for (std::size_t i = 0; i < count; ++i) {
-        DeviceContents::Block &block = contents_[ids[i]];
-        if (taken.status[i] == ReserveStatus::kNoParent) below.push_back(ids[i]);
+        if (taken.status[i] == ReserveStatus::kNoParent) drop(blocks, i, call);
         if (taken.status[i] != ReserveStatus::kReserved) continue;
-        call.copies.add(static_cast<Slot>(ids[i]), 0, block.hash, block.parent, taken.slots[next],
-                        taken.generations[next]);
-        block.is_queued = false;
-        ++next;
+        const std::size_t next = sources.size();
+        call.copies.add(blocks, i, taken.slots[next], taken.generations[next]);
+        sources.push_back(blocks.slots[i]);
     }
-    call.out.planned += static_cast<std::uint32_t>(next);
+    device_.hold(sources);
+    call.out.planned += static_cast<std::uint32_t>(sources.size());
     call.out.displaced.append(taken.evicted);
-    return waiting_of(std::move(below), call);
 }
 
-// Drops blocks, or queues them again while a service may grant slots.
-void CopyOut::no_room(std::span<const DeviceBlock> ids, Call &call) {
-    if (ids.empty()) return;
-    const bool may_come = call.now && call.target.capacity() > call.target.room();
-    const double since = may_come ? starved_since_.value_or(*call.now) : 0;
-    if (may_come && *call.now - since < kPatience) {
-        starved_since_ = since;
-        set_queued(ids, true);
-        queue_.emplace_front(ids.begin(), ids.end());
-    } else {
-        drop(ids, call);
+bool CopyOut::may_wait_for_room(const Call &call) {
+    if (!call.now || call.target.capacity() <= call.target.room()) return false;
+    if (!starved_since_) starved_since_ = call.now;
+    return *call.now - *starved_since_ < kPatience;
+}
+
+// Counts a block that finds no room once, as long as it is on the device.
+void CopyOut::drop(const BlockList &blocks, std::size_t i, Call &call) {
+    call.dropped.insert(blocks.hashes[i]);
+    const Slot slot = blocks.slots[i];
+    if (slot >= dropped_.size()) dropped_.resize(std::size_t{slot} + 1);
+    if (std::exchange(dropped_[slot], blocks.generations[i]) != blocks.generations[i]) ++call.out.dropped;
+}
+
+std::vector<std::uint8_t> copies_that_may_end(std::span<const Digest> hashes, std::span<const Digest> parents,
+                                              const HostIndex &target) {
+    std::vector<std::uint8_t> may_end(hashes.size(), 1);
+    std::vector<Digest> above;
+    for (std::size_t i = 0; i < hashes.size(); ++i)
+        if (i == 0 || parents[i] != hashes[i - 1]) above.push_back(parents[i]);
+    const auto is_pending = [](Presence each) { return each == Presence::kPending; };
+    if (std::ranges::none_of(target.contains(above), is_pending)) return may_end;
+    const DigestSet own(hashes.begin(), hashes.end());
+    const std::vector<Presence> presence = target.contains(parents);
+    DigestSet held;
+    for (std::size_t i = 0; i < hashes.size(); ++i) {
+        if (!is_pending(presence[i])) continue;
+        if (own.contains(parents[i]) && !held.contains(parents[i])) continue;
+        held.insert(hashes[i]);
+        may_end[i] = 0;
     }
-}
-
-// Counts each block once, as long as it is on the device.
-void CopyOut::drop(std::span<const DeviceBlock> ids, Call &call) {
-    for (const DeviceBlock id : ids) call.out.dropped += !std::exchange(contents_[id].is_dropped, true);
-}
-
-// The blocks whose parent is being copied, or waits itself; the others are dropped.
-CopyOut::Ids CopyOut::waiting_of(Ids ids, Call &call) {
-    if (ids.empty()) return ids;
-    if (call.now) {
-        const std::vector<Presence> above = call.target.contains(parents_of(ids));
-        std::unordered_set<Digest, DigestHash> expected;
-        std::size_t kept = 0;
-        for (std::size_t i = 0; i < ids.size(); ++i) {
-            const DeviceContents::Block &block = contents_[ids[i]];
-            if (above[i] != Presence::kPending && !expected.contains(block.parent)) {
-                drop({&ids[i], 1}, call);
-                continue;
-            }
-            expected.insert(block.hash);
-            ids[kept++] = ids[i];
-        }
-        ids.resize(kept);
-    } else {
-        drop(ids, call);
-        ids.clear();
-    }
-    return ids;
-}
-
-void CopyOut::set_queued(std::span<const DeviceBlock> ids, bool is_queued) {
-    for (const DeviceBlock id : ids) contents_[id].is_queued = is_queued;
-}
-
-std::vector<Digest> CopyOut::hashes_of(std::span<const DeviceBlock> ids) const {
-    std::vector<Digest> hashes;
-    hashes.reserve(ids.size());
-    for (const DeviceBlock id : ids) hashes.push_back(contents_[id].hash);
-    return hashes;
-}
-
-std::vector<Digest> CopyOut::parents_of(std::span<const DeviceBlock> ids) const {
-    std::vector<Digest> parents;
-    parents.reserve(ids.size());
-    for (const DeviceBlock id : ids) parents.push_back(contents_[id].parent);
-    return parents;
+    return may_end;
 }
 
 }  // namespace fdcache

@@ -1,109 +1,110 @@
-// Write policies for a device cache that an engine owns: which of its blocks are copied to the host, and
-// when.
+// The way out: which blocks of a device cache are copied to the host, when, and in which order.
 //
-// No device block is held. A backup is part of a later plan, so that the order of the compute stream puts it
-// behind the step that computed the block. A block that is given away before is copied by the plan of that
-// very step, which its compute waits for. The host tier is closed under prefixes: a block is copied after its
-// uncovered ancestors.
+// The host tier is closed under prefixes, so a block is copied after its ancestors that the host lacks; the
+// copies of those may still be in flight. Copies are ordered by plan. A backup is part of a later plan, so
+// that the order of the compute stream puts it behind the step that computed the block. A block that is
+// overwritten before is copied by the plan of that very step, which its compute waits for. Nothing is
+// withheld but the slots that copies read, and only where the device cache is the scheduler's.
+//
+// Callers hold the manager's lock. A plan's copies end with `copies_that_may_end`, in any order of reports.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <functional>
-#include <memory>
 #include <optional>
 #include <span>
+#include <unordered_set>
 #include <vector>
 
-#include "plan/backup_planner.hpp"
+#include "hash/digest.hpp"
 #include "plan/block_copies.hpp"
-#include "plan/device_contents.hpp"
+#include "plan/slot_queue.hpp"
+#include "tier/device_index.hpp"
+#include "tier/host_index.hpp"
 
 namespace fdcache {
 
-// `after`: plans in flight that read device blocks which are given away.
-struct PlannedCopies : PlannedBackups {
-    std::vector<std::uint64_t> after;
+struct PlannedCopies {
+    std::uint32_t planned = 0;
+    std::uint32_t dropped = 0;         // blocks that found no room, for the first time
+    std::uint32_t asked = 0;           // host slots asked for at once
+    BlockList displaced;               // blocks that left the host to make room
+    std::vector<std::uint64_t> after;  // plans in flight that read what is overwritten
 };
 
 class CopyOut {
   public:
-    // Without `writes_back` blocks are wanted below as soon as they have `least_hits`; with it, once they are
-    // given away or among the next `clean_reserve` to be.
-    CopyOut(bool writes_back, std::uint32_t least_hits, std::size_t clean_reserve)
-        : writes_back_(writes_back), least_hits_(least_hits), clean_reserve_(clean_reserve) {}
+    // Without `writes_back` blocks are wanted on the host as soon as they have `least_hits`; with it, once
+    // they are evicted or among the next `clean_reserve` to be. The device outlives this.
+    CopyOut(DeviceIndex &device, bool writes_back, std::uint32_t least_hits, std::size_t clean_reserve)
+        : device_(device),
+          writes_back_(writes_back),
+          least_hits_(least_hits),
+          clean_reserve_(clean_reserve) {}
 
-    const DeviceContents &contents() const { return contents_; }
-
-    // Takes an offer of the blocks of a path from `start` on. Offers are looked at together, once they
-    // matter.
-    void offered(const std::shared_ptr<const DevicePath> &path, std::size_t start, std::size_t counted);
-    // Copies wanted blocks before their device blocks are overwritten, and forgets them.
-    PlannedCopies given_away(std::span<const DeviceBlock> ids, HostIndex &target, BlockCopies &copies,
-                             const std::function<bool(std::uint64_t)> &is_in_flight);
-    void forget_blocks(std::span<const DeviceBlock> ids, const HostIndex &target);
-    // Forgets every block and what is queued.
-    void forget();
-    // Which blocks the engine gives away next, for the clean reserve of write_back.
-    void next_evicted(std::span<const DeviceBlock> ids);
-
-    // Number of blocks that wait for a plan.
+    // Slots whose blocks are to be copied.
+    SlotQueue &queue() { return queue_; }
+    // The same, ahead of all and whatever the policy.
+    SlotQueue &awaited() { return awaited_; }
+    // Forgets what is queued.
+    void clear();
+    bool has_queue() const { return queue_.size() || awaited_.size(); }
+    // True if the next plan may copy queued blocks: a service that is away has no capacity.
+    bool has_work(const HostIndex &target) { return queued(target) && target.capacity(); }
+    // Number of slots that wait for a plan.
     std::size_t queued(const HostIndex &target);
-    // True if the next plan may copy blocks, or offers have not been looked at.
-    bool has_queue() const {
-        return !offers_.empty() || !queue_.empty() || !coldest_.empty() || (may_retry_ && !waiting_.empty());
-    }
-    // True if the next plan may copy queued blocks.
-    bool has_work(const HostIndex &target);
-    // Plans backups of queued blocks, while `in_flight` blocks are being backed up.
+
+    // Plans copies of wanted blocks whose slots are about to be overwritten.
+    PlannedCopies evict(const BlockList &evicted, HostIndex &target, BlockCopies &copies);
+    // The same, of blocks that are still on the device.
+    PlannedCopies give_away(std::span<const Slot> slots, HostIndex &target, BlockCopies &copies);
+    // Plans copies of queued blocks, while `in_flight` blocks are being copied. `is_patient`: a few blocks
+    // may wait for more, since each plan has a cost of its own.
     PlannedCopies plan(HostIndex &target, std::size_t in_flight, bool is_patient, double now,
                        BlockCopies &copies);
-    // Notes which device blocks a plan reads.
-    void sent(std::uint64_t plan, std::span<const std::span<const DeviceBlock>> read);
-    // Lets blocks go on whose parents were being copied.
-    void copies_ended() { may_retry_ = true; }
 
   private:
-    using Ids = std::vector<DeviceBlock>;
-
     // A call that plans copies.
     struct Call {
         HostIndex &target;
         BlockCopies &copies;
         PlannedCopies &out;
-        std::optional<double> now;  // of backups; the blocks are given away without
+        std::optional<double> now = {};  // blocks may wait for room; nothing: they are being overwritten
+        std::unordered_set<Digest, DigestHash> dropped = {};
+        BlockList late = {};  // blocks that wait for room
     };
 
-    void take_offers(const HostIndex &target);
-    void keep_wanted(Ids &ids, const HostIndex &target) const;
-    // A patient plan leaves a few blocks to a later one: each plan has a cost of its own.
+    void take_offered(const HostIndex &target);
     bool waits_for_more(bool is_patient);
-    void back_up(std::size_t most, Call &call);
-    void clean(std::size_t most, Call &call);
-    Ids with_ancestors(Ids ids, const HostIndex &target, std::size_t most = SIZE_MAX) const;
-    Ids uncovered_ancestors(DeviceBlock id, const HostIndex &target) const;
-    // Plans copies of blocks, parents first; returns those that wait for copies of their parents.
-    Ids copy(Ids ids, Call &call);
-    void no_room(std::span<const DeviceBlock> ids, Call &call);
-    Ids waiting_of(Ids ids, Call &call);
-    void drop(std::span<const DeviceBlock> ids, Call &call);
-    void set_queued(std::span<const DeviceBlock> ids, bool is_queued);
-    std::vector<Digest> hashes_of(std::span<const DeviceBlock> ids) const;
-    std::vector<Digest> parents_of(std::span<const DeviceBlock> ids) const;
+    void back_up(SlotQueue &queue, std::uint32_t least_hits, std::size_t most, Call &call);
+    void clean(std::size_t in_flight, std::size_t most, Call &call);
+    BlockList wanted_from(SlotQueue &queue, std::uint32_t least_hits, std::size_t most, Call &call);
+    BlockList copy_first(BlockList blocks, std::size_t most, Call &call);
+    BlockList with_ancestors(BlockList blocks, const HostIndex &target, std::uint32_t most_levels) const;
+    BlockList absent_above(const BlockList &blocks, std::span<const std::size_t> heads,
+                           const HostIndex &target, std::uint32_t most_levels) const;
+    BlockList with_few_ancestors(const BlockList &evicted, Call &call);
+    BlockList that_fit(BlockList blocks, Call &call);
+    void copy(const BlockList &blocks, Call &call);
+    bool may_wait_for_room(const Call &call);
+    void drop(const BlockList &blocks, std::size_t i, Call &call);
 
+    DeviceIndex &device_;
     bool writes_back_;
     std::uint32_t least_hits_;
     std::size_t clean_reserve_;
-    DeviceContents contents_;
-    std::vector<Offer> offers_;
-    std::deque<Ids> queue_;
-    std::deque<Ids> waiting_;  // for copies of their parents
-    Ids coldest_;
-    std::vector<std::uint64_t> reading_;  // plans that read the device and may be in flight
-    bool may_retry_ = false;
-    std::uint32_t waits_ = 0;
+    SlotQueue queue_, awaited_;
+    std::uint32_t waits_ = 0;              // patient plans in a row that left blocks to later ones
     std::optional<double> starved_since_;  // the service has had no slot
+    // write_back: evictions pay for copies ahead of need, so that a host tier smaller than the device cache
+    // is not filled with the same blocks over and over.
+    std::size_t evicted_ = 0, cleaned_ = 0;
+    std::vector<std::uint32_t> dropped_;  // by slot: the generation whose block was counted as dropped
 };
+
+// 1 for each block of a transfer to the host that is not below a copy in flight of another transfer. The
+// others end once those above them have: a tier takes a block below a parent that it has.
+std::vector<std::uint8_t> copies_that_may_end(std::span<const Digest> hashes, std::span<const Digest> parents,
+                                              const HostIndex &target);
 
 }  // namespace fdcache

@@ -1,20 +1,13 @@
 #include "plan/device_contents.hpp"
 
 #include <algorithm>
+#include <unordered_set>
 
 namespace fdcache {
-namespace {
 
-void forget_block(DeviceContents::Block &block) {
-    block.is_known = block.is_queued = block.is_dropped = false;
-    block.path.reset();
-}
-
-}  // namespace
-
-void DevicePath::extend(std::span<const Digest> more_hashes, std::span<const DeviceBlock> more_ids) {
+void DevicePath::extend(std::span<const Digest> more_hashes, std::span<const Slot> more_slots) {
     hashes.reserve(hashes.size() + more_hashes.size());
-    ids.insert(ids.end(), more_ids.begin(), more_ids.end());
+    slots.insert(slots.end(), more_slots.begin(), more_slots.end());
     hashes.insert(hashes.end(), more_hashes.begin(), more_hashes.end());
 }
 
@@ -25,76 +18,149 @@ std::optional<Digest> DevicePath::parent_of(std::size_t i) const {
 std::size_t DeviceContents::num_known() const {
     std::size_t known = 0;
     for (const std::unique_ptr<Part> &part : parts_)
-        if (part) known += static_cast<std::size_t>(std::ranges::count_if(*part, &Block::is_known));
+        if (part)
+            for (const Block &block : *part) known += block.path != nullptr;
     return known;
 }
 
-std::vector<DeviceBlock> DeviceContents::add(std::span<const Offer> offers) {
-    std::vector<DeviceBlock> entered;
-    ++round_;
-    for (const Offer &offer : offers) enter(offer, entered);
-    return entered;
+void DeviceContents::offered(const std::shared_ptr<const DevicePath> &path, std::size_t start,
+                             std::size_t counted) {
+    if (!path->parent) start = std::max<std::size_t>(start, 1);
+    if (start < path->slots.size()) offers_.push_back({path, start, path->slots.size(), counted});
+}
+
+void DeviceContents::enter_offers() {
+    for (const Offer &offer : std::exchange(offers_, {})) enter(offer);
 }
 
 // Offers may share blocks: each is a hit.
-void DeviceContents::enter(const Offer &offer, std::vector<DeviceBlock> &entered) {
+void DeviceContents::enter(const Offer &offer) {
     for (std::size_t i = offer.start; i < offer.stop; ++i) {
-        const DeviceBlock id = offer.path->ids[i];
-        if (id == kNoBlock) continue;
-        Block &block = seen(id);
+        const Slot slot = offer.path->slots[i];
+        if (slot == kNoSlot) continue;
+        Block &block = made(slot);
         const Digest &hash = offer.path->hashes[i];
-        const bool is_new = !block.is_known || block.hash != hash;
-        num_blocks_ += !block.hits;
+        const bool is_new = !block.path || block.hash != hash;
+        num_slots_ += !block.generation;
+        block.generation += is_new;
         const std::uint32_t hits = is_new ? 0 : block.hits;
         block.hits = std::max(hits + (i >= offer.counted), std::uint32_t{1});
-        block.is_dropped &= !is_new;
         block.hash = hash;
         block.parent = offer.path->parent_of(i).value_or(Digest{});
         block.path = offer.path;
         block.depth = static_cast<std::uint32_t>(i);
-        block.is_known = true;
-        if (is_first(block)) entered.push_back(id);
+        entered_.push_back(slot);
     }
 }
 
-std::vector<DeviceBlock> DeviceContents::known_of(std::span<const DeviceBlock> ids) {
-    std::vector<DeviceBlock> known;
-    ++round_;
-    for (const DeviceBlock id : ids)
-        if (has_seen(id) && (*this)[id].is_known && is_first((*this)[id])) known.push_back(id);
-    return known;
+std::vector<Slot> DeviceContents::take_offered() {
+    enter_offers();
+    return std::exchange(entered_, {});
 }
 
-void DeviceContents::forget(std::span<const DeviceBlock> ids) {
-    for (const DeviceBlock id : ids)
-        if (has_seen(id)) forget_block((*this)[id]);
+void DeviceContents::forget(std::span<const Slot> slots) {
+    enter_offers();
+    for (const Slot slot : slots)
+        if (Block *const block = find(slot)) block->path.reset();
 }
 
 void DeviceContents::forget_all() {
+    offers_.clear();
     for (const std::unique_ptr<Part> &part : parts_)
-        if (part) std::ranges::for_each(*part, forget_block);
+        if (part)
+            for (Block &block : *part) block.path.reset();
 }
 
-std::vector<DeviceBlock> DeviceContents::ancestors(DeviceBlock id) const {
-    std::vector<DeviceBlock> above;
-    const Block &block = (*this)[id];
-    if (!block.path) return above;
-    const DevicePath &path = *block.path;
-    for (std::size_t i = block.depth; i--;) {
-        const DeviceBlock next = path.ids[i];
-        if (next == kNoBlock || !(*this)[next].is_known || (*this)[next].hash != path.hashes[i]) break;
-        above.push_back(next);
+void DeviceContents::next_evicted(std::span<const Slot> slots) {
+    enter_offers();
+    coldest_.clear();
+    for (const Slot slot : slots)
+        if (const Block *const block = known(slot)) coldest_.emplace_back(slot, block->generation);
+}
+
+void DeviceContents::sent(std::uint64_t plan, std::span<const Slot> slots) {
+    for (const Slot slot : slots)
+        if (Block *const block = find(slot)) block->read_by = plan;
+    if (!slots.empty() && (reading_.empty() || reading_.back() != plan)) reading_.push_back(plan);
+}
+
+std::vector<std::uint64_t> DeviceContents::readers(std::span<const Slot> slots,
+                                                   const std::function<bool(std::uint64_t)> &is_in_flight) {
+    std::vector<std::uint64_t> found;
+    std::erase_if(reading_, [&](std::uint64_t plan) { return !is_in_flight(plan); });
+    if (reading_.empty()) return found;
+    for (const Slot slot : slots) {
+        const Block *const block = find(slot);
+        if (block && block->read_by && std::ranges::find(reading_, block->read_by) != reading_.end())
+            found.push_back(block->read_by);
     }
-    std::ranges::reverse(above);
-    return above;
+    std::ranges::sort(found);
+    found.erase(std::ranges::unique(found).begin(), found.end());
+    return found;
 }
 
-// The block of a device block that may not have been seen before.
-DeviceContents::Block &DeviceContents::seen(DeviceBlock id) {
-    const std::size_t part = static_cast<std::size_t>(id) / kPart;
+BlockList DeviceContents::entries_in(std::span<const Slot> slots) const {
+    BlockList list;
+    list.make_room(slots.size());
+    for (const Slot slot : slots)
+        if (const Block *const block = known(slot)) append(list, slot, *block);
+    return list;
+}
+
+BlockList DeviceContents::coldest(std::uint32_t count) const {
+    BlockList list;
+    for (const auto &[slot, generation] : coldest_) {
+        if (list.slots.size() >= count) break;
+        if (const Block *const block = known(slot); block && block->generation == generation)
+            append(list, slot, *block);
+    }
+    return list;
+}
+
+// A walk up ends at the last block that has left the device.
+BlockList DeviceContents::above(const BlockList &blocks, std::span<const std::size_t> which,
+                                std::uint32_t levels) const {
+    BlockList list;
+    std::unordered_set<Slot> listed;
+    std::vector<Slot> up;
+    for (const std::size_t i : which) {
+        const Block *const block = known(blocks.slots[i]);
+        if (!block) continue;
+        up.clear();
+        const DevicePath &path = *block->path;
+        for (std::size_t at = block->depth; at-- && up.size() <= levels;) {
+            const Block *const next = known(path.slots[at]);
+            if (!next || next->hash != path.hashes[at] || !listed.insert(path.slots[at]).second) break;
+            up.push_back(path.slots[at]);
+        }
+        for (auto slot = up.rbegin(); slot != up.rend(); ++slot) append(list, *slot, *find(*slot));
+    }
+    return list;
+}
+
+DeviceContents::Block &DeviceContents::made(Slot slot) {
+    const std::size_t part = slot / kPart;
     if (part >= parts_.size()) parts_.resize(part + 1);
     if (!parts_[part]) parts_[part] = std::make_unique<Part>();
-    return (*this)[id];
+    return (*parts_[part])[slot % kPart];
+}
+
+DeviceContents::Block *DeviceContents::find(Slot slot) const {
+    const std::size_t part = slot / kPart;
+    return part < parts_.size() && parts_[part] ? &(*parts_[part])[slot % kPart] : nullptr;
+}
+
+const DeviceContents::Block *DeviceContents::known(Slot slot) const {
+    const Block *const block = find(slot);
+    return block && block->path ? block : nullptr;
+}
+
+void DeviceContents::append(BlockList &list, Slot slot, const Block &block) {
+    list.slots.push_back(slot);
+    list.generations.push_back(block.generation);
+    list.hashes.push_back(block.hash);
+    list.parents.push_back(block.parent);
+    list.hits.push_back(block.hits);
 }
 
 }  // namespace fdcache

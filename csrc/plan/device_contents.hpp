@@ -1,10 +1,11 @@
 // The known blocks of a device cache that an engine owns, by device block. Nothing here holds one: the engine
-// says which ones it gives away.
+// says which ones it gives away, and the step that overwrites one waits for the plans that read it.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -12,86 +13,92 @@
 #include <vector>
 
 #include "hash/digest.hpp"
+#include "tier/device_index.hpp"
 
 namespace fdcache {
 
-// The number of a device block. `kNoBlock` stands for one that the engine does not have any more.
-using DeviceBlock = std::int32_t;
-constexpr DeviceBlock kNoBlock = -1;
-
-// The blocks of one request on the device, growing at the end: the block with `hashes[i]` lies in `ids[i]`.
+// The blocks of one request on the device, growing at the end: the block with `hashes[i]` lies in `slots[i]`,
+// `kNoSlot` if the engine does not have it any more.
 struct DevicePath {
-    // Appends blocks, which have as many ids as hashes.
-    void extend(std::span<const Digest> more_hashes, std::span<const DeviceBlock> more_ids);
+    // Appends blocks, which have as many slots as hashes.
+    void extend(std::span<const Digest> more_hashes, std::span<const Slot> more_slots);
     // Of the block at a position. Zero: it is the root; nothing: it is unknown.
     std::optional<Digest> parent_of(std::size_t i) const;
 
     std::optional<Digest> parent;  // of the first block
     std::vector<Digest> hashes;
-    std::vector<DeviceBlock> ids;
+    std::vector<Slot> slots;
 };
 
-// Blocks `start` to `stop` of a path, whose request has counted as a hit of those before `counted` already.
-struct Offer {
-    std::shared_ptr<const DevicePath> path;
-    std::size_t start, stop, counted;
-};
-
-class DeviceContents {
+class DeviceContents : public DeviceIndex {
   public:
-    struct Block {
-        Digest hash, parent;
-        std::shared_ptr<const DevicePath> path;
-        std::uint32_t depth = 0;    // position in the path
-        std::uint32_t hits = 0;     // requests that have offered the block
-        std::uint64_t read_by = 0;  // the last plan that copies out of the device block
-        std::uint64_t listed = 0;   // the last round that it was listed in
-        bool is_known = false;
-        bool is_queued = false;   // for a copy
-        bool is_dropped = false;  // it was counted as one that the host had no room for
-    };
-
     DeviceContents() = default;
     DeviceContents(DeviceContents &&) = default;
 
-    // Number of device blocks that were offered at any time.
-    std::size_t num_blocks() const { return num_blocks_; }
+    // Number of device blocks whose content is known.
     std::size_t num_known() const;
+    bool has_offers() const { return !offers_.empty() || !entered_.empty(); }
 
-    // Of a device block that was seen.
-    Block &operator[](DeviceBlock id) {
-        const auto i = static_cast<std::size_t>(id);
-        return (*parts_[i / kPart])[i % kPart];
-    }
-    const Block &operator[](DeviceBlock id) const { return const_cast<DeviceContents &>(*this)[id]; }
-
-    // Enters offered blocks and returns their device blocks, each once.
-    std::vector<DeviceBlock> add(std::span<const Offer> offers);
-    // The device blocks whose content is known, each once, in order. Others may be unknown or never seen.
-    std::vector<DeviceBlock> known_of(std::span<const DeviceBlock> ids);
-    bool has_seen(DeviceBlock id) const {
-        const std::size_t part = static_cast<std::size_t>(id) / kPart;
-        return part < parts_.size() && parts_[part];
-    }
+    // Takes an offer of the blocks of a path from `start` on, whose request has counted as a hit of those
+    // before `counted`. Offers are looked at together, once they matter.
+    void offered(const std::shared_ptr<const DevicePath> &path, std::size_t start, std::size_t counted);
     // These device blocks have another content now.
-    void forget(std::span<const DeviceBlock> ids);
+    void forget(std::span<const Slot> slots);
     // Copies in flight still read the device blocks.
     void forget_all();
-    // The device blocks of a block's path above it, parents first, from below the last one that has left.
-    std::vector<DeviceBlock> ancestors(DeviceBlock id) const;
+    // Which blocks the engine gives away next, coldest first.
+    void next_evicted(std::span<const Slot> slots);
+    // Notes which device blocks a plan reads.
+    void sent(std::uint64_t plan, std::span<const Slot> slots);
+    // The plans in flight that read these device blocks, ascending.
+    std::vector<std::uint64_t> readers(std::span<const Slot> slots,
+                                       const std::function<bool(std::uint64_t)> &is_in_flight);
+
+    // Number of device blocks that were offered at any time.
+    std::uint32_t num_slots() const override { return num_slots_; }
+    BlockList entries_in(std::span<const Slot> slots) const override;
+    BlockList above(const BlockList &blocks, std::span<const std::size_t> which,
+                    std::uint32_t levels) const override;
+    std::uint32_t depth(Slot slot) const override { return find(slot)->depth; }
+    BlockList coldest(std::uint32_t count) const override;
+    std::vector<Slot> take_offered() override;
+    void hold(std::span<const Slot>) override {}
+    void unhold(std::span<const Slot>) override {}
+    std::size_t most_held() const override { return SIZE_MAX; }
 
   private:
+    struct Block {
+        Digest hash, parent;
+        std::shared_ptr<const DevicePath> path;  // null: the content is unknown
+        std::uint32_t depth = 0;                 // position in the path
+        std::uint32_t hits = 0;                  // requests that have offered the block
+        std::uint32_t generation = 0;            // number of the content
+        std::uint64_t read_by = 0;               // the last plan that copies out of the device block
+    };
+    // Blocks `start` to `stop` of a path.
+    struct Offer {
+        std::shared_ptr<const DevicePath> path;
+        std::size_t start, stop, counted;
+    };
     // An engine may offer any number: a large one takes a table of 4 MiB at most, and one part.
     static constexpr std::size_t kPart = 4096;
     using Part = std::array<Block, kPart>;
 
-    void enter(const Offer &offer, std::vector<DeviceBlock> &entered);
-    Block &seen(DeviceBlock id);
-    bool is_first(Block &block) const { return std::exchange(block.listed, round_) != round_; }
+    void enter_offers();
+    void enter(const Offer &offer);
+    Block &made(Slot slot);
+    // Null for one that was never offered.
+    Block *find(Slot slot) const;
+    // Null without a known content.
+    const Block *known(Slot slot) const;
+    static void append(BlockList &list, Slot slot, const Block &block);
 
     std::vector<std::unique_ptr<Part>> parts_;
-    std::size_t num_blocks_ = 0;
-    std::uint64_t round_ = 0;
+    std::uint32_t num_slots_ = 0;
+    std::vector<Offer> offers_;
+    std::vector<Slot> entered_;
+    std::vector<std::pair<Slot, std::uint32_t>> coldest_;  // with the generation
+    std::vector<std::uint64_t> reading_;                   // plans that read the device and may be in flight
 };
 
 }  // namespace fdcache

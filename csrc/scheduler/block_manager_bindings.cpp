@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <variant>
 
+#include "plan/copy_out.hpp"
 #include "python_arrays.hpp"
 #include "scheduler/block_manager.hpp"
 #include "scheduler/python_loads.hpp"
@@ -451,9 +452,9 @@ void bind_block_manager(nb::module_ &module) {
             "has_followed", [](const PythonBlockManager &self) { return self.has_followed(); },
             "True if ``take_followed`` has something.")
         .def(
-            "queue_followed", [](PythonBlockManager &self, SlotQueue &queue) { self.queue_followed(queue); },
-            "queue"_a,
-            "Move the blocks that became entries or reached ``follow_hits`` to a queue of backups.")
+            "queue_followed",
+            [](PythonBlockManager &self, CopyOut &copies) { self.queue_followed(copies.queue()); },
+            "copies"_a, "Queue the blocks that became entries or reached ``follow_hits`` for a backup.")
         .def("take_followed", &take_followed,
              nb::sig("def take_followed(self) -> tuple[BlockList | None, list[tuple[bytes, str]]]"),
              "Return blocks evicted and (first block, tenant) of requests that published, and forget all "

@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "hash/digest.hpp"
+#include "tier/device_index.hpp"
 #include "tier/eviction.hpp"
 #include "tier/free_runs.hpp"
 #include "tier/hash_index.hpp"
@@ -116,7 +117,7 @@ struct NodeView {
     double ready_seconds;  // since it was stored
 };
 
-class Tier : public HostIndex {
+class Tier : public HostIndex, public DeviceIndex {
   public:
     // Several operations under one lock: tier/session.hpp.
     class Session;
@@ -211,8 +212,8 @@ class Tier : public HostIndex {
     std::vector<std::uint8_t> complete(std::span<const Slot> slots, std::span<const std::uint8_t> copied,
                                        std::span<const std::uint64_t> checksums) override;
     // Starts and ends a copy out of these slots. The copy into a pending slot ends with `complete` only.
-    void hold(std::span<const Slot> slots);
-    void unhold(std::span<const Slot> slots);
+    void hold(std::span<const Slot> slots) override;
+    void unhold(std::span<const Slot> slots) override;
 
     // The READY blocks, in the order of `hashes`.
     BlockList find(std::span<const Digest> hashes) const;
@@ -220,7 +221,7 @@ class Tier : public HostIndex {
     // last of `slots` that it met, or at an entry listed before.
     BlockList ancestry(std::span<const Slot> slots, std::uint32_t levels = UINT32_MAX) const;
     // The next `count` entries to be evicted, in order.
-    BlockList coldest(std::uint32_t count) const;
+    BlockList coldest(std::uint32_t count) const override;
     // The READY entries with the most hits; of equal ones, those nearer to the root first.
     BlockList hottest(std::uint32_t count) const;
     // The READY entries not matched for this long, of one tenant or all.
@@ -269,8 +270,12 @@ class Tier : public HostIndex {
     std::uint32_t available() const;
     // Number of entries that `evict_copied` makes evictable.
     std::uint32_t above_copies() const;
-    // The READY blocks in these slots, in this order.
-    BlockList entries_in(std::span<const Slot> slots) const;
+    BlockList entries_in(std::span<const Slot> slots) const override;
+    BlockList above(const BlockList &blocks, std::span<const std::size_t> which,
+                    std::uint32_t levels) const override;
+    std::uint32_t depth(Slot slot) const override;
+    std::uint32_t num_slots() const override;
+    std::size_t most_held() const override { return std::max<std::uint32_t>(num_slots() / 2, 1); }
     // The invariants that do not hold, in words.
     std::vector<std::string> check_integrity() const;
 

@@ -176,6 +176,25 @@ BlockList Tier::entries_in(std::span<const Slot> slots) const {
     return list;
 }
 
+BlockList Tier::above(const BlockList &blocks, std::span<const std::size_t> which,
+                      std::uint32_t levels) const {
+    std::vector<Digest> parents;
+    parents.reserve(which.size());
+    for (const std::size_t i : which) parents.push_back(blocks.parents[i]);
+    return ancestry(find(parents).slots, levels);
+}
+
+std::uint32_t Tier::depth(Slot slot) const {
+    std::lock_guard lock(mutex_);
+    check_slot(slot);
+    return entries_[slot].depth;
+}
+
+std::uint32_t Tier::num_slots() const {
+    std::lock_guard lock(mutex_);
+    return static_cast<std::uint32_t>(entries_.size());
+}
+
 BlockList Tier::coldest(std::uint32_t count) const {
     std::lock_guard lock(mutex_);
     BlockList list;

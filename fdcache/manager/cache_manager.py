@@ -249,8 +249,8 @@ class CacheManager(TierManager[Request]):
             return given
 
     def _give_way(self) -> None:
-        if self._tiers.backups:
-            self._tiers.backups.give_way()
+        if self._tiers.copies is not None:
+            self._tiers.copies.give_way()
 
     def take_plans(self) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
@@ -412,7 +412,7 @@ class CacheManager(TierManager[Request]):
             return self._snapshot(
                 self._device.usage(),
                 self._all_counters(),
-                self._tiers.backups.queued if self._tiers.backups else 0,
+                self._tiers.copies.queued if self._tiers.copies is not None else 0,
                 self._hooks.held_blocks if self._hooks else 0,
             )
 

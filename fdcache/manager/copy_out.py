@@ -1,88 +1,82 @@
-"""Write policies for a device cache that the engine owns: which of its blocks are copied to the host, and when."""
+"""The way out: which blocks of a device cache are copied to the host, when, and how the copies end.
+
+The host tier is closed under prefixes, so a block is copied after its uncovered ancestors. No request waits for a
+backup: blocks that find no room in the host tier are dropped and counted. Where the device cache is the manager's, the
+slot of a block that is being copied cannot be given to another. Backups in flight are therefore limited to half of the
+pool, and none begin while a request is short of blocks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from msgspec.structs import replace
 
 from fdcache import _core
-from fdcache._core import DevicePath, HostIndex
-from fdcache.metadata import HashArray, Int32Array, TransferPlan
-from fdcache.plans.ledger import OpenPlan, PlanLedger
+from fdcache._core import BlockList, DeviceContents, HostIndex, SwapInFlight
+from fdcache.metadata import HashArray, Int32Array
+from fdcache.plans.ledger import Mask, OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
 
 
 class CopyOut:
-    """Plans copies of offered blocks to the host tier, by the write policy of ``settings``.
+    """Copies from a device cache to the host tier, by the write policy of ``settings``.
 
-    The native object knows what lies in the device blocks, and which plans read them; it finds and reserves the blocks
-    of one call. While ``is_patient``, a few blocks wait for more before they have a plan. ``on_displaced`` is called
-    with the blocks that leave the host to make room.
+    ``device``: the manager's own tier, or what an engine has told of its cache. The native planner finds, orders and
+    reserves the blocks of one call. While ``is_patient``, a few blocks wait for more before they have a plan.
+    ``on_displaced`` is called with the blocks that leave the host to make room.
     """
 
     def __init__(
         self,
         settings: CacheSettings,
+        device: BlockPool | DeviceContents,
         host: HostIndex,
         counters: Counters,
         clock: Callable[[], float],
         on_displaced: Callable[[HashArray], None] | None = None,
     ) -> None:
-        self._clock = clock
+        self._device = device
         self._host = host
         self._on_displaced = on_displaced
         self._counters = counters
+        self._clock = clock
+        writes_back = settings.write_policy is WritePolicy.WRITE_BACK
         selective = settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
-        self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
+        least_hits = settings.write_through_threshold if selective else 1
+        self.follows_commits = not writes_back and least_hits == 1
+        """True if every block that is new on the device is backed up."""
+        self.follows_hits = 0 if writes_back or self.follows_commits else least_hits
+        """The hits at which a block is backed up; 0 if hits do not matter."""
         self._native = _core.CopyOut(
-            self._writes_back,
-            settings.write_through_threshold if selective else 1,
-            settings.clean_reserve,
+            device, writes_back, 0 if writes_back else least_hits, settings.clean_reserve
         )
+        self._is_short = False
+        self._early: list[SwapInFlight] = []
         self.is_patient = False
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of device blocks seen."""
-        return self._native.num_blocks
+    # --- what is wanted -----------------------------------------------------------------------------------
 
-    @property
-    def num_known(self) -> int:
-        """Number of device blocks whose content is known."""
-        return self._native.num_known
+    def enqueue(self, slots: Int32Array) -> None:
+        """Queue the blocks in these device slots for a backup."""
+        self._native.enqueue(slots)
 
-    # --- what the engine tells ----------------------------------------------------------------------------
+    def enqueue_awaited(self, slots: Int32Array) -> None:
+        """Queue blocks that others in the storage wait for, ahead of all and whatever the write policy."""
+        self._native.enqueue_awaited(slots)
 
-    def offered(self, path: DevicePath, start: int, counted: int) -> None:
-        """Take an offer of the blocks of a path from ``start`` on. Offers are looked at together, once they matter."""
-        self._native.offered(path, start, counted)
-
-    def next_evicted(self, ids: Int32Array) -> None:
-        """Learn which blocks the engine gives away next, for the clean reserve of write_back."""
-        self._native.next_evicted(ids)
-
-    def given_away(self, ids: Int32Array, plan: OpenPlan, plans: PlanLedger) -> bool:
-        """Copy wanted blocks out in ``plan``, before their device blocks are overwritten, and forget them.
-
-        Return True if that may have changed ``plan``.
-        """
-        planned = self._native.given_away(ids, self._host, plan.evictions, plans)
-        if planned is None:
-            return False
-        if planned.after:
-            plan.after = tuple(dict.fromkeys((*plan.after, *planned.after)))
-        self._count(planned)
-        return True
-
-    def forget_blocks(self, ids: Int32Array) -> None:
-        """Forget what is in these device blocks, without a copy."""
-        self._native.forget_blocks(ids, self._host)
+    def enqueue_from(self, blocks: _core.BlockManager) -> None:
+        """Queue the blocks that requests have published, or have hit often enough."""
+        blocks.queue_followed(self._native)
 
     def forget(self) -> None:
-        """Forget every block and what is queued."""
-        self._native.forget()
-
-    # --- plans --------------------------------------------------------------------------------------------
+        """Forget what is queued, and what an engine has told, as after a reset."""
+        self._native.clear()
+        if isinstance(self._device, DeviceContents):
+            self._device.forget_all()
 
     @property
     def queued(self) -> int:
@@ -91,31 +85,100 @@ class CopyOut:
 
     @property
     def has_queue(self) -> bool:
-        """True if the next plan may copy blocks, or offers have not been looked at."""
-        return self._native.has_queue
+        """True if the next plan may copy blocks, or copies that were reported wait for the end of others."""
+        return self._native.has_queue or bool(self._early)
 
     @property
     def has_work(self) -> bool:
-        """True if the next plan may copy queued blocks."""
+        """True if the next plan may copy queued blocks: there is a host to copy them to."""
         return self._native.has_work(self._host)
 
+    # --- plans --------------------------------------------------------------------------------------------
+
+    def evict(self, evicted: BlockList, plan: OpenPlan) -> None:
+        """Plan copies of evicted blocks that the host lacks, before their slots are overwritten.
+
+        Pass all blocks of one allocation together, in the order of eviction.
+        """
+        if len(evicted):
+            self._count(self._native.evict(evicted, self._host, plan.evictions))
+
+    def give_away(self, ids: Int32Array, contents: DeviceContents, plan: OpenPlan, plans: PlanLedger) -> bool:
+        """Do the same for device blocks that an engine gives away, and let ``plan`` wait for plans that read them.
+
+        Return True if that may have changed ``plan``.
+        """
+        planned = contents.give_away(ids, self._native, self._host, plan.evictions, plans)
+        if planned is None:
+            return False
+        if planned.after:
+            plan.after = tuple(dict.fromkeys((*plan.after, *planned.after)))
+        self._count(planned)
+        return True
+
+    def give_way(self) -> None:
+        """Begin no backup in this step while some are in flight: a request did not get its blocks."""
+        self._is_short = True
+
     def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
-        """Plan backups of queued blocks; ``in_flight``: number of blocks being backed up."""
-        planned = self._native.plan(self._host, in_flight, self.is_patient, self._clock(), plan.backups)
+        """Plan the backups of this step. ``in_flight``: number of blocks being backed up."""
+        is_short, self._is_short = self._is_short, False
+        if not (is_short and in_flight):
+            now = self._clock()
+            self._count(self._native.plan(self._host, in_flight, self.is_patient, now, plan.backups))
+
+    def _count(self, planned: _core.PlannedCopies | None) -> None:
         if planned is not None:
-            self._count(planned)
+            self._counters.backups_dropped += planned.dropped
+            if self._on_displaced is not None and planned.asked:
+                self._on_displaced(planned.displaced.hashes)
 
-    def sent(self, plan: TransferPlan) -> None:
-        """Note which device blocks a plan reads."""
-        if plan.evictions is not None or plan.backups is not None:
-            swaps = (plan.evictions, plan.backups)
-            self._native.sent(plan.plan_id, [swap.src_block_ids for swap in swaps if swap is not None])
+    # --- ends ---------------------------------------------------------------------------------------------
 
-    def copies_ended(self) -> None:
-        """Let blocks go on whose parents were being copied."""
-        self._native.copies_ended()
+    def ended(self, result: SwapInFlight) -> Iterator[SwapInFlight]:
+        """Yield the part of a reported transfer that may end now; the rest waits for copies above it.
 
-    def _count(self, planned: _core.PlannedCopies) -> None:
-        self._counters.backups_dropped += planned.dropped
-        if self._on_displaced is not None and planned.asked:
-            self._on_displaced(planned.displaced.hashes)
+        A tier takes a block below a parent that it has. A copy below one in flight, on another stream, may be reported
+        first; neither order of the reports costs a block.
+        """
+        if isinstance(self._device, BlockPool):
+            self._device.unhold(result.swap.src_block_ids)
+        yield from self._part_that_may_end(result)
+
+    def ended_early(self) -> Iterator[SwapInFlight]:
+        """Yield parts that wait for nothing any more; each has to end before the next is asked for."""
+        while self._early:
+            waiting, self._early = self._early, []
+            parts = [part for result in waiting for part in self._part_that_may_end(result)]
+            if not parts:
+                return
+            yield from parts
+
+    def _part_that_may_end(self, result: SwapInFlight) -> Iterator[SwapInFlight]:
+        swap = result.swap
+        may_end = _core.copies_that_may_end(swap.hash_values, swap.parent_hashes, self._host).view(np.bool_)
+        if may_end.all():
+            yield result
+            return
+        self._early.append(_part(result, ~may_end))
+        if may_end.any():
+            yield _part(result, may_end)
+
+
+def _part(result: SwapInFlight, chosen: Mask) -> SwapInFlight:
+    """Return the transfer of the chosen blocks alone."""
+    swap = result.swap
+    part = SwapInFlight(
+        replace(
+            swap,
+            src_block_ids=swap.src_block_ids[chosen],
+            src_generations=swap.src_generations[chosen],
+            dst_block_ids=swap.dst_block_ids[chosen],
+            dst_generations=swap.dst_generations[chosen],
+            hash_values=swap.hash_values[chosen],
+            parent_hashes=swap.parent_hashes[chosen],
+        )
+    )
+    part.settle(result.flags[chosen])
+    part.checksums = result.checksums[chosen] if len(result.checksums) else result.checksums
+    return part

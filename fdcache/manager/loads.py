@@ -14,7 +14,7 @@ import numpy as np
 
 from fdcache._core import CopyReservation, Load, Loads
 from fdcache.layout import KVLayout
-from fdcache.manager.backups import BackupPlanner
+from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.device_contents import NO_BLOCK
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import Request
@@ -153,7 +153,7 @@ class LoadsAhead:
         layout: KVLayout,
         device: BlockPool,
         host: HostTier,
-        backups: BackupPlanner,
+        copies: CopyOut,
         loads: Loads,
         counters: Counters,
         plan: Callable[[], OpenPlan],
@@ -163,7 +163,7 @@ class LoadsAhead:
         self._most = max(MOST_BYTES // (layout.payload_bytes * layout.tp_size), 1)
         self._device = device
         self._host = host
-        self._backups = backups
+        self._copies = copies
         self._loads = loads
         self._counters = counters
         self._plan = plan
@@ -240,7 +240,7 @@ class LoadsAhead:
         if stop == start:
             return None
         taken = self._device.reserve_copies(0, parents_of(path, start, stop), path[start:stop])
-        self._backups.on_evict([taken.evicted], plan)
+        self._copies.evict(taken.evicted, plan)
         if taken.missing:
             return None
         if not (taken.status == RESERVED).all():
@@ -258,8 +258,8 @@ def make_loads_ahead(
     allowed: Callable[[], bool] | bool,
 ) -> LoadsAhead | None:
     """Return the loads ahead into ``plan``; None if they are not ``allowed``, or nothing is read from storage."""
-    host, backups = tiers.host, tiers.backups
-    if not allowed or host is None or tiers.fetches is None or backups is None:
+    host, copies = tiers.host, tiers.copies
+    if not allowed or host is None or tiers.fetches is None or copies is None:
         return None
     may_load = allowed if callable(allowed) else lambda: True
-    return LoadsAhead(layout, tiers.device, host, backups, loads, counters, plan, may_load)
+    return LoadsAhead(layout, tiers.device, host, copies, loads, counters, plan, may_load)

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import msgspec
 
-from fdcache._core import DevicePath
+from fdcache._core import DeviceContents, DevicePath
 from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
@@ -35,7 +35,6 @@ from fdcache.metadata import (
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.early_copies import EarlyCopies
 from fdcache.tiers.host import HostService, HostTier
 from fdcache.tiers.statistics import CacheStats, TierUsage
 
@@ -92,9 +91,11 @@ class OffloadManager(TierManager[OffloadRequest]):
         )
         self._host = _required(host)
         self._service = self._host.service
-        self._copies = CopyOut(settings, self._host.index, counters, clock, on_displaced(storage_tier))
-        early = EarlyCopies(self._host.index)
-        tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches, early)
+        self._contents = DeviceContents()
+        self._copies = CopyOut(
+            settings, self._contents, self._host.index, counters, clock, on_displaced(storage_tier)
+        )
+        tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches)
         tiers.record_events(settings.event_buffer)
         self._choices = LoadChoices(
             settings.load_or_recompute,
@@ -111,7 +112,6 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._loads, counters, clock)
         self._hints = RequestHints(tiers, layout.block_size, clock, layout.num_groups)
         self._clock = clock
-        self._early = early
         self._looks_always = storage_tier is not None or self._service is not None
         self._must_look = True  # something may follow from what is not in the open plans
         self._has_planned = False
@@ -254,7 +254,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             path, start = offered
             describe(self._service, request)
             self._count_lookup(tracked)
-            self._copies.offered(path, start, tracked.counted_blocks)
+            self._contents.offered(path, start, tracked.counted_blocks)
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))
             if not start and self._service is not None:
                 self._own(self._service, request, path)
@@ -278,13 +278,16 @@ class OffloadManager(TierManager[OffloadRequest]):
         """Forget what was offered in these device blocks: it has gone, or is not wanted below."""
         ids = device_ids_of(device_ids)
         with self._lock:
-            self._copies.forget_blocks(ids)
+            self._contents.forget(ids)
 
     def next_evicted(self, device_ids: Int32Array) -> None:
         """Learn which device blocks the engine gives away next, coldest first: write_back keeps them clean."""
         ids = device_ids_of(device_ids)
+        if self.settings.write_policy is not WritePolicy.WRITE_BACK:
+            return
         with self._lock:
-            self._copies.next_evicted(ids)
+            self._contents.next_evicted(ids)
+            self._must_look = True
 
     def finish(self, request: OffloadRequest) -> None:
         """End, abort or forget a request. Idempotent; loads in flight still end with a ``LoadOutcome``.
@@ -299,7 +302,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         story.finished((request.request_id,))
 
     def _give_away(self, ids: Int32Array) -> None:
-        if self._copies.given_away(ids, self._plans.open, self._plans.ledger):
+        if self._copies.give_away(ids, self._contents, self._plans.open, self._plans.ledger):
             self._has_planned = True
 
     def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> list[HintOutcome]:
@@ -325,7 +328,8 @@ class OffloadManager(TierManager[OffloadRequest]):
         ``is_patient``: more steps are sure to follow, so that a few blocks to copy may wait for others.
         """
         with self._lock:
-            if not (self._has_planned or self._copies.has_queue or self._must_look):
+            has_copies = self._contents.has_offers or self._copies.has_queue
+            if not (has_copies or self._has_planned or self._must_look):
                 return []
             self._set_time()
             self._copies.is_patient = is_patient
@@ -339,11 +343,11 @@ class OffloadManager(TierManager[OffloadRequest]):
                 arena = service.plan_arena
             plans = self._plans.close(arena)
             for plan in plans:
-                self._copies.sent(plan)
+                for swap in (plan.evictions, plan.backups):
+                    if swap is not None:
+                        self._contents.sent(plan.plan_id, swap.src_block_ids)
             self._has_planned = False
-            self._must_look = (
-                self._looks_always or bool(self._loads.open) or self._hints.has_open or self._early.has_work
-            )
+            self._must_look = self._looks_always or bool(self._loads.open) or self._hints.has_open
             return plans
 
     def loads_of(self, plan_id: int) -> dict[tuple[str, int], bool]:
@@ -360,8 +364,6 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             outcomes = super().apply(reports)
             self._must_look = True
-            if reports:
-                self._copies.copies_ended()
             return outcomes
 
     def expire(self) -> list[LoadOutcome]:
@@ -391,9 +393,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         """Forget the blocks that a rank had a part of, once its process is gone. See ``CacheManager.worker_lost``."""
         with self._lock:
             self._must_look = True
-            outcomes = super().worker_lost(rank)
-            self._copies.copies_ended()
-            return outcomes
+            return super().worker_lost(rank)
 
     def reset_cache(self) -> int:
         """Forget every block of every tier; return their number. See ``CacheManager.reset_cache``."""
@@ -420,7 +420,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     def get_stats(self) -> CacheStats:
         """Return a snapshot of tiers and counters; ``device`` has the engine's blocks as far as they were offered."""
         with self._lock:
-            device = TierUsage(blocks=self._copies.num_blocks, ready=self._copies.num_known)
+            device = TierUsage(blocks=self._contents.num_blocks, ready=self._contents.num_known)
             counters = msgspec.structs.replace(self._counters)
             self._plans.count(counters)
             return self._snapshot(device, counters, self._copies.queued)

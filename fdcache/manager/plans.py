@@ -31,7 +31,7 @@ class Plans:
         clock: Callable[[], float],
     ) -> None:
         self._tiers = tiers
-        self._backups, self._storage = tiers.backups, tiers.storage
+        self._copies, self._storage = tiers.copies, tiers.storage
         self._loads = loads
         self._counters = counters
         self._clock = clock
@@ -85,11 +85,11 @@ class Plans:
 
     def plan_background(self) -> None:
         """Plan the copies that no request waits for, as far as those in flight leave room."""
-        backups, storage, ledger = self._backups, self._storage, self._ledger
+        copies, storage, ledger = self._copies, self._storage, self._ledger
         self._tiers.complete_early(self._counters)
-        if backups is not None:
+        if copies is not None:
             self._tiers.queue_awaited()
-            backups.plan_background(self._background, ledger.blocks_in_flight(SwapPurpose.BACKUP))
+            copies.plan_background(self._background, ledger.blocks_in_flight(SwapPurpose.BACKUP))
         if storage is not None:
             storage.plan_work(ledger.blocks_in_flight(SwapPurpose.STORE))
 

@@ -175,17 +175,17 @@ class LiveRequests:
         self._sources: dict[str, PeerSource] = {}  # of requests that will fetch, until their allocation
         self._num_sends = 0
         self._planned: list[PlannedFetch] = []
-        backups = tiers.backups
+        copies = tiers.copies
         self._blocks = BlockManager(
             tiers.device,
             layout.block_size,
             layout.fingerprint,
             settings.lookahead_tokens,
             settings.enable_prefix_caching,
-            follow_stored=backups is not None and backups.follows_commits,
-            follow_evicted=backups is not None,
+            follow_stored=copies is not None and copies.follows_commits,
+            follow_evicted=copies is not None,
             follow_owners=tiers.host is not None and tiers.host.service is not None,
-            follow_hits=backups.follows_hits if backups else 0,
+            follow_hits=copies.follows_hits if copies is not None else 0,
             host=tiers.host.index if tiers.host is not None else None,
         )
 
@@ -399,15 +399,15 @@ class LiveRequests:
 
     def _pass_on(self, plan: OpenPlan | None) -> None:
         """Tell the write policies and the host tier what the last call did."""
-        backups, host = self._tiers.backups, self._tiers.host
-        if backups is not None:
-            backups.enqueue_from(self._blocks)
+        copies, host = self._tiers.copies, self._tiers.host
+        if copies is not None:
+            copies.enqueue_from(self._blocks)
             if not self._blocks.has_followed:
                 return
         evicted, owners = self._blocks.take_followed()
         if evicted is not None:
-            assert backups is not None and plan is not None
-            backups.on_evict([evicted], plan)
+            assert copies is not None and plan is not None
+            copies.evict(evicted, plan)
         if host is not None and host.service is not None:
             for block, tenant in owners:
                 host.service.own(block, tenant)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from fdcache._core import InFlightPlan, SwapInFlight
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
-from fdcache.manager.backups import BackupPlanner
+from fdcache.manager.copy_out import CopyOut
 from fdcache.metadata import (
     EXTENT_BYTES,
     BlockNode,
@@ -22,10 +21,8 @@ from fdcache.metadata import (
     StorageTask,
     SwapPurpose,
 )
-from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.early_copies import EarlyCopies
 from fdcache.tiers.events import CacheEvent, events_of
 from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
 from fdcache.tiers.host import HostCache, HostTier, LocalHostTier, complete_copies
@@ -38,33 +35,17 @@ Arrived = tuple[CacheSwapMetadata, HashArray]
 """A copy to the host tier of this process: the transfer, and 1 for each block that is in the tier."""
 
 
-class Backups(Protocol):
-    """Copies out of a device cache that no request waits for."""
-
-    def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
-        """Plan copies; ``in_flight``: number of blocks being backed up."""
-
-    def forget(self) -> None:
-        """Forget what is queued."""
-
-    @property
-    def queued(self) -> int:
-        """Number of blocks that wait for a plan."""
-
-
 @dataclass(frozen=True)
 class LowerTiers:
-    """Host and storage tier below a device cache; ``backups`` copy blocks down, ``fetches`` read them from storage.
+    """Host and storage tier below a device cache; ``copies`` go to the host, ``fetches`` read from storage.
 
-    ``early`` copies were planned below others in flight. Parts that the settings turn off are None. ``backups`` need a
-    host tier, and so does a storage tier of this process.
+    Parts that the settings turn off are None. ``copies`` need a host tier, and so does a storage tier of this process.
     """
 
     host: HostTier | None
     storage: StorageTier | None
-    backups: Backups | None
+    copies: CopyOut | None
     fetches: Fetches | None
-    early: EarlyCopies | None
 
     @property
     def pools(self) -> dict[CacheLevel, BlockPool | HostTier]:
@@ -104,19 +85,19 @@ class LowerTiers:
             self.storage.complete(flight)
             return
         for purpose, result in flight.swaps.items():
-            ended = result
-            if purpose is not SwapPurpose.LOAD:
-                self._end_reads(result)
-                ended = self.early.admit(result) if self.early is not None else result
-            self._complete_copies(ended, counters)
+            if purpose is SwapPurpose.LOAD or self.copies is None:
+                self._complete_copies(result, counters)
+                continue
+            for part in self.copies.ended(result):
+                self._complete_copies(part, counters)
 
     def queue_awaited(self) -> None:
         """Queue backups of blocks that others in the storage wait for, where the device cache is known by hash."""
 
     def complete_early(self, counters: Counters) -> None:
         """End the copies to the host that waited for copies above them."""
-        while self.early is not None and (parts := self.early.take()):
-            for part in parts:
+        if self.copies is not None:
+            for part in self.copies.ended_early():
                 self._complete_copies(part, counters)
 
     def blocks_arrived(self, copies: Sequence[Arrived]) -> None:
@@ -124,9 +105,6 @@ class LowerTiers:
         assert self.storage is not None
         for swap, flags in copies:
             self.storage.blocks_arrived(swap, flags.view(np.bool_))
-
-    def _end_reads(self, result: SwapInFlight) -> None:
-        """Release the device slots that a transfer to the host has read. An engine's are not held."""
 
     def _complete_copies(
         self, result: SwapInFlight, counters: Counters, device: BlockPool | None = None
@@ -138,8 +116,8 @@ class LowerTiers:
 
     def reset_device(self) -> None:
         """Forget the blocks of the device cache and their queued backups."""
-        if self.backups:
-            self.backups.forget()
+        if self.copies is not None:
+            self.copies.forget()
 
     def reset(self) -> int:
         """Forget every block; return their number. The next plan tells the workers to clear their storage."""
@@ -207,7 +185,6 @@ class Tiers(LowerTiers):
     """All tiers of a ``CacheManager``: its device tier, and those below."""
 
     device: BlockPool
-    backups: BackupPlanner | None
 
     @property
     def own_pools(self) -> dict[CacheLevel, BlockPool]:
@@ -226,13 +203,13 @@ class Tiers(LowerTiers):
 
         The write policy does not: they may have few hits, or count as copied since their record was being read.
         """
-        storage, backups, host = self.storage, self.backups, self.host
-        if storage is None or not len(storage.awaited) or backups is None or host is None:
+        storage, copies, host = self.storage, self.copies, self.host
+        if storage is None or not len(storage.awaited) or copies is None or host is None:
             return
         awaited = storage.awaited
         wanted = (self.device.contains(awaited) == READY) & (host.index.contains(awaited) == ABSENT)
         if wanted.any():
-            backups.enqueue_awaited(self.device.find(awaited[wanted]).slots)
+            copies.enqueue_awaited(self.device.find(awaited[wanted]).slots)
 
     def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
         """Make fetched blocks findable. Sent blocks stay what they are."""
@@ -242,9 +219,6 @@ class Tiers(LowerTiers):
                 counters.blocks_corrupt_from_peer += int(np.count_nonzero(result.corrupt))
                 swap = result.swap
                 result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
-
-    def _end_reads(self, result: SwapInFlight) -> None:
-        self.device.unhold(result.swap.src_block_ids)
 
     def _complete_copies(
         self, result: SwapInFlight, counters: Counters, device: BlockPool | None = None
@@ -273,11 +247,10 @@ def make_tiers(
     tiers = Tiers(
         host=host,
         storage=storage,
-        backups=BackupPlanner(settings, device, host.index, counters, on_displaced(storage))
+        copies=CopyOut(settings, device, host.index, counters, clock, on_displaced(storage))
         if host
         else None,
         fetches=host.fetches if host else None,
-        early=EarlyCopies(host.index) if host else None,
         device=device,
     )
     tiers.record_events(settings.event_buffer)

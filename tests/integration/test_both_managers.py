@@ -1,4 +1,7 @@
-"""A ``CacheManager`` and an ``OffloadManager`` with one history have the same blocks on the host once it is quiet."""
+"""One history of a device cache that is the manager's own or an engine's, above an own or a service's host tier.
+
+Once it is quiet the same blocks are on the host, a request finds the same prefixes, and its load has the same outcome.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,20 @@ import pytest
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.cpu import CpuDevice
-from fdcache.manager import CacheManager, OffloadManager, Request
-from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, SwapPurpose, TransferPlan, TransferReport
+from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, MatchStatus, OffloadManager, Request
+from fdcache.metadata import SLOT_HEADER_BYTES, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings, EvictionPolicy, TransferSettings, WritePolicy
+from fdcache.tiers.pool import READY
 from tests.seeds import budget
+from tests.service_help import LocalService, local_service, until
 from tests.swaps import PATIENCE, uniform_layout
 
 BLOCK = 4
-LAYOUT = uniform_layout(block_size=BLOCK, num_layers=1)
 Path = tuple[int, ...]
 """A prompt by its blocks, each a number."""
+Told = list[tuple[LoadStatus, int]]
+"""The outcomes of a request's loads: status, and the first token to compute."""
+_revisions = count()
 
 
 class Side:
@@ -30,22 +37,39 @@ class Side:
 
     manager: CacheManager | OffloadManager
 
-    def __init__(self, device: int, host: int, policy: WritePolicy) -> None:
-        self.device = device
-        self.settings = CacheSettings(
-            device_blocks=device,
-            host_memory=host * (LAYOUT.record_bytes + SLOT_HEADER_BYTES),
-            write_policy=policy,
-            write_through_threshold=2,
-            eviction=EvictionPolicy.LRU,
-            clean_reserve=8,
+    def __init__(
+        self,
+        device: int,
+        host: int,
+        policy: WritePolicy,
+        eviction: EvictionPolicy = EvictionPolicy.LRU,
+        service: LocalService | None = None,
+    ) -> None:
+        self.device, self.service = device, service
+        self.layout = uniform_layout(block_size=BLOCK, num_layers=1, revision=f"{next(_revisions)}")
+        memory = host * (self.layout.record_bytes + SLOT_HEADER_BYTES)
+        place = (
+            {"host_memory": memory}
+            if service is None
+            else {"server": service.address, "rpc_timeout": PATIENCE}
+        )
+        self.settings = CacheSettings.model_validate(
+            {
+                "device_blocks": device,
+                "write_policy": policy,
+                "write_through_threshold": 2,
+                "eviction": eviction,
+                "clean_reserve": 8,
+                **place,
+            }
         )
         self.manager = self.make_manager()
         transfer = TransferSettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
-        self.worker = CacheController(transfer, LAYOUT, rank=0, device=CpuDevice())
+        self.worker = CacheController(transfer, self.layout, rank=0, device=CpuDevice())
         self.worker.initialize_kv_cache(device)
         self.worker.initialize_host_cache(self.manager.host_cache)
         self.unreported: list[TransferReport] = []
+        self.outcomes: list[LoadOutcome] = []
         self.backups: set[int] = set()
         self.names = count()
 
@@ -53,12 +77,27 @@ class Side:
         raise NotImplementedError
 
     def compute(self, request: Request) -> list[TransferPlan]:
-        """Serve a request from start to end, without loads; return the plans of its step."""
+        """Serve a request from start to end; return the plans of its step."""
+        raise NotImplementedError
+
+    def empty_device(self) -> None:
+        """Forget what the device has."""
         raise NotImplementedError
 
     def serve(self, path: Path) -> list[TransferPlan]:
+        """Serve a prompt without loads."""
         tokens = np.repeat(np.array(path, np.int32), BLOCK)
         return self.compute(Request(f"request {next(self.names)}", tokens, device_only=True))
+
+    def load(self, path: Path) -> tuple[int, Told]:
+        """Serve a prompt that loads what the host has of it; return how many blocks, and what was told of it."""
+        tokens = np.append(np.repeat(np.array(path, np.int32), BLOCK), np.int32(-1))
+        request = Request(f"request {next(self.names)}", tokens)
+        plans = self.compute(request)
+        told, self.outcomes = self.outcomes, []
+        assert {each.request_id for each in told} <= {request.request_id}
+        loaded = blocks_copied(plans, SwapPurpose.LOAD)
+        return loaded, [(each.status, each.recompute_from) for each in told]
 
     def step(self) -> list[TransferPlan]:
         """Take the plans and copy them; the reports of backups are kept back."""
@@ -72,7 +111,9 @@ class Side:
             copied -= len(reports)
             self.unreported += reports
         self.backups |= {plan.plan_id for plan in plans if plan.backups is not None}
-        self.manager.apply([each for each in self.unreported if each.plan_id not in self.backups])
+        self.outcomes += self.manager.apply(
+            [each for each in self.unreported if each.plan_id not in self.backups]
+        )
         self.unreported = [each for each in self.unreported if each.plan_id in self.backups]
         return plans
 
@@ -84,16 +125,52 @@ class Side:
 
     def rest(self) -> int:
         """Step without requests until nothing is left to copy; return how many steps had plans."""
-        for steps in count():
+        steps = 0
+        while True:
             self.report()
-            if not self.step():
+            self.await_stock(1)
+            plans = self.step()
+            steps += bool(plans)
+            if not plans and not self.manager.get_stats().queued_backups:
                 return steps
-        raise AssertionError
+
+    def await_stock(self, blocks: int) -> None:
+        """Wait until the service has granted slots for so many copies."""
+        if self.service is None:
+            return
+        host: Any = self.manager._host
+
+        def has_stock() -> bool:
+            if (session := host.sessions.session) is not None:
+                session._expect(blocks)
+            return bool(host.index.room >= blocks)
+
+        until(has_stock, "slots are granted")
 
     def on_host(self, path: Path) -> int:
-        """Return how many blocks of a path the host has."""
-        tokens = np.repeat(np.array(path, np.int32), BLOCK)
-        return len(self.manager.find_blocks(Request("probe", tokens))[CacheLevel.HOST])
+        """Return how many leading blocks of a path the host has, once it has heard of every copy."""
+        request = Request("probe", np.repeat(np.array(path, np.int32), BLOCK))
+        self.manager.prepare([request])
+        tier: Any = self.manager._host
+        if self.service is not None:
+            self.await_publication()
+            tier = self.service.service.namespaces[self.layout.fingerprint].tier
+        return int((tier.contains(request.block_hashes) == READY).cumprod().sum())
+
+    def await_publication(self) -> None:
+        """Wait until a service has heard of every copy."""
+        counters = self.manager.get_stats().counters
+        copied = counters.blocks_evicted_to_host + counters.blocks_backed_up
+
+        def heard() -> bool:
+            assert self.service is not None
+            totals = self.service.service.namespaces[self.layout.fingerprint].history.totals
+            return bool(totals.stored + totals.duplicates + totals.orphans + totals.dropped >= copied)
+
+        if self.service is not None:
+            host: Any = self.manager._host
+            host.service.flush()
+            until(heard, "the service has heard of every copy")
 
     @property
     def dropped(self) -> int:
@@ -112,17 +189,27 @@ class OwnDevice(Side):
     manager: CacheManager
 
     def make_manager(self) -> CacheManager:
-        return CacheManager(self.settings, LAYOUT)
+        return CacheManager(self.settings, self.layout)
 
     def compute(self, request: Request) -> list[TransferPlan]:
-        self.manager.match_prefix([request])
-        while not self.manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok:
+        while not self.begin(request):
             assert self.unreported, "blocks are missing though nothing is in flight"
             self.report(1)
         plans = self.step()
         self.manager.commit([(request, request.num_tokens)])
         self.manager.finish([request])
         return plans
+
+    def begin(self, request: Request) -> bool:
+        if not request.num_blocks:
+            (found,) = self.manager.match_prefix([request])
+            if found.status is not MatchStatus.MATCHED:
+                return False
+        return self.manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
+
+    def empty_device(self) -> None:
+        self.manager.sleep()
+        self.manager.wakeup()
 
 
 class EngineDevice(Side):
@@ -133,7 +220,7 @@ class EngineDevice(Side):
     def make_manager(self) -> OffloadManager:
         self.blocks: OrderedDict[bytes, int] = OrderedDict()
         self.free = list(range(self.device))
-        return OffloadManager(self.settings, LAYOUT)
+        return OffloadManager(self.settings, self.layout)
 
     def compute(self, request: Request) -> list[TransferPlan]:
         self.manager.prepare([request])
@@ -141,14 +228,33 @@ class EngineDevice(Side):
         have = next((i for i, block in enumerate(path) if block not in self.blocks), len(path))
         for block in path[:have]:
             self.blocks.move_to_end(block)
+        found = 0 if request.device_only else self.found(request, have)
         given = [self._take() for _ in path[have:]]
-        self.manager.evicted(np.array(given, np.int32))
+        if found:
+            assert self.manager.load(request, np.array(given[:found], np.int32)) == found
+        self.manager.evicted(np.array(given[found:], np.int32))
+        tail = self._take() if request.num_tokens % BLOCK else None
+        if tail is not None:
+            self.manager.evicted(np.array([tail], np.int32))
         plans = self.step()
         ids = [self.blocks.pop(block) for block in path[:have]] + given
         self.manager.offer(request, request.num_tokens, np.array(ids, np.int32))
         self.blocks.update(zip(reversed(path), reversed(ids), strict=True))
         self.manager.finish(request)
+        if tail is not None:
+            self.free.append(tail)
         return plans
+
+    def found(self, request: Request, have: int) -> int:
+        while (match := self.manager.match(request, have * BLOCK)).status is not MatchStatus.MATCHED:
+            assert self.unreported, "the host waits for nothing"
+            self.report(1)
+        return match.num_tokens // BLOCK
+
+    def empty_device(self) -> None:
+        self.manager.forget(np.arange(self.device, dtype=np.int32))
+        self.blocks.clear()
+        self.free = list(range(self.device))
 
     def _take(self) -> int:
         return self.free.pop() if self.free else self.blocks.popitem(last=False)[1]
@@ -161,8 +267,11 @@ Sides = Callable[..., tuple[Side, Side]]
 def sides() -> Iterator[Sides]:
     made: list[Side] = []
 
-    def make(device: int, host: int, policy: WritePolicy = WritePolicy.WRITE_THROUGH) -> tuple[Side, Side]:
-        made.extend((OwnDevice(device, host, policy), EngineDevice(device, host, policy)))
+    def make(
+        device: int, host: int, policy: WritePolicy = WritePolicy.WRITE_THROUGH, *more: Any
+    ) -> tuple[Side, Side]:
+        made.append(OwnDevice(device, host, policy, *more))
+        made.append(EngineDevice(device, host, policy, *more))
         return made[-2], made[-1]
 
     yield make
@@ -232,33 +341,66 @@ def test_an_eviction_takes_a_bounded_number_of_ancestors_along(
         assert (blocks_copied(plans, SwapPurpose.EVICT), side.dropped) == (copied, dropped)
 
 
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
+    with local_service(tmp_path_factory.mktemp("service"), FDCACHE_HOST_MEMORY="64MiB") as running:
+        yield running
+
+
+def random_paths(draw: random.Random, first: int, paths: list[Path]) -> list[Path]:
+    """Return prompts that share prefixes with earlier ones and with each other."""
+    made: list[Path] = []
+    for number in range(first, first + 12):
+        prefix: Path = ()
+        if (earlier := [*paths, *made]) and draw.random() < 0.6:
+            prefix = draw.choice(earlier)
+            prefix = prefix[: draw.randrange(len(prefix) + 1)]
+        more = draw.randrange(1, 12)
+        made.append((*prefix, *range(100 * number, 100 * number + more))[:30])
+    return made
+
+
+@pytest.mark.parametrize("eviction", [EvictionPolicy.LRU, EvictionPolicy.LEARNED])
 @pytest.mark.parametrize("policy", WritePolicy)
-@pytest.mark.parametrize("seed", range(budget(40)))
-def test_one_history_leaves_the_same_blocks_on_the_host(sides: Sides, policy: WritePolicy, seed: int) -> None:
-    """Paths that share prefixes, reports that come late; nothing that the policy wants is lost."""
+@pytest.mark.parametrize("host", ["own", "service"])
+@pytest.mark.parametrize("seed", range(budget(15)))
+def test_one_history_has_one_end(
+    sides: Sides,
+    request: pytest.FixtureRequest,
+    host: str,
+    policy: WritePolicy,
+    eviction: EvictionPolicy,
+    seed: int,
+) -> None:
+    """Prompts come while reports are late. In each quiet moment the device forgets, and some prompts are loaded."""
     draw = random.Random(seed)
     selective = policy is WritePolicy.WRITE_THROUGH_SELECTIVE
     device = 400 if selective else 40
-    own, engine = sides(device, 1000, policy)
+    service = request.getfixturevalue("service") if host == "service" else None
+    both = sides(device, 1000, policy, eviction, service)
     paths: list[Path] = []
-    for number in range(30):
-        prefix: Path = ()
-        if paths and draw.random() < 0.6:
-            prefix = draw.choice(paths)
-            prefix = prefix[: draw.randrange(len(prefix) + 1)]
-        more = draw.randrange(1, 12)
-        paths.append((*prefix, *range(100 * number, 100 * number + more))[:30])
-        late = draw.randrange(3)
-        for side in (own, engine):
-            side.serve(paths[-1])
-            side.report(max(len(side.unreported) - late, 0))
-    for side in (own, engine):
-        side.rest()
-        if policy is WritePolicy.WRITE_BACK:  # all that was there is evicted
-            side.serve(tuple(range(10_000, 10_000 + device)))
+    for phase in range(3):
+        for path in (more := random_paths(draw, 12 * phase, paths)):
+            late = draw.randrange(3)
+            for side in both:
+                side.await_stock(64)
+                side.serve(path)
+                side.report(max(len(side.unreported) - late, 0))
+        paths += more
+        for side in both:
             side.rest()
-        assert side.dropped == 0
-    on_host = [[side.on_host(path) for path in paths] for side in (own, engine)]
-    assert on_host[0] == on_host[1]
-    if not selective:
-        assert on_host[0] == [len(path) for path in paths]
+            if policy is WritePolicy.WRITE_BACK:  # all that was there is evicted
+                side.await_stock(64)
+                side.serve(tuple(range(10_000 + 100 * phase, 10_000 + 100 * phase + device)))
+                side.rest()
+            side.empty_device()
+        on_host = [[side.on_host(path) for path in paths] for side in both]
+        assert on_host[0] == on_host[1]
+        assert [side.dropped for side in both] == [0, 0]
+        if not selective:
+            assert on_host[0] == [len(path) for path in paths]
+        chosen = draw.sample(range(len(paths)), 4)
+        loaded = [[side.load(paths[i]) for i in chosen] for side in both]
+        assert loaded[0] == loaded[1]
+        for told in (told for _, told in loaded[0]):
+            assert [status for status, _ in told] in ([], [LoadStatus.CONFIRMED])

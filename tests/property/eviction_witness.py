@@ -12,6 +12,8 @@ from fdcache import _core
 from fdcache.tiers.pool import ABSENT
 from tests.tier_help import hash_list, hashes
 
+Planned = _core.PlannedCopies | None
+
 _CHANGES = (
     "release",
     "match",
@@ -59,8 +61,8 @@ class EvictionWitness:
         """Return a proxy of the native side of reports, whose device tier this is; it checks each report."""
         return _WatchedReports(reports, self, host)
 
-    def of_backups(self, planner: _core.BackupPlanner, device: EvictionWitness) -> Any:
-        """Return a proxy of the native planner of backups from ``device`` to this tier; it checks each call."""
+    def of_copies(self, planner: _core.CopyOut, device: EvictionWitness) -> Any:
+        """Return a proxy of the native planner of copies from ``device`` to this tier; it checks each call."""
         return _WatchedPlanner(planner, device, self)
 
     def check_displaced(self, gone: list[bytes], order: list[bytes]) -> None:
@@ -237,6 +239,9 @@ class _WatchedBlocks:
         for request in requests:
             self._watched(self._blocks.finish)([request], live)
 
+    def queue_followed(self, copies: _WatchedPlanner) -> None:
+        self._blocks.queue_followed(copies.planner)
+
     def take_followed(self) -> Any:
         followed = self._blocks.take_followed()
         gone = [] if followed[0] is None else hash_list(followed[0].hashes)
@@ -263,22 +268,23 @@ class _WatchedReports:
 
 
 class _WatchedPlanner:
-    """A ``BackupPlanner`` that tells the witnesses of both tiers of each call."""
+    """A ``CopyOut`` that tells the witnesses of both tiers of each call."""
 
-    def __init__(self, planner: _core.BackupPlanner, device: EvictionWitness, host: EvictionWitness) -> None:
-        self._planner = planner
+    def __init__(self, planner: _core.CopyOut, device: EvictionWitness, host: EvictionWitness) -> None:
+        self.planner = planner
         self._device = device
         self._host = host
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._planner, name)
-        return self._watched(found) if name in ("flush", "clean", "evict") else found
+        found = getattr(self.planner, name)
+        return self._watched(found) if name in ("plan", "evict") else found
 
-    def _watched(self, call: Callable[..., _core.PlannedBackups]) -> Callable[..., _core.PlannedBackups]:
-        def watched(*args: Any) -> _core.PlannedBackups:
+    def _watched(self, call: Callable[..., Planned]) -> Callable[..., Planned]:
+        def watched(*args: Any) -> Planned:
             before = self._host.order
-            planned: _core.PlannedBackups = self._host._watched(self._device._watched(call))(*args)
-            self._host.check_displaced(hash_list(planned.displaced.hashes), before)
+            planned: Planned = self._host._watched(self._device._watched(call))(*args)
+            if planned is not None:
+                self._host.check_displaced(hash_list(planned.displaced.hashes), before)
             return planned
 
         return watched

@@ -1,144 +1,364 @@
-"""The native ``CopyOut`` against its rules, block by block."""
+"""The planner of copies to the host against its rules, block by block, above a device of its own and an engine's."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdcache import _core
+from fdcache._core import BlockList, DeviceContents, DevicePath, Reservation
+from fdcache.manager.copy_out import CopyOut
 from fdcache.metadata import CacheLevel, SwapPurpose
 from fdcache.plans.ledger import OpenPlan, PlanLedger
-from fdcache.settings.cache import WritePolicy
+from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import LocalHostTier
-from tests.property.copy_out_oracle import ROOT, CopyOutOracle, Pair, Path
+from fdcache.tiers.pool import STORED, BlockPool
+from fdcache.tiers.statistics import Counters
+from tests.property.copy_out_oracle import CopyOutOracle, EngineDevice, OwnDevice, Pair, Path, known_of
 from tests.seeds import budget
-from tests.tier_help import chain, hashes
+from tests.tier_help import ROOT_HASH, chain, hash_list, hashes, slots
 
-THRESHOLD, RESERVE, DEVICE = 2, 3, 24
-
-
-class World:
-    """An engine's device blocks, and a host tier for each side, which do the same."""
-
-    def __init__(self, seed: int, policy: WritePolicy, host: int) -> None:
-        self.random = random.Random(seed)
-        self.hosts = [LocalHostTier(CacheLevel.HOST, host) for _ in range(2)]
-        selective = policy is WritePolicy.WRITE_THROUGH_SELECTIVE
-        self.native = _core.CopyOut(policy is WritePolicy.WRITE_BACK, THRESHOLD if selective else 1, RESERVE)
-        self.oracle = CopyOutOracle(policy, THRESHOLD, RESERVE, self.hosts[1])
-        self.ledger = PlanLedger(1, 60.0)
-        self.content: dict[int, bytes] = {}
-        self.in_flight: dict[int, tuple[SwapPurpose, list[int]]] = {}
-        self.plan = OpenPlan()
-        self.dropped = 0
-
-    def count(self, planned: _core.PlannedCopies | None) -> None:
-        if planned is not None:
-            self.dropped += planned.dropped
-
-    def give_away(self, ids: list[int]) -> None:
-        planned = self.native.given_away(
-            np.array(ids, np.int32), self.hosts[0], self.plan.evictions, self.ledger
-        )
-        self.count(planned)
-        evicted, after = self.oracle.given_away(ids, set(self.in_flight))
-        assert set([] if planned is None else planned.after) == after
-        self.sent(SwapPurpose.EVICT, self.plan.evictions, evicted)
-        for each in ids:
-            self.content.pop(each, None)
-
-    def sent(self, purpose: SwapPurpose, copies: _core.BlockCopies, expected: list[Pair]) -> None:
-        if not len(copies):
-            assert not expected
-            return
-        plan = self.ledger.send(self.plan, 0.0)
-        (swap,) = plan.swaps()
-        assert swap.purpose is purpose
-        found = list(zip(swap.src_block_ids.tolist(), swap.dst_block_ids.tolist(), strict=True))
-        assert found == expected
-        self.native.sent(plan.plan_id, [swap.src_block_ids])
-        self.oracle.sent(plan.plan_id, expected)
-        self.in_flight[plan.plan_id] = purpose, swap.dst_block_ids.tolist()
-
-    def compute(self, families: tuple[int, ...]) -> None:
-        """A new request computes its blocks, but for those that are on the device."""
-        blocks = chain(*families)
-        here = {block: each for each, block in self.content.items()}
-        kept = 0
-        while kept < len(blocks) and blocks[kept] in here:
-            kept += 1
-        ids = [here[block] for block in blocks[:kept]]
-        free = [each for each in range(DEVICE) if each not in ids]
-        new = self.random.sample(free, len(blocks) - kept)
-        self.give_away(new)
-        self.content |= dict(zip(new, blocks[kept:], strict=True))
-        path, model = _core.DevicePath(ROOT), Path()
-        for stop in sorted({self.random.randint(1, len(blocks)), len(blocks)}):
-            start = len(path)
-            path.extend(hashes(blocks), np.array((ids + new)[start:stop], np.int32))
-            model.hashes += blocks[start:stop]
-            model.ids += (ids + new)[start:stop]
-            counted = self.random.choice([0, start])
-            self.native.offered(path, start, counted)
-            self.oracle.offered(model, start, counted)
-
-    def step(self) -> None:
-        coldest = self.random.sample(range(DEVICE), RESERVE + 1)
-        self.native.next_evicted(np.array(coldest, np.int32))
-        if self.oracle.writes_back:
-            self.oracle.coldest = coldest
-        backups = (ids for purpose, ids in self.in_flight.values() if purpose is SwapPurpose.BACKUP)
-        in_flight, is_patient = sum(map(len, backups)), self.random.random() < 0.5
-        has_queue = self.native.has_queue
-        planned = self.native.plan(self.hosts[0], in_flight, is_patient, 0.0, self.plan.backups)
-        assert planned is None or has_queue
-        self.count(planned)
-        expected = self.oracle.plan(in_flight, is_patient=is_patient)
-        self.sent(SwapPurpose.BACKUP, self.plan.backups, expected)
-
-    def report(self) -> None:
-        """A plan ends, some of whose blocks may not have been copied."""
-        if not self.in_flight:
-            return
-        number = self.random.choice(sorted(self.in_flight))
-        _, targets = self.in_flight.pop(number)
-        self.ledger.remove(self.ledger.plans[number])
-        copied = np.array([self.random.random() < 0.9 for _ in targets], np.uint8)
-        for host in self.hosts:
-            host.complete(np.array(targets, np.int32), copied, np.empty(0, np.uint64))
-        self.native.copies_ended()
-        self.oracle.may_retry = True
-
-    def check(self) -> None:
-        assert self.native.queued(self.hosts[0]) == self.oracle.queued
-        assert self.native.num_known == len(self.oracle.known)
-        assert self.dropped == self.oracle.dropped
-
-
+THRESHOLD = 2
+RESERVE = 5
+PURPOSES = (SwapPurpose.EVICT, SwapPurpose.BACKUP)
+Families = tuple[int, ...]
+families = st.lists(st.integers(0, 2), min_size=1, max_size=10).map(tuple)
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("compute"), st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)),
-        st.tuples(st.just("give_away"), st.lists(st.integers(0, DEVICE + 3), min_size=1, max_size=6)),
-        st.tuples(st.just("step"), st.none()),
-        st.tuples(st.just("report"), st.none()),
+        st.tuples(st.just("compute"), st.lists(families, min_size=1, max_size=5)),
+        st.tuples(st.just("match"), families),
+        st.tuples(st.just("evict"), st.integers(1, 8)),
+        st.tuples(st.just("step"), st.booleans()),
+        st.tuples(st.just("report"), st.integers(0, 255)),
     ),
-    min_size=10,
+    min_size=15,
     max_size=40,
 )
 
 
+class Side:
+    """A device, a host tier and a planner; both sides of a test do the same."""
+
+    def __init__(self, policy: WritePolicy, device: int, host: int, seed: int) -> None:
+        self.policy, self.device_blocks = policy, device
+        self.random = random.Random(seed)
+        self.host = LocalHostTier(CacheLevel.HOST, host)
+        self.copies: list[tuple[SwapPurpose, list[Pair]]] = []
+
+    @property
+    def in_flight(self) -> int:
+        return sum(len(pairs) for purpose, pairs in self.copies if purpose is SwapPurpose.BACKUP)
+
+    def report(self, copied: int) -> None:
+        """End the oldest transfer; bit i of ``copied`` says if block i was copied."""
+        if not self.copies:
+            return
+        _, pairs = self.copies.pop(0)
+        flags = np.array([copied >> (i % 8) & 1 for i in range(len(pairs))], np.uint8)
+        self.host.complete(slots(target for _, target in pairs), flags, np.zeros(len(pairs), np.uint64))
+        self.unhold([source for source, _ in pairs])
+
+    def unhold(self, held: list[int]) -> None:
+        pass
+
+    def order(self) -> list[bytes]:
+        """Return what is compared of the device."""
+        return []
+
+
+class OwnSide(Side):
+    """The device cache is a tier."""
+
+    def __init__(self, policy: WritePolicy, device: int, host: int, seed: int) -> None:
+        super().__init__(policy, device, host, seed)
+        self.tier = BlockPool(CacheLevel.DEVICE, device)
+
+    def evicted(self, blocks: BlockList) -> None:
+        raise NotImplementedError
+
+    def enqueue(self, device_slots: list[int]) -> None:
+        raise NotImplementedError
+
+    def match(self, path: Families) -> None:
+        lease = self.tier.open_lease()
+        self._hit(self.tier.match(lease, hashes(chain(*path))))
+        self.tier.release(lease)
+
+    def compute(self, wanted: list[Families]) -> None:
+        """Serve requests side by side: match, reserve, commit."""
+        for path in wanted:
+            blocks = chain(*path)
+            lease = self.tier.open_lease()
+            run = self.tier.match(lease, hashes(blocks))
+            self._hit(run)
+            rest = blocks[len(run) :]
+            taken = self._reserve(lease, len(rest))
+            if rest and not taken.missing:
+                above = blocks[len(run) - 1] if len(run) else ROOT_HASH
+                status = self.tier.commit(lease, above, hashes(rest), taken.slots).tolist()
+                new = taken.slots.tolist()[: len(status)]
+                if self.policy is WritePolicy.WRITE_THROUGH:
+                    self.enqueue([slot for slot, each in zip(new, status, strict=True) if each == STORED])
+            self.tier.release(lease)
+
+    def evict(self, count: int) -> None:
+        lease = self.tier.open_lease()
+        self._reserve(lease, count)
+        self.tier.release(lease)
+
+    def unhold(self, held: list[int]) -> None:
+        self.tier.unhold(slots(held))
+
+    def order(self) -> list[bytes]:
+        assert self.tier.check_integrity() == []
+        return [*hash_list(self.tier.coldest(50).hashes), bytes(self.tier.stats().holds)]
+
+    def _hit(self, run: Any) -> None:
+        if self.policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            hits = zip(run.slots.tolist(), run.hits.tolist(), strict=True)
+            self.enqueue([slot for slot, count in hits if count == THRESHOLD])
+
+    def _reserve(self, lease: int, count: int) -> Reservation:
+        """Reserve slots as an allocation does, also those above blocks that are being copied."""
+        taken, way = self.tier.reserve(lease, count), None
+        if taken.missing and (way := self.tier.evict_copied(taken.missing)) is not None:
+            taken = self.tier.reserve(lease, count)
+            assert not taken.missing
+        if not taken.missing:
+            self.evicted(taken.evicted if way is None else joined(way, taken.evicted))
+        return taken
+
+
+def joined(first: BlockList, second: BlockList) -> BlockList:
+    """Return the blocks of two lists as one."""
+    made: Any = BlockList.__new__(BlockList)
+    made.__setstate__(tuple(a + b for a, b in zip(first.__getstate__(), second.__getstate__(), strict=True)))
+    return made  # type: ignore[no-any-return]
+
+
+class EngineSide(Side):
+    """The device cache is an engine's."""
+
+    def __init__(self, policy: WritePolicy, device: int, host: int, seed: int) -> None:
+        super().__init__(policy, device, host, seed)
+        self.content: dict[int, bytes] = {}
+
+    def give_away(self, ids: list[int]) -> None:
+        raise NotImplementedError
+
+    def offer(self, path: list[bytes], ids: list[int], counted: int) -> None:
+        raise NotImplementedError
+
+    def tell_coldest(self, ids: list[int]) -> None:
+        raise NotImplementedError
+
+    def on_device(self, blocks: list[bytes]) -> list[int]:
+        here = {block: slot for slot, block in self.content.items()}
+        kept = next((i for i, block in enumerate(blocks) if block not in here), len(blocks))
+        return [here[block] for block in blocks[:kept]]
+
+    def compute(self, wanted: list[Families]) -> None:
+        """New requests compute their blocks, but for those that are on the device."""
+        for path in wanted:
+            blocks = chain(*path)
+            have = self.on_device(blocks)
+            free = [slot for slot in range(self.device_blocks) if slot not in have]
+            if len(free) < len(blocks) - len(have):
+                continue
+            new = self.random.sample(free, len(blocks) - len(have))
+            self.evict_slots(new)
+            self.content |= dict(zip(new, blocks[len(have) :], strict=True))
+            self.offer(blocks, have + new, self.random.choice([0, len(have)]))
+
+    def match(self, path: Families) -> None:
+        """Another request uses blocks of a path that are on the device."""
+        have = self.on_device(blocks := chain(*path))
+        self.offer(blocks[: len(have)], have, 0)
+
+    def evict(self, count: int) -> None:
+        self.evict_slots([self.random.randrange(self.device_blocks + 3) for _ in range(count)])
+
+    def evict_slots(self, ids: list[int]) -> None:
+        self.give_away(ids)
+        for slot in ids:
+            self.content.pop(slot, None)
+
+
+class Native(Side):
+    """The planner under test."""
+
+    def make(self, device: BlockPool | DeviceContents) -> None:
+        options = CacheSettings(
+            device_blocks=self.device_blocks,
+            write_policy=self.policy,
+            write_through_threshold=THRESHOLD,
+            clean_reserve=RESERVE,
+        )
+        self.counters = Counters()
+        self.planner = CopyOut(options, device, self.host, self.counters, lambda: 0.0)
+        self.open, self.ledger = OpenPlan(), PlanLedger(1, 60.0)
+        self.numbers: list[int] = []
+
+    def step(self, is_patient: bool) -> None:
+        self.planner.is_patient = is_patient
+        self.planner.plan_background(self.open, self.in_flight)
+
+    def send(self) -> list[tuple[SwapPurpose, list[Pair]]]:
+        if not (self.open.evictions or self.open.backups):
+            return []
+        plan = self.ledger.send(self.open, 0.0)
+        self.numbers.append(plan.plan_id)
+        (swap,) = plan.swaps()
+        for copy in swap:
+            node = self.host.node(copy.dst_block_id)
+            assert (copy.hash_value, copy.dst_generation) == (node.hash, node.generation)
+            parent = None if node.parent is None else self.host.node(node.parent)
+            if parent is None or parent.findable:  # else the copy of the parent has failed meanwhile
+                assert copy.parent_hash == (ROOT_HASH if parent is None else parent.hash)
+        pairs = [(copy.src_block_id, copy.dst_block_id) for copy in swap]
+        self.copies.append((swap.purpose, pairs))
+        return [(swap.purpose, pairs)]
+
+    def report(self, copied: int) -> None:
+        if self.numbers:
+            self.ledger.remove(self.ledger.plans[self.numbers.pop(0)])
+        super().report(copied)
+
+    def figures(self) -> tuple[int, int]:
+        return self.planner.queued, self.counters.backups_dropped
+
+
+class NativeOwn(Native, OwnSide):
+    """The planner above a tier."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.make(self.tier)
+
+    def evicted(self, blocks: BlockList) -> None:
+        self.planner.evict(blocks, self.open)
+
+    def enqueue(self, device_slots: list[int]) -> None:
+        self.planner.enqueue(slots(device_slots))
+
+
+class NativeEngine(Native, EngineSide):
+    """The planner above what an engine has told."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.contents = DeviceContents()
+        self.make(self.contents)
+        self.read_by: dict[int, int] = {}
+
+    def give_away(self, ids: list[int]) -> None:
+        readers = {self.read_by[slot] for slot in ids if self.read_by.get(slot) in self.numbers}
+        self.planner.give_away(slots(ids), self.contents, self.open, self.ledger)
+        assert set(self.open.take_after()) == readers
+
+    def offer(self, path: list[bytes], ids: list[int], counted: int) -> None:
+        offered = DevicePath(ROOT_HASH)
+        offered.extend(hashes(path), slots(ids))
+        self.contents.offered(offered, 0, counted)
+
+    def tell_coldest(self, ids: list[int]) -> None:
+        self.contents.next_evicted(slots(ids))
+
+    def send(self) -> list[tuple[SwapPurpose, list[Pair]]]:
+        sent = super().send()
+        for _, pairs in sent:
+            self.contents.sent(self.numbers[-1], slots(source for source, _ in pairs))
+            self.read_by |= dict.fromkeys([source for source, _ in pairs], self.numbers[-1])
+        return sent
+
+
+class Oracle(Side):
+    """The rules."""
+
+    def make(self, device: Any) -> None:
+        self.rules = CopyOutOracle(self.policy, THRESHOLD, RESERVE, device, self.host)
+
+    def step(self, is_patient: bool) -> None:
+        self.rules.plan(self.in_flight, is_patient=is_patient)
+
+    def send(self) -> list[tuple[SwapPurpose, list[Pair]]]:
+        sent = [(purpose, self.rules.plans[purpose]) for purpose in PURPOSES if self.rules.plans[purpose]]
+        self.rules.plans = {purpose: [] for purpose in PURPOSES}
+        self.copies += sent
+        return sent
+
+    def figures(self) -> tuple[int, int]:
+        return len(self.rules.queue), self.rules.dropped
+
+
+class OracleOwn(Oracle, OwnSide):
+    """The rules above a tier."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.make(OwnDevice(self.tier))
+
+    def evicted(self, blocks: BlockList) -> None:
+        self.rules.evict(known_of(blocks))
+
+    def enqueue(self, device_slots: list[int]) -> None:
+        self.rules.enqueue(device_slots)
+
+
+class OracleEngine(Oracle, EngineSide):
+    """The rules above what an engine has told. Offers are looked at together, before what depends on them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.contents = EngineDevice()
+        self.make(self.contents)
+        self.offered: list[int] = []
+
+    def take_offered(self) -> None:
+        self.rules.offered(self.offered)
+        self.offered = []
+
+    def give_away(self, ids: list[int]) -> None:
+        self.take_offered()
+        self.rules.evict([block for slot in ids if (block := self.contents.block(slot))])
+        self.contents.forget(ids)
+
+    def offer(self, path: list[bytes], ids: list[int], counted: int) -> None:
+        self.offered += self.contents.offer(Path(path, ids), 0, counted)
+
+    def tell_coldest(self, ids: list[int]) -> None:
+        self.contents.tell(ids)
+
+    def step(self, is_patient: bool) -> None:
+        self.take_offered()
+        super().step(is_patient)
+
+    def figures(self) -> tuple[int, int]:
+        self.take_offered()
+        return super().figures()
+
+
+@pytest.mark.parametrize("owner", ["own", "engine"])
 @pytest.mark.parametrize("policy", WritePolicy)
-@given(operations, st.integers(0, 2**32), st.sampled_from([3, 8, 40]))
 @settings(max_examples=budget(400), deadline=None)
-def test_copies_are_those_of_the_rules(
-    policy: WritePolicy, history: list[tuple[str, object]], seed: int, host: int
+@given(done=operations, device=st.integers(4, 40), host=st.integers(1, 30), seed=st.integers(0, 2**32))
+def test_plans_follow_the_rules_block_by_block(
+    owner: str, policy: WritePolicy, done: list[tuple[str, Any]], device: int, host: int, seed: int
 ) -> None:
-    world = World(seed, policy, host)
-    for name, argument in history:
-        operation = getattr(world, name)
-        operation(argument) if argument is not None else operation()
-        world.check()
+    made: tuple[Any, Any] = (NativeOwn, OracleOwn) if owner == "own" else (NativeEngine, OracleEngine)
+    native, oracle = (each(policy, device, host, seed) for each in made)
+    for name, argument in done:
+        if name == "step" and owner == "engine":
+            for side in (native, oracle):
+                side.tell_coldest(side.random.sample(range(device), min(device, RESERVE + 1)))
+        for side in (native, oracle):
+            getattr(side, name)(argument)
+        assert native.send() == oracle.send()
+        assert native.figures() == oracle.figures()
+        assert native.order() == oracle.order()
+        assert native.host.check_integrity() == []
+        assert hash_list(native.host.coldest(50).hashes) == hash_list(oracle.host.coldest(50).hashes)

@@ -31,8 +31,8 @@ class OrderMachine(StorageMachine):
         requests = manager._requests
         requests._blocks = witnesses[0].of_requests(requests._blocks, witnesses[1])
         manager._plans._reports = witnesses[0].of_reports(manager._plans._reports, witnesses[1])
-        if (backups := manager._tiers.backups) is not None:
-            backups._planner = witnesses[1].of_backups(backups._planner, witnesses[0])
+        if (copies := manager._tiers.copies) is not None:
+            copies._native = witnesses[1].of_copies(copies._native, witnesses[0])
         self.witnesses.extend(witnesses)
         return manager
 

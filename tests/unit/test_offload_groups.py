@@ -150,11 +150,12 @@ def test_a_block_that_leaves_its_window_is_copied_before_it_is_given_away(engine
     engine.compute(request, range(6))
     engine.manager.offer(request, 3 * BLOCK, ids(*range(6)))
     engine.manager.evicted(ids(1))
-    (plan,) = engine.step()
+    plan, background = engine.step()
     assert plan.evictions is not None
-    assert 1 in plan.evictions.src_block_ids.tolist()
+    assert plan.evictions.src_block_ids.tolist() == [0, 1]
+    assert background.backups is not None
+    assert background.backups.src_block_ids.tolist() == [2, 3, 4, 5]
     engine.fill(1, None)
-    engine.collect()
     engine.settle()
     engine.manager.finish(request)
     again = Request("second", prompt(1, 2, 3))
