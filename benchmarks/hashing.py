@@ -1,78 +1,68 @@
-"""Measure block hashing by implementation, block size and length: nanoseconds for each block.
-
-Run it with ``python -m benchmarks.hashing``.
-"""
+"""Measure block hashing by implementation, block size and length: nanoseconds for each block."""
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.machine import machine
+from benchmarks.harness import ROOT, Report, Row, compiled, least_us, run
 from fdcache import _core
 from fdcache.hashing import TokenBlocks, hash_blocks, root_hash
 
-ROOT = Path(__file__).parent.parent
 SOURCES = ("backends", "block_hash", "sha256")
 REPEATS = 40
 DECODE_STEPS = 20_000
 
 
-def best_us(call: Callable[[], object]) -> float:
-    """Return the shortest time of one call in microseconds."""
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times) * 1e6
-
-
 def append_ns(block_size: int, root: bytes) -> float:
     """Return the nanoseconds to append one generated token, hashing included."""
-    times = []
-    for _ in range(REPEATS):
+
+    def append_all() -> None:
         append = TokenBlocks(block_size, root).append
-        start = time.perf_counter()
         for token in range(DECODE_STEPS):
             append(token)
-        times.append(time.perf_counter() - start)
-    return min(times) / DECODE_STEPS * 1e9
+
+    return 1000 * least_us(append_all, REPEATS) / DECODE_STEPS
 
 
-def print_implementations() -> None:
-    """Print nanoseconds for each block by implementation, without Python; needs g++."""
+def implementations() -> str:
+    """Return nanoseconds for each block by implementation, without Python, as the native program prints them."""
+    sources = (ROOT / "csrc/hash" / f"{name}.cpp" for name in SOURCES)
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "hashing"
-        sources = [ROOT / "benchmarks/hashing.cpp", *(ROOT / "csrc/hash" / f"{name}.cpp" for name in SOURCES)]
-        flags = ["-O3", "-DNDEBUG", "-std=c++20", f"-I{ROOT / 'csrc'}"]
-        subprocess.run(["g++", *flags, *sources, "-o", program], check=True)
-        subprocess.run([program], check=True)
+        program = compiled(Path(folder), "hashing", sources)
+        return subprocess.run([program], check=True, capture_output=True, text=True).stdout
 
 
-def main() -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add no options."""
+
+
+def measure(_: argparse.Namespace, report: Report) -> None:
     root = root_hash(bytes(32))
-    print(f"{machine()}, NumPy {np.__version__}, best of {REPEATS}")
-    print(f"implementations: {', '.join(_core.hash_backends())}; the first is in use", flush=True)
+    report.note(f"NumPy {np.__version__}, best of {REPEATS}")
+    report.note(f"implementations: {', '.join(_core.hash_backends())}; the first is in use")
     if shutil.which("g++"):
-        print_implementations()
-    print("\nthrough Python, conversion and result array included; us")
-    for num_tokens in (190 * 64, 131_072):
-        tokens = np.random.default_rng(0).integers(0, 150_000, num_tokens, dtype=np.int32)
-        for block_size in (16, 64):
-            for name, form in (("int32", tokens), ("list", tokens.tolist())):
-                spent = best_us(partial(hash_blocks, form, block_size, parent=root))
-                print(f"{num_tokens:7} tokens, block {block_size}, {name:5} {spent:7.1f}")
-    for block_size in (16, 64):
-        print(f"append of one token, block {block_size}: {append_ns(block_size, root):.0f} ns")
+        report.note(implementations())
+
+    def rows() -> Iterator[Row]:
+        for num_tokens in (190 * 64, 131_072):
+            tokens = np.random.default_rng(0).integers(0, 150_000, num_tokens, dtype=np.int32)
+            for block_size in (16, 64):
+                for name, form in (("int32", tokens), ("list", tokens.tolist())):
+                    spent = least_us(partial(hash_blocks, form, block_size, parent=root), REPEATS)
+                    yield {"tokens": num_tokens, "block": block_size, "form": name, "us": spent}
+
+    report.table("Through Python, conversion and result array included", rows())
+    report.table("Append of one token", ({"block": size, "ns": append_ns(size, root)} for size in (16, 64)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run("hashing", (sys.modules[__name__],)))

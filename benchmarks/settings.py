@@ -1,19 +1,17 @@
-"""Measure configuration: reads through ``fdcache.envs`` beside the old readers, and the start of commands.
-
-Run it with ``python -m benchmarks.settings``.
-"""
+"""Measure configuration: reads through ``fdcache.envs`` beside the old readers, and the start of commands."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from timeit import Timer
 
-from benchmarks.machine import machine
+from benchmarks.harness import Report, Row, least_us, run
 from fdcache import envs
 from fdcache.settings import Settings
 from tests.old_environment import READERS
@@ -43,9 +41,8 @@ def nanoseconds(statement: str, names: dict[str, object]) -> float:
     return min(Timer(statement, globals=names).repeat(ROUNDS, READS)) / READS * 1e9
 
 
-def report_reads() -> None:
-    """Print nanoseconds per read, for set and unset variables."""
-    print(f"{'nanoseconds a read':40}{'envs':>8}{'old':>8}{'ratio':>8}")
+def reads() -> Iterator[Row]:
+    """Yield nanoseconds per read, for set and unset variables, and for the simplest old reader."""
     for name, text in VARIABLES.items():
         for state in ("unset", "set"):
             os.environ.pop(name, None)
@@ -53,52 +50,38 @@ def report_reads() -> None:
                 os.environ[name] = text
             new = nanoseconds(f"envs.{name}", {"envs": envs})
             old = nanoseconds("read(environ)", {"read": READERS[name], "environ": os.environ})
-            print(f"{name + ', ' + state:40}{new:8.0f}{old:8.0f}{new / old:8.2f}")
+            yield {"nanoseconds a read": f"{name}, {state}", "envs": new, "old": old, "ratio": new / old}
         os.environ.pop(name, None)
-
-
-def report_getenv() -> None:
-    """Print the cost of the simplest old reader, a lambda around ``os.getenv``."""
     os.environ["FD_LOG_DIR"] = "log"
     names: dict[str, object] = {"read": lambda: os.getenv("FD_LOG_DIR", "log"), "envs": envs}
     old, new = nanoseconds("read()", names), nanoseconds("envs.FD_LOG_DIR", names)
-    print(f"{'lambda: os.getenv(...), set':40}{new:8.0f}{old:8.0f}{new / old:8.2f}")
+    yield {"nanoseconds a read": "lambda: os.getenv(...), set", "envs": new, "old": old, "ratio": new / old}
     del os.environ["FD_LOG_DIR"]
 
 
-def milliseconds(call: Callable[[], object], times: int) -> float:
-    """Return the shortest time of one call in milliseconds."""
-    taken = []
-    for _ in range(times):
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return min(taken) * 1e3
-
-
-def run(command: list[str]) -> None:
-    """Run a command and discard its output."""
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-
-
-def report_commands() -> None:
-    """Print milliseconds per command, beside an empty interpreter."""
-    empty = milliseconds(lambda: run([sys.executable, "-c", "pass"]), STARTS)
-    print(f"\n{'milliseconds a command':40}{'time':>8}{'of empty':>10}")
-    print(f"{'python -c pass':40}{empty:8.1f}{1:10.1f}")
+def commands() -> Iterator[Row]:
+    """Yield milliseconds per command, beside an empty interpreter."""
+    empty = command_ms([sys.executable, "-c", "pass"])
+    yield {"milliseconds a command": "python -c pass", "time": empty, "of empty": 1.0}
     for name, command in COMMANDS.items():
-        taken = milliseconds(lambda command=command: run(command), STARTS)  # type: ignore[misc]
-        print(f"{name:40}{taken:8.1f}{taken / empty:10.1f}")
-    print(f"\nSettings.load(): {milliseconds(lambda: Settings.load(environ={}), 50):.2f} ms")
+        taken = command_ms(command)
+        yield {"milliseconds a command": name, "time": taken, "of empty": taken / empty}
 
 
-def main() -> None:
-    """Print all figures."""
-    print(machine())
-    report_reads()
-    report_getenv()
-    report_commands()
+def command_ms(command: list[str]) -> float:
+    """Return the shortest time of a command in milliseconds."""
+    return least_us(partial(subprocess.run, command, stdout=subprocess.DEVNULL, check=True), STARTS) / 1000
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add no options."""
+
+
+def measure(_: argparse.Namespace, report: Report) -> None:
+    report.table("Variables", reads())
+    report.table("Commands", commands())
+    report.note(f"Settings.load(): {least_us(lambda: Settings.load(environ={}), 50) / 1000:.2f} ms")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run("settings", (sys.modules[__name__],)))

@@ -18,7 +18,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-FDCACHE = [sys.executable, "-m", "fdcache_cli.main"]
+FDCACHE = [str(Path(sys.executable).with_name("fdcache"))]
 SHARED_MEMORY = "/dev/shm"
 
 

@@ -11,6 +11,8 @@ import numpy
 import numpy.typing
 from numpy.typing import NDArray
 
+import fdcache.metadata
+
 def hash_backends() -> list[str]:
     """
     Names of the implementations of block hashes that this machine can run, those with the most instructions first.
@@ -1310,7 +1312,69 @@ class BackupPlanner:
         ``evicted``: the lists of one allocation, in the order of eviction.
         """
 
-class PlanInFlight:
+class SwapInFlight:
+    """
+    One transfer of a plan, with the result of each block over all ranks that have reported.
+    """
+
+    def __init__(self, swap: object) -> None: ...
+    @property
+    def swap(self, /) -> Any: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def checksums(self, /) -> numpy.typing.NDArray[numpy.uint64]:
+        """Those of rank 0; empty before its report."""
+
+    @checksums.setter
+    def checksums(self, value: numpy.typing.NDArray[numpy.uint64], /) -> None: ...
+    def settle(
+        self,
+        arrived: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """Set which blocks the target tier has; ``arrived`` is 1 for these."""
+
+    @property
+    def copied(self) -> Annotated[NDArray[numpy.bool_], dict(shape=(None,))]:
+        """
+        Blocks that every rank has copied and, once the transfer is settled, the target tier has.
+        """
+
+    @property
+    def flags(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """1 for each block that is ``copied``, else 0."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every block is ``copied``."""
+
+    @property
+    def num_copied(self) -> int:
+        """Number of blocks that are ``copied``."""
+
+    @property
+    def lost(self) -> Annotated[NDArray[numpy.bool_], dict(shape=(None,))]:
+        """Blocks that some rank did not find in the source."""
+
+    @property
+    def corrupt(self) -> Annotated[NDArray[numpy.bool_], dict(shape=(None,))]:
+        """Blocks whose source record some rank found wrong."""
+
+    @property
+    def any_corrupt(self) -> bool:
+        """True if some rank found a source record wrong."""
+
+    @property
+    def bad_slots(self) -> Annotated[NDArray[numpy.bool_], dict(shape=(None,))]:
+        """Blocks whose storage slot some rank cannot read or write."""
+
+    @property
+    def no_room(self) -> Annotated[NDArray[numpy.bool_], dict(shape=(None,))]:
+        """Blocks for which some rank's disk has no room."""
+
+class InFlightPlan:
     """
     A plan or a task of one that some of ``ranks`` ranks have not reported.
     """
@@ -1328,17 +1392,18 @@ class PlanInFlight:
         """Return True if this rank has not reported."""
 
     def stop_waiting(self, rank: int) -> None:
-        """Count a rank that has reported."""
+        """Count a rank that will not report."""
+
+    def fail(self, rank: int, reason: str) -> None:
+        """Count a rank that will never report as one that copied nothing."""
 
     @property
-    def is_finished(self) -> bool:
-        """True once every rank has reported."""
+    def swaps(self, /) -> dict[fdcache.metadata.SwapPurpose, SwapInFlight]:
+        """The transfers by purpose, with what the ranks have reported."""
 
-    def count_in_python(self) -> list[numpy.typing.NDArray[numpy.uint64] | None]:
-        """
-        Leave the plan's further reports to Python. Return the checksums that rank 0 has reported for each
-        transfer.
-        """
+    @property
+    def errors(self) -> list[str]:
+        """One message per failed rank and transfer."""
 
 class PlanTable:
     """The plans in flight by number, for ``num_ranks`` ranks."""
@@ -1348,18 +1413,37 @@ class PlanTable:
     @property
     def num_ranks(self) -> int: ...
     @property
-    def plans(self, /) -> dict[int, Any]: ...
+    def plans(self, /) -> dict[int, InFlightPlan]: ...
     @property
     def next_deadline(self) -> float:
         """No plan is newly overdue before it."""
 
     @next_deadline.setter
     def next_deadline(self, arg: float, /) -> None: ...
-    def expect(self, flight: PlanInFlight) -> None:
+    def expect(self, flight: InFlightPlan) -> None:
         """Add a plan."""
 
-    def remove(self, flight: PlanInFlight) -> None:
+    def remove(self, flight: InFlightPlan) -> None:
         """Remove a plan."""
+
+    def require_rank(self, rank: object | None) -> int:
+        """Return the rank. Raises ``PlanError`` for an unknown one."""
+
+    def check(self, report: object | None) -> None:
+        """
+        Raise ``PlanError`` for a report of an unknown rank, or one that does not fit its plan.
+        """
+
+    def expects(self, report: object) -> bool:
+        """Return True if this rank has not reported this plan yet."""
+
+    def record(self, report: Any) -> list[InFlightPlan]:
+        """
+        Count an expected and checked report; return the plans, storage tasks included, that it completes.
+        """
+
+    def take_finished(self) -> list[InFlightPlan]:
+        """Remove the plans that wait for no rank, and return them."""
 
     def blocks_in_flight(self, purpose: object) -> int:
         """Return the number of blocks being copied for this purpose."""
@@ -2002,10 +2086,33 @@ class CopiedBlocks:
     @property
     def backed_up(self) -> int: ...
 
-class WholeReports:
+class CountedReports:
+    """What follows from reports."""
+
+    @property
+    def ended(self, /) -> list[InFlightPlan]:
+        """
+        Plans whose transfers the caller has to end: tasks, and those with a failure.
+        """
+
+    @property
+    def arrived(self, /) -> list[Any]:
+        """
+        (transfer, 1 for each block that is in the tier or None for a service, checksums or None)
+        of the other copies to the host.
+        """
+
+    @property
+    def handovers(self, /) -> list[Any]:
+        """Reports of hand-overs."""
+
+    @property
+    def not_cleared(self) -> bool:
+        """True if a rank refused a plan that empties its storage."""
+
+class PlanReports:
     """
-    Counts the reports of plans of which every rank has copied everything so far, and ends
-    their transfers in the tiers.
+    Counts the reports of plans, and ends the transfers of those of which every rank has copied everything.
     """
 
     def __init__(
@@ -2013,19 +2120,18 @@ class WholeReports:
         plans: PlanTable,
         loads: Loads,
         device: Tier | None,
-        host: HostIndex,
-        meter: CopyMeter,
+        host: HostIndex | None,
+        meter: CopyMeter | None,
         tells_arrivals: bool,
     ) -> None: ...
-    def count(self, reports: list[Any]) -> list[Any] | None:
-        """
-        Count reports. Return, with ``tells_arrivals``, (transfer, 1 for each block that is in the tier)
-        of copies to the host. Return None, and change nothing, if one of the reports is another:
-        unexpected, refused, of a failure or a task, or of a copy below one in flight.
-        """
+    def count(self, reports: list[Any]) -> CountedReports:
+        """Count reports. Raises ``PlanError`` before any is counted."""
 
     @property
     def copied(self) -> CopiedBlocks: ...
+    @property
+    def unexpected(self) -> int:
+        """Reports that no plan waited for."""
 
 class MemoryGuard:
     """

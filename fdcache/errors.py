@@ -41,7 +41,6 @@
     * StorageReadOnlyError
     * StorageGoneError
     * StorageDeviceError
-    * StorageTimeoutError
   * TransferError
     * TransferNotFoundError (also a ConfigurationError)
   * ServiceError
@@ -186,10 +185,6 @@ class StorageGoneError(StorageError, OSError):
 
 class StorageDeviceError(StorageError, OSError):
     """The device failed at slot headers or at several records; the tier is off until it responds again."""
-
-
-class StorageTimeoutError(StorageError, TimeoutError):
-    """The storage did not respond within the deadline."""
 
 
 class ConnectorNotFoundError(StorageError, ConfigurationError):

@@ -124,22 +124,6 @@ def hash_blocks(
     )
 
 
-def get_block_hash_extra_keys(
-    items: Sequence[MultimodalItem] | None, start: int, end: int, mm_idx: int
-) -> tuple[int, list[str | bytes]]:
-    """Return where to search next, and the keys of the items that overlap the tokens [start, end) of a block.
-
-    The search starts at item ``mm_idx``. An item that crosses ``end`` overlaps the next block, too; one that ends at
-    ``start``, or starts at ``end``, does not overlap.
-    """
-    if not items:
-        return mm_idx, []
-    if mm_idx < 0:
-        raise HashingError(f"mm_idx must be at least 0, got {mm_idx}")
-    index, found = make_extra_keys(None, items).block_items(start, end, mm_idx)
-    return index, [items[position].hash for position in found]
-
-
 def make_extra_keys(adapter_id: str | None, items: Sequence[MultimodalItem]) -> _core.ExtraKeys:
     """Return the native form of what a request's hashes cover. Raises ``HashingError``."""
     converted = []

@@ -221,11 +221,6 @@ class KVLayout:
         """Bytes of one block's planes, without padding."""
         return sum(plane.nbytes for plane in self.planes)
 
-    @property
-    def bytes_per_token(self) -> float:
-        """``payload_bytes`` per token."""
-        return self.payload_bytes / self.block_size
-
     @cached_property
     def _planes_by_layer(self) -> dict[int, tuple[Plane, ...]]:
         layers: dict[int, list[Plane]] = {}

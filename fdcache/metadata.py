@@ -113,16 +113,6 @@ class BlockNode(msgspec.Struct, kw_only=True, frozen=True):
     hit_count: int
     idle_seconds: float
 
-    @property
-    def is_leaf(self) -> bool:
-        """True if the block has no children in this tier."""
-        return self.children == 0
-
-    @property
-    def is_swapping(self) -> bool:
-        """True while a copy into its slot is in flight."""
-        return self.cache_status not in (CacheStatus.DEVICE, CacheStatus.HOST, CacheStatus.STORAGE)
-
 
 class ComparesArrays:
     """Equality of records whose fields may be arrays: all fields are equal, element by element."""

@@ -32,8 +32,8 @@ _MOST_LOADS = 65536
 _COPIES = {
     SwapPurpose.EVICT: "evict",
     SwapPurpose.BACKUP: "backup",
-    SwapPurpose.STORE: "storage write",
-    SwapPurpose.PREFETCH: "storage read",
+    SwapPurpose.STORE: "storage.write",
+    SwapPurpose.PREFETCH: "storage.read",
     SwapPurpose.SEND: "send",
     SwapPurpose.FETCH: "fetch",
 }
@@ -103,14 +103,14 @@ class Spans:
         """Record a call of the service, below the request whose match makes it."""
         requests: Sequence[str] = getattr(self._current, "requests", ())
         attributes = {"fdcache.requests": list(requests)} if requests else {}
-        self._record(f"service {kind}", began, time.time_ns(), attributes, requests[0] if requests else None)
+        self._record(f"service.{kind}", began, time.time_ns(), attributes, requests[0] if requests else None)
 
     def _record(
         self, name: str, began: int, ended: int, attributes: Attributes, request_id: str | None = None
     ) -> None:
         context = None if request_id is None else _context(request_id)
         span = self._tracer.start_span(
-            f"fdcache {name}", context=context, start_time=began, attributes=dict(attributes)
+            f"fdcache.{name}", context=context, start_time=began, attributes=dict(attributes)
         )
         span.end(ended)
 

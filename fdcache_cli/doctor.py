@@ -89,8 +89,7 @@ def _transfer(settings: Settings) -> Iterator[Finding]:
     """Yield the address at which this instance answers peers, if one is set."""
     from fdcache.errors import ConfigurationError
     from fdcache.service.server.machine_findings import Finding
-    from fdcache.transfer.addresses import rank_address
-    from fdcache.transfer.trust import require_key
+    from fdcache.transfer.access import rank_address, require_key
 
     address, key = settings.peers.address, settings.peers.key
     if address is None:

@@ -33,6 +33,7 @@ from fdcache.replay.config import (
 from fdcache.replay.devices import DeviceName, device_bytes
 from fdcache.replay.engine import replay as run_replay
 from fdcache.replay.hints import with_hints
+from fdcache.replay.page import write_page
 from fdcache.replay.report import Report, require_plotting, write_plot
 from fdcache.replay.sweep import SweepConfig
 from fdcache.replay.trace import read_trace
@@ -183,6 +184,14 @@ def replay(
             help="Plot hit rate and tier occupancy over time; with --sweep, hit rate against memory.",
         ),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a page of the run for a browser: hit rate beside that of an endless cache, tiers, bandwidth, "
+            "evictions and the hottest prefixes.",
+        ),
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -305,8 +314,7 @@ def replay(
                         should_stop=lambda: bool(stop),
                     )
                 )
-        if plot is not None:
-            require_plotting(plot)
+        _require_places(plot, page)
         total = requests if trace else requests or GENERATED_REQUESTS
         items = read_trace(trace, total) if trace else generate(workload, total or GENERATED_REQUESTS, seed)
         if hints is not None:
@@ -335,8 +343,7 @@ def replay(
         sys.stdout.write(json.dumps(report.to_dict()) + "\n")
     else:
         print_report(report)
-    if plot is not None:
-        write_plot(report, plot)
+    _draw(report, config, settings, plot, page)
     sys.exit(_status(report, config, _variable_of("--device-blocks", settings)))
 
 
@@ -385,6 +392,23 @@ def _settings(options: Mapping[str, object]) -> Settings:
         for name, option in sorted(names.items(), reverse=True):
             text = text.replace(name, option)
         raise typer.BadParameter(text, param_hint=wrong[0]) from error
+
+
+def _require_places(plot: Path | None, page: Path | None) -> None:
+    """Raise ``ReplayOptionError`` if a plot or a page cannot be written."""
+    if plot is not None:
+        require_plotting(plot)
+    if page is not None and not page.absolute().parent.is_dir():
+        raise ReplayOptionError("--page", f"{page}: the directory {page.parent} does not exist")
+
+
+def _draw(
+    report: Report, config: ReplayConfig, settings: Settings, plot: Path | None, page: Path | None
+) -> None:
+    if plot is not None:
+        write_plot(report, plot)
+    if page is not None:
+        write_page(report, config.layout, settings, page)
 
 
 def _variable_of(option: str, settings: Settings) -> str | None:

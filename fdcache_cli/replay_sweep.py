@@ -29,6 +29,7 @@ _WITHOUT_PART = (
     "server",
     "chunk_tokens",
     "speed",
+    "page",
     "device",
     "load_failures",
 )

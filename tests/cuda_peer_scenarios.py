@@ -9,7 +9,7 @@ import numpy as np
 
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import ReadOrder, ReadOutcome
-from fdcache.transfer.device_ipc import DeviceIpcConnector
+from fdcache.transfer.ipc import IpcConnector
 from tests.cuda_stand_in import REFUSED, Driver
 from tests.gpu.peers import KIB, GpuPeerPlanes, Peer, contents, end_of_read, layout_of
 
@@ -43,7 +43,7 @@ def refuse_every_call() -> None:
 
 def _connect_and_read(mine: GpuPeerPlanes, described: bytes) -> str | None:
     """Return the reason of a refusal; without one compare every byte."""
-    connector = DeviceIpcConnector(mine.context(PeerSettings(connector="ipc")), mine.access)
+    connector = IpcConnector(mine.context(PeerSettings(connector="ipc")))
     try:
         if (reason := connector.connect(b"peer", described)) is not None:
             return reason
@@ -65,7 +65,7 @@ def unmap_after_the_last_read() -> None:
     driver = Driver()
     with Peer("planes", 0, 8 * KIB, BLOCKS) as peer:
         mine = GpuPeerPlanes(LAYOUT, BLOCKS)
-        connector = DeviceIpcConnector(mine.context(PeerSettings(connector="ipc")), mine.access)
+        connector = IpcConnector(mine.context(PeerSettings(connector="ipc")))
         assert connector.connect(b"peer", bytes.fromhex(peer.line)) is None
         planes = driver.held()["opened"]
         assert planes == LAYOUT.num_planes

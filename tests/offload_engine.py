@@ -16,7 +16,14 @@ from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager import NO_BLOCK, LoadOutcome, OffloadManager, Request
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.metadata import CacheSwapMetadata, HashArray, SwapPurpose, TransferPlan, TransferReport
+from fdcache.metadata import (
+    CacheStatus,
+    CacheSwapMetadata,
+    HashArray,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+)
 from fdcache.settings.cache import (
     CacheSettings,
     PrefetchPolicy,
@@ -189,7 +196,7 @@ class OffloadEngine:
         host: Any = self.manager._host
         wrong = 0
         for node in host.nodes(range(host.num_blocks)):
-            if node.is_swapping:
+            if node.cache_status is not CacheStatus.HOST:
                 continue
             for rank, controller in enumerate(self.ranks):
                 arena: Any = controller._parts.arena

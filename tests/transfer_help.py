@@ -20,9 +20,9 @@ from fdcache.manager.results import LoadOutcome
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.testing.transfer import transfer_layout
+from fdcache.transfer.connector import TransferStats
 from fdcache.transfer.handovers import Handovers, PeerTerms
-from fdcache.transfer.nixl_agent import find_nixl
-from fdcache.transfer.statistics import TransferStats
+from fdcache.transfer.nixl import find_nixl
 from tests.service_help import until
 
 LAYOUT = transfer_layout()

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
-from fdcache.transfer.ipc import IpcConnector, _Peer
+from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome, TransferContext
+from fdcache.transfer.ipc import IpcConnector
 from tests.transfer_help import BLOCK, Instance, prompt_of
 
 AHEAD = 3600.0
@@ -64,16 +65,21 @@ GATE = Gate()
 class GatedConnector(IpcConnector):
     """The connector ``ipc``, whose reads begin and then wait at the gate."""
 
+    def __init__(self, context: TransferContext) -> None:
+        super().__init__(context)
+        reads: Any = self._reads
+        reads.copy = partial(self._copy, reads.copy)
+
     @property
     def first_address(self) -> int:
         return self._planes.addresses[0]
 
-    def _copy(self, source: _Peer, order: ReadOrder) -> None:
+    def _copy(self, copy: Callable[[Any, ReadOrder], None], source: Any, order: ReadOrder) -> None:
         GATE.wait(order)
         if GATE.fails(self, order):
             self._end(ReadEnd(order.read_id, ReadOutcome.ERROR, error="the link is down"))
         else:
-            super()._copy(source, order)
+            copy(source, order)
 
 
 def install_gate(folder: Path) -> str:

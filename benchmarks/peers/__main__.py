@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from benchmarks.machine import machine
+from benchmarks.harness import find_trace, machine
 from benchmarks.peers.environments import (
     NEEDS_A_GPU,
     PEERS,
@@ -43,7 +43,6 @@ from benchmarks.peers.rounds import (
 )
 from benchmarks.peers.scenarios import BLOCK
 from benchmarks.peers.traffic import record
-from benchmarks.scheduler import find_trace
 from fdcache.errors import TraceError
 from fdcache.replay.trace import read_trace
 from fdcache.replay.workloads import WorkloadName, generate

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.harness import machine
 
 HERE = Path(__file__).parent
 MINIMAL_SOURCE = HERE / "minimal.cpp"

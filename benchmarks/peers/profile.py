@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import machine
+from benchmarks.harness import find_trace, machine
 from benchmarks.peers.__main__ import IN_FLIGHT, SMALL, write_traffic
 from benchmarks.peers.environments import PEERS, MissingError, Peer, command_of, default_home
 from benchmarks.peers.report import table
 from benchmarks.peers.scenarios import BLOCK, SCENARIOS, Scenario
-from benchmarks.scheduler import find_trace
 
 DRIVER = Path(__file__).parent
 HERE = [peer.name for peer in PEERS if peer.environment is None]

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.harness import Report
 from benchmarks.ttft.decode import decode_beside_swaps
 from benchmarks.ttft.model import LLAMA_3_8B, TINY
 from benchmarks.ttft.prefill import first_tokens, overhead_without_reuse
@@ -25,16 +24,6 @@ from benchmarks.ttft.recompute_model import load_or_recompute
 from benchmarks.ttft.server import Row
 
 SHAPES = {"llama-3-8b": LLAMA_3_8B, "tiny": TINY}
-
-
-def show(title: str, rows: list[Row]) -> None:
-    """Print rows with equal keys as a table."""
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    Console(width=140).print(table)
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -91,10 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     shape, device, parts = SHAPES[flags.shape], flags.device, flags.part or ["ttft", "decode", "overhead"]
     found: dict[str, Any] = {"shape": shape.name, "device": _name(device)}
+    report = Report()
     with torch.inference_mode():
         if "ttft" in parts:
             found["ttft"] = first_tokens(shape, device, flags.lengths, flags.rounds, flags.storage)
-            show("time to first token", found["ttft"])
+            report.table("time to first token", found["ttft"])
             if flags.plot:
                 plot(found["ttft"], flags.plot)
         if "decode" in parts:
@@ -102,12 +92,12 @@ def main(arguments: list[str] | None = None) -> int:
                 shape, device, sequences=flags.sequences, context=flags.context, rounds=flags.rounds
             )
             title = f"decode of {flags.sequences} sequences of {flags.context} tokens beside swaps"
-            show(title, found["decode"])
+            report.table(title, found["decode"])
         if "overhead" in parts:
             found["overhead"] = overhead_without_reuse(
                 shape, device, lengths=flags.lengths, rounds=4 * flags.rounds
             )
-            show("prompts that share nothing", found["overhead"])
+            report.table("prompts that share nothing", found["overhead"])
         if "recompute" in parts:
             if flags.storage is None:
                 parser.error("--part recompute needs --storage DIR")
@@ -121,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
                 storage=flags.storage,
                 seconds=flags.seconds,
             )
-            show("load or recompute, storage slowed", found["recompute"])
+            report.table("load or recompute, storage slowed", found["recompute"])
     if flags.json:
         flags.json.write_text(json.dumps(found, indent=1))
     return 1 if any(row["differ"] for row in found.get("ttft", ())) else 0

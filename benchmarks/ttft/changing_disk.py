@@ -18,8 +18,10 @@ from fdcache.layout import KVLayout
 from fdcache.manager import Request
 from fdcache.manager.cost import NO_PRIORS
 from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.waits import Waits
 from fdcache.settings.cache import LoadOrRecompute
 from fdcache.tiers.storage_reads import GroupSize
+from fdcache.tiers.waiting_fetches import Wait
 
 PERIODS = {"fast": 60, "slow": 60, "fast again": 60, "slow again": 120, "fast at last": 120}
 """Seconds of each."""
@@ -38,6 +40,7 @@ class Machine:
         self.now = 0.0
         self._layout = layout
         self._choices = LoadChoices(LoadOrRecompute.AUTO, layout, lambda: self.now, lambda: 0, NO_PRIORS)
+        self._waits = Waits(self._choices, lambda: self.now, None)
         self._group = GroupSize(lambda: self.now)
         self._hasher = _core.BlockManager(_core.Tier(1), layout.block_size, layout.fingerprint, 0)
         self._noise = random.Random(1)
@@ -88,7 +91,7 @@ class Machine:
         begin, request = self.now, self._request()
         self._ended()
         ahead = sum(blocks for _, blocks, _ in self._reads)
-        judge = self._choices.reads_for(request)
+        judge = self._waits.judge_of(request)
         worth, waits = (BLOCKS, True) if judge is None else judge.worth_reading(0, 0, BLOCKS, ahead)
         reads = self._read() if worth else []
         come = self._wait(request, reads, ahead) if waits else 0
@@ -100,12 +103,13 @@ class Machine:
 
     def _wait(self, request: Request, reads: Sequence[tuple[int, float]], ahead: int) -> int:
         """Wait for reads as long as it is worth it; return how many blocks have come."""
-        judge, since, come = self._choices.reads_for(request), self.now, 0
+        since, come = self.now, 0
         while coming := [stop for stop, end in reads if end > self.now]:
             came = [(stop, end) for stop, end in reads if end <= self.now]
             if came:
                 (come, since), ahead = came[-1], 0
-            if judge is not None and not judge.is_worth_waiting(come, coming, ahead, since):
+            wait = Wait(0, come, coming[-1], since, tuple(coming), ahead)
+            if self._choices.is_auto and not self._choices.is_worth_waiting(request, wait):
                 return come
             self.now += _POLL
             self._ended()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from benchmarks.storage import read_speed
+from benchmarks.storage.speed import read_speed
 from benchmarks.ttft.model import Shape
 from benchmarks.ttft.prefill import link_bandwidth
 from benchmarks.ttft.recompute import Row

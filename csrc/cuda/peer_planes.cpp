@@ -2,17 +2,12 @@
 
 #include <algorithm>
 
+#include "cuda/step_runner.hpp"
+
 namespace fdcache::cuda {
 namespace {
 
-constexpr unsigned kLanes = 32;
 constexpr Grid kTable{4, 512};
-
-// Sums use small thread blocks on all multiprocessors: other kernels lose less to a few threads everywhere.
-Grid spread(unsigned thread_blocks) {
-    constexpr unsigned kWide = 512, kNarrow = 64;
-    return {thread_blocks * (kWide / kNarrow), kNarrow};
-}
 
 // Launches as much of the grid as there is work for its warps.
 void launch(FunctionHandle function, Grid most, std::size_t items, StreamHandle stream, void **arguments) {

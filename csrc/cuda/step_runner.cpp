@@ -6,19 +6,8 @@
 namespace fdcache::cuda {
 namespace {
 
-constexpr unsigned kLanes = 32;
-// Kernels that access host memory in place use few wide blocks: two cover the latency of the link.
-constexpr unsigned kWide = 512;
-// Kernels between ring and layers use as many threads in small blocks on all multiprocessors: other kernels
-// lose less to a few threads everywhere than to whole multiprocessors.
-constexpr unsigned kNarrow = 64;
-
 Grid in_place(unsigned thread_blocks) {
     return {thread_blocks, kWide};
-}
-
-Grid spread(unsigned thread_blocks) {
-    return {thread_blocks * (kWide / kNarrow), kNarrow};
 }
 
 }  // namespace

@@ -33,6 +33,18 @@ struct Grid {
     unsigned threads;
 };
 
+// Threads of a warp.
+inline constexpr unsigned kLanes = 32;
+// Kernels that access host memory in place use few wide blocks: two cover the latency of the link.
+inline constexpr unsigned kWide = 512;
+// Kernels between ring and layers use as many threads in small blocks on all multiprocessors: other kernels
+// lose less to a few threads everywhere than to whole multiprocessors.
+inline constexpr unsigned kNarrow = 64;
+
+inline Grid spread(unsigned thread_blocks) {
+    return {thread_blocks * (kWide / kNarrow), kNarrow};
+}
+
 // The data that the steps of one batch work on. Addresses are the device's.
 struct Tables {
     const std::vector<Plane> &planes;

@@ -1,4 +1,4 @@
-// Plans in flight, as Python objects: which ranks have to report, and what the ranks copied.
+// Plans in flight, as Python objects: which ranks have to report, and what each has copied.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "bindings.hpp"
@@ -16,34 +19,60 @@ namespace fdcache {
 enum Purpose : std::size_t { kLoad, kEvict, kBackup, kStore, kPrefetch, kSend, kFetch, kPurposes };
 Purpose purpose_of(nb::handle value);
 
-// One transfer of a plan: a CacheSwapMetadata.
-struct PlannedTransfer {
+// A report that does not fit its plan.
+struct PlanError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// Why a rank has not copied a block, where that matters to the tier that it comes from or goes to.
+enum Cause : std::size_t { kLost, kCorrupt, kBadSlots, kNoRoom, kCauses };
+
+// One transfer of a plan, a CacheSwapMetadata, with the result of each block over all ranks that have
+// reported.
+struct SwapInFlight {
+    explicit SwapInFlight(nb::object swap);
+
+    // Throws PlanError for a TransferResult of other blocks.
+    void check(nb::handle result, std::uint64_t plan_id) const;
+    void add(nb::handle result, bool is_first_rank);
+    void fail() { copied.assign(size, 0); }
+    bool is_whole() const;
+
     nb::object swap;
     nb::object purpose;
     Purpose kind;
     std::size_t size;
-    nb::object checksums;  // of the first rank's result, once it has reported
+    nb::object checksums;                                   // of the first rank; none before
+    std::vector<std::uint8_t> copied;                       // 1 for each block; empty: all
+    std::array<std::vector<std::uint8_t>, kCauses> causes;  // 1 for each block; empty: none
 };
 
-// A TransferPlan, a StorageTask or a PeerTask that some rank has not reported. Reports of whole plans are
-// counted here; once Python has counted one that is not, it counts all of this plan's.
-struct PlanInFlight {
-    PlanInFlight(nb::object plan, double deadline, std::size_t ranks);
+// A TransferPlan, a StorageTask or a PeerTask that some rank has not reported.
+struct InFlightPlan {
+    InFlightPlan(nb::object plan, double deadline, std::size_t ranks);
 
     bool waits_for(std::size_t rank) const { return rank < waiting.size() && waiting[rank]; }
     void stop_waiting(std::size_t rank) {
         remaining -= waiting[rank];
         waiting[rank] = false;
     }
+    // Throws PlanError for a report of other transfers.
+    void check(nb::handle report, std::size_t rank) const;
+    // Counts one rank's report, which was checked.
+    void add(nb::handle report, std::size_t rank);
+    // Counts a rank that will never report as one that has copied nothing.
+    void fail(std::size_t rank, const std::string &reason);
+    // Tells the transfers how they have ended, once the last rank has reported.
+    void finish() const;
 
     nb::object plan;
     std::uint64_t plan_id;
     double deadline;
     bool is_overdue = false;
     bool is_task = false;  // a StorageTask or a PeerTask
-    bool is_counted_in_python = false;
-    std::vector<PlannedTransfer> transfers;
-    std::vector<bool> waiting;  // by rank
+    std::vector<std::shared_ptr<SwapInFlight>> transfers;
+    std::vector<std::string> errors;  // one for each failed rank and transfer
+    std::vector<bool> waiting;        // by rank
     std::size_t remaining;
 };
 
@@ -52,9 +81,21 @@ struct PlanTable {
     explicit PlanTable(std::size_t ranks) : num_ranks(ranks) {}
 
     // Null if there is none.
-    PlanInFlight *find(nb::handle plan_id) const;
+    InFlightPlan *find(nb::handle plan_id) const;
+    // The plan of a report, if it waits for the report's rank; else null.
+    InFlightPlan *expected(nb::handle report) const;
     void expect(nb::handle flight);
-    void remove(const PlanInFlight &flight);
+    void remove(const InFlightPlan &flight);
+
+    // Returns the rank, or throws PlanError for an unknown one.
+    std::size_t require_rank(nb::handle rank) const;
+    // Throws PlanError for a report of an unknown rank, or one that does not fit its plan.
+    void check(nb::handle report) const;
+    // Counts an expected and checked report. Returns the plans and tasks that it completes, which are
+    // removed.
+    nb::list record(nb::handle report);
+    // Removes a plan and appends it, unless it waits for a rank.
+    void take_if_finished(InFlightPlan &flight, nb::list &finished);
 
     std::size_t num_ranks;
     nb::dict plans;

@@ -16,7 +16,8 @@ std::string named(const RequestState &request) {
     return "request '" + request.id() + "'";
 }
 
-std::span<const Slot> slots_of(const AppendOnly<std::int32_t> &table, std::size_t first, std::size_t last) {
+std::span<const Slot> slots_between(const AppendOnly<std::int32_t> &table, std::size_t first,
+                                    std::size_t last) {
     return {reinterpret_cast<const Slot *>(table.data()) + first, last - first};
 }
 
@@ -193,10 +194,10 @@ void BlockManager::publish(Tier::Session &tier, RequestState &request) {
     status_.clear();
     const std::size_t count =
         tier.commit(request.lease_, start ? hashes[start - 1] : Digest{}, {hashes + start, stop - start},
-                    slots_of(request.table_, start, stop), follow_.stored ? &status_ : nullptr);
+                    slots_between(request.table_, start, stop), follow_.stored ? &status_ : nullptr);
     request.committed_blocks_ += static_cast<std::uint32_t>(count);
     if (follow_.owners && request.tenant_) followed_.owners.emplace_back(hashes[0], *request.tenant_);
-    const std::span<const Slot> slots = slots_of(request.table_, start, stop);
+    const std::span<const Slot> slots = slots_between(request.table_, start, stop);
     for (std::size_t i = 0; i < status_.size(); ++i)
         if (status_[i] == CommitStatus::kStored) followed_.stored.push_back(slots[i]);
 }
@@ -225,7 +226,7 @@ void BlockManager::extend_table(Tier::Session &tier, RequestState &request, std:
         out.failed.push_back(static_cast<std::uint32_t>(position));
         return;
     }
-    for (const Slot slot : slots_of(request.table_, have, request.table_.size())) {
+    for (const Slot slot : slots_between(request.table_, have, request.table_.size())) {
         out.positions.push_back(static_cast<std::uint32_t>(position));
         out.blocks.push_back(slot);
     }

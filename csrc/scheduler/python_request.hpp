@@ -88,6 +88,6 @@ nb::type_slots traversed() {
 }
 
 void bind_block_manager(nb::module_ &module);
-void bind_whole_reports(nb::module_ &module);
+void bind_plan_reports(nb::module_ &module);
 
 }  // namespace fdcache

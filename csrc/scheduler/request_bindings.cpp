@@ -291,7 +291,7 @@ void bind_scheduler(nb::module_ &module) {
     bind_advance_result(module);
     bind_loads(module);
     bind_block_manager(module);
-    bind_whole_reports(module);
+    bind_plan_reports(module);
 }
 
 }  // namespace fdcache

@@ -21,6 +21,9 @@
 
 namespace fdcache {
 
+// Direct reads and writes need memory aligned to it.
+inline constexpr std::size_t kPage = 4096;
+
 enum class SlabFault : std::uint8_t {
     kNone,
     kMiss,       // the slot does not contain this block

@@ -11,8 +11,6 @@
 namespace fdcache {
 namespace {
 
-constexpr std::size_t kPage = 4096;
-
 bool all_zero(const std::uint8_t *from, const std::uint8_t *to) {
     return std::all_of(from, to, [](std::uint8_t byte) { return byte == 0; });
 }

@@ -10,12 +10,6 @@
 #include "slab/slab_file.hpp"
 
 namespace fdcache {
-namespace {
-
-constexpr std::size_t kPage = 4096;
-
-}  // namespace
-
 struct SlabFile::Run {
     std::vector<const SlabBlock *> blocks;
     std::vector<std::size_t> positions;

@@ -36,7 +36,7 @@ from fdcache.tiers.host import HostCache
 if TYPE_CHECKING:
     from fdcache.service.client.arena import SharedHostArena
     from fdcache.settings.peers import PeerSettings
-    from fdcache.transfer.statistics import TransferStats
+    from fdcache.transfer.connector import TransferStats
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,14 @@ from fdcache.manager.plans import Plans
 from fdcache.manager.results import LoadOutcome
 from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferReport
+from fdcache.service.wire.views import TreeNode
 from fdcache.settings import Settings, logs
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
-from fdcache.tiers.host import HostCache
+from fdcache.tiers.host import HostCache, LocalHostTier
 from fdcache.tiers.reuse import ReuseReport
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage, Traffic
 
@@ -290,6 +291,15 @@ class TierManager(Generic[RequestT_contra]):
         with self._lock:
             self._requests.prepare(request)
             return self._tiers.find(record_keys(request.block_hashes, self.layout.num_groups))
+
+    def hottest_blocks(self, limit: int) -> list[TreeNode]:
+        """Return the hottest blocks of this process's own host tier, each with its ancestors, parents first."""
+        with self._lock:
+            pool = self._tiers.host
+            if not isinstance(pool, LocalHostTier):
+                return []
+            name = self.layout.fingerprint.hex()[:16]
+            return [TreeNode.of(name, node, parent) for node, parent in pool.hottest_paths(limit)]
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` naming every invariant that does not hold."""

@@ -108,7 +108,6 @@ class CacheManager(TierManager[Request]):
             self._blocks_being_loaded,
             priors,
             streams=ahead is not None,
-            totals=lambda: self._service.reads if self._service is not None else None,
         )
         self._matcher = PrefixMatcher(
             settings, layout, tiers, self._requests, counters, clock, self._choices, ahead

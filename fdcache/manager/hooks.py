@@ -11,10 +11,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from fdcache._core import InFlightPlan
 from fdcache.layout import KVLayout
 from fdcache.manager.requests import LiveRequests, Request
 from fdcache.metadata import TransferPlan, TransferReport
-from fdcache.plans.ledger import InFlightPlan, PlanLedger
+from fdcache.plans.ledger import PlanLedger
 from fdcache.tiers.statistics import Counters, HandoverCount
 
 

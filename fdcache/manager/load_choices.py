@@ -15,7 +15,6 @@ from fdcache.machine.calibration import calibrated_link
 from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LoadChoice, Priors
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import LoadLimit
-from fdcache.manager.service_reads import ServiceReads
 from fdcache.manager.speeds import LinkSpeed
 from fdcache.metadata import SwapPurpose, TransferReport, TransferResult
 from fdcache.settings import Settings
@@ -23,6 +22,7 @@ from fdcache.settings.cache import LoadOrRecompute
 from fdcache.storage.calibration import load_storage_speed
 from fdcache.tiers.statistics import LoadDecision, LoadFigures, ReadTotals, SpeedFigures
 from fdcache.tiers.storage_reads import GROUP_SECONDS
+from fdcache.tiers.waiting_fetches import Wait
 
 _FORGET_AFTER = 30.0
 """Seconds without a load after which loads are made whatever their cost was: it may have changed."""
@@ -71,7 +71,7 @@ class LoadChoices:
 
     Blocks are records, of which a page of tokens has one for each group of layers. ``loads_ahead`` returns the number
     of blocks on their way to the device. ``priors``: speeds as calibrated.
-    ``streams``: blocks are loaded to the device while later ones are read. ``totals``: of a service's reads.
+    ``streams``: blocks are loaded to the device while later ones are read.
     """
 
     def __init__(
@@ -83,7 +83,6 @@ class LoadChoices:
         priors: Priors,
         *,
         streams: bool = False,
-        totals: Callable[[], ReadTotals | None] = lambda: None,
     ) -> None:
         groups = self._groups = layout.num_groups
         self.model = CostModel(
@@ -107,7 +106,6 @@ class LoadChoices:
         self._figures = LoadFigures()
         self._began = clock()
         self._probed_at: float | None = None
-        self.service_reads = ServiceReads(self, clock, totals)
 
     # --- observations ---------------------------------------------------------------------------------------
 
@@ -206,6 +204,11 @@ class LoadChoices:
     # --- decisions ------------------------------------------------------------------------------------------
 
     @property
+    def loads_ahead(self) -> int:
+        """Number of blocks on their way to the device."""
+        return self._loads_ahead()
+
+    @property
     def is_auto(self) -> bool:
         """True unless the settings say to load always."""
         return self._is_auto
@@ -256,18 +259,10 @@ class LoadChoices:
         found.since = now if found.since is None else found.since
         return now - found.since
 
-    def reads_for(self, request: OffloadRequest) -> RequestReads | None:
-        """Return the judge of a request's reads from storage; None if all is read.
-
-        While speeds are unknown it reads all, too; the wait for a read may outlast that.
-        """
-        return RequestReads(self, request) if self._is_auto else None
-
     def forget(self, requests: Iterable[OffloadRequest]) -> None:
         """Forget requests that have ended before they computed their prompt."""
         for request in requests:
             self._open.pop(request.request_id, None)
-            self.service_reads.forget(request)
 
     def figures(self) -> LoadFigures:
         """Return totals, speeds and recent decisions."""
@@ -282,11 +277,10 @@ class LoadChoices:
             recent=[msgspec.structs.replace(each) for each in self._recent],
         )
 
-    # --- for RequestReads -----------------------------------------------------------------------------------
+    # --- for waits ------------------------------------------------------------------------------------------
 
     def decide_read(self, request: OffloadRequest, cached: Cached) -> int:
         """Return how many leading blocks of a path are worth reading, some of which are in storage."""
-        self.service_reads.learn()
         decision = self._decide(cached)
         last = request.block_hashes[(cached.num_blocks - 1) // self._groups].tobytes()
         self._note(request.request_id, last, cached, decision)
@@ -307,25 +301,18 @@ class LoadChoices:
         self._figures.probes += 1
         return True
 
-    def is_worth_waiting(
-        self,
-        request_id: str,
-        num_tokens: int,
-        on_device: int,
-        arrived: int,
-        ends: Sequence[int],
-        ahead: int,
-        since: float,
-    ) -> bool:
+    def is_worth_waiting(self, request: OffloadRequest, wait: Wait) -> bool:
         """Return False once a request is sooner done with the blocks that have arrived than with those being read.
 
         A read that is late is expected to take as long again as it is late, so that the wait for one that never ends is
         no longer than what its blocks would have saved.
         """
-        self.asked(request_id)
+        self.asked(request.request_id)
         if not self.decides_reads:
             return True
-        now_is, found = self._clock(), self._open.get(request_id)
+        num_tokens, on_device = request.num_tokens, wait.on_device
+        arrived, ends, ahead, since = wait.arrived, wait.ends, wait.ahead, wait.since
+        now_is, found = self._clock(), self._open.get(request.request_id)
         if found is not None and found.settled[0] == since and now_is <= found.settled[1]:
             return True
         model, elapsed = self.model, now_is - since
@@ -395,55 +382,6 @@ class LoadChoices:
         self._figures.judged += 1
         self._figures.expected_seconds += found.decision.expected_seconds
         self._figures.true_seconds += found.decision.true_seconds
-
-
-@dataclass(slots=True)
-class RequestReads:
-    """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.waiting_fetches``."""
-
-    choices: LoadChoices
-    request: OffloadRequest
-    on_device: int = 0
-
-    def worth_reading(self, on_device: int, first: int, stop: int, ahead: int) -> tuple[int, bool]:
-        """Return up to which block to read, and True if the request is to wait for it."""
-        worth = self._worth(on_device, first, stop, ahead)
-        if worth > max(first, on_device):
-            return worth, True
-        return (stop, False) if self.choices.takes_probe() else (first, False)
-
-    def worth_joining(self, on_device: int, first: int, stop: int) -> int:
-        """Return up to which of the blocks that others read the request waits for them."""
-        worth = self._worth(on_device, first, stop, 0)
-        return worth if worth > max(first, on_device) else first
-
-    def _worth(self, on_device: int, first: int, stop: int, ahead: int) -> int:
-        """Return up to which block a read is worth it."""
-        self.on_device = on_device
-        if not self.choices.decides_reads:
-            return stop
-        needed = max(first, on_device)  # the host has to have those before them too
-        cached = Cached(
-            self.request.num_tokens,
-            on_device,
-            needed - on_device,
-            stop - needed,
-            reads_ahead=ahead + needed - first,
-            loads_ahead=self.choices._loads_ahead(),
-        )
-        return self.choices.decide_read(self.request, cached)
-
-    def is_worth_waiting(self, arrived: int, ends: Sequence[int], ahead: int, since: float) -> bool:
-        """Return False once the request should go on with the blocks that have arrived."""
-        return self.choices.is_worth_waiting(
-            self.request.request_id,
-            self.request.num_tokens,
-            self.on_device,
-            arrived,
-            ends,
-            ahead,
-            since,
-        )
 
 
 def _speed(link: LinkSpeed) -> SpeedFigures:

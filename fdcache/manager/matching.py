@@ -18,14 +18,15 @@ from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.loads import LoadsAhead
 from fdcache.manager.requests import LiveRequests, Request, Unanswered
 from fdcache.manager.results import MatchResult, MatchStatus
-from fdcache.manager.service_reads import Wait
 from fdcache.manager.tiers import Tiers
+from fdcache.manager.waits import Waits
 from fdcache.metadata import HashArray
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches
 from fdcache.tiers.host import Found, Reading
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_reads import leading_ready
+from fdcache.tiers.waiting_fetches import Wait
 
 
 class ReuseLimit:
@@ -64,6 +65,8 @@ class PrefixMatcher:
         self._choices = choices
         self._service = tiers.host.service if tiers.host is not None else None
         self._fetches = tiers.fetches
+        self._table = tiers.host.fetch_table if tiers.host is not None else None
+        self._waits = Waits(choices, clock, tiers.host)
         self._on_device = partial(leading_ready, tiers.device)
         self._requests = requests
         self._counters = counters
@@ -77,11 +80,13 @@ class PrefixMatcher:
         """Start to read from storage what a request that has arrived will need."""
         if self._fetches is not None and self._fetches.is_on and self._requests.may_prefetch(request):
             number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
-            self._fetches.begin(number, hashes, self._on_device, self._choices.reads_for(request))
+            self._waits.begin(request, number, hashes, self._on_device)
             story.reads_wanted(request.request_id, len(hashes))
 
     def forget(self, requests: list[Request]) -> None:
         """Forget requests that have ended."""
+        for request in requests:
+            self._waits.forget(request)
         if self._ahead is not None:
             self._ahead.forget(requests)
 
@@ -115,51 +120,57 @@ class PrefixMatcher:
     def _match_with_storage(self, requests: list[Request], fetches: Fetches) -> list[MatchResult]:
         """Match the requests that do not wait for blocks which are read from storage for them."""
         self._requests.check_match(requests)
-        waiting = {id(request) for request in requests if self._must_wait(request, fetches)}
-        for request in requests:
-            if id(request) in waiting:
-                self._requests.wait_for_reads(request)
-                number = self._requests.fetch_number(request)
-                arrived, _ = fetches.progress(number)
-                self._load_ahead(request, range(fetches.fetched(number, 0, arrived).start, arrived))
+        waiting = {id(request) for request in requests if self._must_wait(request)}
         going = [request for request in requests if id(request) not in waiting]
         numbers = [self._requests.fetch_number(request) for request in going]
         uses = [fetches.storage_use(number) for number in numbers]
         found = self._requests.match(
-            going, self._forms, self._clock, fetches.is_reading, uses, self._choices.limit
+            going,
+            self._forms,
+            self._clock,
+            self._table.is_reading if self._table is not None else None,
+            uses,
+            self._choices.limit,
         )
         results = iter(self._answered(going, found, numbers))
         return [
             MatchResult(request.request_id, MatchStatus.DEFERRED)
             if id(request) in waiting
-            else self._with_storage(request, next(results), fetches)
+            else self._with_storage(request, next(results))
             for request in requests
         ]
 
-    def _must_wait(self, request: Request, fetches: Fetches) -> bool:
+    def _must_wait(self, request: Request) -> bool:
         """Return True for a request that waits for reads of this process, or for its load ahead."""
         if not self._requests.may_prefetch(request):
             return False
         number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
-        if fetches.must_wait(number, hashes, self._on_device, self._choices.reads_for(request)):
-            return True
-        return self._ahead is not None and self._ahead.is_loading(request)
+        wait = self._waits.before_look_up(request, number, hashes, self._on_device)
+        if wait is None and not (self._ahead is not None and self._ahead.is_loading(request)):
+            return False
+        self._requests.wait_for_reads(request)
+        if wait is not None:
+            self._load_ahead(request, wait)
+        return True
 
-    def _load_ahead(self, request: Request, read: range) -> None:
-        """Load what is there of a request's path, of which ``read`` was read for it, while others are read."""
+    def _load_ahead(self, request: Request, wait: Wait) -> None:
+        """Load what is there of a request's path while others are read."""
         if self._ahead is not None:
+            read = range(min(wait.first, wait.arrived), wait.arrived)
             self._ahead.load(request, self._requests.matchable(request), read)
 
-    def _with_storage(self, request: Request, result: MatchResult, fetches: Fetches) -> MatchResult:
+    def _with_storage(self, request: Request, result: MatchResult) -> MatchResult:
         """Count the blocks of a match that were read from storage for the request; they need no other pin now."""
         if result.status is not MatchStatus.MATCHED:
             return result
-        number = self._requests.fetch_number(request)
-        fetched = len(fetches.fetched(number, result.num_device_blocks, result.num_host_blocks))
         if self._ahead is not None and any(ahead := self._ahead.found(request, result.num_device_blocks)):
             self._requests.set_loaded_ahead(request, *ahead)
             result = msgspec.structs.replace(result, num_ahead_blocks=sum(ahead))
-        fetches.unpin(number)
+        if self._table is None:
+            return result
+        number = self._requests.fetch_number(request)
+        fetched = len(self._table.fetched(number, result.num_device_blocks, result.num_host_blocks))
+        self._table.unpin(number)
         if not fetched:
             return result
         self._requests.set_from_storage(request, fetched)
@@ -178,25 +189,22 @@ class PrefixMatcher:
             paths = [(requests[i].block_hashes[:blocks], start) for i, (start, blocks) in asked.items()]
             answers = self._service.ask(paths, [numbers[i] if numbers else 0 for i in asked])
             for i, path, answer in zip(asked, paths, answers, strict=True):
-                waits = not isinstance(answer, Reading) or self._waits(requests[i], path, answer, numbers[i])
-                last = answer if waits else self._service.ask([path], [0])[0]
-                results[i] = self._end(requests[i], path[1], last)
+                results[i] = self._end(requests[i], path, answer, numbers[i] if numbers else 0)
         return [results[i] for i in range(len(found))]
 
-    def _waits(self, request: Request, path: tuple[HashArray, int], reading: Reading, number: int) -> bool:
-        """Return True if a request is to wait for reads of the service; else leave them."""
-        wait = self._choices.service_reads.judge(request, path[1], reading.arrived, reading.stop)
-        if wait is not Wait.WAIT:
-            assert self._fetches is not None
-            self._fetches.leave(number, keep=wait is Wait.LEAVE)
-        return wait is Wait.WAIT
-
-    def _end(self, request: Request, start: int, answer: Found | Reading) -> MatchResult:
+    def _end(
+        self, request: Request, path: tuple[HashArray, int], answer: Found | Reading, number: int
+    ) -> MatchResult:
+        """End a match with a service's answer. A request that does not wait for its reads is looked up without."""
         if isinstance(answer, Reading):
-            self._requests.wait_for_reads(request)
-            if answer.stop > answer.arrived:
-                first = self._choices.service_reads.first(request)
-                self._load_ahead(request, range(first, answer.arrived))
-            return MatchResult(request.request_id, MatchStatus.DEFERRED)
-        self._choices.service_reads.found(request, start + answer.fetched.stop)
+            assert self._service is not None
+            wait = self._waits.answered(request, number, path[1], answer)
+            if wait is not None:
+                self._requests.wait_for_reads(request)
+                if wait.stop > wait.arrived:
+                    self._load_ahead(request, wait)
+                return MatchResult(request.request_id, MatchStatus.DEFERRED)
+            (answer,) = self._service.ask([path], [0])
+            assert isinstance(answer, Found)
+        self._waits.found(request, path[1] + answer.fetched.stop)
         return self._requests.answer(request, answer, self._forms, self._clock, self._choices.limit)

@@ -103,7 +103,6 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._blocks_being_loaded,
             priors,
             streams=streams,
-            totals=lambda: self._service.reads if self._service is not None else None,
         )
         self._requests = OffloadedRequests(
             settings, layout, self._host, counters, clock, self._choices, streams=streams

@@ -18,13 +18,14 @@ from fdcache.manager.loads import EngineLoad, EngineLoads
 from fdcache.manager.matching import ReuseLimit
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, load_forms
-from fdcache.manager.service_reads import Wait
+from fdcache.manager.waits import Waits
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.blocks import ROOT
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import NOTHING, Found, HostTier, Reading, find_and_pin, find_only
 from fdcache.tiers.statistics import Counters
+from fdcache.tiers.waiting_fetches import Wait
 
 _ASK_AGAIN = 0.1
 """Seconds for which the answer that nothing was found is kept: others may store the blocks meanwhile."""
@@ -136,6 +137,7 @@ class OffloadedRequests:
         self._has_windows = any(layout.windows)
         self._host = host
         self._fetches = host.fetches
+        self._waits = Waits(choices, clock, host)
         self._cell = ReuseLimit(settings, layout.block_size).cell * layout.num_groups
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
@@ -191,6 +193,7 @@ class OffloadedRequests:
         if tracked.load is not None:
             self.native_loads.cut_off(tracked.load.load, "the request has ended")
         self._choices.forget([request])
+        self._waits.forget(request)
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
 
@@ -231,10 +234,8 @@ class OffloadedRequests:
     def begin_fetch(self, tracked: Tracked, whole: bool) -> None:
         """Start to read from storage what a request that has arrived will need."""
         if self._may_fetch(tracked) and self._may_load(tracked):
-            assert self._fetches is not None
-            hashes = self._matchable(tracked, whole)
-            number, judge = self._fetch_number(tracked), self._choices.reads_for(tracked.request)
-            self._fetches.begin(number, hashes, lambda _: tracked.device_blocks, judge)
+            hashes, number = self._matchable(tracked, whole), self._fetch_number(tracked)
+            self._waits.begin(tracked.request, number, hashes, lambda _: tracked.device_blocks)
 
     def match(self, tracked: Tracked, device_tokens: int, whole: bool) -> bool:
         """Find and pin what can be loaded; return False if the request has to ask later."""
@@ -301,41 +302,43 @@ class OffloadedRequests:
 
         The end is None unless the request waits for reads.
         """
-        fetches, number = self._fetches, 0
-        if fetches is not None and self._may_fetch(tracked):
+        request, number = tracked.request, 0
+        if self._may_fetch(tracked):
             number = self._fetch_number(tracked)
-            judge = self._choices.reads_for(tracked.request)
-            if fetches.must_wait(number, hashes, lambda _: tracked.device_blocks, judge):
-                arrived, stop = fetches.promised(number)
-                return self._arrived(hashes, start, arrived, number), stop
+            wait = self._waits.before_look_up(request, number, hashes, lambda _: tracked.device_blocks)
+            if wait is not None:
+                return self._arrived(hashes, start, wait)
         (found,) = find_and_pin(self._host, [(hashes, start)], [number])
-        reads = self._choices.service_reads
         if isinstance(found, Reading):
-            wait = reads.judge(tracked.request, start, found.arrived, found.stop)
-            if wait is Wait.WAIT or fetches is None:
-                stop = found.stop if found.is_last else start
-                pinned = self._arrived(hashes, start, found.arrived if found.is_last else start)
-                read = range(max(reads.first(tracked.request) - start, 0), len(pinned))
-                return Found(pinned.lease, pinned.blocks, fetched=read), stop
-            fetches.leave(number, keep=wait is Wait.LEAVE)
+            wait = self._waits.answered(request, number, start, found)
+            if wait is not None:
+                return self._arrived(hashes, start, wait)
             found = find_only(self._host, hashes, start)
-        reads.found(tracked.request, start + found.fetched.stop)
+        self._waits.found(request, start + found.fetched.stop)
         return found, None
 
-    def _arrived(self, hashes: HashArray, start: int, arrived: int, number: int = 0) -> Found:
-        """Pin what has been read of a path of which more is being read; nothing unless all of it is there."""
+    def _arrived(self, hashes: HashArray, start: int, wait: Wait) -> tuple[Found, int]:
+        """Pin what has come of a path of which no more is read than ``wait`` says; return where its reads end."""
+        if not wait.is_last:
+            return NOTHING, start
+        pinned = self._pin_all(hashes[: wait.arrived], start)
+        read = range(min(max(wait.first - start, 0), len(pinned)), len(pinned))
+        return Found(pinned.lease, pinned.blocks, fetched=read), wait.stop
+
+    def _pin_all(self, hashes: HashArray, start: int) -> Found:
+        """Pin the blocks of a path from ``start`` on; nothing unless all of them are there."""
+        arrived = len(hashes)
         if not self._streams or arrived <= start:
             return NOTHING
-        (found,) = find_and_pin(self._host, [(hashes[:arrived], start)], [number])
-        assert isinstance(found, Found)
+        found = find_only(self._host, hashes, start)
         if start + len(found) == arrived:
             return found
         self._host.index.release(found.lease)
         return NOTHING
 
     def _unpin_fetch(self, tracked: Tracked) -> None:
-        if self._fetches is not None and tracked.fetch:
-            self._fetches.unpin(tracked.fetch)
+        if self._host.fetch_table is not None and tracked.fetch:
+            self._host.fetch_table.unpin(tracked.fetch)
 
     def _worth_loading(self, tracked: Tracked, found: int) -> int:
         """Return how many of the blocks found are worth loading, down to the reuse grid."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fdcache import tracing
-from fdcache._core import Loads, WholeReports
+from fdcache._core import InFlightPlan, Loads, PlanReports
 from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.hooks import HandoverHooks
 from fdcache.manager.tiers import LowerTiers, Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
-from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.plans.ledger import OpenPlan, PlanLedger
 from fdcache.tiers.statistics import Counters
 
 
@@ -40,31 +40,26 @@ class Plans:
         self.hooks: HandoverHooks | None = None
         """Those of hand-overs, where there are some."""
 
-        self._whole = self._make_whole_reports()
+        self._reports = self._make_reports()
         self.open, self.ahead = OpenPlan(), OpenPlan(is_ahead=True)
 
-    def _make_whole_reports(self) -> WholeReports | None:
-        tiers = self._tiers
-        if tiers.host is None:
-            return None
+    def _make_reports(self) -> PlanReports:
+        tiers, host = self._tiers, self._tiers.host
         device = tiers.device if isinstance(tiers, Tiers) else None
-        host = tiers.host
-        return WholeReports(
-            self._ledger, self._loads, device, host.index, host.traffic, tiers.storage is not None
-        )
+        index, traffic = (None, None) if host is None else (host.index, host.traffic)
+        return PlanReports(self._ledger, self._loads, device, index, traffic, tiers.storage is not None)
 
     def count(self, counters: Counters) -> None:
         """Add what the native side has counted."""
-        if self._whole is not None:
-            copied = self._whole.copied
-            counters.blocks_loaded += copied.loaded
-            counters.blocks_evicted_to_host += copied.evicted
-            counters.blocks_backed_up += copied.backed_up
-        loads = self._loads.totals
+        copied, loads = self._reports.copied, self._loads.totals
+        counters.blocks_loaded += copied.loaded
+        counters.blocks_evicted_to_host += copied.evicted
+        counters.blocks_backed_up += copied.backed_up
         counters.loads_confirmed += loads.confirmed
         counters.loads_failed += loads.failed
         counters.loads_cut_short += loads.cut_short
         counters.loads_overdue += loads.overdue
+        counters.unexpected_reports += self._reports.unexpected
 
     @property
     def ledger(self) -> PlanLedger:
@@ -135,26 +130,16 @@ class Plans:
         if tracing.spans is not None:
             for report in reports:
                 tracing.spans.copied(report)
-        if self._whole is not None and (arrived := self._whole.count(reports)) is not None:
-            if arrived:
-                self._tiers.blocks_arrived(arrived)
-            self._tiers.complete_early(self._counters)
-            return
-        for report in reports:
-            self._ledger.check(report)
-        for report in reports:
-            if not self._ledger.expects(report):
-                self._counters.unexpected_reports += 1
-                continue
-            if self._tiers.host:
-                self._tiers.host.traffic.record(report)
-            not_cleared = report.refused and self._ledger.clears_storage(report)
-            if self.hooks is not None:
+        counted = self._reports.count(reports)
+        if counted.arrived:
+            self._tiers.blocks_arrived(counted.arrived)
+        if self.hooks is not None:
+            for report in counted.handovers:
                 self.hooks.record(report)
-            for flight in self._ledger.record(report):
-                self._complete(flight)
-            if not_cleared and self._tiers.storage:
-                self._tiers.storage.reset()  # the rank's file still has the blocks
+        for flight in counted.ended:
+            self._complete(flight)
+        if counted.not_cleared and self._tiers.storage:
+            self._tiers.storage.reset()  # the rank's file still has the blocks
         self._tiers.complete_early(self._counters)
 
     def require_rank(self, rank: int) -> None:

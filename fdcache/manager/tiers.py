@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from fdcache._core import InFlightPlan, SwapInFlight
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
@@ -21,7 +22,7 @@ from fdcache.metadata import (
     StorageTask,
     SwapPurpose,
 )
-from fdcache.plans.ledger import InFlightPlan, OpenPlan, SwapInFlight
+from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.early_copies import EarlyCopies
@@ -343,5 +344,5 @@ def _make_storage(
     index = make_index(storage, layout, lookup, clock, settings.eviction)
     tier = StorageTier(settings, storage, layout, host, index, counters, clock)
     host.on_evict = tier.writes.on_evict
-    host.fetches = FetchTable(lambda: tier.reads, FetchTerms.of(storage))
+    host.fetch_table = FetchTable(lambda: tier.reads, FetchTerms.of(storage))
     return tier

@@ -16,8 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from fdcache._core import BlockCopies, PlanInFlight, PlanTable, take_transfers
-from fdcache.errors import PlanError
+from fdcache._core import BlockCopies, InFlightPlan, PlanTable, take_transfers
 from fdcache.metadata import (
     CacheSwapMetadata,
     HashArray,
@@ -26,8 +25,6 @@ from fdcache.metadata import (
     StorageTask,
     SwapPurpose,
     TransferPlan,
-    TransferReport,
-    TransferResult,
     UInt32Array,
     UInt64Array,
 )
@@ -164,112 +161,6 @@ _PEER_GRACE = 1.0
 _IS_GONE = "its process is gone"
 
 
-class SwapInFlight:
-    """One transfer of a plan, with the result of each block over all ranks that have reported."""
-
-    __slots__ = ("_causes", "_copied", "checksums", "size", "swap")
-
-    def __init__(self, swap: CacheSwapMetadata) -> None:
-        self.swap = swap
-        self.size = len(swap)
-        self.checksums = NO_CHECKSUMS
-        self._copied: Mask | None = None  # None: every block
-        self._causes: dict[str, Mask] | None = None
-
-    def check(self, report: TransferReport, result: TransferResult) -> None:
-        """Raise ``PlanError`` for a result of other blocks."""
-        size = self.size
-        if len(result.failed):
-            for positions in (result.failed, result.lost, result.corrupt, result.bad_slots, result.no_room):
-                if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < size:
-                    raise PlanError(f"report of plan {report.plan_id}: failed positions must be below {size}")
-        if len(result.checksums) not in (0, size):
-            raise PlanError(
-                f"report of plan {report.plan_id}: {len(result.checksums)} checksums for {size} blocks"
-            )
-
-    def add(self, result: TransferResult, rank: int) -> None:
-        """Count one rank's result."""
-        if rank == 0:
-            self.checksums = result.checksums
-        if len(result.failed):
-            if self._copied is None:
-                self._copied = np.ones(self.size, np.bool_)
-            self._copied[result.failed] = False
-            self._mark("lost", result.lost)
-            self._mark("corrupt", result.corrupt)
-            self._mark("bad_slots", result.bad_slots)
-            self._mark("no_room", result.no_room)
-
-    def fail(self) -> None:
-        """Count a rank that copied nothing."""
-        self._copied = np.zeros(self.size, np.bool_)
-
-    def settle(self, arrived: HashArray) -> None:
-        """Set which blocks the target tier has; ``arrived`` is 1 for these."""
-        self._copied = arrived.view(np.bool_) if 0 in arrived.tobytes() else None
-
-    @property
-    def copied(self) -> Mask:
-        """Blocks that every rank has copied and, once the transfer is settled, the target tier has."""
-        return all_of(self.size).view(np.bool_) if self._copied is None else self._copied
-
-    @property
-    def flags(self) -> HashArray:
-        """1 for each block that is ``copied``, else 0."""
-        return all_of(self.size) if self._copied is None else self._copied.view(np.uint8)
-
-    @property
-    def is_whole(self) -> bool:
-        """True if every block is ``copied``."""
-        return self._copied is None or bool(self._copied.all())
-
-    @property
-    def num_copied(self) -> int:
-        """Number of blocks that are ``copied``."""
-        return self.size if self._copied is None else int(np.count_nonzero(self._copied))
-
-    def leading_copied(self, offset: int, count: int) -> int:
-        """Return how many of ``count`` blocks from ``offset`` on are ``copied``, up to the first that is not."""
-        first = -1 if self._copied is None else self._copied.tobytes().find(0, offset, offset + count)
-        return count if first < 0 else first - offset
-
-    def _mark(self, cause: str, positions: Int32Array) -> None:
-        if len(positions):
-            if self._causes is None:
-                self._causes = {}
-            self._causes.setdefault(cause, np.zeros(self.size, np.bool_))[positions] = True
-
-    @property
-    def lost(self) -> Mask:
-        """Blocks that some rank did not find in the source."""
-        return self._cause("lost")
-
-    @property
-    def corrupt(self) -> Mask:
-        """Blocks whose source record some rank found wrong."""
-        return self._cause("corrupt")
-
-    @property
-    def any_corrupt(self) -> bool:
-        """True if some rank found a source record wrong."""
-        return self._causes is not None and "corrupt" in self._causes
-
-    @property
-    def bad_slots(self) -> Mask:
-        """Blocks whose storage slot some rank cannot read or write."""
-        return self._cause("bad_slots")
-
-    @property
-    def no_room(self) -> Mask:
-        """Blocks for which some rank's disk has no room."""
-        return self._cause("no_room")
-
-    def _cause(self, cause: str) -> Mask:
-        mask = None if self._causes is None else self._causes.get(cause)
-        return np.zeros(self.size, np.bool_) if mask is None else mask
-
-
 _ONES: HashArray = np.ones(4096, np.uint8)
 _ONES.flags.writeable = False
 
@@ -277,73 +168,6 @@ _ONES.flags.writeable = False
 def all_of(count: int) -> HashArray:
     """Return the flags of blocks that were all copied, read-only."""
     return _ONES[:count] if count <= len(_ONES) else np.ones(count, np.uint8)
-
-
-class InFlightPlan(PlanInFlight):
-    """A plan that some rank has not reported yet. ``errors`` has one message per failed rank and transfer.
-
-    Reports of whole copies are counted natively (``WholeReports``). ``swaps`` are made for the first other one.
-    """
-
-    _swaps: dict[SwapPurpose, SwapInFlight] | None = None
-    _errors: list[str] | None = None
-
-    @property
-    def swaps(self) -> dict[SwapPurpose, SwapInFlight]:
-        """Return the transfers by purpose, with what the ranks have reported."""
-        if self._swaps is None:
-            swaps = [SwapInFlight(swap) for swap in self.plan.swaps()]
-            for swap, checksums in zip(swaps, self.count_in_python(), strict=True):
-                if checksums is not None:
-                    swap.checksums = checksums
-            self._swaps = {each.swap.purpose: each for each in swaps}
-        return self._swaps
-
-    @property
-    def errors(self) -> list[str]:
-        """Return the messages of failures so far."""
-        if self._errors is None:
-            self._errors = []
-        return self._errors
-
-    def fail(self, rank: int, reason: str) -> None:
-        """Count a rank that will never report as one that copied nothing."""
-        for swap in self.swaps.values():
-            swap.fail()
-        self.errors.append(f"rank {rank}: {reason}")
-        self.stop_waiting(rank)
-
-    def check(self, report: TransferReport) -> None:
-        """Raise ``PlanError`` for a report that does not fit the plan."""
-        swaps = iter(self.swaps.items())
-        for result in report.results:
-            purpose, swap = next(swaps, (None, None))
-            if swap is None or result.purpose is not purpose:
-                raise self._other_transfers(report)
-            swap.check(report, result)
-        if next(swaps, None) is not None:
-            raise self._other_transfers(report)
-
-    def _other_transfers(self, report: TransferReport) -> PlanError:
-        return PlanError(
-            f"report of plan {report.plan_id} by rank {report.rank} has other transfers than the plan"
-        )
-
-    def add(self, report: TransferReport) -> None:
-        """Count one rank's report, which was checked."""
-        rank = report.rank
-        for result in report.results:
-            self.swaps[result.purpose].add(result, rank)
-            if result.error_message:
-                self.errors.append(f"rank {rank}: {result.error_message}")
-        self.stop_waiting(rank)
-
-    def finish(self) -> None:
-        """Set success and error message of every transfer, once the last rank has reported."""
-        for each in self.swaps.values():
-            swap = each.swap
-            swap.success = each.is_whole
-            swap.error_message = None if swap.success else "; ".join(self.errors)
 
 
 class PlanLedger(PlanTable):
@@ -423,59 +247,13 @@ class PlanLedger(PlanTable):
         for task in tasks:
             self.expect(InFlightPlan(task, now + task.timeout + _STORAGE_GRACE, self.num_ranks))
 
-    def _take_if_finished(self, flight: InFlightPlan) -> list[InFlightPlan]:
-        """Remove a plan and return it, unless it waits for a rank."""
-        if not flight.is_finished:
-            return []
-        self.remove(flight)
-        flight.finish()
-        return [flight]
-
-    def check(self, report: TransferReport) -> None:
-        """Raise ``PlanError`` for a report of an unknown rank, or one that does not fit its plan."""
-        if not isinstance(report, TransferReport):
-            raise PlanError(
-                f"reports: {type(report).__name__} is not a TransferReport of CacheController.poll"
-            )
-        self.require_rank(report.rank)
-        flight = self.plans.get(report.plan_id)
-        if flight is not None and flight.waits_for(report.rank):
-            flight.check(report)
-
-    def require_rank(self, rank: int) -> None:
-        """Raise ``PlanError`` for an unknown rank."""
-        if rank not in range(self.num_ranks):
-            raise PlanError(f"rank {rank!r} is not one of the {self.num_ranks} ranks")
-
-    def expects(self, report: TransferReport) -> bool:
-        """Return True if this rank has not reported this plan yet."""
-        flight = self.plans.get(report.plan_id)
-        return flight is not None and flight.waits_for(report.rank)
-
-    def record(self, report: TransferReport) -> list[InFlightPlan]:
-        """Count an expected and checked report; return the plans, storage tasks included, that it completes."""
-        flight = self.plans[report.plan_id]
-        flight.add(report)
-        finished = self._take_if_finished(flight)
-        if report.refused and isinstance(flight.plan, TransferPlan):
-            for task in flight.plan.tasks:
-                if (other := self.plans.get(task.plan_id)) and other.waits_for(report.rank):
-                    other.fail(report.rank, "the plan did not reach the rank")
-                    finished += self._take_if_finished(other)
-        return finished
-
-    def clears_storage(self, report: TransferReport) -> bool:
-        """Return True if the plan of an expected report empties the storage."""
-        plan = self.plans[report.plan_id].plan
-        return isinstance(plan, TransferPlan) and plan.clear_storage
-
     def lose_rank(self, rank: int) -> list[InFlightPlan]:
         """Fail what a dead rank has not reported; return the plans that this completes. Raises ``PlanError``."""
         self.require_rank(rank)
         for flight in self.plans.values():
             if flight.waits_for(rank):
                 flight.fail(rank, _IS_GONE)
-        return [ended for flight in list(self.plans.values()) for ended in self._take_if_finished(flight)]
+        return self.take_finished()
 
     def drop(self, plan: TransferPlan, rank: int) -> list[InFlightPlan]:
         """Fail a plan that no rank gets, as a rank is dead; return it."""
@@ -483,7 +261,7 @@ class PlanLedger(PlanTable):
         for each in range(self.num_ranks):
             flight.stop_waiting(each)
         flight.fail(rank, _IS_GONE)
-        return self._take_if_finished(flight)
+        return self.take_finished()
 
     def newly_overdue(self, now: float) -> list[InFlightPlan]:
         """Return plans whose deadline has passed since the last call. They stay in flight: reports free their slots."""

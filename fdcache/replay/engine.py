@@ -17,6 +17,7 @@ from fdcache.replay.scheduler import Scheduler
 from fdcache.replay.statistics import Stopwatch, Tally, Timeline
 from fdcache.replay.worker import StartProgress, WorkerSpec
 from fdcache.replay.workloads import Arrivals, WorkItem
+from fdcache.service.server.known_blocks import KnownBlocks
 from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.factory import open_lookup
 
@@ -88,7 +89,7 @@ class Run:
     def __init__(self, arrivals: Arrivals, config: ReplayConfig, manager: CacheManager, ranks: Ranks) -> None:
         self.manager = manager
         self.ranks = ranks
-        self.tally = Tally()
+        self.tally = Tally(known=KnownBlocks())
         self._config = config
         self._watch = Stopwatch()
         self._timeline = Timeline()

@@ -32,8 +32,8 @@ from fdcache.replay.workloads import WorkItem
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.statistics import HandoverCount
+from fdcache.transfer.connector import share
 from fdcache.transfer.factory import require_connector
-from fdcache.transfer.sharing import share
 
 _STALL_SECONDS = 120.0
 _DRAIN_SECONDS = 30.0

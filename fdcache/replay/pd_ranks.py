@@ -15,7 +15,7 @@ from fdcache.metadata import TransferPlan, TransferReport
 from fdcache.replay._pattern import PatternModel
 from fdcache.settings.cache import TransferSettings
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.statistics import TransferStats
+from fdcache.transfer.connector import TransferStats
 
 Planes = list[NDArray[np.uint8]]
 

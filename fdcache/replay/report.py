@@ -12,7 +12,10 @@ from fdcache.manager import CacheManager
 from fdcache.replay.config import ReplayConfig
 from fdcache.replay.statistics import Stopwatch, Tally, Timeline, Traffic
 from fdcache.replay.worker import peak_rss_bytes
+from fdcache.service.wire.views import TreeNode
+from fdcache.tiers.statistics import CacheStats
 
+_HOTTEST = 1000
 MANAGER_CALLS = ("match", "allocate", "plan", "apply", "commit", "finish")
 
 
@@ -25,6 +28,7 @@ class Report:
         integrity_error: the first broken invariant of the manager, or None.
         manager_us: microseconds per request by manager call: the duration of a call divided by the requests
             (``apply``: reports) of its batch.
+        stats, hottest: the manager's statistics at the end, and the hottest blocks of its own host tier.
         peak_rss_bytes: peak memory of this process and the rank processes together.
     """
 
@@ -41,6 +45,8 @@ class Report:
     peak_rss_bytes: int
     timeline: Timeline
     settings: dict[str, Any]
+    stats: CacheStats
+    hottest: list[TreeNode]
 
     @property
     def clean(self) -> bool:
@@ -143,6 +149,8 @@ def build_report(
         peak_rss_bytes=peak_rss_bytes() + tally.other_rss_bytes,
         timeline=timeline,
         settings=_settings(config),
+        stats=stats,
+        hottest=manager.hottest_blocks(_HOTTEST),
     )
 
 

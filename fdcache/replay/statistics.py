@@ -13,7 +13,10 @@ from fdcache.manager import CacheManager, MatchResult
 from fdcache.metadata import SwapPurpose, TransferReport
 from fdcache.replay.jobs import Job
 from fdcache.replay.messages import StepResult
+from fdcache.service.server.known_blocks import KnownBlocks, SampledMisses
+from fdcache.service.wire.page_views import TrendRow
 from fdcache.storage.connector import StorageStats
+from fdcache.tiers.statistics import CacheStats, TierUsage
 
 
 class Stopwatch:
@@ -76,6 +79,9 @@ class Tally:
     storage: list[StorageStats] = field(default_factory=list)
     h2d: Traffic = field(default_factory=Traffic)
     d2h: Traffic = field(default_factory=Traffic)
+    known: KnownBlocks | None = None
+    missed: SampledMisses = field(default_factory=SampledMisses)
+    missed_blocks: int = 0
     to_storage: Traffic = field(default_factory=Traffic)
     from_storage: Traffic = field(default_factory=Traffic)
 
@@ -92,6 +98,14 @@ class Tally:
         self.hit_tokens["host"] += match.num_host_blocks * job.block_size
         stored = match.num_storage_blocks + match.num_ahead_blocks
         self.hit_tokens["storage"] += stored * job.block_size
+        if self.known is not None:
+            self._count_missing(self.known, job, match.total_matched_blocks)
+
+    def _count_missing(self, known: KnownBlocks, job: Job, found: int) -> None:
+        missing = job.request.block_hashes[found : (job.prompt_length - 1) // job.block_size]
+        self.missed_blocks += len(missing)
+        if len(missing):
+            self.missed = self.missed.plus(known.add_missing(missing))
 
     def count_results(self, results: list[StepResult]) -> None:
         """Add the ranks' compared blocks, copies, storage counts, and the memory of rank processes."""
@@ -132,6 +146,7 @@ class Sample:
     hit_rate: float
     recent_hit_rate: float
     occupancy: dict[str, float]
+    row: TrendRow
 
 
 @dataclass(slots=True)
@@ -155,7 +170,36 @@ class Timeline:
             (hits - earlier_hits) / (prompts - earlier_prompts) if prompts > earlier_prompts else math.nan
         )
         usage = {level.value: usage.usage for level, usage in manager.get_memory_usage().items()}
-        self.samples.append(Sample(now, tally.hit_rate, recent, usage))
+        row = _row(now, tally, manager.get_stats())
+        self.samples.append(Sample(now, tally.hit_rate, recent, usage, row))
         if len(self.samples) > _MOST_SAMPLES:
             del self.samples[::2]
             self.interval *= 2
+
+
+def _row(seconds: float, tally: Tally, stats: CacheStats) -> TrendRow:
+    """Return the totals so far, as a service records them."""
+    host, storage = stats.host or TierUsage(), stats.storage or TierUsage()
+    return TrendRow(
+        time=seconds,
+        prompt_tokens=tally.prompt_tokens,
+        device_hit_tokens=tally.hit_tokens["device"],
+        host_hit_tokens=tally.hit_tokens["host"],
+        storage_hit_tokens=tally.hit_tokens["storage"],
+        missed_sample=tally.missed.sample,
+        missed_estimated=tally.missed.missed,
+        missed_known=tally.missed.known,
+        missed_blocks=tally.missed_blocks,
+        stored_blocks=stats.counters.blocks_backed_up + stats.counters.blocks_evicted_to_host,
+        evicted_blocks=host.evictions,
+        storage_evicted_blocks=storage.evictions,
+        host_to_device_bytes=tally.h2d.bytes,
+        device_to_host_bytes=tally.d2h.bytes,
+        storage_to_host_bytes=tally.from_storage.bytes,
+        host_to_storage_bytes=tally.to_storage.bytes,
+        host_blocks=host.ready,
+        storage_blocks=storage.ready,
+        storage_reading=stats.reading_blocks,
+        storage_writing=stats.storing_blocks,
+        storage_queued=stats.queued_stores,
+    )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
-from fdcache._core import HostIndex
-from fdcache.plans.ledger import Mask, SwapInFlight
+from fdcache._core import HostIndex, SwapInFlight
+from fdcache.plans.ledger import Mask
 from fdcache.tiers.pool import PENDING
 
 

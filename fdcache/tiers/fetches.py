@@ -15,7 +15,7 @@ import msgspec
 from fdcache.metadata import HashArray
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
 from fdcache.tiers.storage_reads import StorageReads
-from fdcache.tiers.waiting_fetches import Fetch, ReadJudge
+from fdcache.tiers.waiting_fetches import Fetch, ReadJudge, Wait
 
 OnDevice = Callable[[HashArray], int]
 """Returns how many leading blocks of a path the device has."""
@@ -38,10 +38,7 @@ class FetchTerms(msgspec.Struct, frozen=True):
 
 
 class Fetches(Protocol):
-    """Fetches by number. Number 0 has no fetch."""
-
-    def storage_use(self, number: int) -> int:
-        """Return how reads concern a look-up at a service: 0 not, 1 unless everything is found, 2 in any case."""
+    """Fetches by number, of this process or a service. Number 0 has no fetch."""
 
     @property
     def is_on(self) -> bool:
@@ -58,34 +55,8 @@ class Fetches(Protocol):
         ``judge`` tells how much is worth reading; a service reads all.
         """
 
-    def must_wait(
-        self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
-    ) -> bool:
-        """Begin to read and return True if the request is to be matched later, by the policy.
-
-        A service answers this with the look-up: ``HostMatch.fetching``.
-        """
-
-    def fetched(self, number: int, start: int, size: int) -> range:
-        """Return which of ``size`` blocks from ``start`` on were read for the request, counted from ``start``."""
-
-    def is_reading(self, block_hash: bytes) -> bool:
-        """Return True for a block that is being read, as far as this process knows."""
-
-    def unpin(self, number: int) -> None:
-        """Unpin blocks that were read: the request has pinned those it uses."""
-
-    def progress(self, number: int) -> tuple[int, int]:
-        """Return how many leading blocks of the path have come, and how many will have with the reads in flight.
-
-        A service answers this with the look-up: ``HostMatch.fetched``.
-        """
-
-    def promised(self, number: int) -> tuple[int, int]:
-        """Return how many leading blocks of the path have come, and how many will have once the fetch is done.
-
-        Both are 0 until that is known.
-        """
+    def storage_use(self, number: int) -> int:
+        """Return how reads concern a look-up at a service: 0 not, 1 unless everything is found, 2 in any case."""
 
     def leave(self, number: int, *, keep: bool) -> None:
         """Wait for the fetch no longer, and begin no other; ``keep``: what is being read is read to its end."""
@@ -101,7 +72,7 @@ class FetchTable:
 
         fetches = FetchTable(lambda: tier.reads, FetchTerms())
         number = fetches.number()
-        while fetches.must_wait(number, hashes, on_device):
+        while fetches.wait(number, hashes, on_device) is not None:
             ...  # a scheduler step
         fetches.end(number)
 
@@ -138,11 +109,6 @@ class FetchTable:
         return self._reads() is not None
 
     @property
-    def num_fetches(self) -> int:
-        """Number of fetches kept."""
-        return len(self._fetches)
-
-    @property
     def num_leases(self) -> int:
         """Number of fetches that pin blocks."""
         return sum(fetch.lease != 0 for fetch in self._fetches.values())
@@ -166,15 +132,21 @@ class FetchTable:
             self._fetches[number] = fetch
             self._blocks += len(hashes)
 
-    def must_wait(
+    def wait(
         self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
-    ) -> bool:
-        """Begin to read and return True if the request is to be matched later, by the policy."""
+    ) -> Wait | None:
+        """Begin to read and return what the request has to wait for, by the policy; None if it goes on."""
         if self.terms.policy is PrefetchPolicy.BEST_EFFORT:
-            return False
+            return None
         self.begin(number, hashes, on_device, judge)
         fetch, reads = self._fetches.get(number), self._reads()
-        return fetch is not None and reads is not None and reads.must_wait(fetch, self.terms.policy)
+        return None if fetch is None or reads is None else reads.wait(fetch, self.terms.policy)
+
+    def go_on(self, number: int) -> None:
+        """Let the request go on with the blocks that have come; the others are read to their end."""
+        fetch, reads = self._fetches.get(number), self._reads()
+        if fetch is not None and reads is not None:
+            reads.leave(fetch)
 
     def fetched(self, number: int, start: int, size: int) -> range:
         """Return which of ``size`` blocks from ``start`` on were read for the request, counted from ``start``."""
@@ -191,16 +163,6 @@ class FetchTable:
         fetch, reads = self._fetches.get(number), self._reads()
         if fetch is not None and reads is not None:
             reads.unpin(fetch)
-
-    def progress(self, number: int) -> tuple[int, int]:
-        """Return how many leading blocks of the path have come, and how many will have with the reads in flight."""
-        fetch = self._fetches.get(number)
-        return (0, 0) if fetch is None else (fetch.first + fetch.pinned, fetch.stop)
-
-    def promised(self, number: int) -> tuple[int, int]:
-        """Return the same once no reads follow those in flight, (0, 0) before."""
-        fetch = self._fetches.get(number)
-        return (0, 0) if fetch is None or not fetch.is_final else self.progress(number)
 
     def leave(self, number: int, *, keep: bool) -> None:
         """Wait for the fetch no longer; ``keep``: what is being read is read to its end."""

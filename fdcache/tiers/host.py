@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from fdcache._core import CopyReservation, HostIndex
+from fdcache._core import CopyReservation, HostIndex, SwapInFlight
 from fdcache.errors import ConfigurationError, HashingError
 from fdcache.hints import GivenHint, HintOutcome
 from fdcache.layout import KVLayout
@@ -28,9 +28,8 @@ from fdcache.metadata import (
     SwapPurpose,
 )
 from fdcache.plans.blocks import NO_BLOCKS, Blocks
-from fdcache.plans.ledger import SwapInFlight
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.fetches import Fetches
+from fdcache.tiers.fetches import Fetches, FetchTable
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters, ReadTotals, TierUsage, TrafficMeter
 
@@ -193,7 +192,11 @@ class HostTier(Protocol):
 
     @property
     def fetches(self) -> Fetches | None:
-        """Reads from storage for requests; None without storage."""
+        """Reads from storage for requests, by this process or a service; None without storage."""
+
+    @property
+    def fetch_table(self) -> FetchTable | None:
+        """``fetches``, if this process reads."""
 
     @property
     def host_cache(self) -> HostCache:
@@ -231,7 +234,7 @@ class LocalHostTier(BlockPool):
     """
 
     service: HostService | None = None
-    fetches: Fetches | None = None
+    fetch_table: FetchTable | None = None
     on_evict: Callable[[HashArray], None] | None = None
 
     def __init__(
@@ -250,6 +253,11 @@ class LocalHostTier(BlockPool):
     def index(self) -> LocalHostTier:
         """The tier itself."""
         return self
+
+    @property
+    def fetches(self) -> FetchTable | None:
+        """The reads of this process."""
+        return self.fetch_table
 
     @property
     def pool(self) -> LocalHostTier:
@@ -324,12 +332,11 @@ def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[F
         raise HashingError(
             f"keys: {error}; a key that was stored below another block than the one before it has to differ"
         ) from error
-    if fetches is None:
-        fetched = range(0)
-    else:
-        fetched, stop = fetches.fetched(number, start, len(run)), start + len(run)
+    fetched = range(0)
+    if (table := host.fetch_table) is not None:
+        fetched, stop = table.fetched(number, start, len(run)), start + len(run)
         # The prefetch policy has decided how long to wait for a block that is being read.
-        pending = pending and not fetches.is_reading(hashes[stop].tobytes())
+        pending = pending and not table.is_reading(hashes[stop].tobytes())
     if not len(run):
         return Found(0, pending=pending), ask_for
     blocks = Blocks.of_path(hashes, start, run.slots, run.generations, run.unverified)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,6 @@ ABSENT, READY, PENDING = range(3)
 
 RESERVED, IS_READY, IS_PENDING, NO_PARENT = range(4)
 """Answers of ``reserve_copies``, per block: a slot was reserved, or why none was."""
-
-STORED, DUPLICATE = range(2)
-"""Answers of ``commit``, per block."""
 
 EVENT_STORED, EVENT_REMOVED, EVENT_CLEARED, EVENT_LOST = range(4)
 """Kinds of ``take_events``. The last two concern the whole tier."""
@@ -105,6 +102,19 @@ class BlockPool(_core.Tier):
                 )
             )
         return nodes
+
+    def hottest_paths(self, limit: int) -> Iterator[tuple[_core.NodeView, bytes]]:
+        """Yield the hottest blocks and their ancestors, parents first, each with the hash of its parent.
+
+        Blocks may leave meanwhile; those that have left are left out.
+        """
+        blocks = self.ancestry(self.hottest(limit).slots)
+        for slot, key, parent in zip(blocks.slots.tolist(), blocks.hashes, blocks.parents, strict=True):
+            if slot >= self.stats().slots:  # the tier has shrunk since
+                continue
+            node = self.node(slot)
+            if node.findable and node.hash == key.tobytes():
+                yield node, parent.tobytes()
 
     def usage(self) -> TierUsage:
         """Return the state of the tier."""

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from fdcache._core import InFlightPlan, SwapInFlight
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageScan, StorageTask, SwapPurpose
 from fdcache.plans.blocks import NO_BLOCKS
-from fdcache.plans.ledger import InFlightPlan, Mask, StorageOrders, SwapInFlight
+from fdcache.plans.ledger import Mask, StorageOrders
 from fdcache.settings.cache import CacheSettings, EvictionPolicy, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.storage.slab_format import slots_for

@@ -20,7 +20,7 @@ from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.pool import ABSENT, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import StorageIndex, question
-from fdcache.tiers.waiting_fetches import Fetch, Read, ReadJudge, WaitingFetches
+from fdcache.tiers.waiting_fetches import Fetch, Read, ReadJudge, Wait, WaitingFetches
 
 log = logging.getLogger(__name__)
 
@@ -152,42 +152,40 @@ class StorageReads:
         self._advance(fetch)
         return fetch
 
-    def must_wait(self, fetch: Fetch, policy: PrefetchPolicy) -> bool:
-        """Return True if the request is to be matched later, by the policy."""
+    def wait(self, fetch: Fetch, policy: PrefetchPolicy) -> Wait | None:
+        """Return what the request has to wait for, by the policy; None if it goes on."""
         if policy is PrefetchPolicy.BEST_EFFORT:
-            return False
+            return None
         self._take_answers()
         if self._waiting.is_ready(fetch) or (self._waiting.waits_for_room(fetch) and self._has_room):
             self._advance(fetch)
         if fetch.done:
-            return False
+            return None
         if policy is PrefetchPolicy.TIMEOUT and self._clock() > fetch.deadline:
             self._counters.prefetches_timed_out += 1
             self.cancel(fetch)
-            return False
-        if not self._is_worth_waiting(fetch):
-            self.leave(fetch)
-            return False
-        return True
-
-    def _is_worth_waiting(self, fetch: Fetch) -> bool:
-        """Return False if the request is sooner done without its reads in flight."""
-        if fetch.judge is None:
-            return True
-        arrived = fetch.first + fetch.pinned
-        if self._waiting.waits_for_room(fetch):  # at best all of its path is read then
-            return fetch.judge.is_worth_waiting(arrived, [len(fetch.hashes)], fetch.ahead, fetch.since)
-        in_flight = [read for read in fetch.reads if self._is_in_flight(read)]
-        if not in_flight:
-            return True
-        ends = [
-            min(end, fetch.stop)
-            for end in accumulate((len(read.hashes) for read in in_flight), initial=arrived)
-        ]
-        others = ends[:1:-1][:: max(len(ends) // _MOST_ENDS, 1)]
-        return fetch.judge.is_worth_waiting(
-            arrived, [*ends[1:2], *reversed(others)], fetch.ahead, fetch.since
+            return None
+        return Wait(
+            fetch.first,
+            fetch.first + fetch.pinned,
+            fetch.stop,
+            fetch.since,
+            self._ends(fetch),
+            fetch.ahead,
+            fetch.judge.on_device if fetch.judge is not None else 0,
+            fetch.is_final,
         )
+
+    def _ends(self, fetch: Fetch) -> tuple[int, ...]:
+        """Return where the reads in flight of a fetch end, of many reads some."""
+        if fetch.judge is None:
+            return ()
+        if self._waiting.waits_for_room(fetch):  # at best all of its path is read then
+            return (len(fetch.hashes),)
+        in_flight = [len(read.hashes) for read in fetch.reads if self._is_in_flight(read)]
+        ends = [min(end, fetch.stop) for end in accumulate(in_flight, initial=fetch.first + fetch.pinned)]
+        others = ends[:1:-1][:: max(len(ends) // _MOST_ENDS, 1)]
+        return (*ends[1:2], *reversed(others))
 
     def leave(self, fetch: Fetch) -> None:
         """End a fetch whose reads go on, for requests to come."""

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fdcache._core import SwapInFlight
 from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.plans.blocks import NO_BLOCKS, BlockQueue, Blocks
-from fdcache.plans.ledger import StorageOrders, SwapInFlight
+from fdcache.plans.ledger import StorageOrders
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.tiers.pool import NO_PARENT, RESERVED, BlockPool, with_absent_ancestors
 from fdcache.tiers.statistics import Counters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
@@ -13,8 +13,31 @@ from fdcache.plans.ledger import StorageOrder
 from fdcache.tiers.storage_index import Question
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a request waits for: blocks of its path that are read from storage for it. They count from its start.
+
+    Those from ``first`` on are read for the request; ``arrived`` of the path have come, and the reads in flight bring
+    those up to ``stop``. ``ends``: where each of these reads ends, nothing while the request waits for something else.
+    The first of them began at ``since``, behind ``ahead`` blocks of others; the request had ``on_device`` blocks then.
+    ``is_last``: no other reads follow.
+    """
+
+    first: int
+    arrived: int
+    stop: int
+    since: float
+    ends: tuple[int, ...] = ()
+    ahead: int = 0
+    on_device: int = 0
+    is_last: bool = False
+
+
 class ReadJudge(Protocol):
-    """Judges the reads of one request, which has ``on_device`` blocks. Blocks count from the start of its path."""
+    """Judges the reads of one request, which had ``on_device`` blocks when it was asked last.
+
+    Blocks count from the start of its path.
+    """
 
     on_device: int
 
@@ -26,12 +49,6 @@ class ReadJudge(Protocol):
 
     def worth_joining(self, on_device: int, first: int, stop: int) -> int:
         """Return up to which of the blocks ``first`` to ``stop``, which others read, the request waits for them."""
-
-    def is_worth_waiting(self, arrived: int, ends: Sequence[int], ahead: int, since: float) -> bool:
-        """Return False if the request should go on with the ``arrived`` blocks.
-
-        ``ends``: where each of its reads in flight ends. The first began at ``since``, behind ``ahead`` blocks.
-        """
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +72,8 @@ class Fetch:
     ``on_device`` returns how many leading blocks its device has; a read that ends there is not worth it. A wait for
     the fetch ends at ``deadline``, one second later for every ``bandwidth`` bytes that are read. Blocks that have come
     are pinned under ``lease`` until the request's match: ``pinned`` of them. ``is_final``: no others follow the reads
-    in flight. ``judge`` ends the wait earlier: the reads
-    in flight began at ``since``, behind ``ahead`` blocks of others.
+    in flight. ``judge`` decides how much is read. The reads in flight began at ``since``, behind ``ahead`` blocks of
+    others.
     """
 
     hashes: HashArray

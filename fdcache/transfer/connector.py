@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -21,9 +22,11 @@ from fdcache import _core
 from fdcache._core import PlaneTable
 from fdcache.devices.base import Event
 from fdcache.devices.cuda_peers import CudaPeerAccess
+from fdcache.errors import LayoutError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
+from fdcache.tiers.statistics import HandoverCount
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,3 +237,140 @@ class TransferConnector(Protocol):
 
     def close(self) -> None:
         """Wait for the reads in flight that end by themselves, and release everything. Idempotent."""
+
+
+class PeerView(msgspec.Struct, frozen=True):
+    """One peer: ``direction`` is ``fetch`` for one that this rank reads from."""
+
+    direction: str
+    address: str
+    boot: str
+    state: str
+    error: str | None = None
+
+
+class TransferView(msgspec.Struct, frozen=True):
+    """One hand-over that has not ended. ``complete``: a send all of whose blocks are computed."""
+
+    plan_id: int
+    direction: str
+    transfer: str
+    peer: str
+    blocks: int
+    seconds: float
+    complete: bool = False
+
+
+class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Snapshot of one rank's hand-overs.
+
+    ``held_blocks``: slots of fetches that have ended and wait for reads in flight. ``leases_expired``: sends that
+    ended because no peer asked, or renewed its lease, in time.
+    """
+
+    rank: int
+    role: str
+    address: str
+    connector: ConnectorStats
+    peers: tuple[PeerView, ...] = ()
+    transfers: tuple[TransferView, ...] = ()
+    counts: tuple[HandoverCount, ...] = ()
+    sent_blocks_held: int = 0
+    fetched_blocks_in_flight: int = 0
+    held_blocks: int = 0
+    leases_expired: int = 0
+    protocol_errors: int = 0
+
+
+_WORD = 8
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks of peers that a rank meets.
+
+    ``sources``: the prefill ranks that it reads from, and how their planes meet its own; None if they are equal.
+    ``declined``: prefill ranks that have the same planes as a source. ``readers``: the pieces of its planes that each
+    decode rank reads from it, the first of which has rank ``first_reader``; None for all.
+    """
+
+    layout: KVLayout
+    sources: tuple[tuple[int, Joint | None], ...]
+    declined: tuple[int, ...]
+    readers: tuple[Pieces | None, ...]
+    first_reader: int
+
+    @cached_property
+    def joints(self) -> dict[int, Joint | None]:
+        """How the planes of each source meet the own ones."""
+        return dict(self.sources)
+
+
+def share(layout: KVLayout, rank: int, peer_ranks: int | None) -> Sharing:
+    """Return what a rank shares with instances of ``peer_ranks`` ranks, None for as many as its own has.
+
+    Raises ``TransferError`` for tensor parallelisms of which none is a multiple of the other, or planes that cannot be
+    split by head.
+    """
+    own = layout.tp_size
+    if peer_ranks is None or peer_ranks == own:
+        return Sharing(layout, ((rank, None),), (), (None,), rank)
+    if own % peer_ranks and peer_ranks % own:
+        raise TransferError(
+            f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: this instance has {own} ranks; one has to be a multiple of the "
+            "other"
+        )
+    try:
+        theirs = layout.with_tp_size(peer_ranks)
+    except LayoutError as error:
+        raise TransferError(f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: {error}") from error
+    if layout.is_latent:
+        return _replicated(layout, theirs, rank)
+    return _split(layout, theirs, rank)
+
+
+def _replicated(own: KVLayout, theirs: KVLayout, rank: int) -> Sharing:
+    ranks = _facing(own, theirs, rank)
+    joint = Joint(theirs, whole_planes(theirs), whole_planes(own))
+    readers = len(ranks) if theirs.tp_size > own.tp_size else 1
+    return Sharing(theirs, ((ranks[0], joint),), ranks[1:], (None,) * readers, ranks[0])
+
+
+def _split(own: KVLayout, theirs: KVLayout, rank: int) -> Sharing:
+    ranks = _facing(own, theirs, rank)
+    if theirs.tp_size > own.tp_size:
+        sources = tuple(
+            (each, Joint(theirs, whole_planes(theirs), _piece(theirs, own, index, theirs)))
+            for index, each in enumerate(ranks)
+        )
+        readers = tuple(_piece(theirs, own, index, own) for index in range(len(ranks)))
+        return Sharing(theirs, sources, (), readers, ranks[0])
+    index = rank % (own.tp_size // theirs.tp_size)
+    piece = _piece(own, theirs, index, theirs)
+    mine = Pieces((0,) * own.num_planes, piece.sizes, piece.positions)
+    return Sharing(theirs, ((ranks[0], Joint(theirs, piece, mine)),), (), (None,), ranks[0])
+
+
+def _facing(own: KVLayout, theirs: KVLayout, rank: int) -> tuple[int, ...]:
+    """Return the ranks of the peer that have heads of this rank."""
+    times = theirs.tp_size // own.tp_size
+    if times:
+        return tuple(range(rank * times, (rank + 1) * times))
+    return (rank * theirs.tp_size // own.tp_size,)
+
+
+def _piece(small: KVLayout, large: KVLayout, index: int, prefill: KVLayout) -> Pieces:
+    """Return the planes of a small layout within those of a large one, with the positions of prefill's record."""
+    starts, sizes, positions = [], [], []
+    for part, whole, record in zip(small.planes, large.planes, prefill.planes, strict=True):
+        if part.nbytes % _WORD:
+            raise TransferError(
+                f"FDCACHE_TRANSFER_PEER_RANKS: plane {part.kind.value} has {part.nbytes} bytes of a rank's heads, "
+                f"which are no multiple of {_WORD}"
+            )
+        start = index * part.nbytes
+        assert start + part.nbytes <= whole.nbytes
+        starts.append(start)
+        sizes.append(part.nbytes)
+        positions.append(record.offset + (start if prefill is large else 0))
+    return Pieces(tuple(starts), tuple(sizes), tuple(positions))

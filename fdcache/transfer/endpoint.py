@@ -23,8 +23,16 @@ from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import decode, prefill
-from fdcache.transfer.addresses import address_error, rank_address
-from fdcache.transfer.connector import LocalPlanes, Notifier, ReadOutcome, TransferContext
+from fdcache.transfer.access import address_error, rank_address
+from fdcache.transfer.connector import (
+    LocalPlanes,
+    Notifier,
+    PeerView,
+    ReadOutcome,
+    TransferContext,
+    TransferStats,
+    share,
+)
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
@@ -38,10 +46,7 @@ from fdcache.transfer.prefill import (
     Publish,
     SendMessage,
 )
-from fdcache.transfer.publishing import Publisher
-from fdcache.transfer.sends import Sends
-from fdcache.transfer.sharing import share
-from fdcache.transfer.statistics import PeerView, TransferStats
+from fdcache.transfer.sends import Publisher, Sends
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,6 @@ TransferFactory = Callable[[TransferContext], TransferConnector]
 def open_connector(context: TransferContext) -> TransferConnector:
     """Open the connector of the settings. Raises ``TransferError`` when it cannot be opened."""
     name = context.settings.connector
-    if name == "ipc" and context.planes.gpu is not None:
-        from fdcache.transfer.device_ipc import DeviceIpcConnector
-
-        return DeviceIpcConnector(context, context.planes.gpu)
     if name == "ipc":
         from fdcache.transfer.ipc import IpcConnector
 
@@ -36,7 +32,7 @@ def open_connector(context: TransferContext) -> TransferConnector:
 def require_connector(settings: PeerSettings) -> None:
     """Raise ``TransferNotFoundError`` early for a connector that does not exist."""
     if settings.connector == "rdma":
-        from fdcache.transfer.nixl_agent import find_nixl
+        from fdcache.transfer.nixl import find_nixl
 
         find_nixl()
     elif settings.is_on and settings.connector != "ipc":

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from fdcache._core import InFlightPlan
 from fdcache.errors import RequestStateError
 from fdcache.manager.cache_manager import CacheManager
 from fdcache.manager.requests import PeerSource, PlannedFetch, Request
 from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.blocks import Blocks
-from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger, make_swap
+from fdcache.plans.ledger import OpenPlan, PlanLedger, make_swap
 from fdcache.settings import Settings
 from fdcache.settings.peers import PeerSettings
 from fdcache.tiers.handovers import HandoverTally

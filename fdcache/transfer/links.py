@@ -13,7 +13,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from fdcache.errors import ProtocolError, TransferError
 from fdcache.service.wire.liveness import Live, Watch
-from fdcache.transfer.addresses import address_error, prepare_socket, require_peer_address
+from fdcache.transfer.access import (
+    Gatekeeper,
+    LinkKeys,
+    address_error,
+    prepare_socket,
+    require_key,
+    require_peer_address,
+)
 from fdcache.transfer.messages import (
     MOST_BYTES,
     NO_BOOT,
@@ -30,7 +37,6 @@ from fdcache.transfer.messages import (
     difference,
     encode,
 )
-from fdcache.transfer.trust import Gatekeeper, LinkKeys, require_key
 
 _MOST_QUEUED = 10_000
 _HELLO_EVERY = 0.02

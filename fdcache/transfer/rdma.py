@@ -27,11 +27,17 @@ from fdcache.transfer.connector import (
     TransferContext,
     whole_planes,
 )
-from fdcache.transfer.memory_pieces import (
+from fdcache.transfer.nixl import (
+    IN_PLACE,
+    IN_PLACE_BYTES,
+    NixlAgent,
+    Peer,
+    PeerMemory,
+    Read,
+    Run,
     extents,
     mean_run_bytes,
 )
-from fdcache.transfer.nixl_agent import NixlAgent
 from fdcache.transfer.packed_memory import (
     CHUNK_BYTES,
     Copying,
@@ -40,7 +46,6 @@ from fdcache.transfer.packed_memory import (
     Packing,
     Region,
 )
-from fdcache.transfer.rdma_runs import IN_PLACE, IN_PLACE_BYTES, Peer, PeerMemory, Read, Run
 
 logger = logging.getLogger(__name__)
 
@@ -440,7 +445,7 @@ class RdmaConnector:
 def _packed_memory(planes: LocalPlanes, nbytes: int) -> PackedMemory:
     if planes.gpu is None:
         return HostPackedMemory(nbytes, planes)
-    from fdcache.transfer.device_packed_memory import DevicePackedMemory
+    from fdcache.transfer.packed_memory import DevicePackedMemory
 
     try:
         return DevicePackedMemory(nbytes, planes, planes.gpu)

@@ -10,18 +10,190 @@ from dataclasses import dataclass
 from fdcache.devices.base import Event
 from fdcache.errors import DeviceError
 from fdcache.layout import KVLayout
-from fdcache.metadata import HandoverEnd, Int32Array, PeerTask
+from fdcache.metadata import HandoverEnd, Int32Array, PeerTask, UInt64Array
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import prefill
-from fdcache.transfer.connector import LocalPlanes
+from fdcache.transfer.connector import LocalPlanes, Packer, Pieces, Sharing, TransferConnector, TransferView
 from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.links import Incoming
-from fdcache.transfer.prefill import ComputeSums, Offer, Part
-from fdcache.transfer.publishing import ComputedPart
-from fdcache.transfer.readers import Readers
-from fdcache.transfer.sharing import Sharing
-from fdcache.transfer.statistics import TransferView
+from fdcache.transfer.messages import FromDecode
+from fdcache.transfer.prefill import (
+    ComputeSums,
+    Effect,
+    Offer,
+    OfferEnded,
+    Part,
+    Peer,
+    PlacesRead,
+    PrefillSide,
+    Publish,
+    SendEnd,
+)
+
+
+class Readers:
+    """As a ``PrefillSide``, for several readers of the same blocks. An offer ends once it has ended for all of them."""
+
+    def __init__(self, count: int) -> None:
+        self.sides = tuple(PrefillSide() for _ in range(count))
+        self._of: dict[Peer, int] = {}
+        self._ended: dict[int, list[OfferEnded]] = {}
+
+    @property
+    def blocks_held(self) -> int:
+        """Blocks of all offers."""
+        return max(side.blocks_held for side in self.sides)
+
+    def greet(self, peer: Peer, index: int) -> None:
+        """Take a peer for the reader of this number."""
+        self._of[peer] = index
+
+    def offer(self, offer: Offer, now: float) -> None:
+        """Hand over the blocks of a plan to every reader."""
+        for side in self.sides:
+            side.offer(offer, now)
+
+    def is_live(self, plan_id: int) -> bool:
+        """Return True until the offer of a plan has ended for every reader."""
+        return any(side.is_live(plan_id) for side in self.sides)
+
+    def is_complete(self, plan_id: int) -> bool:
+        """Return True once the sums of a live offer are known."""
+        live = [side for side in self.sides if side.is_live(plan_id)]
+        return bool(live) and all(side.is_complete(plan_id) for side in live)
+
+    def computed(self, plan_id: int, part: Part) -> None:
+        """Note that a part of an offer is computed."""
+        for side in self.sides:
+            side.computed(plan_id, part)
+
+    def sums(self, index: int, plan_id: int, part: Part, sums: UInt64Array) -> None:
+        """Take the sums of what a reader reads of a part."""
+        self.sides[index].sums(plan_id, part, sums)
+
+    def cancel(self, plan_id: int, reason: str) -> None:
+        """End an offer whose blocks will not be complete, and tell decode. Idempotent."""
+        for side in self.sides:
+            side.cancel(plan_id, reason)
+
+    def receive(self, peer: Peer, message: FromDecode, now: float) -> None:
+        """Take a message of a peer that was greeted."""
+        self.sides[self._of[peer]].receive(peer, message, now)
+
+    def peer_gone(self, peer: Peer) -> None:
+        """End what a peer, whose process is proved gone, has asked for."""
+        if (index := self._of.get(peer)) is not None:
+            self.sides[index].peer_gone(peer)
+
+    def tick(self, now: float) -> None:
+        """End what has lasted too long."""
+        for side in self.sides:
+            side.tick(now)
+
+    def take_effects(self) -> list[tuple[int, Effect]]:
+        """Remove and return what is to be done, with the number of the reader."""
+        return [
+            (index, done)
+            for index, side in enumerate(self.sides)
+            for effect in side.take_effects()
+            for done in (self._ends(effect) if isinstance(effect, OfferEnded) else (effect,))
+        ]
+
+    def _ends(self, ended: OfferEnded) -> list[Effect]:
+        """Return the end of an offer once it is that of the last reader; before that, the places that are free."""
+        ends = self._ended.setdefault(ended.plan_id, [])
+        ends.append(ended)
+        freed: list[Effect] = [PlacesRead(ended.plan_id, places) for places in ended.places]
+        if ended.end is SendEnd.PEER_GONE:  # no block can be whole on all ranks of that instance any more
+            self.cancel(ended.plan_id, "the decode process of another rank is gone")
+        if len(ends) < len(self.sides):
+            return freed
+        del self._ended[ended.plan_id]
+        worst = next((each for each in ends if each.end is not SendEnd.DONE), ended)
+        return [*freed, worst._replace(places=(), blocks=max(each.blocks for each in ends))]
+
+
+@dataclass(slots=True)
+class ComputedPart:
+    """A part that is computed once ``event`` is reached."""
+
+    plan_id: int
+    part: Part
+    event: Event | None
+
+
+class Publisher:
+    """Publishes the parts for which a peer asks, in order, as far as the connector has room."""
+
+    def __init__(
+        self,
+        connector: TransferConnector,
+        side: PrefillSide,
+        slots_of: Callable[[int], Int32Array],
+        pieces: Pieces | None,
+    ) -> None:
+        self._connector, self._side, self._slots_of, self._pieces = connector, side, slots_of, pieces
+        self._wanted: deque[Publish] = deque()
+        self._packing: deque[tuple[Publish, Part, tuple[int, ...]]] = deque()
+
+    def publish(self, wanted: Publish) -> None:
+        """Publish a part as soon as there is room."""
+        self._wanted.append(wanted)
+
+    def publish_next(self) -> bool:
+        """Announce what is packed, or publish the leading blocks of the next part for which there is room.
+
+        Returns False if nothing was done. A peer that waits for room does not hold up others.
+        """
+        if self._announce_next():
+            return True
+        waiting: set[bytes] = set()
+        passed: list[Publish] = []
+        published = False
+        while self._wanted and not published:
+            wanted = self._wanted.popleft()
+            if not self._side.is_asked(wanted.plan_id, wanted.peer, wanted.attempt):
+                continue
+            published = wanted.peer not in waiting and self._publish(wanted)
+            if not published:
+                waiting.add(wanted.peer)
+                passed.append(wanted)
+        self._wanted.extendleft(reversed(passed))
+        return published
+
+    def _publish(self, wanted: Publish) -> bool:
+        """Publish the leading blocks of a part if there is room, and keep the rest of it."""
+        part = wanted.part
+        most = self._connector.most_blocks(part.first_plane, part.last_plane)
+        head = part._replace(last=min(part.last, part.first + most))
+        slots = self._slots_of(wanted.plan_id)[head.first : head.last]
+        try:
+            places = self._connector.publish(slots, part.first_plane, part.last_plane, self._pieces)
+        except DeviceError as error:
+            self._side.cancel(wanted.plan_id, str(error))
+            return True
+        if places is None:
+            return False
+        if head.last < part.last:
+            self._wanted.appendleft(wanted._replace(part=part._replace(first=head.last)))
+        self._packing.append((wanted, head, places))
+        self._announce_next()
+        return True
+
+    def _announce_next(self) -> bool:
+        """Announce the first part that is being packed, if peers may read it."""
+        if not self._packing:
+            return False
+        wanted, head, places = self._packing[0]
+        try:
+            if isinstance(self._connector, Packer) and not self._connector.is_packed(places):
+                return False
+        except DeviceError as error:
+            self._side.cancel(wanted.plan_id, str(error))
+        self._packing.popleft()
+        self._side.published(wanted.plan_id, wanted.peer, wanted.attempt, head, places)
+        return True
 
 
 @dataclass(slots=True)

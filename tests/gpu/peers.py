@@ -31,8 +31,8 @@ from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
 from fdcache.testing.transfer import TransferConformance
 from fdcache.transfer.connector import LocalPlanes, ReadEnd, ReadOrder, TransferContext
-from fdcache.transfer.device_ipc import DeviceIpcConnector
-from fdcache.transfer.device_packed_memory import DevicePackedMemory
+from fdcache.transfer.ipc import IpcConnector
+from fdcache.transfer.packed_memory import DevicePackedMemory
 from fdcache.transfer.rdma import RdmaConnector
 from tests.service_help import until
 from tests.transfer_help import Instance, prompt_of
@@ -125,7 +125,7 @@ class GpuInstance(Instance):
             return found
 
 
-def end_of_read(connector: DeviceIpcConnector) -> ReadEnd:
+def end_of_read(connector: IpcConnector) -> ReadEnd:
     """Wait for the end of a read."""
     ends: list[ReadEnd] = []
 
@@ -182,7 +182,7 @@ def _read(described: str, plane_bytes: str, num_blocks: str) -> None:
     """Read all blocks of a peer on the first GPU that is visible; answer whether they are what it was filled with."""
     layout, blocks = layout_of(int(plane_bytes)), int(num_blocks)
     planes = GpuPeerPlanes(layout, blocks)
-    connector = DeviceIpcConnector(planes.context(PeerSettings(connector="ipc")), planes.access)
+    connector = IpcConnector(planes.context(PeerSettings(connector="ipc")))
     reason = connector.connect(b"peer", bytes.fromhex(described))
     if reason is None:
         every = np.arange(blocks, dtype=np.int32)

@@ -29,7 +29,7 @@ class GpuMachine(ManagerMachine):
             host_blocks=manager.host_cache.num_blocks,
             group_layers=1,
             swap_method=cls.methods[index],
-            loads_ahead=2 * manager.layout.payload_bytes,
+            queued_bytes=2 * manager.layout.payload_bytes,
         )
         return ControllerRank(index, worker)
 

@@ -39,7 +39,7 @@ def test_loads_behind_a_busy_stream_are_merged(method: str, name: str, monkeypat
         host_blocks=BLOCKS,
         swap_method=method,
         verify="all",
-        loads_ahead=12 * layout.payload_bytes,
+        queued_bytes=12 * layout.payload_bytes,
     ) as worker:
         worker.run(plan(1, backup=[(slot, BLOCKS - 1 - slot) for slot in range(BLOCKS)]))
         worker.run(plan(20, load=[(BLOCKS - 1, 0)]))  # its kernels are compiled
@@ -75,7 +75,7 @@ def test_loads_behind_a_busy_stream_are_merged(method: str, name: str, monkeypat
 
 def test_waiting_for_a_layer_starts_a_waiting_load() -> None:
     layout = WIDE["128 KiB"]
-    with GpuWorker(layout, device_blocks=BLOCKS, host_blocks=BLOCKS, loads_ahead=1) as worker:
+    with GpuWorker(layout, device_blocks=BLOCKS, host_blocks=BLOCKS, queued_bytes=1) as worker:
         worker.run(plan(1, backup=[(slot, slot) for slot in range(BLOCKS)]))
         before = worker.block(3)
         busy, compute = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
@@ -117,7 +117,7 @@ LOST = """
     from tests.gpu.test_cuda_swaps import WIDE
     from tests.swaps import plan
 
-    worker = GpuWorker(WIDE["128 KiB"], device_blocks=64, host_blocks=64, loads_ahead=1)
+    worker = GpuWorker(WIDE["128 KiB"], device_blocks=64, host_blocks=64, queued_bytes=1)
     worker.run(plan(1, evict=[(i, i) for i in range(64)]))
     trap = cupy.RawKernel('extern "C" __global__ void trap() { asm("trap;"); }', "trap")
     trap.compile()

@@ -73,7 +73,7 @@ def test_threads_begin_and_end_with_the_controller() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_last_load_of_a_slot_writes_it_last_from_either_thread(method: str) -> None:
     random = np.random.default_rng(3)
-    with worker_with(swap_method=method, loads_ahead=1 << 40) as worker:
+    with worker_with(swap_method=method, queued_bytes=1 << 40) as worker:
         worker.run(plan(1, evict=[(slot, slot) for slot in range(BLOCKS)]))
         saved = [worker.block(slot) for slot in range(BLOCKS)]
         expected = list(range(BLOCKS))
@@ -153,9 +153,9 @@ def test_controllers_of_two_threads_share_a_device() -> None:
 
     with (
         threads_that_take_turns() as pool,
-        GpuWorker(layout, device_blocks=blocks, host_blocks=blocks, loads_ahead=1 << 40) as first,
+        GpuWorker(layout, device_blocks=blocks, host_blocks=blocks, queued_bytes=1 << 40) as first,
         GpuWorker(
-            layout, gpu=first.gpu, device_blocks=blocks, host_blocks=blocks, loads_ahead=1 << 40, seed=1
+            layout, gpu=first.gpu, device_blocks=blocks, host_blocks=blocks, queued_bytes=1 << 40, seed=1
         ) as second,
     ):
         for ended in [pool.submit(work, first, 2), pool.submit(work, second, 3)]:

@@ -19,13 +19,13 @@ from fdcache.settings.cache import TransferSettings
 RUN = "from fdcache_cli.main import run; run()"
 
 
-def run_init(
+def run_command(
     folder: Path, *options: str, program: str = RUN, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program, "init", "--yes", *options],
+        [sys.executable, "-c", program, *options],
         env=os.environ
-        | {"FDCACHE_CALIBRATION_DIR": str(folder), "XDG_CONFIG_HOME": str(folder / "config")}
+        | {"FDCACHE_CALIBRATION_DIR": str(folder), "XDG_CONFIG_HOME": str(folder.with_name("config"))}
         | environment,
         capture_output=True,
         text=True,
@@ -38,11 +38,11 @@ def test_init_measures_keeps_and_shows_a_calibration(tmp_path: Path) -> None:
     picture = tmp_path / "link.svg"
     pytest.importorskip("matplotlib")
     uuid = visible_gpus()[0].uuid
-    done = run_init(tmp_path, "--device", uuid, "--plot", str(picture))
+    done = run_command(tmp_path, "init", "--yes", "--device", uuid, "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     assert "planes from" in done.stdout and uuid in done.stdout
     assert picture.stat().st_size > 1000
-    again = run_init(tmp_path, "--device", uuid, "--json")
+    again = run_command(tmp_path, "init", "--yes", "--device", uuid, "--json")
     (shown,) = json.loads(again.stdout)["calibrations"]
     kept = load_calibration(visible_gpus()[0], tmp_path)
     assert kept is not None
@@ -62,7 +62,9 @@ held = cupy.cuda.Memory(free - (128 << 20))
 def test_a_gpu_without_free_memory_is_not_measured(tmp_path: Path) -> None:
     uuid = visible_gpus()[0].uuid
     folder = tmp_path / "calibration"
-    done = run_init(folder, "--device", uuid, program=f"{FULL}{RUN}", CUDA_VISIBLE_DEVICES=uuid)
+    done = run_command(
+        folder, "init", "--yes", "--device", uuid, program=f"{FULL}{RUN}", CUDA_VISIBLE_DEVICES=uuid
+    )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "cannot be measured" in done.stderr and "nothing else uses the GPU" in done.stderr
@@ -73,7 +75,7 @@ def test_kernels_that_do_not_compile_are_an_error_with_the_remedy(tmp_path: Path
     with pytest.raises(KernelError, match=r"GPU 0: .*error: .*pip install --upgrade nvidia-cuda-nvrtc"):
         load_kernels(0, "this is no C++")
     broken = "from fdcache import _core; _core.swap_source = lambda: 'this is no C++'; "
-    done = run_init(tmp_path, "--json", program=f"{broken}{RUN}")
+    done = run_command(tmp_path, "init", "--yes", "--json", program=f"{broken}{RUN}")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     answer = json.loads(done.stdout)
@@ -83,8 +85,8 @@ def test_kernels_that_do_not_compile_are_an_error_with_the_remedy(tmp_path: Path
     assert answer["calibrations"] == []
 
 
-def test_a_check_compiles_and_keeps_nothing(tmp_path: Path) -> None:
-    done = run_init(tmp_path / "calibration", "--check", CUPY_CACHE_DIR=str(tmp_path / "kernels"))
+def test_doctor_compiles_the_kernels_and_keeps_nothing(tmp_path: Path) -> None:
+    done = run_command(tmp_path / "calibration", "doctor", CUPY_CACHE_DIR=str(tmp_path / "kernels"))
     assert done.returncode == 0, done.stdout + done.stderr
     uuid = visible_gpus()[0].uuid
     assert f"swap kernels    {uuid}: compiled" in done.stdout

@@ -22,9 +22,8 @@ from fdcache.manager.results import LoadStatus
 from fdcache.settings.cache import TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.testing.transfer import TransferConformance, transfer_layout
-from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
-from fdcache.transfer.device_ipc import DeviceIpcConnector
-from fdcache.transfer.sharing import share
+from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome, share
+from fdcache.transfer.ipc import IpcConnector
 from tests.gpu.test_cuda_device import run_python
 from tests.gpu.test_cuda_order import spin
 from tests.transfer_help import BLOCK, LAYOUT, prompt_of
@@ -50,20 +49,20 @@ def second_gpu(place: str) -> int:
 
 class TestDeviceIpc(TransferConformance):
     @pytest.fixture(params=PLACES)
-    def open_peer(self, request: Any) -> Callable[[KVLayout, int], tuple[GpuPeerPlanes, DeviceIpcConnector]]:
+    def open_peer(self, request: Any) -> Callable[[KVLayout, int], tuple[GpuPeerPlanes, IpcConnector]]:
         gpus = (0, second_gpu(request.param))
         opened: list[GpuPeerPlanes] = []
 
-        def open_one(layout: KVLayout, num_blocks: int) -> tuple[GpuPeerPlanes, DeviceIpcConnector]:
+        def open_one(layout: KVLayout, num_blocks: int) -> tuple[GpuPeerPlanes, IpcConnector]:
             planes = GpuPeerPlanes(layout, num_blocks, gpus[len(opened) % 2])
             opened.append(planes)
-            return planes, DeviceIpcConnector(planes.context(IPC), planes.access)
+            return planes, IpcConnector(planes.context(IPC))
 
         return open_one
 
 
 def read(
-    connector: DeviceIpcConnector, boot: bytes, places: list[int], slots: list[int], planes: tuple[int, int]
+    connector: IpcConnector, boot: bytes, places: list[int], slots: list[int], planes: tuple[int, int]
 ) -> ReadEnd:
     """Read blocks of a peer and return the end."""
     order = ReadOrder(1, boot, tuple(places), len(places), 0, *planes, np.array(slots, np.int32))
@@ -86,7 +85,7 @@ def compare_every_byte(described: str, plane_bytes: int) -> None:
     layout = layout_of(plane_bytes)
     assert {plane.nbytes for plane in layout.planes} == {plane_bytes}
     mine = GpuPeerPlanes(layout, BLOCKS, 0)
-    connector = DeviceIpcConnector(mine.context(IPC), mine.access)
+    connector = IpcConnector(mine.context(IPC))
     assert connector.connect(b"peer", bytes.fromhex(described)) is None
     assert connector.connect(b"peer", bytes.fromhex(described)) is None
     places, slots = shuffled(1)[:-5], shuffled(2)[:-5]
@@ -112,7 +111,7 @@ def test_heads_of_ranks_of_another_tensor_parallelism_are_read_and_summed(place:
     large = transfer_layout().with_tp_size(1)
     small = large.with_tp_size(2)
     mine, places, slots = GpuPeerPlanes(large, BLOCKS, 0), [5, 0, 9], [2, 3, 1]
-    connector = DeviceIpcConnector(mine.context(IPC), mine.access)
+    connector = IpcConnector(mine.context(IPC))
     sharing = share(large, 0, 2)
     for index, (_, joint) in enumerate(sharing.sources):
         assert joint is not None
@@ -133,7 +132,7 @@ def test_memory_of_a_killed_peer_is_released_after_the_reads() -> None:
     layout = layout_of(64 * KIB)
     with Peer("planes", visible_gpus()[-1].ordinal, 64 * KIB, BLOCKS) as peer:
         mine = GpuPeerPlanes(layout, BLOCKS, 0)
-        connector = DeviceIpcConnector(mine.context(IPC), mine.access)
+        connector = IpcConnector(mine.context(IPC))
         assert connector.connect(b"peer", bytes.fromhex(peer.line)) is None
         with cupy.cuda.Device(0):
             stream = cupy.cuda.Stream(non_blocking=True)
@@ -169,7 +168,7 @@ def test_descriptions_that_do_not_fit_are_refused_by_name() -> None:
     import msgspec
 
     small, large = (GpuPeerPlanes(layout_of(size), 8) for size in (8 * KIB, 16 * KIB))
-    connector = DeviceIpcConnector(small.context(IPC), small.access)
+    connector = IpcConnector(small.context(IPC))
     assert "is not within the peer's allocation" in (
         connector.connect(b"1", _with(small, num_blocks=9)) or ""
     )

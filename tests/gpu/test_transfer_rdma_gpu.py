@@ -16,9 +16,8 @@ from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadStatus
 from fdcache.settings.peers import PeerSettings
 from fdcache.testing.transfer import TransferConformance, transfer_layout
-from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
+from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome, share
 from fdcache.transfer.rdma import RdmaConnector
-from fdcache.transfer.sharing import share
 from tests.service_help import until
 from tests.transfer_help import LAYOUT, prompt_of, require_nixl
 

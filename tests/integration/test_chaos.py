@@ -158,7 +158,7 @@ def test_nothing_is_corrupt_leaked_or_stuck_whoever_dies(tmp_path: Path, layers:
         try:
             for client in clients:
                 client.start()
-            service_kills = rampage(service, clients, max(budget(120), 30), rng)
+            service_kills = rampage(service, clients, max(budget(120), 15), rng)
             for client in clients:
                 client.finish()
         finally:

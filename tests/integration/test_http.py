@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import schemathesis
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 
@@ -41,6 +40,8 @@ def web(tmp_path: Path) -> Iterator[TestClient]:
 @pytest.fixture(scope="module")
 def schemas(service: LocalService) -> dict[tuple[str, ...], Any]:
     """The OpenAPI schemas of the application without and with a key."""
+    import schemathesis
+
     return {
         keys: schemathesis.openapi.from_asgi("/openapi.json", make_app(service.address, keys, own_key=KEY))
         for keys in ((), (KEY,))

@@ -202,7 +202,8 @@ class TestLimits:
         assert web.send("POST", "/v1/reset", kind | web.bearer, body) == 200
 
     def test_idle_connections_leave_descriptors_to_engines_and_room_to_probes(self, web: Web) -> None:
-        most = web.process.num_fds() + MAX_CONNECTIONS + 40
+        before = web.process.num_fds()
+        most = before + MAX_CONNECTIONS + 40
         resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE, (most, most))
         length, idle = len(web.log), []
         try:
@@ -216,16 +217,18 @@ class TestLimits:
         finally:
             for each in idle:
                 each.close()
+        until(lambda: web.process.num_fds() <= before, "the connections are closed")
         assert web.send("GET", "/v1/stats") == 200
 
     def test_without_descriptors_it_serves_on_and_says_so(self, web: Web) -> None:
         """Descriptors that others took: what HTTP takes leaves some."""
         former = resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE)
         length = len(web.log)
-        with Client(web.service.address, timeout=TIMEOUT) as engine:
+        with Client(web.service.address, timeout=TIMEOUT) as engine, ExitStack() as lines:
             assert engine.ask("stats")["state"] == "ready"
+            lines.callback(resource.prlimit, web.process.pid, resource.RLIMIT_NOFILE, former)
             resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE, (web.process.num_fds(), former[1]))
-            waiting = [web.line() for _ in range(60)]
+            waiting = [lines.enter_context(web.line()) for _ in range(60)]
             until(lambda: "new clients are refused" in web.log[length:], "it takes no clients")
             until(lambda: "Too many open files" in web.log[length:], "it takes no connections")
             for _ in range(200):
@@ -236,7 +239,6 @@ class TestLimits:
             resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE, former)
             for each in waiting:
                 assert each.recv(100).startswith(b"HTTP/1.1 200 ")
-                each.close()
         until(lambda: is_served(web.service.address), "it takes clients again")
         assert web.state == "ready"
         assert web.log[length:].count("\n") == 3

@@ -179,7 +179,7 @@ class TestEmbedded:
         engine.close()
 
     def test_a_storage_tier_belongs_to_one_revision(self, tmp_path: Path) -> None:
-        storage = StorageTierSettings(connector="local", directory=tmp_path)
+        storage = StorageTierSettings(connector="local", directory=tmp_path, size=1 << 20)
         manager = CacheManager(CacheSettings(host_memory=1 << 20), layout(), storage=storage)
         with pytest.raises(ConfigurationError, match="make a new one"):
             manager.change_revision("2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from fdcache.hashing import hash_blocks, root_hash
 from tests.browser import IMAGES, chromium, tab
 from tests.service_engine import BLOCK, PROMPT, Engine, layout, ready_blocks
-from tests.service_help import ServiceProcess, until
+from tests.service_help import ServiceProcess, run, until
 
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 REPLAY = [
@@ -65,7 +66,6 @@ def test_each_panel_shows_the_traffic_of_engines_that_die_and_of_a_service_that_
 ) -> None:
     settings = {
         "FDCACHE_HOST_MEMORY": "10MiB",
-        "FDCACHE_EXTENT_SIZE": "1MiB",
         "FDCACHE_STORAGE": "local",
         "FDCACHE_STORAGE_DIR": str(tmp_path / "storage"),
         "FDCACHE_STORAGE_SIZE": "24MiB",
@@ -201,6 +201,23 @@ def test_a_key_is_asked_for_and_never_shown(tmp_path: Path, browser: Any) -> Non
             assert key not in shown.page.evaluate("JSON.stringify(page.config) + location.href")
             # A request without the key is refused, which the browser writes to the console.
             shown.complaints[:] = [each for each in shown.complaints if "401" not in each]
+
+
+def test_the_page_of_a_replay_shows_its_report(tmp_path: Path, browser: Any) -> None:
+    file = tmp_path / "replay.html"
+    small = ("--device-blocks", 256, "--host-memory", "8MiB", "--storage", tmp_path / "storage")
+    done = run("replay", "--workload", "agent", "--requests", 150, *small, "--json", "--page", file)
+    report = json.loads(done.stdout)
+    with tab(browser, file.as_uri()) as shown:
+        shown.wait_for_text("state", "ended")
+        assert f"{100 * report['hit_rate']:.1f} %" in shown.text("tiles")
+        assert shown.page.evaluate("page.rows.last('prompt_tokens')") == report["prompt_tokens"]
+        assert {"Device", "Host", "Storage"} <= set(shown.text("tiers").split())
+        shown.wait_for("document.querySelector('#tree [role=treeitem]') !== null")
+        hottest = shown.page.locator("#tree [role=treeitem]").first.get_attribute("data-id").split()[1]
+        shown.page.fill("#explain-text", hottest[:8])
+        shown.page.click("#explain-form button")
+        shown.wait_for_text("explained", hottest[:12])
 
 
 def test_the_page_is_one_document_with_a_strict_policy_and_one_update_a_second(service: WebService) -> None:

@@ -69,7 +69,7 @@ def test_the_recorded_trace_is_clean_with_every_policy(
         load_failures=load_failures,
         cache={"write_policy": policy},
     )
-    report = replay(read_trace(trace, limit=2000), config)
+    report = replay(read_trace(trace, limit=max(budget(2000), 600)), config)
     assert_clean(report)
     assert report.tally.hit_tokens["host"] > 0
     assert (report.tally.failed_loads > 0) == (load_failures > 0)

@@ -140,7 +140,7 @@ def test_the_read_of_an_ended_request_is_cancelled(stage: Stage) -> None:
     until(lambda: stage.figures()["totals"]["shared_reads"] == 1, "the second waits for the first's read")
     engine.manager.finish([first, second])
     until(
-        lambda: not next(iter(stage.service.service.clients.values())).fetches.num_fetches,
+        lambda: not next(iter(stage.service.service.clients.values())).fetches._fetches,
         "the service has forgotten both",
     )
     (cancel,) = stage.store.cancels

@@ -78,7 +78,7 @@ def attributes(span: Any) -> dict[str, Any]:
 
 
 def named(received: dict[str, list[Any]], service: str, name: str) -> list[Any]:
-    return [span for span in received[service] if span.name == f"fdcache {name}"]
+    return [span for span in received[service] if span.name == f"fdcache.{name}"]
 
 
 def test_match_and_load_have_the_request_as_parent(received: dict[str, list[Any]]) -> None:
@@ -94,14 +94,14 @@ def test_match_and_load_have_the_request_as_parent(received: dict[str, list[Any]
 
 
 def test_a_call_of_the_service_belongs_to_the_request_that_makes_it(received: dict[str, list[Any]]) -> None:
-    calls = named(received, "fdcache-engine", "service match")
+    calls = named(received, "fdcache-engine", "service.match")
     trace_id, _ = tracing.parent_ids("waits")
     assert any(int.from_bytes(span.trace_id, "big") == trace_id for span in calls)
     assert all(span.parent_span_id != b"" for span in calls)
 
 
 def test_backups_and_reads_of_storage_have_their_bytes_and_times(received: dict[str, list[Any]]) -> None:
-    (reads, writes) = (named(received, "fdcache-serve", f"storage {way}") for way in ("read", "write"))
+    (reads, writes) = (named(received, "fdcache-serve", f"storage.{way}") for way in ("read", "write"))
     backups = named(received, "fdcache-engine", "backup")
     for spans, blocks in ((reads, 10), (writes, 10), (backups, 10)):
         assert sum(attributes(span)["fdcache.bytes"] for span in spans) >= blocks * 256

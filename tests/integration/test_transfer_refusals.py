@@ -16,7 +16,7 @@ from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadOutcome
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.addresses import rank_address
+from fdcache.transfer.access import rank_address
 from fdcache.transfer.handovers import Handovers, PeerTerms
 from fdcache.transfer.messages import Envelope, Refused, decode, encode
 from fdcache.transfer.shared_planes import PREFIX

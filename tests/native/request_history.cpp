@@ -150,22 +150,19 @@ void RequestHistory::back_up() {
 // Ends the loads of the plan before, and sends those of this step.
 void RequestHistory::load() {
     end_loads(!bytes_.one_in(8));
-    manager_.send_loads(++plan_);
+    manager_.loads().send(++plan_, false);
     in_flight_ = std::exchange(loads_, {});
 }
 
 void RequestHistory::end_loads(bool copied) {
     const std::vector<std::uint8_t> flags(in_flight_.size(), copied);
-    const std::vector<LoadRange> ended = manager_.take_loads(plan_);
     const std::vector<std::uint8_t> ready = tier_.complete(in_flight_.targets, flags, {});
     host_.unhold(in_flight_.sources);
     in_flight_ = {};
-    for (const LoadRange &load : ended) {
-        RequestState *const request = manager_.waiting_for(load);
-        if (!request) continue;
-        const std::uint32_t count = leading_copied(load, ready);
-        manager_.end_load(*request, count, load.count);
-        if (count == load.count) continue;
+    manager_.loads().end(plan_, ready, {});
+    for (const LoadPointer &load : manager_.take_ended()) {
+        if (load->status == LoadStatus::kConfirmed) continue;
+        RequestState *const request = load->waiting;
         const auto job = std::find_if(jobs_.begin(), jobs_.end(),
                                       [&](const Job &each) { return each.state.get() == request; });
         end(*job);

@@ -24,7 +24,7 @@ _CHANGES = (
     "unhold",
 )
 _WHOLE = ("discard", "drop", "restore", "reset", "resize")
-_STEP = ("commit", "end_loads", "release", "finish", "wait_for_reads")
+_STEP = ("commit", "take_outcomes", "release", "finish", "wait_for_reads")
 
 
 class Before(NamedTuple):
@@ -55,7 +55,7 @@ class EvictionWitness:
         """Return a proxy of the native side of a manager's requests, whose device tier this is; it checks each call."""
         return _WatchedBlocks(blocks, self, host)
 
-    def of_reports(self, reports: _core.WholeReports, host: EvictionWitness) -> Any:
+    def of_reports(self, reports: _core.PlanReports, host: EvictionWitness) -> Any:
         """Return a proxy of the native side of reports, whose device tier this is; it checks each report."""
         return _WatchedReports(reports, self, host)
 
@@ -248,9 +248,9 @@ class _WatchedBlocks:
 
 
 class _WatchedReports:
-    """A ``WholeReports`` that tells the witnesses of both tiers of each report."""
+    """A ``PlanReports`` that tells the witnesses of both tiers of each report."""
 
-    def __init__(self, reports: _core.WholeReports, device: EvictionWitness, host: EvictionWitness) -> None:
+    def __init__(self, reports: _core.PlanReports, device: EvictionWitness, host: EvictionWitness) -> None:
         self._reports = reports
         self._device = device
         self._host = host

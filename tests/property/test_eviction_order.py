@@ -30,8 +30,7 @@ class OrderMachine(StorageMachine):
             witnesses.append(EvictionWitness(pool))
         requests = manager._requests
         requests._blocks = witnesses[0].of_requests(requests._blocks, witnesses[1])
-        assert manager._plans._whole is not None
-        manager._plans._whole = witnesses[0].of_reports(manager._plans._whole, witnesses[1])
+        manager._plans._reports = witnesses[0].of_reports(manager._plans._reports, witnesses[1])
         if (backups := manager._tiers.backups) is not None:
             backups._planner = witnesses[1].of_backups(backups._planner, witnesses[0])
         self.witnesses.extend(witnesses)

@@ -11,7 +11,6 @@ from fdcache import _core
 from fdcache.hashing import (
     MultimodalItem,
     TokenBlocks,
-    get_block_hash_extra_keys,
     hash_blocks,
     root_hash,
 )
@@ -25,6 +24,7 @@ from tests.format_oracle import (
     oracle_root,
     sha256_compress,
 )
+from tests.unit.test_hashing import keys_of_block
 
 BACKENDS = _core.hash_backends()
 
@@ -235,7 +235,7 @@ def test_running_index_skips_no_item(items: list[Item], block_size: int, blocks:
     index = 0
     for start in range(0, blocks * block_size, block_size):
         end = start + block_size
-        index, found = get_block_hash_extra_keys(as_items(items), start, end, index)
+        index, found = keys_of_block(as_items(items), start, end, index)
         assert found == [key for offset, length, key in items if offset < end and offset + length > start]
         assert 0 <= index < max(1, len(items))
 

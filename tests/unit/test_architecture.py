@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,11 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
 def imports_of(name: str) -> set[str]:
     """Return the project's modules that a module imports anywhere in its text, types included."""
     imported: set[str] = set()
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -83,8 +85,11 @@ def imports_of(name: str) -> set[str]:
 
 
 MODULES = modules()
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
-GRAPH = {name: imports_of(name) for name in MODULES}
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text())
 
 
 def room(name: str) -> str:
@@ -96,7 +101,7 @@ def room(name: str) -> str:
 def test_a_room_imports_only_what_stands_below_it(name: str) -> None:
     assert room(name) in MAY_IMPORT, f"{name} is in a room that the design does not have"
     allowed = MAY_IMPORT[room(name)] | {room(name), ""}
-    beyond = {one for one in GRAPH[name] if room(one) not in allowed or one.startswith("fdcache_cli")}
+    beyond = {one for one in imports_of(name) if room(one) not in allowed or one.startswith("fdcache_cli")}
     assert not beyond, f"{name} imports {sorted(beyond)}"
 
 
@@ -105,13 +110,17 @@ def test_a_floor_of_the_service_does_not_import_a_higher_one(lower: str, upper: 
     modules = [name for name in MODULES if name.startswith(f"fdcache.service.{lower}")]
     assert modules
     beyond = {
-        name for name in modules if any(one.startswith(f"fdcache.service.{upper}") for one in GRAPH[name])
+        name
+        for name in modules
+        if any(one.startswith(f"fdcache.service.{upper}") for one in imports_of(name))
     }
     assert not beyond
 
 
 def test_no_module_reaches_itself() -> None:
-    edges = {name: {one for one in GRAPH[name] if one in MODULES and one != "fdcache"} for name in MODULES}
+    edges = {
+        name: {one for one in imports_of(name) if one in MODULES and one != "fdcache"} for name in MODULES
+    }
     finished: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -124,6 +133,50 @@ def test_no_module_reaches_itself() -> None:
     for name in edges:
         if name != "fdcache":
             visit(name, ())
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("fdcache.")])
+def test_nothing_asks_which_class_the_host_tier_has(name: str) -> None:
+    owners = {"LocalHostTier", "RemoteHostTier", "HostTier", "SharedHost"}
+    asked = {
+        each.id
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
+        for each in ast.walk(node.args[1])
+        if isinstance(each, ast.Name)
+    }
+    assert not asked & owners
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fdcache.tiers.host",
+        "fdcache.tiers.fetches",
+        "fdcache.service.client.remote_tier",
+        "fdcache.service.client.holds",
+    ],
+)
+def test_no_host_tier_has_a_method_that_does_nothing(name: str) -> None:
+    empty = {
+        f"{owner.name}.{node.name}"
+        for owner in ast.walk(TREES[name])
+        if isinstance(owner, ast.ClassDef)
+        and not any(isinstance(base, ast.Name) and base.id == "Protocol" for base in owner.bases)
+        for node in owner.body
+        if isinstance(node, ast.FunctionDef)
+        and all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in node.body)
+    }
+    assert not empty
+
+
+def test_managers_know_few_members_of_a_host_tier() -> None:
+    (tier,) = (
+        node
+        for node in ast.walk(TREES["fdcache.tiers.host"])
+        if isinstance(node, ast.ClassDef) and node.name == "HostTier"
+    )
+    assert len([node for node in tier.body if isinstance(node, ast.FunctionDef)]) <= 14
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +195,7 @@ def imported() -> list[Any]:
 def test_the_state_of_requests_belongs_to_one_module(name: str) -> None:
     touched = {
         f"{node.value.id}.{node.attr}"
-        for node in ast.walk(ast.parse(MODULES[name].read_text()))
+        for node in ast.walk(tree(name))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if node.value.id in ("request", "live", "owner") and node.attr.startswith("_")
     }
@@ -171,8 +224,8 @@ def test_the_public_names_load_no_framework(imported: list[Any]) -> None:
 )
 def test_a_framework_is_imported_in_its_room_alone(framework: str, rooms: set[str]) -> None:
     importing = set()
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
+    for name in MODULES:
+        for node in ast.walk(tree(name)):
             named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(each.split(".")[0] == framework for each in named):
@@ -182,8 +235,8 @@ def test_a_framework_is_imported_in_its_room_alone(framework: str, rooms: set[st
 
 def test_only_the_settings_and_the_session_read_the_environment() -> None:
     readers = set()
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
+    for name in MODULES:
+        for node in ast.walk(tree(name)):
             is_read = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
             if is_read and name.startswith("fdcache."):
                 readers.add("fdcache.settings" if room(name) == "settings" else name)

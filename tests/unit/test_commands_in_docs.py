@@ -100,7 +100,9 @@ def takes_module(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -
         demo.parse(words)
         return
     path = ROOT / name.replace(".", "/")
-    text = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    part = path / f"{words[0].replace('-', '_')}.py" if words else path
+    sources = [part] if part.is_file() else list(path.glob("*.py")) or [path.with_suffix(".py")]
+    text = "".join(source.read_text() for source in sources)
     for word in words:
         if word.startswith("--"):
             assert f'"{word}"' in text, f"{name} has no {word}"

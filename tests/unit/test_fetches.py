@@ -32,17 +32,17 @@ def test_a_request_waits_for_its_reads_and_then_knows_which_blocks_were_read() -
     stage = Stage([path(0)], host=64)
     table = table_of(stage)
     number = table.number()
-    assert table.must_wait(number, path(0), nothing_on_device)
+    assert table.wait(number, path(0), nothing_on_device) is not None
     assert table.is_reading(path(0)[0].tobytes())
     stage.end(stage.send())
-    assert not table.must_wait(number, path(0), nothing_on_device)
+    assert table.wait(number, path(0), nothing_on_device) is None
     assert table.fetched(number, 0, BLOCKS) == range(BLOCKS)
     assert table.fetched(number, 1, 2) == range(2)
     assert table.num_leases == 1
     table.unpin(number)
-    assert (table.num_leases, table.num_fetches) == (0, 1)
+    assert (table.num_leases, number in table) == (0, True)
     table.end(number)
-    assert table.num_fetches == 0
+    assert number not in table
     assert stage.reads.is_idle
 
 
@@ -52,7 +52,7 @@ def test_with_best_effort_no_request_waits() -> None:
     number = table.number()
     table.begin(number, path(0), nothing_on_device)
     assert stage.ordered == [BLOCKS]
-    assert not table.must_wait(number, path(0), nothing_on_device)
+    assert table.wait(number, path(0), nothing_on_device) is None
 
 
 def test_a_number_is_read_for_once_and_ends_once() -> None:
@@ -74,10 +74,10 @@ def test_a_fetch_that_found_nothing_is_kept_if_it_is_not_to_be_tried_again(keep_
     stage = Stage([], host=64)
     table = table_of(stage, keep_done=keep_done)
     number = table.number()
-    assert not table.must_wait(number, path(0), nothing_on_device)
+    assert table.wait(number, path(0), nothing_on_device) is None
     assert (number in table) == keep_done
     before = stage.looks
-    assert not table.must_wait(number, path(0), nothing_on_device)
+    assert table.wait(number, path(0), nothing_on_device) is None
     assert (stage.looks == before) == keep_done
 
 
@@ -92,13 +92,13 @@ def test_a_full_table_gets_nothing_more_read() -> None:
     table.begin(numbers[2], path(2), nothing_on_device)
     assert numbers[2] in table
     table.end_all()
-    assert table.num_fetches == 0
+    assert not any(number in table for number in numbers)
 
 
 def test_without_storage_nothing_is_read_and_no_request_waits() -> None:
     table = FetchTable(lambda: None, WAIT)
     number = table.number()
     table.begin(number, path(0), nothing_on_device)
-    assert not table.must_wait(number, path(0), nothing_on_device)
+    assert table.wait(number, path(0), nothing_on_device) is None
     assert not table.is_reading(path(0)[0].tobytes())
     table.end(number)

@@ -9,12 +9,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
+import fdcache
 from fdcache import CacheController, CacheManager
 from fdcache.devices.cuda import CudaDevice
 from fdcache.integrations import fastdeploy
 from fdcache.layout import KVLayout, LayoutOptions
 from fdcache.settings import VARIABLES
+from release.site import render_reference
 
 ROOT = Path(__file__).parent.parent.parent
 GUIDES = [
@@ -72,6 +75,20 @@ def test_links_and_pictures_are_there(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+def test_the_site_has_every_page() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = re.findall(r"[\w/-]+\.md", str(nav))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(listed) == sorted(pages | {"reference/python.md"})
+
+
+def test_the_reference_of_the_site_has_every_public_name() -> None:
+    text = render_reference()
+    missing = [name for name in fdcache.__all__ if name != "__version__" and f"## {name}\n" not in text]
+    assert not missing
+    assert "### CacheManager.match_prefix" in text and "::\n" not in text
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs/images").glob("*.svg")), ids=lambda path: path.name)

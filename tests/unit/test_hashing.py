@@ -13,8 +13,8 @@ from fdcache.errors import HashingError
 from fdcache.hashing import (
     MultimodalItem,
     TokenBlocks,
-    get_block_hash_extra_keys,
     hash_blocks,
+    make_extra_keys,
     root_hash,
 )
 
@@ -23,6 +23,14 @@ ROOT = root_hash(bytes(range(32)))
 
 def item(offset: int, length: int, name: str = "h") -> MultimodalItem:
     return MultimodalItem(offset, length, name)
+
+
+def keys_of_block(
+    items: list[MultimodalItem] | None, start: int, end: int, index: int
+) -> tuple[int, list[str | bytes]]:
+    """Return where to search next, and the keys of the items that overlap the tokens [start, end) of a block."""
+    index, found = make_extra_keys(None, items or []).block_items(start, end, index)
+    return index, [(items or [])[position].hash for position in found]
 
 
 PLACES = [(4, 1), (5, 1), (6, 2)]
@@ -61,20 +69,15 @@ EXAMPLE = [item(2, 3, "h0"), item(8, 4, "h1"), item(14, 2, "h2")]
 def test_extra_key_boundaries(
     items: list[MultimodalItem] | None, start: int, end: int, mm_idx: int, expected: tuple[int, list[str]]
 ) -> None:
-    assert get_block_hash_extra_keys(items, start, end, mm_idx) == expected
+    assert keys_of_block(items, start, end, mm_idx) == expected
 
 
 def test_extra_keys_of_the_worked_example() -> None:
     found, index = [], 0
     for start in range(0, 16, 4):
-        index, keys = get_block_hash_extra_keys(EXAMPLE, start, start + 4, index)
+        index, keys = keys_of_block(EXAMPLE, start, start + 4, index)
         found.append((index, keys))
     assert found == [(0, ["h0"]), (1, ["h0"]), (2, ["h1"]), (2, ["h2"])]
-
-
-def test_extra_keys_refuse_a_negative_index() -> None:
-    with pytest.raises(HashingError, match="mm_idx must be at least 0, got -1"):
-        get_block_hash_extra_keys(EXAMPLE, 0, 4, -1)
 
 
 def differing_blocks(**options: Any) -> list[int]:

@@ -41,7 +41,6 @@ def test_uniform_layout_has_key_and_value_in_every_layer() -> None:
     assert {plane.nbytes for plane in layout.planes} == {2 * 64 * 128 * 2}
     assert all(plane.device_stride == plane.nbytes for plane in layout.planes)
     assert layout.payload_bytes == 4 * 32768 == layout.record_bytes
-    assert layout.bytes_per_token == 2048
     assert layout.num_planes == 4
 
 

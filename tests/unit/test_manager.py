@@ -53,7 +53,7 @@ class TestMatch:
         device, host = found[CacheLevel.DEVICE], found[CacheLevel.HOST]
         assert [node.depth for node in device] == [node.depth for node in host] == [0, 1]
         assert device[1].parent == device[0].block_id
-        assert (device[0].is_leaf, device[1].is_leaf) == (False, True)
+        assert (device[0].children, device[1].children) == (1, 0)
         assert {node.cache_status for node in device + host} == {CacheStatus.DEVICE, CacheStatus.HOST}
         world.assert_nothing_is_held()
 

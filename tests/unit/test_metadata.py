@@ -142,8 +142,6 @@ def test_nodes_are_hashable_and_compare_by_value() -> None:
         )
 
     assert {node(1), node(1), node(2)} == {node(1), node(2)}
-    assert node(1).is_leaf
-    assert node(1).is_swapping
 
 
 @pytest.mark.parametrize("purpose", SwapPurpose)

@@ -14,7 +14,7 @@ from fdcache.settings import Settings
 from fdcache.settings.kinds import parse_duration, parse_size
 from tests.unit.test_settings_docs import CONTAINER, UID, settings_of
 
-_BOOKKEEPING = 1 << 30  # what the process needs beside its arena, generously
+BOOKKEEPING = 1 << 30  # what the process needs beside its arena, generously
 
 
 def settings_in(environ: dict[str, str], folder: Path, limit: int) -> Settings:
@@ -41,7 +41,7 @@ def test_the_daemon_set_serves_drains_and_is_locked_down(manifests: dict[str, An
     assert container["envFrom"] == [{"configMapRef": {"name": config["metadata"]["name"]}}]
     limit = parse_size(container["resources"]["limits"]["memory"])
     settings = settings_in(config["data"], tmp_path, limit)
-    assert settings.cache.host_memory + _BOOKKEEPING < limit
+    assert settings.cache.host_memory + BOOKKEEPING < limit
     assert pod["terminationGracePeriodSeconds"] > settings.server.drain_timeout + 10
     check_probe(container["readinessProbe"]["exec"]["command"], settings, "/readyz")
     check_probe(container["startupProbe"]["exec"]["command"], settings, "/readyz")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Event
 
 import numpy as np
@@ -34,7 +34,10 @@ def path(number: int, length: int = BLOCKS) -> HashArray:
 class Stage:
     """Reads into a host tier, of which half may be in flight, from a storage that has ``stored`` paths."""
 
-    def __init__(self, stored: Sequence[HashArray], host: int = 2 * BLOCKS) -> None:
+    def __init__(
+        self, stored: Sequence[HashArray], host: int = 2 * BLOCKS, clock: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self.clock = clock
         self.host = LocalHostTier(CacheLevel.HOST, host)
         self.index: LocalIndex = LocalIndex.make(256 * BLOCKS)
         self.index.restore([])
@@ -53,7 +56,7 @@ class Stage:
             self.host,
             index,
             self.counters,
-            lambda: 0.0,
+            self.clock,
         )
         self.reads = self.tier.reads
 
@@ -61,7 +64,7 @@ class Stage:
         return self.reads.begin(hashes, lambda _: 0, budget=9.0, bandwidth=1.0)
 
     def waits(self, fetch: Fetch) -> bool:
-        return self.reads.must_wait(fetch, PrefetchPolicy.WAIT_COMPLETE)
+        return self.reads.wait(fetch, PrefetchPolicy.WAIT_COMPLETE) is not None
 
     @property
     def ordered(self) -> list[int]:

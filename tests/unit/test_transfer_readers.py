@@ -6,7 +6,7 @@ import numpy as np
 
 from fdcache.transfer.messages import Ask, End, EndReason, Failed
 from fdcache.transfer.prefill import Effect, Offer, OfferEnded, PrefillSide, SendEnd, SendMessage
-from fdcache.transfer.readers import Readers
+from fdcache.transfer.sends import Readers
 
 HASHES = np.arange(64, dtype=np.uint8).reshape(2, 32)
 OFFER = Offer(7, "t", HASHES, np.arange(2, dtype=np.int32), num_planes=1, wait=30.0)

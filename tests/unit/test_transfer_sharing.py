@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from fdcache import _core
 from fdcache.errors import TransferError, UnsupportedLayoutError
 from fdcache.layout import KVLayout
-from fdcache.transfer.connector import LocalPlanes
+from fdcache.transfer.connector import LocalPlanes, share
 from fdcache.transfer.messages import Identity, difference
-from fdcache.transfer.sharing import share
 from tests.seeds import budget
 
 

@@ -46,31 +46,6 @@ class RemoteFetches:
             self._known[number] = session
             self._sessions.outbox.add(session, Prefetch(number, start, hashes.tobytes()))
 
-    def must_wait(
-        self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
-    ) -> bool:
-        """Return False: the service answers this with the look-up."""
-        return False
-
-    def fetched(self, number: int, start: int, size: int) -> range:
-        """Return nothing: the service answers this with the look-up."""
-        return range(0)
-
-    def is_reading(self, block_hash: bytes) -> bool:
-        """Return False: a service's blocks are not found before they are read."""
-        return False
-
-    def unpin(self, number: int) -> None:
-        """Do nothing: the service unpins with the look-up."""
-
-    def progress(self, number: int) -> tuple[int, int]:
-        """Return nothing: the service answers this with the look-up."""
-        return 0, 0
-
-    def promised(self, number: int) -> tuple[int, int]:
-        """Return nothing: the service answers this with the look-up."""
-        return 0, 0
-
     def storage_use(self, number: int) -> int:
         """Return 0 without a number, 1 if the service may read blocks for it, 2 if it does."""
         return 0 if not number or number in self._left else 2 if number in self._known else 1

@@ -54,6 +54,7 @@ class RemoteHostTier:
     """
 
     pool: None = None
+    fetch_table: None = None
 
     def __init__(self, settings: CacheSettings, layout: KVLayout, terms: FetchTerms | None = None) -> None:
         assert settings.server is not None

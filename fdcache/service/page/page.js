@@ -9,6 +9,7 @@ class Page {
     this.panels = new Panels(this.rows);
     this.tree = new PrefixTree($("tree"));
     const recording = $("recording");
+    this.panels.isRecorded = recording !== null;
     const told = (shown) => this.take(shown), changed = (state, text) => this.showLink(state, text);
     this.source = recording ? new RecordedSource(JSON.parse(recording.textContent), told, changed) : new ServiceSource(told, changed);
     this.explainBox = new ExplainBox(this.source);

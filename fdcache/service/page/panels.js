@@ -1,7 +1,7 @@
 "use strict";
 // The panels: each shows a part of the record that the service sends.
 
-const WINDOW = 15; // seconds over which rates are taken
+const WINDOW = 15; // seconds over which rates are taken; a twentieth of a recording
 
 const hitsOf = (difference) => difference("device_hit_tokens") + difference("host_hit_tokens") + difference("storage_hit_tokens");
 
@@ -58,14 +58,15 @@ class Panels {
 
   drawCurves(seconds) {
     const { rows, charts } = this, first = rows.first(seconds), times = rows.times(first);
-    const rate = (name) => rows.over(first, WINDOW, (difference, spent) => difference(name) / spent);
-    const share = (names) => rows.over(first, WINDOW, (difference) => {
+    const window = this.isRecorded && times.length ? Math.min(WINDOW, (times[times.length - 1] - times[0]) / 20) : WINDOW;
+    const rate = (name) => rows.over(first, window, (difference, spent) => difference(name) / spent);
+    const share = (names) => rows.over(first, window, (difference) => {
       const prompts = difference("prompt_tokens");
       return prompts ? names.reduce((sum, name) => sum + difference(`${name}_hit_tokens`), 0) / prompts : null;
     });
     const device = share(["device"]), host = share(["host"]), storage = share(["storage"]);
     const stack = (...some) => some[0].map((value, i) => (value === null ? null : some.reduce((sum, each) => sum + each[i], 0)));
-    const ceiling = rows.over(first, WINDOW, ceilingOf);
+    const ceiling = rows.over(first, window, ceilingOf);
     charts.hits.update(times, [stack(device, host, storage), stack(device, host), device, ceiling], [storage, host, device, ceiling]);
     charts.bandwidth.update(times, ["host_to_device_bytes", "device_to_host_bytes", "storage_to_host_bytes", "host_to_storage_bytes", "peer_bytes"].map(rate));
     charts.evictions.update(times, ["stored_blocks", "evicted_blocks", "storage_evicted_blocks"].map(rate));
@@ -184,7 +185,7 @@ class Panels {
 function drawSettings(config, filter) {
   const wanted = filter.trim().toLowerCase();
   const rows = Object.entries(config.settings)
-    .filter(([name, each]) => (wanted ? `${name} ${each.text ?? ""}`.toLowerCase().includes(wanted) : each.origins.length))
+    .filter(([name, each]) => (wanted ? `${name} ${each.text ?? ""}`.toLowerCase().includes(wanted) : each.origins.some((origin) => origin.source !== "default")))
     .map(([name, each]) => [el("td", {}, el("code", {}, name)), el("td", {}, each.text ?? "not set"), el("td", { class: "quiet" }, each.origins[0]?.place ?? "default")]);
   fill($("settings"), table(wanted ? "Settings that fit" : "Settings that were given; filter to see the others", ["variable", "value", "from"], rows, wanted ? "No setting fits." : "All settings have their defaults."));
 }

@@ -136,22 +136,7 @@ class BlockViews:
 
 
 def _nodes(namespace: Namespace, limit: int) -> Iterator[TreeNode]:
-    """Yield the hottest blocks of a namespace and their ancestors, without those that have left meanwhile."""
-    if (tier := namespace.tier) is None:
-        return
-    blocks = tier.ancestry(tier.hottest(limit).slots)
-    for slot, key, parent in zip(blocks.slots.tolist(), blocks.hashes, blocks.parents, strict=True):
-        if slot >= namespace.num_slots:  # the namespace has shrunk since
-            continue
-        node = tier.node(slot)
-        if node.findable and node.hash == key.tobytes():
-            yield TreeNode(
-                namespace=namespace.id,
-                hash=node.hash.hex(),
-                parent=parent.tobytes().hex() if parent.any() else None,
-                depth=node.depth,
-                hits=node.hits,
-                children=node.children,
-                pins=node.pins,
-                idle_seconds=node.idle_seconds,
-            )
+    """Yield the hottest blocks of a namespace and their ancestors."""
+    if namespace.tier is not None:
+        for node, parent in namespace.tier.hottest_paths(limit):
+            yield TreeNode.of(namespace.id, node, parent)

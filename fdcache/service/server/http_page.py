@@ -18,7 +18,7 @@ from fdcache.service.server.http_schema import returns
 from fdcache.service.wire.page_views import ShownService
 from fdcache.service.wire.views import BlockView, TreeNode
 
-MOST_STREAMS = 8
+MOST_STREAMS = 4
 """Limit of the pages that are shown at the same time."""
 UPDATES = 15
 """Updates of a stream, one a second. It ends before its connection is too old, and the page opens the next one."""

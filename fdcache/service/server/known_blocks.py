@@ -24,6 +24,10 @@ class SampledMisses:
     missed: int = 0
     known: int = 0
 
+    def plus(self, more: SampledMisses) -> SampledMisses:
+        """Return the sums."""
+        return SampledMisses(self.sample + more.sample, self.missed + more.missed, self.known + more.known)
+
 
 class KnownBlocks:
     """Tells how many of the missing blocks of look-ups an earlier look-up or copy had.

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fdcache import tracing
-from fdcache._core import RecordTable
+from fdcache._core import InFlightPlan, RecordTable
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, SwapPurpose, TransferReport
-from fdcache.plans.ledger import InFlightPlan, PlanLedger
+from fdcache.plans.ledger import PlanLedger
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.router_feed import MOST_EVENTS, RouterFeed
 from fdcache.service.server.storage_opening import OpenedStorage

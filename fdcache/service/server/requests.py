@@ -75,9 +75,11 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> Ma
         lengths.append(0)
         first, end = end, end + size
         path, number = hashes[first:end], int(numbers[i]) if len(numbers) else 0
-        if number and may_read and client.fetches.must_wait(number, path, _constant(start)):
-            states[i] = FETCHING_LAST if any(client.fetches.promised(number)) else FETCHING
-            fetched[i] = client.fetches.progress(number)
+        wait = client.fetches.wait(number, path, _constant(start)) if number and may_read else None
+        if wait is not None:
+            is_last = wait.is_last and (wait.arrived or wait.stop)
+            states[i] = FETCHING_LAST if is_last else FETCHING
+            fetched[i] = wait.arrived, wait.stop
             continue
         if paused:
             namespace.history.count_refused(size - start, MissReason.PAUSED)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from fdcache._core import NodeView
 from fdcache.service.wire.client_views import HIT_TIERS, ClientView
 from fdcache.service.wire.records import Unit, counter, gauge, histogram, shown
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
@@ -361,6 +362,20 @@ class TreeNode(msgspec.Struct):
     children: int
     pins: int
     idle_seconds: float
+
+    @classmethod
+    def of(cls, namespace: str, node: NodeView, parent: bytes) -> TreeNode:
+        """Return what is shown of a block; ``parent`` is 0 below the root."""
+        return cls(
+            namespace=namespace,
+            hash=node.hash.hex(),
+            parent=parent.hex() if any(parent) else None,
+            depth=node.depth,
+            hits=node.hits,
+            children=node.children,
+            pins=node.pins,
+            idle_seconds=node.idle_seconds,
+        )
 
 
 class BlockView(msgspec.Struct):

@@ -1,0 +1,1 @@
+"""Hand-overs from a prefill to a decode instance: between processes, and between GPUs."""

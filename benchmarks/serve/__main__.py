@@ -1,0 +1,11 @@
+"""Run a part: ``python -m benchmarks.serve [engines|waits|tenants|all]``."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.harness import run
+from benchmarks.serve import engines, tenants, waits
+
+if __name__ == "__main__":
+    sys.exit(run("serve", (engines, waits, tenants)))

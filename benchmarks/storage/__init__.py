@@ -1,0 +1,1 @@
+"""The local storage tier: its speed beside fio, and loads of blocks while later ones are read."""

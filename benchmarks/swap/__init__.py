@@ -1,0 +1,1 @@
+"""Block copies between a GPU and host memory."""

@@ -1,0 +1,117 @@
+"""Sdist and wheels from the committed sources, the same bytes each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import ziglang
+
+ROOT = Path(__file__).parent.parent
+WORK = ROOT / "build" / "release"
+MACHINES = ("x86_64", "aarch64")
+_PLATFORM = "manylinux_2_28"
+_TOOLS = ("scikit-build-core", "nanobind")
+
+
+@dataclass(frozen=True, slots=True)
+class Python:
+    """Interpreter for which wheels are built, and the machine on which it runs."""
+
+    program: str
+    tag: str
+    machine: str
+
+    @classmethod
+    def found(cls, name: str) -> Python | None:
+        """Return the interpreter of this name, None without one, or without its headers."""
+        program = shutil.which(name)
+        if program is None:
+            return None
+        ask = (
+            "import json, os, platform, sys, sysconfig; print(json.dumps([sys.executable, "
+            "'cp%d%d' % sys.version_info[:2], platform.machine(), "
+            "os.path.exists(sysconfig.get_path('include') + '/Python.h')]))"
+        )
+        done = subprocess.run([program, "-c", ask], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            return None
+        path, tag, machine, has_headers = json.loads(done.stdout)
+        return cls(path, tag, machine) if has_headers else None
+
+
+def committed_at() -> str:
+    """Return the time of the commit that is built, in seconds; every file of a distribution has it."""
+    return _output("git", "log", "-1", "--format=%ct")
+
+
+def make_sdist(folder: Path) -> Path:
+    """Write the sdist of the committed sources."""
+    source = WORK / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir(parents=True)
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=BytesIO(archive)) as files:
+        files.extractall(source, filter="data")
+    _run([sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder), str(source)])
+    (made,) = folder.glob("fdcache-*.tar.gz")
+    return made
+
+
+def make_wheel(sdist: Path, python: Python, machine: str, folder: Path) -> Path:
+    """Build the wheel of an interpreter for a machine, another than this one too, and check what it needs of it."""
+    name = f"{python.tag}-{machine}"
+    source, build, raw = WORK / "unpacked", WORK / name, WORK / "raw" / name
+    for each in (source, build, raw):
+        shutil.rmtree(each, ignore_errors=True)
+        each.mkdir(parents=True)
+    with tarfile.open(sdist) as files:
+        files.extractall(source, filter="data")
+    (tree,) = source.iterdir()
+    tag = python.tag.removeprefix("cp")
+    environ = {
+        "FDCACHE_ZIG": str(Path(ziglang.__file__).with_name("zig")),
+        "FDCACHE_MACHINE": machine,
+        "FDCACHE_SOURCE": str(tree),
+        "FDCACHE_BUILD": str(build),
+        "CMAKE_TOOLCHAIN_FILE": str(Path(__file__).with_name("zig.cmake")),
+        "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+        "SETUPTOOLS_EXT_SUFFIX": f".cpython-{tag}-{machine}-linux-gnu.so",
+    }
+    command = ["wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(raw)]
+    command += ["--config-settings", f"build-dir={build}", str(tree)]
+    _run([str(_environment_of(python)), "-m", "pip", "--disable-pip-version-check", *command], environ)
+    (wheel,) = raw.glob("*.whl")
+    platform = ["--plat", f"{_PLATFORM}_{machine}", "--only-plat"]
+    _run([sys.executable, "-m", "auditwheel", "repair", *platform, "--wheel-dir", str(folder), str(wheel)])
+    (made,) = folder.glob(f"fdcache-*-{python.tag}-*{machine}.whl")
+    return made
+
+
+def _environment_of(python: Python) -> Path:
+    """Return the interpreter of an environment with what a build needs, made once."""
+    folder = WORK / f"environment-{python.tag}"
+    if not (folder / "bin/python").exists():
+        _run([python.program, "-m", "venv", str(folder)])
+        install = ["install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), *_TOOLS]
+        _run([str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", *install])
+    return folder / "bin/python"
+
+
+def _run(command: list[str], environ: Mapping[str, str] | None = None) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name != "CMAKE_CXX_COMPILER_LAUNCHER"}
+    tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    same = {"PATH": tools, "SOURCE_DATE_EPOCH": committed_at(), "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    subprocess.run(command, env=inherited | same | dict(environ or {}), check=True, cwd=ROOT)
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
