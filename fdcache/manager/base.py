@@ -29,7 +29,7 @@ from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
-from fdcache.tiers.host import HostCache, LocalHostTier
+from fdcache.tiers.host import HostCache
 from fdcache.tiers.reuse import ReuseReport
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage, Traffic
 
@@ -295,8 +295,8 @@ class TierManager(Generic[RequestT_contra]):
     def hottest_blocks(self, limit: int) -> list[TreeNode]:
         """Return the hottest blocks of this process's own host tier, each with its ancestors, parents first."""
         with self._lock:
-            pool = self._tiers.host
-            if not isinstance(pool, LocalHostTier):
+            pool = self._tiers.own_pools.get(CacheLevel.HOST)
+            if pool is None:
                 return []
             name = self.layout.fingerprint.hex()[:16]
             return [TreeNode.of(name, node, parent) for node, parent in pool.hottest_paths(limit)]

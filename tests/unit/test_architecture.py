@@ -140,7 +140,7 @@ def test_nothing_asks_which_class_the_host_tier_has(name: str) -> None:
     owners = {"LocalHostTier", "RemoteHostTier", "HostTier", "SharedHost"}
     asked = {
         each.id
-        for node in ast.walk(TREES[name])
+        for node in ast.walk(tree(name))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
         for each in ast.walk(node.args[1])
         if isinstance(each, ast.Name)
@@ -160,7 +160,7 @@ def test_nothing_asks_which_class_the_host_tier_has(name: str) -> None:
 def test_no_host_tier_has_a_method_that_does_nothing(name: str) -> None:
     empty = {
         f"{owner.name}.{node.name}"
-        for owner in ast.walk(TREES[name])
+        for owner in ast.walk(tree(name))
         if isinstance(owner, ast.ClassDef)
         and not any(isinstance(base, ast.Name) and base.id == "Protocol" for base in owner.bases)
         for node in owner.body
@@ -173,7 +173,7 @@ def test_no_host_tier_has_a_method_that_does_nothing(name: str) -> None:
 def test_managers_know_few_members_of_a_host_tier() -> None:
     (tier,) = (
         node
-        for node in ast.walk(TREES["fdcache.tiers.host"])
+        for node in ast.walk(tree("fdcache.tiers.host"))
         if isinstance(node, ast.ClassDef) and node.name == "HostTier"
     )
     assert len([node for node in tier.body if isinstance(node, ast.FunctionDef)]) <= 14
