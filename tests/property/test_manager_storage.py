@@ -232,7 +232,7 @@ class StorageMachine(ManagerMachine):
         if host is None or any(rank.disk.room is not None for rank in self.engine.ranks):
             return
         for _ in range(20):
-            if not self.index.has_room or not (host.contains(self.index.awaited(1000)) == READY).any():
+            if not self.index.has_room or not (host.index.contains(self.index.awaited(1000)) == READY).any():
                 return
             self.come_to_rest()
         raise AssertionError("a block that others in the storage wait for is not stored")

@@ -14,12 +14,12 @@ from fdcache.errors import ConfigurationError
 from fdcache.service.server import event_publisher
 from fdcache.service.server.event_publisher import EventPublisher, EventStream
 from fdcache.service.server.notes_file import HEAD, ROW, NotesFile
-from fdcache.service.wire.router_events import BlockRemoved, Origin, RouterBlock, fields_of, runs_of
+from fdcache.service.wire.router_events import Origin, RouterBlock, RouterBlockRemoved, fields_of, runs_of
 from tests.service_help import until
 
 
 def removed(*names: int) -> list[Any]:
-    return [BlockRemoved(list(names), "CPU")]
+    return [RouterBlockRemoved(list(names), "CPU")]
 
 
 class Reader:

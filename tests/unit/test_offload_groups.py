@@ -70,7 +70,9 @@ def test_pages_on_the_device_are_not_asked_for_again(engine: OffloadEngine) -> N
 
 def test_a_page_counts_only_with_the_blocks_of_all_groups(engine: OffloadEngine) -> None:
     blocks = engine.manager.find_blocks(engine.stored("first", prompt(1, 2), range(4)))
-    engine.manager._host.discard(ids(blocks[CacheLevel.HOST][-1].block_id))
+    pool = engine.manager._host.pool
+    assert pool is not None
+    pool.discard(ids(blocks[CacheLevel.HOST][-1].block_id))
     request = Request("second", prompt(1, 2))
     assert found(engine, request) == 1
     engine.manager.finish(request)

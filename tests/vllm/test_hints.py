@@ -11,8 +11,30 @@ import pytest
 from fdcache.hints import HintStatus
 from fdcache.integrations.vllm.connector import FdcacheConnector
 from fdcache.integrations.vllm.scheduler import SchedulerSide
+from fdcache.layout import KVLayout
 from fdcache.manager import OffloadManager
-from tests.unit.test_connector_hints import ENVELOPE, LAYOUT, SETTINGS, executed
+from fdcache.metadata import TransferPlan, TransferReport
+from fdcache.settings.cache import CacheSettings, EvictionPolicy, WritePolicy
+from tests.fastdeploy_help import BLOCK, report_of
+from tests.unit.test_connector_hints import ENVELOPE
+
+LAYOUT = KVLayout.uniform(
+    model="m", revision="1", num_layers=1, block_size=BLOCK, kv_heads=1, head_dim=8, dtype="bfloat16"
+)
+SETTINGS = CacheSettings(
+    host_memory=16 * LAYOUT.record_bytes,
+    eviction=EvictionPolicy.LEARNED,
+    write_policy=WritePolicy.WRITE_THROUGH,
+)
+
+
+def executed(plan: TransferPlan) -> TransferReport:
+    """Return the report of a plan whose copies need no bytes."""
+    results = [
+        msgspec.structs.replace(result, checksums=np.zeros(len(swap) if swap.to_host else 0, np.uint64))
+        for swap, result in zip(plan.swaps(), report_of(plan).results, strict=True)
+    ]
+    return TransferReport(plan_id=plan.plan_id, rank=0, results=tuple(results))
 
 
 def ended(**fields: Any) -> tuple[bool, dict[str, Any] | None]:
