@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 namespace fdcache {
@@ -138,8 +139,11 @@ PlannedCopies CopyOut::evict(const BlockList &evicted, HostIndex &target, BlockC
     evicted_ += evicted.slots.size();
     const std::vector<Presence> presence = target.contains(evicted.hashes);
     std::vector<std::size_t> dirty;
+    std::unordered_set<Slot> seen;  // an engine may name a device block twice
     for (std::size_t i = 0; i < presence.size(); ++i)
-        if (presence[i] == Presence::kAbsent && evicted.hits[i] >= least_hits_) dirty.push_back(i);
+        if (presence[i] == Presence::kAbsent && evicted.hits[i] >= least_hits_ &&
+            seen.insert(evicted.slots[i]).second)
+            dirty.push_back(i);
     if (dirty.empty()) return out;
     Call call{target, copies, out};
     copy(with_few_ancestors(paths_from_root(select(evicted, dirty)), call), call);
