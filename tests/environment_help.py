@@ -427,7 +427,7 @@ def observe_replay(read: Read) -> object:
             found.append(read(Engine(self.manager, controller, blocks)))
             return True
 
-    with mock.patch.object(replaying, "Run", ObservedRun), redirect_stdout(StringIO()):
+    with mock.patch.object(replaying, "ReplayRun", ObservedRun), redirect_stdout(StringIO()):
         try:
             replay(Context(TyperCommand("replay")), layers=6, json_output=True)
         except SystemExit as end:

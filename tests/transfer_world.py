@@ -19,7 +19,7 @@ from tests.transfer_wire import Fault, Parcel, Wire
 
 BLOCKS = 6
 LATE_SECONDS = 300.0
-MESSAGES = ("Hello", "Welcome", "Ask", "Granted", "Ready", "Last", "Renew", "End")
+MESSAGES = ("LinkHello", "LinkWelcome", "AskForBlocks", "BlocksGranted", "Ready", "Last", "Renew", "End")
 
 
 def quick(*names: str, of: tuple[str, ...] = MESSAGES) -> list[object]:

@@ -29,9 +29,9 @@ def test_decode_goes_on_when_prefill_is_killed_at_a_message(make_world: MakeWorl
     world.peer.ask("send", "r", 1, BLOCKS, 2 if kind == "Renew" else None)
     request = world.fetch("r", 1)
     world.until(reached)
-    world.take_whole(request, late=kind == "Hello")  # of which nothing is known that could prove its end
+    world.take_whole(request, late=kind == "LinkHello")  # of which nothing is known that could prove its end
     world.until(lambda: world.mine.is_clean)
-    allowed = {"Hello": {"timeout", "cancelled"}, "Last": {"done", "peer_gone"}, "End": {"done"}}
+    allowed = {"LinkHello": {"timeout", "cancelled"}, "Last": {"done", "peer_gone"}, "End": {"done"}}
     assert set(world.mine.results) <= allowed.get(kind, {"peer_gone"})
     world.start_peer()
     world.read_by_mine("next", 2)
@@ -117,12 +117,12 @@ def test_prefill_frees_its_blocks_when_decode_is_killed_at_a_message(
         world.peer.kill()
     else:
         world.until(reached)
-    unknown = kind in ("Hello", "Welcome", "Ask")  # no process is known to have asked
+    unknown = kind in ("LinkHello", "LinkWelcome", "AskForBlocks")  # no process is known to have asked
     world.until(lambda: not world.mine.manager.get_stats().sending_blocks, late=unknown)
     allowed = {
-        "Hello": {"expired"},
-        "Welcome": {"expired"},
-        "Ask": {"expired", "peer_gone"},
+        "LinkHello": {"expired"},
+        "LinkWelcome": {"expired"},
+        "AskForBlocks": {"expired", "peer_gone"},
         "End": {"done", "peer_gone"},
     }
     world.mine.manager.finish([request])
@@ -131,7 +131,7 @@ def test_prefill_frees_its_blocks_when_decode_is_killed_at_a_message(
     world.read_by_peer("next", 2)
 
 
-@pytest.mark.parametrize("kind", quick("Ready", of=("Hello", "Ask", "Ready", "Renew")))
+@pytest.mark.parametrize("kind", quick("Ready", of=("LinkHello", "AskForBlocks", "Ready", "Renew")))
 def test_decode_computes_when_prefill_is_stopped_and_nothing_late_hurts(
     make_world: MakeWorld, kind: str
 ) -> None:
@@ -164,7 +164,7 @@ def test_decode_computes_when_prefill_is_stopped_and_nothing_late_hurts(
     world.read_by_mine("next", 3)
 
 
-@pytest.mark.parametrize("kind", quick("Ready", of=("Welcome", "Granted", "Ready", "Last")))
+@pytest.mark.parametrize("kind", quick("Ready", of=("LinkWelcome", "BlocksGranted", "Ready", "Last")))
 def test_prefill_serves_others_when_decode_is_stopped_and_late_reads_hurt_nobody(
     make_world: MakeWorld, kind: str
 ) -> None:
@@ -247,7 +247,7 @@ def test_a_replaced_decode_gets_nothing_of_the_former(
     )  # the end of the process is not visible from here
     world = make_world("prefill")
     first = world.send("r", 1, 2)
-    granted = world.at("Granted", lambda parcel: parcel.deliver())
+    granted = world.at("BlocksGranted", lambda parcel: parcel.deliver())
     world.peer.ask("fetch", "r", 1, BLOCKS, world.source("r"))
     world.until(granted)
     world.peer.kill()
@@ -276,13 +276,13 @@ def test_late_messages_of_a_killed_process_do_not_disturb_its_successor(
     else:
         request = world.send("r", 1, 2)
         world.peer.ask("fetch", "r", 1, BLOCKS, world.source("r"))
-    world.until(lambda: {"Welcome", "Ready", "Renew"} <= {each.kind for each in seen})
+    world.until(lambda: {"LinkWelcome", "Ready", "Renew"} <= {each.kind for each in seen})
     world.peer.kill()
     world.mine.manager.finish([request])
     world.until(lambda: world.mine.is_clean)
     world.start_peer()
 
-    mixed = {"Hello", "Stranger"}
+    mixed = {"LinkHello", "Stranger"}
 
     def mix(parcel: Parcel) -> None:
         parcel.deliver()

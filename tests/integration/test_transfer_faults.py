@@ -146,7 +146,7 @@ def test_a_message_that_goes_astray_costs_time_alone(decode: World, what: str, k
     reached = decode.at(kind, stray)
     decode.peer.ask("send", "r", 1, BLOCKS, 2)
     request = decode.fetch("r", 1)
-    if kind in ("Hello", "Welcome", "Ask", "Granted", "Ready", "Renew"):
+    if kind in ("LinkHello", "LinkWelcome", "AskForBlocks", "BlocksGranted", "Ready", "Renew"):
         decode.until(reached)
     decode.peer.ask("compute", "r", 2, BLOCKS)
     assert decode.take_whole(request).status is LoadStatus.CONFIRMED

@@ -185,7 +185,7 @@ def test_peers_beyond_the_limit_are_refused_by_name(
             peer.boot = bytes([index]) * 16
             with outsider(prefill.address, boot=peer.boot) as each:
                 answers.append(each.greet(identity_of(prefill), live=None))
-        assert [type(each).__name__ for each in answers] == ["Welcome"] * 3 + ["Refused"] * 2
+        assert [type(each).__name__ for each in answers] == ["LinkWelcome"] * 3 + ["LinkRefused"] * 2
         assert len(prefill.transfers.peers) == 3
 
 

@@ -273,7 +273,7 @@ CONSUMERS = {
     "cache": "fdcache/manager fdcache/tiers fdcache/service",
     "server": "fdcache/service/server",
     "transfer": "fdcache/controller fdcache/devices",
-    "deployment": "fdcache_cli/replay.py fdcache/integrations/vllm",
+    "deployment": "fdcache_cli/replay.py fdcache/integrations/vllm fdcache/manager fdcache/service/server",
     "storage_tier": "fdcache",
     "mooncake": "fdcache/integrations/mooncake",
 }
