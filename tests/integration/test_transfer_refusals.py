@@ -126,8 +126,12 @@ def test_addresses_of_latent_ranks_in_another_order_are_refused(tmp_path: Path) 
 
         until(has_ended, "the fetch ends")
         assert "is that of rank 1, from which this rank does not read" in str(outcomes[0].error_message)
-        stats = ranks[2].transfer_stats()
-        assert stats is not None and [each.state for each in stats.peers] == ["accepted"] * 2
+
+        def states() -> list[str]:
+            stats = ranks[2].transfer_stats()
+            return [each.state for each in stats.peers] if stats else []
+
+        until(lambda: states() == ["accepted"] * 2, "both ranks are accepted")
     finally:
         for each in ranks:
             each.shutdown()
