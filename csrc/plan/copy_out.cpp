@@ -84,6 +84,20 @@ DigestSet set_of(const BlockList &blocks) {
     return {blocks.hashes.begin(), blocks.hashes.end()};
 }
 
+// The ancestors from which each block down to the heads is listed, too. `above`: parents first within a path.
+BlockList joined_to(const BlockList &blocks, std::span<const std::size_t> heads, BlockList above) {
+    DigestSet parents;
+    for (const std::size_t i : heads) parents.insert(blocks.parents[i]);
+    std::vector<std::size_t> chosen;
+    for (std::size_t i = above.slots.size(); i-- > 0;) {
+        if (!parents.contains(above.hashes[i])) continue;
+        parents.insert(above.parents[i]);
+        chosen.push_back(i);
+    }
+    std::ranges::reverse(chosen);
+    return chosen.size() == above.slots.size() ? above : select(above, chosen);
+}
+
 // Blocks as paths, each from its root, in the order of the first block of each path.
 BlockList paths_from_root(const BlockList &blocks) {
     constexpr std::size_t kNone = SIZE_MAX;
@@ -245,7 +259,7 @@ BlockList CopyOut::absent_above(const BlockList &blocks, std::span<const std::si
         BlockList above = device_.above(blocks, heads, levels);
         const bool has_grown = above.slots.size() > listed;
         listed = above.slots.size();
-        above = absent(std::move(above), target);
+        above = joined_to(blocks, heads, absent(std::move(above), target));
         if (!has_grown || levels >= most_levels) return above;
         const std::vector<std::size_t> open = uncovered_heads(above, target);
         const DigestSet own = set_of(above);

@@ -117,21 +117,22 @@ BlockList DeviceContents::coldest(std::uint32_t count) const {
     return list;
 }
 
-// A walk up ends at the last block that has left the device.
+// A walk up ends below the first block that has left the device. Each block knows its parent by the last path
+// that it was offered in: an ancestor may have come back elsewhere since the path of its descendant.
 BlockList DeviceContents::above(const BlockList &blocks, std::span<const std::size_t> which,
                                 std::uint32_t levels) const {
     BlockList list;
     std::unordered_set<Slot> listed;
     std::vector<Slot> up;
     for (const std::size_t i : which) {
-        const Block *const block = known(blocks.slots[i]);
-        if (!block) continue;
         up.clear();
-        const DevicePath &path = *block->path;
-        for (std::size_t at = block->depth; at-- && up.size() <= levels;) {
-            const Block *const next = known(path.slots[at]);
-            if (!next || next->hash != path.hashes[at] || !listed.insert(path.slots[at]).second) break;
-            up.push_back(path.slots[at]);
+        const Block *block = known(blocks.slots[i]);
+        while (block && block->depth && up.size() <= levels) {
+            const Slot slot = block->path->slots[block->depth - 1];
+            const Block *const parent = known(slot);
+            if (!parent || parent->hash != block->parent || !listed.insert(slot).second) break;
+            up.push_back(slot);
+            block = parent;
         }
         for (auto slot = up.rbegin(); slot != up.rend(); ++slot) append(list, *slot, *find(*slot));
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from fdcache._core import SLOT_READY
@@ -89,6 +90,73 @@ def known_of(found: object) -> list[Known]:
     columns = [getattr(found, name) for name in names]
     lists = [hash_list(each) if each.ndim == 2 else each.tolist() for each in columns]
     return [Known(*each) for each in zip(*lists, strict=True)]
+
+
+@dataclass
+class Path:
+    """Blocks of a request on an engine's device."""
+
+    hashes: list[bytes] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+
+class EngineDevice:
+    """What an engine has offered, and has not given away."""
+
+    most_held = 1 << 60
+
+    def __init__(self) -> None:
+        self.known: dict[int, Known] = {}
+        self.places: dict[int, tuple[Path, int]] = {}
+        self.generations: dict[int, int] = {}
+        self.told: list[Known] = []
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.generations)
+
+    def offer(self, path: Path, start: int, counted: int) -> list[int]:
+        """Enter the blocks of a path from ``start`` on; return their device blocks."""
+        for i in range(start, len(path.ids)):
+            slot, former = path.ids[i], self.known.get(path.ids[i])
+            is_same = former is not None and former.hash == path.hashes[i]
+            self.generations[slot] = self.generations.get(slot, 0) + (not is_same)
+            hits = former.hits if former is not None and is_same else 0
+            parent = path.hashes[i - 1] if i else ROOT
+            more = max(hits + (i >= counted), 1)
+            self.known[slot] = Known(slot, self.generations[slot], path.hashes[i], parent, more)
+            self.places[slot] = path, i
+        return path.ids[start:]
+
+    def forget(self, ids: Iterable[int]) -> None:
+        for slot in ids:
+            self.known.pop(slot, None)
+
+    def tell(self, ids: Sequence[int]) -> None:
+        self.told = [block for slot in ids if (block := self.known.get(slot))]
+
+    def block(self, slot: int) -> Known | None:
+        return self.known.get(slot)
+
+    def above(self, block: Known) -> Known | None:
+        path, depth = self.places[block.slot]
+        if not depth:
+            return None
+        found = self.known.get(path.ids[depth - 1])
+        return found if found is not None and found.hash == block.parent else None
+
+    def depth(self, block: Known) -> int:
+        return self.places[block.slot][1]
+
+    def coldest(self, count: int) -> list[Known]:
+        return [
+            block
+            for each in self.told
+            if (block := self.known.get(each.slot)) and block.generation == each.generation
+        ][:count]
+
+    def hold(self, held: list[int]) -> None:
+        pass
 
 
 class CopyOutOracle:

@@ -18,7 +18,7 @@ from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
-from tests.property.copy_out_oracle import CopyOutOracle, OwnDevice, Pair, known_of
+from tests.property.copy_out_oracle import CopyOutOracle, EngineDevice, OwnDevice, Pair, Path, known_of
 from tests.seeds import budget
 from tests.tier_help import ROOT_HASH, chain, hash_list, hashes, slots
 
@@ -147,6 +147,8 @@ class EngineSide(Side):
     def __init__(self, policy: WritePolicy, device: int, host: int, seed: int) -> None:
         super().__init__(policy, device, host, seed)
         self.content: dict[int, bytes] = {}
+        self.may_repeat = False
+        """True if a block may be in several device blocks, and be given away twice at once."""
         self.lately: set[tuple[int, bytes]] = set()
         """Device blocks and what was in them since the history's last operation."""
 
@@ -169,6 +171,8 @@ class EngineSide(Side):
         for path in wanted:
             blocks = chain(*path)
             have = self.on_device(blocks)
+            if not self.may_repeat and set(blocks[len(have) :]) & set(self.content.values()):
+                continue
             free = [slot for slot in range(self.device_blocks) if slot not in have]
             if len(free) < len(blocks) - len(have):
                 continue
@@ -185,7 +189,8 @@ class EngineSide(Side):
         self.offer(blocks[: len(have)], have, 0)
 
     def evict(self, count: int) -> None:
-        self.evict_slots([self.random.randrange(self.device_blocks + 3) for _ in range(count)])
+        ids = [self.random.randrange(self.device_blocks + 3) for _ in range(count)]
+        self.evict_slots(ids if self.may_repeat else list(dict.fromkeys(ids)))
 
     def evict_slots(self, ids: list[int]) -> None:
         self.give_away(ids)
@@ -235,9 +240,6 @@ class Native(Side):
 
     def figures(self) -> tuple[int, int]:
         return self.planner.queued, self.counters.backups_dropped
-
-    def queued_blocks(self) -> int:
-        return self.planner.queued
 
 
 class NativeOwn(Native, OwnSide):
@@ -317,24 +319,54 @@ class OracleOwn(Oracle, OwnSide):
         self.rules.enqueue(device_slots)
 
 
-def act(side: Any, name: str, argument: Any) -> None:
-    """Do one operation of a history."""
-    if name == "step" and isinstance(side, EngineSide):
-        told = min(side.device_blocks, RESERVE + 1)
-        side.tell_coldest(side.random.sample(range(side.device_blocks), told))
-    getattr(side, name)(argument)
+class OracleEngine(Oracle, EngineSide):
+    """The rules above what an engine has told. Offers are looked at together, before what depends on them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.contents = EngineDevice()
+        self.make(self.contents)
+        self.offered: list[int] = []
+
+    def take_offered(self) -> None:
+        self.rules.offered(self.offered)
+        self.offered = []
+
+    def give_away(self, ids: list[int]) -> None:
+        self.take_offered()
+        self.rules.evict([block for slot in ids if (block := self.contents.block(slot))])
+        self.contents.forget(ids)
+
+    def offer(self, path: list[bytes], ids: list[int], counted: int) -> None:
+        self.offered += self.contents.offer(Path(path, ids), 0, counted)
+
+    def tell_coldest(self, ids: list[int]) -> None:
+        self.contents.tell(ids)
+
+    def step(self, is_patient: bool) -> None:
+        self.take_offered()
+        super().step(is_patient)
+
+    def figures(self) -> tuple[int, int]:
+        self.take_offered()
+        return super().figures()
 
 
+@pytest.mark.parametrize("owner", ["own", "engine"])
 @pytest.mark.parametrize("policy", WritePolicy)
 @settings(max_examples=budget(400), deadline=None)
 @given(done=operations, device=st.integers(4, 40), host=st.integers(1, 30), seed=st.integers(0, 2**32))
-def test_plans_above_an_own_device_follow_the_rules_block_by_block(
-    policy: WritePolicy, done: list[tuple[str, Any]], device: int, host: int, seed: int
+def test_plans_follow_the_rules_block_by_block(
+    owner: str, policy: WritePolicy, done: list[tuple[str, Any]], device: int, host: int, seed: int
 ) -> None:
-    native, oracle = NativeOwn(policy, device, host, seed), OracleOwn(policy, device, host, seed)
+    made: tuple[Any, Any] = (NativeOwn, OracleOwn) if owner == "own" else (NativeEngine, OracleEngine)
+    native, oracle = (each(policy, device, host, seed) for each in made)
     for name, argument in done:
+        if name == "step" and owner == "engine":
+            for side in (native, oracle):
+                side.tell_coldest(side.random.sample(range(device), min(device, RESERVE + 1)))
         for side in (native, oracle):
-            act(side, name, argument)
+            getattr(side, name)(argument)
         assert native.send() == oracle.send()
         assert native.figures() == oracle.figures()
         assert native.order() == oracle.order()
@@ -349,14 +381,18 @@ def test_plans_above_the_device_of_an_engine_copy_what_its_blocks_hold_below_the
     policy: WritePolicy, done: list[tuple[str, Any]], device: int, host: int, seed: int
 ) -> None:
     native = NativeEngine(policy, device, host, seed)
+    native.may_repeat = True
     for name, argument in done:
+        if name == "step":
+            told = native.random.sample(range(device), min(device, RESERVE + 1))
+            native.tell_coldest(told)
         native.lately = set(native.content.items())
-        act(native, name, argument)
+        getattr(native, name)(argument)
         for _, pairs in native.send():  # which looks at parents and generations
             assert len({target for _, target in pairs}) == len(pairs)
             assert {(source, native.host.node(target).hash) for source, target in pairs} <= native.lately
         assert native.host.check_integrity() == []
-    while native.copies or native.queued_blocks():
+    while native.copies or native.planner.queued:
         native.report(255)
         native.step(is_patient=False)
         native.send()
