@@ -82,6 +82,11 @@ class Busy:
             found |= {report.plan_id: report for report in ended if report.plan_id}
         return found
 
+    def run(self, submitted: TransferPlan) -> None:
+        """Submit a plan of loads and wait for its report; that of the held load may come before it."""
+        self.controller.submit_swap_tasks(submitted).wait_all()
+        assert all(result.success for result in self.reports(1)[submitted.plan_id].results)
+
 
 @pytest.fixture
 def busy() -> Iterator[Busy]:
@@ -259,7 +264,7 @@ def test_a_batch_waits_for_the_evictions_of_all_its_plans(busy: Busy) -> None:
     busy.open()
     assert all(result.success for report in busy.reports(3).values() for result in report.results)
     assert busy.device.loads[-1] == [8, 9]
-    busy.worker.run(plan(5, load=[(12, 14), (13, 15)]))
+    busy.run(plan(5, load=[(12, 14), (13, 15)]))
     assert [busy.worker.block(slot) for slot in (14, 15)] == written
     assert [busy.worker.block(slot) for slot in (8, 9)] == busy.saved[4:6]
 
@@ -291,7 +296,7 @@ def test_a_device_that_refuses_the_batch_fails_its_plans_and_goes_on(busy: Busy)
         assert result.failed.tolist() == [0]
         assert result.error_message == ("1 of 1 blocks failed; position 0: the device failed: out of memory")
     assert counter.is_all_done()
-    busy.worker.run(plan(5, load=[(4, 8)]))
+    busy.run(plan(5, load=[(4, 8)]))
     assert busy.worker.block(8) == busy.saved[4]
 
 
@@ -311,8 +316,7 @@ def test_memory_that_runs_out_fails_the_loads_concerned_and_the_queue_goes_on(
     for number in failed:
         assert "MemoryError: no more" in str(reports[number].results[0].error_message)
     assert all(counter.is_all_done() for counter in counters)
-    busy.controller.submit_swap_tasks(plan(6, load=[(4, 8)])).wait_all()
-    assert busy.reports(1)[6].results[0].success  # the held load may be reported between
+    busy.run(plan(6, load=[(4, 8)]))
     assert busy.worker.block(8) == busy.saved[4]
 
 
