@@ -165,7 +165,10 @@ class PrefixMatcher:
             return result
         if self._ahead is not None and any(ahead := self._ahead.found(request, result.num_device_blocks)):
             self._requests.set_loaded_ahead(request, *ahead)
-            result = msgspec.structs.replace(result, num_ahead_blocks=sum(ahead))
+            from_host, from_storage = ahead
+            result = msgspec.structs.replace(
+                result, num_ahead_blocks=from_host + from_storage, num_ahead_from_storage=from_storage
+            )
         if self._table is None:
             return result
         number = self._requests.fetch_number(request)

@@ -32,7 +32,8 @@ class MatchResult(msgspec.Struct, frozen=True):
 
     DEFERRED: another request is copying the next block, blocks are being read from storage, or the manager is
     paused. Nothing is pinned; match the request again in a later step. ``num_ahead_blocks`` of the device blocks were
-    loaded from the host, most of them after they were read from storage, while the request waited for later blocks.
+    loaded while the request waited for later blocks; ``num_ahead_from_storage`` of these were read from storage for it,
+    the others were on the host.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class MatchResult(msgspec.Struct, frozen=True):
     num_storage_blocks: int = 0
     num_cached_tokens: int = 0
     num_ahead_blocks: int = 0
+    num_ahead_from_storage: int = 0
 
     @property
     def total_matched_blocks(self) -> int:

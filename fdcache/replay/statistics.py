@@ -95,9 +95,11 @@ class Tally:
         self.prompt_tokens += job.prompt_length
         self.clipped_tokens += job.item.clipped_tokens
         self.hit_tokens["device"] += (match.num_device_blocks - match.num_ahead_blocks) * job.block_size
-        self.hit_tokens["host"] += match.num_host_blocks * job.block_size
-        stored = match.num_storage_blocks + match.num_ahead_blocks
-        self.hit_tokens["storage"] += stored * job.block_size
+        ahead_from_host = match.num_ahead_blocks - match.num_ahead_from_storage
+        self.hit_tokens["host"] += (match.num_host_blocks + ahead_from_host) * job.block_size
+        self.hit_tokens["storage"] += (
+            match.num_storage_blocks + match.num_ahead_from_storage
+        ) * job.block_size
         if self.known is not None:
             self._count_missing(self.known, job, match.total_matched_blocks)
 

@@ -66,6 +66,7 @@ def test_blocks_are_on_the_device_while_later_ones_are_read(engine: Engine) -> N
     disk.serve(1)
     match = engine.match(request)
     assert (match.num_device_blocks, match.num_ahead_blocks, match.num_storage_blocks) == (6, 6, 2)
+    assert match.num_ahead_from_storage == 6
     assert engine.allocate(request).ok
     assert counters(engine).storage_hit_tokens == BLOCKS * BLOCK
     assert counters(engine).device_hit_tokens == 0

@@ -219,6 +219,7 @@ def test_a_reuse_grid_cuts_a_run_whose_tail_came_from_storage(stored: Path) -> N
     engine.manager.finish([short])
     match = engine.run("long", tokens_of(1, 8))
     assert (match.num_ahead_blocks, match.num_storage_blocks) == (2, 4), "of eight blocks six are reused"
+    assert match.num_ahead_from_storage == 0, "the first two were on the host"
     found = counters(engine)
     assert (found.host_hit_tokens, found.storage_hit_tokens) == (2 * BLOCK, 4 * BLOCK)
     assert counters(engine).storage_hit_tokens == 4 * BLOCK
