@@ -10,7 +10,7 @@ WORKERS ?= 3
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test quick test-gpu test-mooncake test-vllm check nightly tsan asan fuzz soak lint format stubs size bench bench-peers dist wheel-test site clean
+.PHONY: demo demo-paddle gpu-extra test again quick test-gpu test-mooncake test-vllm check nightly tsan asan fuzz soak lint format stubs size bench bench-peers dist wheel-test site clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -58,6 +58,14 @@ test-vllm: $(VENV)/.installed-test  ## the connector in vLLM's own engine on the
 
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs, a tenth of their seeds
 	FDCACHE_TEST_SEEDS=$${FDCACHE_TEST_SEEDS:-10} $(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow --timeout 1800 --durations 15
+
+# A test that failed and passes now is unstable, which is a defect of its own.
+again: $(VENV)/.installed-test  ## the tests that failed last, three times, each alone; at most five of them
+	mkdir -p build
+	$(BIN)/python -c 'import json; print(*json.load(open(".pytest_cache/v/cache/lastfailed")), sep="\n")' > build/failed
+	test $$(wc -l < build/failed) -le 5
+	for turn in 1 2 3; do $(BIN)/pytest -n 0 @build/failed || exit 1; done
+	@echo "UNSTABLE, each a defect to mend:" && cat build/failed
 
 nightly: $(VENV)/.installed-test  ## all seeds of the longer runs, tests that take minutes each, sanitizers, fuzzer and soak
 	FDCACHE_TEST_SEEDS=100 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m 'slow or nightly' --timeout 3600
