@@ -17,7 +17,7 @@ class RequestHints:
     """Takes hints of requests that end to all tiers, and collects what became of them."""
 
     def __init__(
-        self, tiers: LowerTiers, block_size: int, clock: Callable[[], float], num_groups: int = 1
+        self, tiers: LowerTiers, block_size: int, clock: Callable[[], float], num_records: int = 1
     ) -> None:
         self.figures = HintFigures()
         own = list(tiers.own_pools.values())
@@ -25,7 +25,7 @@ class RequestHints:
         service = tiers.host.service if tiers.host is not None else None
         self._service = service.hints if service is not None else None
         self._block_size = block_size
-        self._num_groups = num_groups
+        self._num_records = num_records
 
     def take(
         self, request_id: str, hints: Iterable[Hint], hashes: HashArray, prompt_tokens: int
@@ -38,7 +38,7 @@ class RequestHints:
         if not given:
             return []
         self.figures.given += len(given)
-        path = record_keys(hashes, self._num_groups)
+        path = record_keys(hashes, self._num_records)
         sent = self._service.give(path, given) if self._service is not None else []
         for outcome in sent:
             self.figures.count(outcome)
@@ -48,7 +48,7 @@ class RequestHints:
         if not isinstance(hint, Hint):
             raise HintError(f"hints: {type(hint).__name__} is not a Hint")
         start, stop, _ = hint.blocks(prompt_tokens, self._block_size).indices(num_blocks)
-        return GivenHint(request_id, hint, start * self._num_groups, stop * self._num_groups)
+        return GivenHint(request_id, hint, start * self._num_records, stop * self._num_records)
 
     @property
     def has_open(self) -> bool:

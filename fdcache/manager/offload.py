@@ -11,7 +11,7 @@ from uuid import uuid4
 import msgspec
 
 from fdcache._core import DeviceContents, DevicePath
-from fdcache.errors import ConfigurationError, RequestStateError
+from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager import story
@@ -62,7 +62,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     device blocks of the settings have no effect. ``streams=True``: a match also promises blocks that are still being
     read from storage, once the first of them have come. ``load`` then loads those that are there, and each
     ``take_plans`` others, while the engine computes other requests: a request that loads is computed after its
-    ``LoadOutcome``. It has no effect with several groups of layers, or with windows. Raises ``ConfigurationError``
+    ``LoadOutcome``. It has no effect with groups of layers. Raises ``ConfigurationError``
     without a host tier, and for windows with the write policy ``write_through_selective``.
     """
 
@@ -80,7 +80,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         streams: bool = False,
     ) -> None:
         super().__init__(settings, layout, lookup, clock)
-        if any(layout.windows) and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+        if layout.has_gaps and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             raise ConfigurationError(
                 "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows a prefix has left the device in "
                 "part when it is reused, and could not be stored then; use write_through"
@@ -106,11 +106,18 @@ class OffloadManager(TierManager[OffloadRequest]):
             streams=streams,
         )
         self._requests = OffloadedRequests(
-            settings, layout, self._host, counters, clock, self._choices, streams=streams
+            settings,
+            layout,
+            self._host,
+            counters,
+            clock,
+            self._choices,
+            streams=streams,
+            stored=storage_tier.has if storage_tier is not None else None,
         )
         self._loads = self._requests.native_loads
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._loads, counters, clock)
-        self._hints = RequestHints(tiers, layout.block_size, clock, layout.num_groups)
+        self._hints = RequestHints(tiers, layout.block_size, clock, layout.page_records)
         self._clock = clock
         self._looks_always = storage_tier is not None or self._service is not None
         self._must_look = True  # something may follow from what is not in the open plans
@@ -187,10 +194,8 @@ class OffloadManager(TierManager[OffloadRequest]):
             if not self._requests.match(tracked, device_tokens, whole_prompt):
                 self._counters.deferred_lookups += 1
                 return story.offload_matched(OffloadMatch(request.request_id, MatchStatus.DEFERRED), began)
-            tokens, stored = (
-                self._tokens(tracked.remaining),
-                self._tokens(tracked.from_storage + tracked.coming),
-            )
+            tokens = self._requests.tokens(tracked, tracked.remaining)
+            stored = min(self._tokens(tracked.from_storage + tracked.coming), tokens)
             return story.offload_matched(
                 OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored), began
             )
@@ -204,8 +209,9 @@ class OffloadManager(TierManager[OffloadRequest]):
     def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
         """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
 
-        With several groups of layers ``device_ids`` has one device block of each group for each page, in the order of
-        the layout's ``windows``; ``NO_BLOCK`` stands for a block that the engine does not need.
+        With groups of layers ``device_ids`` has for each page the device blocks of its records, in the order of the
+        layout's ``page_groups``; ``NO_BLOCK`` stands for a block that the engine does not need. With states it has
+        the blocks of all pages found, then one for each of ``state_groups``: fewer load nothing.
 
         The device blocks count as given away, as by ``evicted``. The load ends with a ``LoadOutcome`` of ``apply`` or
         ``expire``. Return 0 if nothing was found, or it was unpinned since by ``expire``, a reset or the end of the
@@ -213,7 +219,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         listed twice.
         """
         layout = self.layout
-        ids = device_ids_of(device_ids, with_none=any(layout.windows))
+        ids = device_ids_of(device_ids, with_none=layout.has_gaps)
         require_distinct(ids)
         with self._lock:
             self._set_time()
@@ -222,7 +228,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 self.unmatch(request)
                 return 0
             self._count_lookup(tracked)
-            ids = ids[: min(len(ids) // self.layout.num_groups * self.layout.num_groups, tracked.remaining)]
+            ids = ids[: self._requests.loadable(tracked, len(ids))]
             wanted = ids[ids != NO_BLOCK]
             if len(wanted):
                 self._give_away(wanted)
@@ -231,8 +237,11 @@ class OffloadManager(TierManager[OffloadRequest]):
                 self._has_planned = True
                 story.load_planned(request.request_id, planned)
                 stored = min(stored, planned)
-                self._counters.storage_hit_tokens += self._tokens(stored)
-                self._counters.host_hit_tokens += self._tokens(planned - stored)
+                from_storage = self._tokens(stored)
+                self._counters.storage_hit_tokens += from_storage
+                self._counters.host_hit_tokens += max(
+                    self._requests.tokens(tracked, planned) - from_storage, 0
+                )
             self._requests.unpin(tracked)
             return len(ids) if len(wanted) else 0
 
@@ -241,8 +250,9 @@ class OffloadManager(TierManager[OffloadRequest]):
 
         Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
         block table: the next plan may copy them. Repeated offers extend the first; one with nothing new is cheap. With
-        several groups of layers the table is as for ``load``, with ``NO_BLOCK`` for blocks that the engine has given
-        up: a page is stored if the host tier has those already. Raises ``PlanError`` for ids of no device block.
+        groups of layers the table is that of the pages, as for ``load``, with ``NO_BLOCK`` for blocks that the engine
+        has given up: a page is stored if the host tier has those already. Raises ``PlanError`` for ids of no device
+        block.
         """
         num_tokens = _count("num_tokens", num_tokens)
         table = table_of(device_ids)
@@ -258,6 +268,26 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))
             if not start and self._service is not None:
                 self._own(self._service, request, path)
+
+    def offer_states(
+        self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, above: int = NO_BLOCK
+    ) -> None:
+        """Offer the states after the first ``num_tokens`` tokens, one device block for each of ``state_groups``.
+
+        Call it once these tokens are offered. ``above``: the device block of the last record of their pages, without
+        which the states are stored only if the host tier has that record already. States in the middle of a page, and
+        those of a layout without states, are of no use. Raises ``PlanError`` for ids of no device block, or another
+        number of them.
+        """
+        num_tokens, ids = _count("num_tokens", num_tokens), device_ids_of(device_ids)
+        if len(ids) != self.layout.num_states:
+            raise PlanError(
+                f"device_ids: {len(ids)} device blocks for the {self.layout.num_states} states of a page"
+            )
+        with self._lock:
+            path = self._requests.states_below(self._requests.track(request), num_tokens, ids, above)
+            if path is not None:
+                self._contents.offered(path, len(path) - len(ids), 0)
 
     @staticmethod
     def _own(service: HostService, request: OffloadRequest, path: DevicePath) -> None:
@@ -314,11 +344,11 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked.is_counted = True
             self._counters.lookups += 1
             self._counters.lookup_tokens += tracked.request.num_tokens
-            self._counters.device_hit_tokens += self._tokens(tracked.device_blocks)
+            self._counters.device_hit_tokens += tracked.device_pages * self.layout.block_size
 
     def _tokens(self, num_records: int) -> int:
-        """Return the tokens of this many records, of which a page has one for each group of layers."""
-        return num_records // self.layout.num_groups * self.layout.block_size
+        """Return the tokens of this many records of pages."""
+        return num_records // max(self.layout.page_records, 1) * self.layout.block_size
 
     # --- plans and reports --------------------------------------------------------------------------------
 
