@@ -66,8 +66,9 @@ class EventTranslator:
     """Translates fdcache's events to vLLM's. ``learn`` tells the hashes of blocks before they are stored.
 
     ``marks`` are the groups of a page's records (``KVLayout.record_groups``), of which ``num_records`` are no states: a
-    page is told once for each group, by its last record. Blocks that are not known yet,
-    such as those found on storage after a restart, are told once a request has their tokens. ``_MOST_KNOWN`` blocks are remembered, the latest ones. ``is_shared``: other nodes use the storage too.
+    page is told once for each group, by its last record. Blocks that are not known yet, such as those found on storage
+    after a restart, are told once a request has their tokens. ``_MOST_KNOWN`` blocks are remembered, the latest ones.
+    ``is_shared``: other nodes use the storage too.
     """
 
     def __init__(

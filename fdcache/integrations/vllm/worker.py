@@ -117,7 +117,7 @@ class WorkerSide:
         self._scan: bytes | None = None
 
     def register(self, pages: Sequence[torch.Tensor]) -> None:
-        """Use vLLM's pages, one tensor of bytes for each plane; make host memory of the rank's own without a service."""
+        """Use vLLM's pages, a tensor of bytes for each plane; make host memory of the rank's own without a service."""
         device = pages[0].device
         self._on_gpu = device.type == "cuda"
         controller = CacheController.from_settings(
