@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,29 +32,34 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from fdcache.errors import ConfigurationError, StorageBusyError
 from tests import preload
-from tests.service_help import until
+from tests.service_help import TIMEOUT
 
 CHUNK_BYTES = 8192
 CHUNKS = 32
 
 
+def fdcache_tier(folder: Path, **settings: Any) -> dict[str, Any]:
+    settings = {"FDCACHE_STORAGE_DIR": str(folder), "FDCACHE_STORAGE_SIZE": "1MiB", **settings}
+    return {"type": "FdcacheTier", "module_path": "fdcache.integrations.vllm.tier", **settings}
+
+
 def config_of(
-    folder: Path, *, events: bool = False, groups: int = 1, model: str = "model", **tier: Any
+    tiers: list[dict[str, Any]],
+    *,
+    events: bool = False,
+    groups: int = 1,
+    model: str = "model",
+    chunk_bytes: int = CHUNK_BYTES,
+    chunks: int = CHUNKS,
 ) -> OffloadingConfig:
-    settings = {"FDCACHE_STORAGE_DIR": str(folder), "FDCACHE_STORAGE_SIZE": "1MiB", **tier}
     return OffloadingConfig(
         groups=tuple(
             OffloadingGroupConfig(tokens_per_block=16, layer_names=(f"layer.{index}",), group_id=index)
             for index in range(groups)
         ),
-        worker_kv_bytes_per_block=CHUNK_BYTES,
+        worker_kv_bytes_per_block=chunk_bytes,
         enable_kv_cache_events=events,
-        extra_config={
-            "cpu_bytes_to_use": CHUNKS * CHUNK_BYTES,
-            "secondary_tiers": [
-                {"type": "FdcacheTier", "module_path": "fdcache.integrations.vllm.tier", **settings}
-            ],
-        },
+        extra_config={"cpu_bytes_to_use": chunks * chunk_bytes, "secondary_tiers": tiers},
         engine_id=uuid.uuid4().hex,
         model=OffloadingModelConfig(name=model, dtype="float16"),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
@@ -72,8 +78,8 @@ def config_of(
     )
 
 
-def content(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng(list(key)).integers(0, 256, CHUNK_BYTES, np.uint8)
+def content(key: bytes, nbytes: int = CHUNK_BYTES) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(np.random.default_rng(list(key)).bytes(nbytes), np.uint8)
 
 
 def keys_of(prompt: int, count: int, group: int = 0) -> list[Any]:
@@ -87,8 +93,10 @@ def keys_of(prompt: int, count: int, group: int = 0) -> list[Any]:
 class Offloading:
     """vLLM's manager, and in place of its GPU worker bytes that follow from the key."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        self.manager = TieringOffloadingSpec(config_of(folder, **changes)).get_manager()
+    def __init__(self, folder: Path, *, tiers: list[dict[str, Any]] | None = None, **changes: Any) -> None:
+        settings = {name: changes.pop(name) for name in list(changes) if name.startswith("FDCACHE_")}
+        config = config_of([fdcache_tier(folder, **settings)] if tiers is None else tiers, **changes)
+        self.manager = TieringOffloadingSpec(config).get_manager()
         self.memory = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
         self._numbers = itertools.count()
 
@@ -100,11 +108,14 @@ class Offloading:
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
     def settle(self) -> None:
-        def is_idle() -> bool:
+        """Run steps until no tier has work."""
+        deadline = time.monotonic() + TIMEOUT
+        while True:
             self.step()
-            return not self.manager.has_pending_work()
-
-        until(is_idle, "the tiers' jobs end")
+            if not self.manager._jobs:
+                return
+            assert time.monotonic() < deadline, "the tiers' jobs do not end"
+            time.sleep(0.0005)
 
     def request(self) -> ReqContext:
         context = ReqContext(f"request-{next(self._numbers)}")
@@ -115,14 +126,14 @@ class Offloading:
         """Copy the chunks of a prompt to the host, as its worker would; return those that were stored."""
         context = self.request()
         out = self.manager.prepare_store(keys, context)
-        if out is None or not out.keys_to_store:
-            self.manager.on_request_finished(context)
-            return []
-        for key, chunk in zip(out.keys_to_store, out.store_spec.chunk_ids, strict=True):
-            self.memory[chunk] = content(key)
-        self.manager.complete_store(out.keys_to_store, context)
+        stored = [] if out is None else list(out.keys_to_store)
+        if out is not None and stored:
+            for key, chunk in zip(stored, out.store_spec.chunk_ids, strict=True):
+                self.memory[chunk] = content(key, self.memory.shape[1])
+            self.filled = time.perf_counter()
+            self.manager.complete_store(stored, context)
         self.manager.on_request_finished(context)
-        return list(out.keys_to_store)
+        return stored
 
     def match(self, keys: Sequence[Any], context: ReqContext) -> int:
         """Return how many leading chunks vLLM finds, after it has brought them to the host."""
@@ -136,16 +147,20 @@ class Offloading:
             self.settle()
         raise AssertionError("the look-up does not end")
 
+    def check(self, keys: Sequence[Any], context: ReqContext) -> None:
+        """Compare the bytes of chunks that a look-up has found, and end the request."""
+        if keys:
+            spec = self.manager.prepare_load(keys, context)
+            for key, chunk in zip(keys, spec.chunk_ids, strict=True):
+                assert (self.memory[chunk] == content(key, self.memory.shape[1])).all(), "wrong bytes"
+            self.manager.complete_load(keys, context)
+        self.manager.on_request_finished(context)
+
     def load(self, keys: Sequence[Any]) -> int:
         """Return how many leading chunks are found, after a look at their bytes."""
         context = self.request()
         found = self.match(keys, context)
-        if found:
-            spec = self.manager.prepare_load(keys[:found], context)
-            for key, chunk in zip(keys[:found], spec.chunk_ids, strict=True):
-                assert (self.memory[chunk] == content(key)).all(), "wrong bytes"
-            self.manager.complete_load(keys[:found], context)
-        self.manager.on_request_finished(context)
+        self.check(keys[:found], context)
         return found
 
 
@@ -169,12 +184,7 @@ def test_chunks_that_left_the_host_come_back(offloading: Offloading) -> None:
 
 
 def test_without_the_tier_they_do_not(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    config.extra_config["secondary_tiers"].clear()
-    offloading = Offloading.__new__(Offloading)
-    offloading.manager = TieringOffloadingSpec(config).get_manager()
-    offloading.memory = np.asarray(offloading.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
-    offloading._numbers = itertools.count()
+    offloading = Offloading(tmp_path, tiers=[])
     fill(offloading, range(8))
     assert offloading.load(keys_of(0, 8)) == 0
     offloading.close()
