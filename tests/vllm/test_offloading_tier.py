@@ -342,7 +342,7 @@ def test_a_file_is_used_by_one_engine(offloading: Offloading, tmp_path: Path) ->
         ({"FDCACHE_STORAGE": "none"}, "FDCACHE_STORAGE=local"),
     ],
 )
-def test_wrong_settings_are_refused_by_name(tmp_path: Path, wrong: dict[str, str], message: str) -> None:
+def test_wrong_settings_are_refused_by_name(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Offloading(tmp_path, **wrong)
 
