@@ -144,7 +144,7 @@ class SchedulerSide:
             return None
         request.hints, refused = read_hints(source.request_id, extra_of(source))
         known = self._running[source.request_id] = _Running(source, request, refused, self._shape.table())
-        self.manager.begin(request, whole_prompt=self._is_plain)
+        self.manager.begin([request], whole_prompt=self._is_plain)
         return known
 
     def matched(self, source: Any, device_tokens: int) -> int | None:
@@ -172,7 +172,7 @@ class SchedulerSide:
         known = self._running.get(source.request_id)
         if num_tokens <= 0:
             if known is not None:
-                self.manager.unmatch(known.request)
+                self.manager.unmatch([known.request])
             return
         start = known.device_tokens if known is not None else 0
         stop = start + num_tokens
@@ -211,7 +211,7 @@ class SchedulerSide:
         return [*known.refused_hints, *known.request.hint_outcomes]
 
     def _forget(self, request_id: str) -> None:
-        self.manager.finish(self._running.pop(request_id).request)
+        self.manager.finish([self._running.pop(request_id).request])
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class SchedulerSide:
         """
         for known in self._running.values():
             known.is_lost = True
-            self.manager.finish(known.request)
+            self.manager.finish([known.request])
         if self._pool is not None:
             everything = np.arange(self._pool.num_gpu_blocks, dtype=np.int32)
             (self.manager.evicted if are_blocks_known else self.manager.forget)(everything)
