@@ -8,25 +8,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Required, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Required, TypedDict, Unpack
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
-from fdcache.groups import CacheGroup, Reach
+from fdcache.groups import CacheGroup
+from fdcache.layout_format import canonical, from_fields, groups_from_json, plane_from_json
 from fdcache.layout_planes import PLANE_ALIGNMENT, Plane, PlaneKind, PlaneSpec, require_int
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    pass
 
 RECORD_ALIGNMENT = 4096
 """A record's size is a multiple of this many bytes."""
 
 MOST_RECORDS = 255
 """Records that a page may have, the states at its end among them."""
-
-_FINGERPRINT_TAG = b"fdcache.layout.1"
 
 _KIND_ORDER = {kind: position for position, kind in enumerate(PlaneKind)}
 
@@ -297,7 +296,7 @@ class KVLayout:
         It separates the keys of different models and layouts. All ranks of an engine have the same one: rank, device
         strides and the number of draft blocks are not part of it.
         """
-        return hashlib.sha256(b"".join(_canonical(self))).digest()
+        return hashlib.sha256(b"".join(canonical(self))).digest()
 
     def to_json(self) -> str:
         """Return the layout as a JSON object with the fields of this class; ``group`` is the number of ``groups``."""
@@ -314,12 +313,12 @@ class KVLayout:
         except (ValueError, RecursionError) as error:
             raise LayoutError(f"layout: not JSON: {error}") from error
         if isinstance(data, dict):
-            data["groups"] = _groups_from_json(data)
+            data["groups"] = groups_from_json(data)
         if isinstance(data, dict) and isinstance(data.get("planes"), list):
             data["planes"] = tuple(
-                _plane_from_json(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
+                plane_from_json(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
             )
-        return _from_fields(cls, data, "layout")
+        return from_fields(cls, data, "layout")
 
     @classmethod
     def build(
@@ -442,39 +441,8 @@ class KVLayout:
 # --- helpers ------------------------------------------------------------------------------------------------
 
 
-_Record = TypeVar("_Record", bound="DataclassInstance")
-
-
 def _align(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
-
-
-def _canonical(layout: KVLayout) -> Iterator[bytes]:
-    """Yield the encoding that the fingerprint is taken of."""
-
-    def number(value: int) -> bytes:
-        return value.to_bytes(8, "little")
-
-    def text(value: str) -> bytes:
-        data = value.encode()
-        return number(len(data)) + data
-
-    yield _FINGERPRINT_TAG
-    yield text(layout.model) + text(layout.revision)
-    yield number(layout.block_size) + number(layout.num_layers) + number(layout.num_draft_layers)
-    yield number(layout.tp_size) + number(len(layout.groups)) + number(layout.record_bytes)
-    yield number(len(layout.planes))
-    for plane in layout.planes:
-        yield number(plane.layer) + text(plane.kind.value) + text(plane.dtype)
-        yield number(len(plane.shape)) + b"".join(map(number, plane.shape))
-        yield number(plane.nbytes) + number(plane.offset)
-    yield b"".join(number(each.tokens if each.reach is Reach.LAST else 0) for each in layout.groups)
-    if any(
-        each.block_size != layout.block_size or each.reach not in (Reach.ALL, Reach.LAST)
-        for each in layout.groups
-    ):
-        for each in layout.groups:
-            yield text(each.reach.value) + number(each.block_size) + number(each.tokens)
 
 
 def _require_text(name: str, value: object) -> None:
@@ -485,41 +453,3 @@ def _require_text(name: str, value: object) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise LayoutError(f"{name} must be text that UTF-8 can encode, got {value!r}") from error
-
-
-def _groups_from_json(data: dict[str, Any]) -> Any:
-    """Return the groups, and remove their number. Raises ``LayoutError`` if that is missing or another one."""
-    if "group" not in data:
-        raise LayoutError("layout: missing group")
-    number, groups = data.pop("group"), data.get("groups", [])
-    if not isinstance(groups, list) or number != len(groups):
-        raise LayoutError(f"layout: group must be the number of groups, got {number!r} for {groups!r}")
-    return tuple(_group_from_json(group, f"groups[{i}]") for i, group in enumerate(groups))
-
-
-def _group_from_json(data: Any, where: str) -> CacheGroup:
-    if isinstance(data, dict) and data.get("reach") in [reach.value for reach in Reach]:
-        data["reach"] = Reach(data["reach"])
-    return _from_fields(CacheGroup, data, where)
-
-
-def _plane_from_json(data: Any, where: str) -> Plane:
-    """Read a plane from a JSON object. Raises ``LayoutError`` with ``where`` it is in the document."""
-    if isinstance(data, dict):
-        if data.get("kind") in [kind.value for kind in PlaneKind]:
-            data["kind"] = PlaneKind(data["kind"])
-        if isinstance(data.get("shape"), list):
-            data["shape"] = tuple(data["shape"])
-    return _from_fields(Plane, data, where)
-
-
-def _from_fields(record: type[_Record], data: Any, where: str) -> _Record:
-    """Return a record made from exactly its fields. Raises ``LayoutError`` for unknown or missing ones."""
-    if not isinstance(data, dict):
-        raise LayoutError(f"{where}: must be an object with the fields of {record.__name__}")
-    names = {field.name for field in fields(record)}
-    if missing := sorted(names - data.keys()):
-        raise LayoutError(f"{where}: missing {', '.join(missing)}")
-    if unknown := sorted(data.keys() - names):
-        raise LayoutError(f"{where}: unknown {', '.join(unknown)}")
-    return record(**data)

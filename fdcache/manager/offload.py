@@ -19,9 +19,10 @@ from fdcache.manager.device_contents import NO_BLOCK, device_ids_of, require_dis
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
 from fdcache.manager.notes import describe
-from fdcache.manager.offloaded import OffloadedRequests, Tracked
+from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.manager.tiers import make_tiers
+from fdcache.manager.tracked import Tracked
 from fdcache.metadata import Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
@@ -284,8 +285,10 @@ class OffloadManager(TierManager[OffloadRequest]):
                 f"device_ids: {len(ids)} device blocks for the {self.layout.num_states} states of a page"
             )
         with self._lock:
-            path = self._requests.states_below(self._requests.track(request), num_tokens, ids, above)
+            tracked = self._requests.track(request)
+            path = self._requests.states_below(tracked, num_tokens, ids, above)
             if path is not None:
+                self._count_lookup(tracked)
                 self._contents.offered(path, len(path) - len(ids), 0)
 
     @staticmethod

@@ -23,7 +23,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from fdcache.groups import Reach
 from tests.vllm.stand_in import StandIn
 
 F32 = torch.float32
@@ -61,23 +60,25 @@ def latent(dim: int, dtype: torch.dtype) -> MLAAttentionSpec:
 
 _PAGE = full(block=32).page_size_bytes
 
-FAMILIES: dict[str, tuple[list[KVCacheSpec], str]] = {
-    "Llama": ([full()] * 3, ""),
-    "Gemma 3": ([sliding()] * 5 + [full()], "last/16 last/16 last/16 last/16 last/16 all/16"),
-    "gpt-oss": ([sliding(), full()] * 2, "last/16 all/16"),
-    "MiMo-V2": ([sliding(heads=4)] * 4 + [full(heads=2)] * 2, "last/16 last/16 all/32"),
+FAMILIES: dict[str, tuple[list[KVCacheSpec], str, int]] = {
+    "Llama": ([full()] * 3, "", 32),
+    "Gemma 3": ([sliding()] * 5 + [full()], "last/16 last/16 last/16 last/16 last/16 all/16", 96),
+    "gpt-oss": ([sliding(), full()] * 2, "last/16 all/16", 52),
+    "MiMo-V2": ([sliding(heads=4)] * 4 + [full(heads=2)] * 2, "last/16 last/16 all/32", 52),
     "Gemma 4": (
         [sliding(heads=4, dim=16)] * 5 + [full(heads=2, dim=64)],
         "last/32 last/32 last/32 last/32 last/32 all/16",
+        72,
     ),
-    "OpenELM": ([full(heads=1), full(heads=2), full(heads=3)], ""),
-    "DeepSeek V3": ([latent(72, F32)] * 3, ""),
-    "DeepSeek V3.2": ([latent(72, F32), latent(132, torch.uint8)] * 2, ""),
-    "Llama 4": ([chunked()] * 3 + [full()], "chunk/16 chunk/16 chunk/16 all/16"),
-    "Qwen3-Next": ([state(_PAGE)] * 3 + [full(block=32)], "state/32 state/32 state/32 all/32"),
-    "Jamba": (([state(_PAGE)] * 7 + [full(block=32)]) * 2, " ".join(["state/32"] * 7 + ["all/32"])),
-    "Mamba": ([state()] * 3, "state/32"),
+    "OpenELM": ([full(heads=1), full(heads=2), full(heads=3)], "", 32),
+    "DeepSeek V3": ([latent(72, F32)] * 3, "", 32),
+    "DeepSeek V3.2": ([latent(72, F32), latent(132, torch.uint8)] * 2, "", 32),
+    "Llama 4": ([chunked()] * 3 + [full()], "chunk/16 chunk/16 chunk/16 all/16", 68),
+    "Qwen3-Next": ([state(_PAGE)] * 3 + [full(block=32)], "state/32 state/32 state/32 all/32", 40),
+    "Jamba": (([state(_PAGE)] * 7 + [full(block=32)]) * 2, " ".join(["state/32"] * 7 + ["all/32"]), 80),
+    "Mamba": ([state()] * 3, "state/32", 7),
 }
+"""Layers of each family, the groups that vLLM makes of them, and device blocks that are too few for all prompts."""
 
 
 def size_of(specs: list[KVCacheSpec]) -> int:
@@ -94,10 +95,8 @@ def conversations(seed: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_each_layer_reads_is_right_while_blocks_are_evicted(family: str, model: Path) -> None:
-    specs, groups = FAMILIES[family]
-    engine = StandIn(
-        model, specs, num_blocks=16 * _width(specs), block_size=size_of(specs), FDCACHE_HOST_MEMORY="64MiB"
-    )
+    specs, groups, room = FAMILIES[family]
+    engine = StandIn(model, specs, num_blocks=room, block_size=size_of(specs), FDCACHE_HOST_MEMORY="64MiB")
     layout = engine.manager.layout
     assert " ".join(f"{group.reach}/{group.block_size}" for group in layout.groups) == groups
     prompts = conversations()
@@ -108,16 +107,11 @@ def test_what_each_layer_reads_is_right_while_blocks_are_evicted(family: str, mo
                 engine.run()
         engine.run()
     counters = engine.manager.get_stats().counters
-    assert counters.host_hit_tokens > 1000
+    assert counters.host_hit_tokens > 500
     assert engine.wrong == 0
     for number in range(len(prompts)):
         assert engine.answers[f"0.{number}"][-8:] == engine.answers[f"1.{number}"][-8:]
     engine.close()
-
-
-def _width(specs: list[KVCacheSpec]) -> int:
-    """Return about how many device blocks a page takes."""
-    return max(len({type(spec) for spec in specs}) * 2, 2)
 
 
 def swap_loaded(engine: StandIn, output: Any) -> None:
@@ -131,7 +125,7 @@ def swap_loaded(engine: StandIn, output: Any) -> None:
                 if block
             }
         )
-        for place, stride in engine._places.values():
+        for place, stride in set(engine._places.values()):
             pages = [
                 engine.bytes[place + block * stride : place + block * stride + 64] for block in blocks[:2]
             ]
@@ -141,12 +135,12 @@ def swap_loaded(engine: StandIn, output: Any) -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma 4", "DeepSeek V3.2", "Llama 4", "Jamba", "Mamba"])
 def test_blocks_loaded_into_the_wrong_places_are_noticed(family: str, model: Path) -> None:
-    specs, _ = FAMILIES[family]
+    specs, _, room = FAMILIES[family]
     broken: Callable[[StandIn, Any], None] = _flip_states if family == "Mamba" else swap_loaded
     engine = StandIn(
         model,
         specs,
-        num_blocks=16 * _width(specs),
+        num_blocks=room,
         block_size=size_of(specs),
         broken=broken,
         FDCACHE_HOST_MEMORY="64MiB",
@@ -167,19 +161,19 @@ def _flip_states(engine: StandIn, output: Any) -> None:
             for block in group
             if block
         }:
-            for place, stride in engine._places.values():
+            for place, stride in set(engine._places.values()):
                 engine.bytes[place + block * stride] ^= 1
 
 
 @pytest.mark.parametrize("family", ["MiMo-V2", "Llama 4", "Qwen3-Next", "Mamba"])
 def test_a_restart_finds_in_storage_what_each_layer_needs(family: str, model: Path, tmp_path: Path) -> None:
-    specs, _ = FAMILIES[family]
+    specs, _, room = FAMILIES[family]
     prompts, found = conversations(), []
     for life in range(2):
         engine = StandIn(
             model,
             specs,
-            num_blocks=16 * _width(specs),
+            num_blocks=room,
             block_size=size_of(specs),
             FDCACHE_HOST_MEMORY="64MiB",
             FDCACHE_STORAGE="local",
@@ -195,5 +189,4 @@ def test_a_restart_finds_in_storage_what_each_layer_needs(family: str, model: Pa
         found.append(engine.manager.get_stats().counters.storage_hit_tokens)
         assert engine.wrong == 0
         engine.close()
-    assert found[1] > found[0]
-    assert found[1] > 1000 * (Reach.STATE not in {group.reach for group in engine.manager.layout.groups})
+    assert found[1] > max(found[0], 300)

@@ -12,68 +12,24 @@ from typing import Any
 import numpy as np
 
 from fdcache.errors import FdcacheError
-from fdcache.groups import Reach
 from fdcache.hints import HintOutcome, read_hints
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata
-from fdcache.integrations.vllm.tables import BlockIds, RequestTable, TableShape
+from fdcache.integrations.vllm.running import Running
+from fdcache.integrations.vllm.tables import BlockIds, RequestTable, TableShape, pages_of_offer
 from fdcache.integrations.vllm.timing import StepTimes
-from fdcache.layout import KVLayout
-from fdcache.manager import LoadOutcome, MatchStatus, OffloadManager, Request
+from fdcache.manager import LoadOutcome, MatchStatus, OffloadManager
 from fdcache.metadata import Int32Array, TransferPlan, TransferReport, decode_scan
 from fdcache.settings.cache import WritePolicy
 
 logger = logging.getLogger(__name__)
 
-_BLOCKS_OF_OFFER = 8
-"""Blocks that a request generates are offered together: a plan, its copies and its report cost as much for one."""
-
 _Tables = list[RequestTable]
 """Block tables of the requests of a step."""
 
 
-class _Running:
-    """A request between its arrival and its end. ``blocks`` is its block table, empty before it has one.
-
-    The first ``offered`` pages are offered. ``load`` is the number of its load, 0 before. Nothing more is loaded or
-    offered for one that ``is_lost``.
-    """
-
-    __slots__ = (
-        "blocks",
-        "device_tokens",
-        "is_lost",
-        "known_hashes",
-        "load",
-        "offered",
-        "refused_hints",
-        "request",
-        "source",
-        "stored_tokens",
-    )
-
-    def __init__(
-        self, source: Any, request: Request, refused_hints: Sequence[HintOutcome], blocks: RequestTable
-    ) -> None:
-        self.source = source
-        self.request = request
-        self.refused_hints = refused_hints
-        self.blocks = blocks
-        self.device_tokens = 0
-        self.known_hashes = 0
-        self.load = 0
-        self.is_lost = False
-        self.offered = 0
-        self.stored_tokens = 0
-
-    def has_table(self, blocks: RequestTable) -> None:
-        """Give the request another block table, of which nothing is offered."""
-        self.blocks = blocks
-        self.offered = 0
-
-
-_Computed = tuple[_Running, int, int]
+_Computed = tuple[Running, int, int]
 """A scheduled request, with its tokens before and after the step."""
 
 
@@ -101,8 +57,8 @@ class SchedulerSide:
         self._is_plain = not (layout.has_gaps or layout.num_states)
         self._is_shared = manager.settings.server is not None
         self._writes_back = manager.settings.write_policy is WritePolicy.WRITE_BACK
-        self._blocks_of_offer = _pages_of_offer(layout)
-        self._running: dict[str, _Running] = {}
+        self._blocks_of_offer = pages_of_offer(layout)
+        self._running: dict[str, Running] = {}
         self._in_flight: deque[_Tables | None] = deque(maxlen=steps_in_flight)
         self._has_loads = False
         self._unordered: str | None = None
@@ -132,7 +88,7 @@ class SchedulerSide:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def arrived(self, source: Any) -> _Running | None:
+    def arrived(self, source: Any) -> Running | None:
         """Follow a request, and start to read its blocks from storage; None for one that is not cached."""
         known = self._running.get(source.request_id)
         if known is not None and known.source is source:
@@ -143,7 +99,7 @@ class SchedulerSide:
         if request is None:
             return None
         request.hints, refused = read_hints(source.request_id, extra_of(source))
-        known = self._running[source.request_id] = _Running(source, request, refused, self._shape.table())
+        known = self._running[source.request_id] = Running(source, request, refused, self._shape.table())
         self.manager.begin([request], whole_prompt=self._is_plain)
         return known
 
@@ -263,7 +219,7 @@ class SchedulerSide:
         if self._states:
             self._offer_states(output)
 
-    def _has_enough(self, known: _Running, num_tokens: int) -> bool:
+    def _has_enough(self, known: Running, num_tokens: int) -> bool:
         """Return True if enough blocks were generated for an offer before the request ends."""
         whole = num_tokens // self._block_size
         return whole >= known.offered + self._blocks_of_offer or self._events is not None
@@ -386,7 +342,7 @@ class SchedulerSide:
             self.manager.forget(_ids(early))
             self._made.overwritten = early
 
-    def _offer(self, known: _Running, num_tokens: int, start: int = 0) -> None:
+    def _offer(self, known: Running, num_tokens: int, start: int = 0) -> None:
         """Offer whole blocks of known tokens: those that drafts or steps in flight add are offered later.
 
         ``start``: the tokens that the request had when its step was scheduled, 0 if vLLM has told the table since.
@@ -420,7 +376,7 @@ class SchedulerSide:
                 if tokens <= known.source.num_tokens and blocks.keys() >= set(self._states):
                     self._offer_state(known, tokens, [blocks[group] for group in self._states])
 
-    def _offer_state(self, known: _Running, tokens: int, blocks: Sequence[int]) -> None:
+    def _offer_state(self, known: Running, tokens: int, blocks: Sequence[int]) -> None:
         pages = tokens // self._block_size
         if pages > known.offered:
             self._offer(known, tokens)
@@ -428,12 +384,12 @@ class SchedulerSide:
         above = known.blocks.page_ids(pages - 1, pages)[-1:] if known.blocks.num_pages >= pages else ()
         self.manager.offer_states(known.request, tokens, _ids(blocks), *map(int, above))
 
-    def _learn_tokens(self, known: _Running, num_tokens: int) -> None:
+    def _learn_tokens(self, known: Running, num_tokens: int) -> None:
         have = known.request.num_tokens
         if num_tokens > have:
             known.request.append_tokens(known_tokens(known.source, have)[: num_tokens - have])
 
-    def _learn_hashes(self, known: _Running) -> None:
+    def _learn_hashes(self, known: Running) -> None:
         if self._events is not None:
             self.manager.prepare([known.request])
             hashes, theirs = known.request.block_hashes, known.source.block_hashes
@@ -525,15 +481,6 @@ class SchedulerSide:
         self.inconsistencies += 1
         if self.inconsistencies.bit_count() == 1:  # at most one line each time their number doubles
             logger.warning("inconsistency %d: " + message, self.inconsistencies, *values, exc_info=exc_info)
-
-
-def _pages_of_offer(layout: KVLayout) -> int:
-    """Return how many pages that a request generates are offered together: the first is still in every window then."""
-    if layout.num_states or any(group.reach is Reach.CHUNK for group in layout.groups):
-        return 1
-    windows = (group.tokens - 1 for group in layout.groups if group.reach is Reach.LAST)
-    shortest = min(windows, default=_BLOCKS_OF_OFFER * layout.block_size)
-    return max(min(shortest // layout.block_size, _BLOCKS_OF_OFFER), 1)
 
 
 class _Guard:

@@ -8,10 +8,13 @@ from typing import Protocol
 
 import numpy as np
 
-from fdcache.groups import CacheGroup
+from fdcache.groups import CacheGroup, Reach
 from fdcache.layout import KVLayout
 from fdcache.manager import NO_BLOCK
 from fdcache.metadata import Int32Array
+
+_BLOCKS_OF_OFFER = 8
+"""Blocks that a request generates are offered together: a plan, its copies and its report cost as much for one."""
 
 _NULL_BLOCK = 0
 """vLLM's placeholder for a block that it does not keep."""
@@ -156,3 +159,12 @@ class TableShape:
     def real(self, blocks: BlockIds) -> Sequence[int]:
         """Return the blocks of all groups, without placeholders."""
         return blocks[0] if not self._groups else self.given(blocks, 0)
+
+
+def pages_of_offer(layout: KVLayout) -> int:
+    """Return how many pages that a request generates are offered together: the first is still in every window then."""
+    if layout.num_states or any(group.reach is Reach.CHUNK for group in layout.groups):
+        return 1
+    windows = (group.tokens - 1 for group in layout.groups if group.reach is Reach.LAST)
+    shortest = min(windows, default=_BLOCKS_OF_OFFER * layout.block_size)
+    return max(min(shortest // layout.block_size, _BLOCKS_OF_OFFER), 1)
