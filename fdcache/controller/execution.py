@@ -109,7 +109,7 @@ class Fence:
         self._event: Event | None = None
 
     def prepare(self) -> Event:
-        """Return the event."""
+        """Return the event, which may be waited for once it is recorded."""
         if self._event is None:
             self._event = self._device.create_event()
         return self._event
@@ -168,7 +168,7 @@ class PlanExecution:
         return any(taken)
 
     def status(self) -> TransferStatus:
-        """Return the status of the plan."""
+        """Return how far the plan is; FAILED if one of its copies has failed."""
         if self.pending_event() is None:
             success = all(result.success for result in self.result().results)
             return TransferStatus.COMPLETED if success else TransferStatus.FAILED
