@@ -150,7 +150,7 @@ class CallPool:
         return error if isinstance(error, Exception) else GivenUpError()
 
     def close(self) -> None:
-        """Let the threads end after the calls that are queued; no further call may be made."""
+        """End the threads after the calls that are queued; no further call may be made."""
         with self._lock:
             self._closed = True
             for _ in range(self._started):

@@ -134,7 +134,7 @@ class BatchRead:
         return True
 
     def _settle(self, run: _Run, answer: list[bool] | Exception, *, is_last: bool) -> list[int]:
-        """Note the outcomes of a run; return the blocks that are worth another look."""
+        """Record the outcomes of a run; return the blocks that are worth another look."""
         if isinstance(answer, ObjectMissingError):
             self.outcomes[run.blocks] = Outcome.MISS
             return [] if is_last else run.blocks
