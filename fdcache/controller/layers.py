@@ -111,11 +111,11 @@ class LaunchedLayers:
         self._events = tuple(events)
 
     def known(self) -> Sequence[Event | None]:
-        """Return the events."""
+        """Return the events: those of a launched plan are there at once."""
         return self._events
 
     def required(self) -> Sequence[Event | None]:
-        """Return the events."""
+        """Return the events, as ``known``."""
         return self._events
 
 

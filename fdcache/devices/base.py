@@ -48,7 +48,7 @@ class PinnedMemory(Protocol):
 
     @property
     def device_address(self) -> int:
-        """Address of the memory on the device."""
+        """Address by which the device's kernels reach the memory."""
 
 
 class ArenaRecords(Protocol):
@@ -155,7 +155,7 @@ class LayerRanges(Protocol):
 
     @property
     def planes(self) -> Sequence[tuple[int, int]]:
-        """The ranges."""
+        """First plane and end of each range, in the order in which they are copied."""
 
     @property
     def group_of_layer(self) -> Sequence[int]:

@@ -77,7 +77,7 @@ class Pieces:
 
 
 def whole_planes(layout: KVLayout) -> Pieces:
-    """Return the planes of a layout as pieces."""
+    """Return one piece for each plane: what a reader with the same layout reads."""
     planes = layout.planes
     return Pieces(
         (0,) * len(planes), tuple(each.nbytes for each in planes), tuple(each.offset for each in planes)

@@ -359,7 +359,7 @@ class Sends:
             send.handover.begin()
 
     def slots_of(self, plan_id: int) -> Int32Array:
-        """Return the slots of a send."""
+        """Return the device slots that a send offers, in path order."""
         return self._sends[plan_id].task.swap.src_block_ids
 
     def sum_sources(self, reader: int, effect: ComputeSums) -> None:
