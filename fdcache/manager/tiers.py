@@ -84,12 +84,22 @@ class LowerTiers:
             assert self.storage is not None
             self.storage.complete(flight)
             return
+        if isinstance(flight.plan, PeerTask):
+            for purpose, result in flight.swaps.items():
+                counters.count_copies(purpose, result.num_copied, result.size)
+                if purpose is SwapPurpose.FETCH:
+                    self._fetched(result, counters)
+            return
         for purpose, result in flight.swaps.items():
             if purpose is SwapPurpose.LOAD or self.copies is None:
                 self._complete_copies(result, counters)
                 continue
             for part in self.copies.ended(result):
                 self._complete_copies(part, counters)
+
+    def _fetched(self, result: SwapInFlight, counters: Counters) -> None:
+        """End a fetch from a peer. Sent blocks stay what they are."""
+        counters.blocks_corrupt_from_peer += int(np.count_nonzero(result.corrupt))
 
     def queue_awaited(self) -> None:
         """Queue backups of blocks that others in the storage wait for, where the device cache is known by hash."""
@@ -191,13 +201,6 @@ class Tiers(LowerTiers):
         """The tiers of this process, from the device down."""
         return {CacheLevel.DEVICE: self.device, **super().own_pools}
 
-    def complete(self, flight: InFlightPlan, counters: Counters) -> None:
-        """End the transfers of a plan that every rank has reported: blocks that arrived can be found."""
-        if isinstance(flight.plan, PeerTask):
-            self._complete_handover(flight, counters)
-        else:
-            super().complete(flight, counters)
-
     def queue_awaited(self) -> None:
         """Queue backups of blocks that others in the storage wait for.
 
@@ -211,14 +214,11 @@ class Tiers(LowerTiers):
         if wanted.any():
             copies.enqueue_awaited(self.device.find(awaited[wanted]).slots)
 
-    def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
-        """Make fetched blocks findable. Sent blocks stay what they are."""
-        for purpose, result in flight.swaps.items():
-            counters.count_copies(purpose, result.num_copied, result.size)
-            if purpose is SwapPurpose.FETCH:
-                counters.blocks_corrupt_from_peer += int(np.count_nonzero(result.corrupt))
-                swap = result.swap
-                result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
+    def _fetched(self, result: SwapInFlight, counters: Counters) -> None:
+        """Make fetched blocks findable."""
+        super()._fetched(result, counters)
+        slots = result.swap.dst_block_ids
+        result.settle(self.device.complete(slots, result.flags, result.checksums))
 
     def _complete_copies(
         self, result: SwapInFlight, counters: Counters, device: BlockPool | None = None

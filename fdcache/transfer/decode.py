@@ -38,7 +38,10 @@ from fdcache.transfer.prefill import Peer
 
 @dataclass(frozen=True, slots=True)
 class PeerFetch:
-    """Blocks that a decode plan reads: block ``first + i`` of the transfer, of hash i, into slot i."""
+    """Blocks that a decode plan reads: block ``first + i`` of the transfer, of hash i, into slot i.
+
+    Without slots it only keeps prefill from giving up the transfer, until it is cancelled.
+    """
 
     plan_id: int
     peer: Peer
@@ -48,6 +51,11 @@ class PeerFetch:
     hashes: HashArray
     slots: Int32Array
     timeout: float
+
+    @property
+    def is_hold(self) -> bool:
+        """True if nothing is read yet."""
+        return not len(self.slots)
 
 
 _MOST_DONE = 1024
@@ -215,7 +223,8 @@ class DecodeSide:
     def cancel(self, plan_id: int, reason: str = "cancelled") -> None:
         """End the wait of a fetch. It is reported once its reads have ended. Idempotent."""
         if (state := self._fetches.get(plan_id)) is not None:
-            self._end(state, FetchEnd.CANCELLED, reason, EndReason.NOT_WANTED)
+            told = None if state.fetch.is_hold else EndReason.NOT_WANTED
+            self._end(state, FetchEnd.CANCELLED, reason, told)
 
     def read_ended(self, read_id: int, error: str | None) -> None:
         """Take the end of a read: nothing writes for it any more."""
@@ -290,7 +299,7 @@ class DecodeSide:
         for state in list(self._fetches.values()):
             if state.end is not None:
                 continue
-            if now > state.deadline:
+            if now > state.deadline and not state.fetch.is_hold:
                 self._end(state, FetchEnd.TIMEOUT, "not handed over in time", EndReason.NOT_WANTED)
             elif now >= state.next_renewal:
                 self._tell(state, now)
@@ -299,7 +308,7 @@ class DecodeSide:
         """Ask, or renew the lease once the ask was answered."""
         fetch = state.fetch
         state.next_renewal = now + self._renew
-        if state.next_seq:
+        if state.next_seq or fetch.is_hold:
             message: AskForBlocks | Renew = Renew(
                 fetch.transfer, fetch.attempt, state.next_seq, state.num_read, self._lease_ms
             )

@@ -1,0 +1,282 @@
+"""Hand-overs between two engines that own their device caches, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fdcache.controller.cache_controller import CacheController
+from fdcache.errors import ConfigurationError, RequestStateError
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import PlaneKind, PlaneSpec
+from fdcache.manager import LoadOutcome, MatchStatus, OffloadManager, Request
+from fdcache.manager.requests import PeerSource
+from fdcache.manager.results import LoadStatus
+from fdcache.metadata import Int32Array
+from fdcache.settings.cache import CacheSettings, CopySettings
+from fdcache.settings.peers import PeerSettings
+from fdcache.transfer.engine_handovers import EngineHandovers
+from fdcache.transfer.handovers import PeerTerms
+from tests.service_help import until
+from tests.transfer_help import BLOCK, LAYOUT, prompt_of
+
+_BLOCKS = 64
+
+
+class Engine:
+    """An engine with device blocks of its own, above an ``OffloadManager``."""
+
+    def __init__(self, role: str, directory: Path, name: str, *, wait: float = 60.0, **peers: Any) -> None:
+        options = {"address": f"ipc://{directory}/{name}", "timeout": 60.0, "lease": 60.0, "connector": "ipc"}
+        self.settings = PeerSettings(role=role, directory=directory, **{**options, **peers})
+        cache = CacheSettings(host_memory=32 * LAYOUT.record_bytes, write_policy="write_through")
+        self.manager = OffloadManager(cache, LAYOUT)
+        self.handovers = EngineHandovers(self.manager, PeerTerms(self.settings, wait), _BLOCKS)
+        self.controller = CacheController(CopySettings(group_layers=1), LAYOUT)
+        tensors = self.controller.initialize_kv_cache(_BLOCKS, shared=directory)
+        self.planes = [each.reshape(_BLOCKS, -1).view(np.uint8) for each in tensors]
+        self.controller.initialize_host_cache(self.manager.host_cache)
+        address = self.controller.open_transfer(self.settings)
+        assert address is not None
+        self.address = address
+        self.outcomes: list[LoadOutcome] = []
+        self.ended: list[str] = []
+        self._free = list(range(1, _BLOCKS))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.controller.shutdown()
+        self.manager.close()
+
+    def step(self) -> None:
+        """Submit what is planned and apply what was reported."""
+        for plan in self.manager.take_plans():
+            self.controller.submit_swap_tasks(plan).wait_all()
+        reports = self.controller.poll()
+        self.ended += [each.handover.result for each in reports if each.handover is not None]
+        self.outcomes += self.manager.apply(reports)
+
+    def until(self, condition: Callable[[], object], *others: Engine) -> None:
+        """Step, with others, until something is true."""
+
+        def stepped() -> bool:
+            for each in (self, *others):
+                each.step()
+            return bool(condition())
+
+        until(stepped, "an engine")
+
+    def allocate(self, num_tokens: int) -> Int32Array:
+        """Return free device blocks for so many tokens."""
+        return np.array([self._free.pop() for _ in range(-(-num_tokens // BLOCK))], np.int32)
+
+    def compute(self, request: Request) -> Int32Array:
+        """Return a block table with the bytes of a prompt, of which the last block need not be full."""
+        table = self.allocate(request.num_tokens)
+        self.manager.prepare([request])
+        for block, device in enumerate(table):
+            for index, plane in enumerate(self.planes):
+                plane[device] = bytes_of(request, block, index)
+        return table
+
+    def source(self, transfer: str) -> PeerSource:
+        return PeerSource(transfer, (self.address,))
+
+    def send(self, request: Request, transfer: str) -> Int32Array:
+        """Compute a request and hand it over under this name; return its block table."""
+        table = self.compute(request)
+        assert self.handovers.send(request, transfer, request.num_tokens, table) == len(table)
+        self.manager.finish(request)
+        return table
+
+    def is_right(self, request: Request, table: Int32Array, first: int = 0) -> bool:
+        """Return True if blocks have the bytes that prefill has computed."""
+        return all(
+            np.array_equal(plane[table[block]], bytes_of(request, block, index))
+            for block in range(first, len(table))
+            for index, plane in enumerate(self.planes)
+        )
+
+    @property
+    def is_clean(self) -> bool:
+        """True if nothing is in flight, held or tracked."""
+        self.manager.check_integrity()
+        stats = self.manager.get_stats()
+        return not (self.manager.has_pending_work or stats.live_requests or stats.held_blocks)
+
+
+def bytes_of(request: Request, block: int, plane: int) -> np.ndarray:
+    """Return the bytes of a block of a prompt, which follow from its tokens."""
+    tokens = request.tokens[: (block + 1) * BLOCK]
+    seed = [int(tokens.sum()) % 2**32, len(tokens), plane]
+    return np.random.default_rng(seed).integers(0, 256, LAYOUT.planes[plane].nbytes, np.uint8)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
+    with Engine("prefill", tmp_path, "p") as prefill, Engine("decode", tmp_path, "d") as decode:
+        yield prefill, decode
+
+
+@pytest.mark.parametrize("extra", [0, 1, 5])
+def test_the_whole_prompt_is_promised_and_arrives(pair: tuple[Engine, Engine], extra: int) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("p-1", prompt_of(1, 6, extra)), Request("d-1", prompt_of(1, 6, extra))
+    prefill.send(mine, "p-1")
+    decode.manager.begin(theirs)
+    decode.handovers.fetch(theirs, prefill.source("p-1"))
+    found = decode.manager.match(theirs, 0)
+    assert (found.num_tokens, found.from_peer) == (theirs.num_tokens, theirs.num_tokens)
+    table = decode.allocate(found.num_tokens)
+    assert decode.manager.load(theirs, table) == len(table)
+    decode.until(lambda: decode.outcomes, prefill)
+    assert [each.status for each in decode.outcomes] == [LoadStatus.CONFIRMED]
+    assert decode.is_right(theirs, table)
+    prefill.until(lambda: prefill.ended, decode)
+    assert (prefill.ended, decode.ended) == (["done"], ["done"])
+    decode.manager.finish(theirs)
+    prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
+
+
+def test_what_the_own_tiers_have_is_loaded_and_the_rest_fetched(pair: tuple[Engine, Engine]) -> None:
+    prefill, decode = pair
+    known = Request("known", prompt_of(2, 6)[: 3 * BLOCK])
+    decode.manager.offer(known, known.num_tokens, decode.compute(known))
+    decode.until(lambda: decode.manager.get_stats().host.ready == 3)
+    decode.manager.finish(known)
+    mine, theirs = Request("p-2", prompt_of(2, 6)), Request("d-2", prompt_of(2, 6))
+    prefill.send(mine, "p-2")
+    decode.handovers.fetch(theirs, prefill.source("p-2"))
+    found = decode.manager.match(theirs, 0, whole_prompt=True)
+    assert (found.num_tokens, found.from_peer) == (theirs.num_tokens, theirs.num_tokens - 3 * BLOCK)
+    table = decode.allocate(found.num_tokens)
+    decode.manager.load(theirs, table)
+    decode.until(lambda: decode.outcomes, prefill)
+    assert decode.outcomes[0].status is LoadStatus.CONFIRMED
+    assert decode.is_right(theirs, table)
+    transfers = decode.controller.transfer_stats()
+    assert transfers is not None and transfers.connector.read_bytes == 4 * LAYOUT.payload_bytes
+    decode.manager.finish(theirs)
+    prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
+
+
+def test_fetched_blocks_are_stored_below_the_device(pair: tuple[Engine, Engine]) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("p-3", prompt_of(3, 4)), Request("d-3", prompt_of(3, 4))
+    prefill.send(mine, "p-3")
+    decode.handovers.fetch(theirs, prefill.source("p-3"))
+    table = decode.allocate(decode.manager.match(theirs, 0).num_tokens)
+    decode.manager.load(theirs, table)
+    decode.until(lambda: decode.outcomes, prefill)
+    decode.manager.offer(theirs, theirs.num_tokens, table)
+    decode.until(lambda: decode.manager.get_stats().host.ready == 4)
+    decode.manager.finish(theirs)
+    again = Request("again", prompt_of(3, 4))
+    assert decode.manager.match(again, 0, whole_prompt=True).num_tokens == 4 * BLOCK
+
+
+@pytest.mark.parametrize("ends", ["finish", "unmatch", "has it all"])
+def test_prefill_is_told_that_nothing_is_fetched(pair: tuple[Engine, Engine], ends: str) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("p-4", prompt_of(4, 4)), Request("d-4", prompt_of(4, 4))
+    prefill.send(mine, "p-4")
+    decode.handovers.fetch(theirs, prefill.source("p-4"))
+    if ends == "has it all":
+        assert decode.manager.match(theirs, 4 * BLOCK).num_tokens == 0
+        decode.manager.unmatch(theirs)
+    elif ends == "unmatch":
+        decode.manager.match(theirs, 0)
+        decode.manager.unmatch(theirs)
+    assert decode.manager.has_pending_work or ends == "finish"
+    decode.manager.finish(theirs)
+    prefill.until(lambda: prefill.ended, decode)
+    assert prefill.ended == ["not_wanted"]
+    prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
+
+
+@pytest.mark.parametrize("when", ["planned", "asked"])
+def test_an_aborted_fetch_ends_on_both_sides(pair: tuple[Engine, Engine], when: str) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("p-5", prompt_of(5, 4)), Request("d-5", prompt_of(5, 4))
+    table = prefill.compute(mine)
+    decode.handovers.fetch(theirs, prefill.source("p-5"))
+    decode.manager.load(theirs, decode.allocate(decode.manager.match(theirs, 0).num_tokens))
+    if when == "asked":
+        decode.step()
+    decode.manager.finish(theirs)
+    prefill.handovers.send(mine, "p-5", mine.num_tokens, table)
+    prefill.manager.finish(mine)
+    prefill.until(lambda: prefill.ended and decode.ended, decode)
+    assert decode.ended[0] in ("cancelled", "declined")
+    assert prefill.ended == ["not_wanted"]
+    prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
+
+
+def test_what_cannot_be_fetched_is_computed(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
+    """The prompts differ in the last block alone, which is not full; the other transfer does not exist."""
+    prefill, decode = pair
+    mine, theirs = Request("p-6", prompt_of(6, 4)), Request("d-6", [*prompt_of(6, 4)[:-1].tolist(), 7])
+    prefill.send(mine, "p-6")
+    sources = [prefill.source("p-6"), PeerSource("none", (f"ipc://{tmp_path}/nobody.0",))]
+    for request, source in zip((theirs, Request("d-7", prompt_of(7, 4))), sources, strict=True):
+        decode.handovers.fetch(request, source)
+        decode.manager.load(request, decode.allocate(decode.manager.match(request, 0).num_tokens))
+        decode.until(lambda: decode.outcomes, prefill)
+        outcome = decode.outcomes.pop()
+        assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 0)
+        assert decode.manager.match(request, 0).status is MatchStatus.MATCHED
+        assert request.device_only
+        decode.manager.finish(request)
+    prefill.handovers.end(mine)
+    prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
+
+
+def test_a_request_that_may_load_nothing_declines(pair: tuple[Engine, Engine]) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("p-8", prompt_of(8, 4)), Request("d-8", prompt_of(8, 4), device_only=True)
+    prefill.send(mine, "p-8")
+    decode.handovers.fetch(theirs, prefill.source("p-8"))
+    assert decode.manager.match(theirs, 0).num_tokens == 0
+    decode.manager.finish(theirs)
+    prefill.until(lambda: prefill.ended, decode)
+    assert prefill.ended == ["not_wanted"]
+
+
+def test_a_request_that_waits_learns_that_prefill_has_given_it_up(pair: tuple[Engine, Engine]) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("p-11", prompt_of(11, 4)), Request("d-11", prompt_of(11, 4))
+    prefill.send(mine, "p-11")
+    decode.handovers.fetch(theirs, prefill.source("p-11"))
+    assert decode.manager.match(theirs, 0).num_tokens == theirs.num_tokens
+    prefill.step()
+    prefill.handovers.end(mine)
+    decode.until(lambda: not decode.manager.match(theirs, 0).num_tokens, prefill)
+    decode.manager.finish(theirs)
+    prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
+
+
+def test_mistakes_are_named(pair: tuple[Engine, Engine]) -> None:
+    prefill, _ = pair
+    request = Request("p-9", prompt_of(9, 4))
+    table = prefill.compute(request)
+    with pytest.raises(RequestStateError, match="has 2 of the 5 blocks"):
+        prefill.handovers.send(request, "p-9", request.num_tokens, table[:2])
+    prefill.handovers.send(request, "p-9", request.num_tokens, table)
+    with pytest.raises(RequestStateError, match="'p-9' is being sent already"):
+        prefill.handovers.send(request, "p-9", request.num_tokens, table)
+
+
+def test_layouts_with_windows_are_refused() -> None:
+    planes = [PlaneSpec(PlaneKind.KEY, "uint8", (64,))]
+    layout = KVLayout.build(
+        planes, model="m", revision="1", block_size=BLOCK, num_layers=2, windows=(0, 2 * BLOCK)
+    )
+    manager = OffloadManager(CacheSettings(host_memory=1 << 20, write_policy="write_through"), layout)
+    with pytest.raises(ConfigurationError, match=r"FDCACHE_TRANSFER=ipc: .*sliding windows"):
+        EngineHandovers(manager, PeerTerms(PeerSettings(connector="ipc")), _BLOCKS)
