@@ -90,7 +90,7 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
             return len(hashes)
 
     def fetch(self, request: Request, source: PeerSource) -> int:
-        """Let a request that has arrived fetch the blocks of its prompt that it lacks; return how many there are.
+        """Take note where a request that has arrived fetches the blocks that it lacks; return how many its prompt has.
 
         Return 0 if it may fetch none, and tell the peer. The next ``load`` fetches; without one, ``unmatch`` and
         ``finish`` tell the peer.

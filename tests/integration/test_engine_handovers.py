@@ -104,6 +104,12 @@ class Engine:
         )
 
     @property
+    def host_blocks(self) -> int:
+        """Blocks in host memory."""
+        host = self.manager.get_stats().host
+        return 0 if host is None else host.ready
+
+    @property
     def is_clean(self) -> bool:
         """True if nothing is in flight, held or tracked."""
         self.manager.check_integrity()
@@ -148,7 +154,7 @@ def test_what_the_own_tiers_have_is_loaded_and_the_rest_fetched(pair: tuple[Engi
     prefill, decode = pair
     known = Request("known", prompt_of(2, 6)[: 3 * BLOCK])
     decode.manager.offer(known, known.num_tokens, decode.compute(known))
-    decode.until(lambda: decode.manager.get_stats().host.ready == 3)
+    decode.until(lambda: decode.host_blocks == 3)
     decode.manager.finish(known)
     mine, theirs = Request("p-2", prompt_of(2, 6)), Request("d-2", prompt_of(2, 6))
     prefill.send(mine, "p-2")
@@ -175,7 +181,7 @@ def test_fetched_blocks_are_stored_below_the_device(pair: tuple[Engine, Engine])
     decode.manager.load(theirs, table)
     decode.until(lambda: decode.outcomes, prefill)
     decode.manager.offer(theirs, theirs.num_tokens, table)
-    decode.until(lambda: decode.manager.get_stats().host.ready == 4)
+    decode.until(lambda: decode.host_blocks == 4)
     decode.manager.finish(theirs)
     again = Request("again", prompt_of(3, 4))
     assert decode.manager.match(again, 0, whole_prompt=True).num_tokens == 4 * BLOCK

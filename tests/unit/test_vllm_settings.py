@@ -180,7 +180,7 @@ def test_a_role_of_which_nothing_would_come_is_refused_by_name(
     ("role", "part"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "mixed")]
 )
 def test_the_role_of_hand_overs_is_that_of_vllm(role: str, part: str) -> None:
-    extra = {"FDCACHE_HOST_MEMORY": "1GiB", "FDCACHE_TRANSFER": "ipc"}
+    extra: dict[str, object] = {"FDCACHE_HOST_MEMORY": "1GiB", "FDCACHE_TRANSFER": "ipc"}
     made = check(extra, kv_transfer_config__kv_role=role)
     assert settings.load_settings(made, 16).peers.role.value == part
 
@@ -189,7 +189,7 @@ def test_the_role_of_hand_overs_is_that_of_vllm(role: str, part: str) -> None:
     ("given", "third"), [("tcp://node-1:7000", "tcp://node-1:7004"), ("ipc:///run/kv", "ipc:///run/kv.4")]
 )
 def test_each_data_parallel_engine_has_addresses_of_its_own(given: str, third: str) -> None:
-    extra = {
+    extra: dict[str, object] = {
         "FDCACHE_HOST_MEMORY": "1GiB",
         "FDCACHE_TRANSFER": "ipc",
         "FDCACHE_TRANSFER_ADDRESS": given,

@@ -38,10 +38,9 @@ _LENGTHS = (200, 100, 96, 40, 17, 16, 5)
 """Prompts whose last block is full and not, of one block, and shorter."""
 
 
-def transfer_of(role: str, **extra: object) -> dict[str, Any]:
+def transfer_of(role: str) -> dict[str, Any]:
     """Return ``kv_transfer_config`` for one role."""
-    settings = {"FDCACHE_HOST_MEMORY": "16MiB", "FDCACHE_TRANSFER": "rdma", **extra}
-    return connector_config(**settings) | {"kv_role": role}
+    return connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_TRANSFER="rdma") | {"kv_role": role}
 
 
 def prompts_of(seed: int) -> list[list[int]]:

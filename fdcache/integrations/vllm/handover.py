@@ -47,7 +47,7 @@ class PeerSide:
         self._addresses |= addresses
 
     def arrived(self, source: Any, request: Request) -> None:
-        """Let a request fetch what a prefill engine has computed for it, if its parameters name one."""
+        """Take note of the prefill engine that has computed a request, if its parameters name one."""
         params = source.kv_transfer_params
         if not isinstance(params, dict) or not params.get("do_remote_prefill"):
             return
