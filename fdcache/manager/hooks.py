@@ -23,7 +23,10 @@ from fdcache.tiers.statistics import Counters, HandoverCount
 
 @dataclass(frozen=True, slots=True)
 class HookedParts:
-    """What a manager gives to its hooks. ``requests`` holds and promises; ``lock`` guards it, and the hooks."""
+    """What a manager gives to its hooks. ``requests`` holds and promises; ``lock`` guards it, and the hooks.
+
+    ``seconds_to_compute``: of a request beyond its first tokens, as far as the cost model knows.
+    """
 
     lock: AbstractContextManager[object]
     set_time: Callable[[], None]
@@ -32,6 +35,7 @@ class HookedParts:
     requests: LiveRequests
     counters: Counters
     num_device_blocks: Callable[[], int]
+    seconds_to_compute: Callable[[int, int], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class OffloadParts:
     requests: OffloadedRequests
     counters: Counters
     wake: Callable[[], None]
+    seconds_to_compute: Callable[[int, int], float | None]
 
 
 class PlanHooks(Protocol):

@@ -151,7 +151,8 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             self._hooks = self._plans.hooks = hooks
             self._requests.released = hooks.released
-        return OffloadParts(self._lock, self._requests, self._counters, self._look)
+        seconds = self._choices.seconds_to_compute
+        return OffloadParts(self._lock, self._requests, self._counters, self._look, seconds)
 
     def _look(self) -> None:
         self._must_look = True

@@ -57,6 +57,7 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
         parts = manager.attach_hooks(self)
         self._lock, self._requests, self._wake = parts.lock, parts.requests, parts.wake
         self._loads, self._counters = parts.requests.native_loads, parts.counters
+        self._computing = parts.seconds_to_compute
 
     @classmethod
     def from_settings(
@@ -170,6 +171,9 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
         for each in fetches:
             self._drop_hold(each.loading.request)
         return fetches
+
+    def _seconds_to_compute(self, fetch: EngineFetch) -> float | None:
+        return self._computing(fetch.part.first * self.block_size, fetch.run.num_tokens)
 
     def _path_of(self, fetch: EngineFetch) -> tuple[HashArray, bytes]:
         return fetch.run.hashes, b""

@@ -58,6 +58,10 @@ class PeerTerms:
         return cls(settings.peers_in_force, wait, keeps_asking, most)
 
 
+LEAST_SECONDS = 0.5
+"""A fetch has so long, however fast computing is: peers that are busy answer in less."""
+
+
 class FetchedBlocks(Protocol):
     """Blocks of one request to fetch from a peer into these slots."""
 
@@ -123,6 +127,10 @@ class HandoverTasks(ABC, Generic[SendT, FetchT]):
     @abstractmethod
     def _due_fetches(self) -> list[FetchT]:
         """Remove and return the fetches that may be planned."""
+
+    @abstractmethod
+    def _seconds_to_compute(self, fetch: FetchT) -> float | None:
+        """Return how long computing what is fetched is expected to take, None if that is unknown."""
 
     @abstractmethod
     def _path_of(self, fetch: FetchT) -> tuple[HashArray, bytes]:
@@ -214,6 +222,13 @@ class HandoverTasks(ABC, Generic[SendT, FetchT]):
                 f"transfer {transfer!r} is being sent already; give each request a name of its own"
             )
 
+    def _timeout_of(self, fetch: FetchT | None) -> float:
+        """Return how long a fetch may take: no longer than computing would, so that no peer costs more than that."""
+        most, seconds = self._terms.settings.timeout, None
+        if fetch is not None:
+            seconds = self._seconds_to_compute(fetch)
+        return most if seconds is None else min(most, max(seconds, LEAST_SECONDS))
+
     def _holds_too_much(self, num_device_blocks: int) -> bool:
         """Return True if nothing more is fetched, as reads that nobody waits for hold slots."""
         return self.held_blocks > self._terms.settings.held * num_device_blocks
@@ -241,7 +256,7 @@ class HandoverTasks(ABC, Generic[SendT, FetchT]):
             plan_id=0,
             swap=make_swap(SwapPurpose.FETCH, run, slots, generations),
             transfer=source.transfer,
-            timeout=self._terms.settings.timeout,
+            timeout=self._timeout_of(fetch),
             addresses=source.addresses,
             attempt=source.attempt,
             peer_hashes=peer_hashes,

@@ -210,6 +210,12 @@ class Handovers(HandoverTasks[_Send, PlannedFetch]):
     def _send_ended(self, send: _Send) -> None:
         self._requests.end_send(send.request)
 
+    def _seconds_to_compute(self, fetch: PlannedFetch) -> float | None:
+        """Prefill may begin to compute only now: it has as long as this instance would need, before its blocks come."""
+        first = fetch.part.first * self._layout.block_size
+        seconds = self._manager.seconds_to_compute(first, fetch.request.num_tokens)
+        return None if seconds is None else 2 * seconds
+
     def _path_of(self, fetch: PlannedFetch) -> tuple[HashArray, bytes]:
         first, stop = fetch.part.first, fetch.part.first + len(fetch.slots)
         hashes, peer_hashes = fetch.request.block_hashes[:stop], b""

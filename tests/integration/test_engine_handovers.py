@@ -267,6 +267,25 @@ def test_a_request_that_waits_learns_that_prefill_has_given_it_up(pair: tuple[En
     prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
 
 
+def test_a_fetch_takes_no_longer_than_computing_would(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
+    """2 s for what is fetched, of a peer that nobody answers for; without observations as long as the settings say."""
+    _, decode = pair
+    nobody = PeerSource("none", (f"ipc://{tmp_path}/nobody.0",))
+
+    def timeout_of(request: Request) -> float:
+        decode.handovers.fetch(request, nobody)
+        decode.manager.load(request, decode.allocate(decode.manager.match(request, 0).num_tokens))
+        (task,) = [each for plan in decode.manager.take_plans() for each in plan.peers]
+        return task.timeout
+
+    assert timeout_of(Request("before", prompt_of(12, 4))) == 60.0
+    for number in range(8):
+        seen = Request(f"seen-{number}", prompt_of(20 + number, 4, extra=0))
+        decode.manager.observe_prefill([(seen, 0, seen.num_tokens)], seconds=2.0)
+    known = timeout_of(Request("known", prompt_of(13, 4, extra=0)))
+    assert known == pytest.approx(2.0, rel=0.2)
+
+
 def test_mistakes_are_named(pair: tuple[Engine, Engine]) -> None:
     prefill, _ = pair
     request = Request("p-9", prompt_of(9, 4))
