@@ -92,7 +92,7 @@ class Engine:
         """Compute a request and hand it over under this name; return its block table."""
         table = self.compute(request)
         assert self.handovers.send(request, transfer, request.num_tokens, table) == len(table)
-        self.manager.finish(request)
+        self.manager.finish([request])
         return table
 
     def is_right(self, request: Request, table: Int32Array, first: int = 0) -> bool:
@@ -135,7 +135,7 @@ def test_the_whole_prompt_is_promised_and_arrives(pair: tuple[Engine, Engine], e
     prefill, decode = pair
     mine, theirs = Request("p-1", prompt_of(1, 6, extra)), Request("d-1", prompt_of(1, 6, extra))
     prefill.send(mine, "p-1")
-    decode.manager.begin(theirs)
+    decode.manager.begin([theirs])
     decode.handovers.fetch(theirs, prefill.source("p-1"))
     found = decode.manager.match(theirs, 0)
     assert (found.num_tokens, found.from_peer) == (theirs.num_tokens, theirs.num_tokens)
@@ -146,7 +146,7 @@ def test_the_whole_prompt_is_promised_and_arrives(pair: tuple[Engine, Engine], e
     assert decode.is_right(theirs, table)
     prefill.until(lambda: prefill.ended, decode)
     assert (prefill.ended, decode.ended) == (["done"], ["done"])
-    decode.manager.finish(theirs)
+    decode.manager.finish([theirs])
     prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
 
 
@@ -155,7 +155,7 @@ def test_what_the_own_tiers_have_is_loaded_and_the_rest_fetched(pair: tuple[Engi
     known = Request("known", prompt_of(2, 6)[: 3 * BLOCK])
     decode.manager.offer(known, known.num_tokens, decode.compute(known))
     decode.until(lambda: decode.host_blocks == 3)
-    decode.manager.finish(known)
+    decode.manager.finish([known])
     mine, theirs = Request("p-2", prompt_of(2, 6)), Request("d-2", prompt_of(2, 6))
     prefill.send(mine, "p-2")
     decode.handovers.fetch(theirs, prefill.source("p-2"))
@@ -168,7 +168,7 @@ def test_what_the_own_tiers_have_is_loaded_and_the_rest_fetched(pair: tuple[Engi
     assert decode.is_right(theirs, table)
     transfers = decode.controller.transfer_stats()
     assert transfers is not None and transfers.connector.read_bytes == 4 * LAYOUT.payload_bytes
-    decode.manager.finish(theirs)
+    decode.manager.finish([theirs])
     prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
 
 
@@ -182,7 +182,7 @@ def test_fetched_blocks_are_stored_below_the_device(pair: tuple[Engine, Engine])
     decode.until(lambda: decode.outcomes, prefill)
     decode.manager.offer(theirs, theirs.num_tokens, table)
     decode.until(lambda: decode.host_blocks == 4)
-    decode.manager.finish(theirs)
+    decode.manager.finish([theirs])
     again = Request("again", prompt_of(3, 4))
     assert decode.manager.match(again, 0, whole_prompt=True).num_tokens == 4 * BLOCK
 
@@ -195,12 +195,12 @@ def test_prefill_is_told_that_nothing_is_fetched(pair: tuple[Engine, Engine], en
     decode.handovers.fetch(theirs, prefill.source("p-4"))
     if ends == "has it all":
         assert decode.manager.match(theirs, 4 * BLOCK).num_tokens == 0
-        decode.manager.unmatch(theirs)
+        decode.manager.unmatch([theirs])
     elif ends == "unmatch":
         decode.manager.match(theirs, 0)
-        decode.manager.unmatch(theirs)
+        decode.manager.unmatch([theirs])
     assert decode.manager.has_pending_work or ends == "finish"
-    decode.manager.finish(theirs)
+    decode.manager.finish([theirs])
     prefill.until(lambda: prefill.ended, decode)
     assert prefill.ended == ["not_wanted"]
     prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
@@ -215,9 +215,9 @@ def test_an_aborted_fetch_ends_on_both_sides(pair: tuple[Engine, Engine], when: 
     decode.manager.load(theirs, decode.allocate(decode.manager.match(theirs, 0).num_tokens))
     if when == "asked":
         decode.step()
-    decode.manager.finish(theirs)
+    decode.manager.finish([theirs])
     prefill.handovers.send(mine, "p-5", mine.num_tokens, table)
-    prefill.manager.finish(mine)
+    prefill.manager.finish([mine])
     prefill.until(lambda: prefill.ended and decode.ended, decode)
     assert decode.ended[0] in ("cancelled", "declined")
     assert prefill.ended == ["not_wanted"]
@@ -238,7 +238,7 @@ def test_what_cannot_be_fetched_is_computed(pair: tuple[Engine, Engine], tmp_pat
         assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 0)
         assert decode.manager.match(request, 0).status is MatchStatus.MATCHED
         assert request.device_only
-        decode.manager.finish(request)
+        decode.manager.finish([request])
     prefill.handovers.end(mine)
     prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
 
@@ -249,7 +249,7 @@ def test_a_request_that_may_load_nothing_declines(pair: tuple[Engine, Engine]) -
     prefill.send(mine, "p-8")
     decode.handovers.fetch(theirs, prefill.source("p-8"))
     assert decode.manager.match(theirs, 0).num_tokens == 0
-    decode.manager.finish(theirs)
+    decode.manager.finish([theirs])
     prefill.until(lambda: prefill.ended, decode)
     assert prefill.ended == ["not_wanted"]
 
@@ -263,7 +263,7 @@ def test_a_request_that_waits_learns_that_prefill_has_given_it_up(pair: tuple[En
     prefill.step()
     prefill.handovers.end(mine)
     decode.until(lambda: not decode.manager.match(theirs, 0).num_tokens, prefill)
-    decode.manager.finish(theirs)
+    decode.manager.finish([theirs])
     prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
 
 

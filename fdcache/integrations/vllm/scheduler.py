@@ -160,7 +160,7 @@ class SchedulerSide:
             return None
         request.hints, refused = read_hints(source.request_id, extra_of(source))
         known = self._running[source.request_id] = _Running(source, request, refused)
-        self.manager.begin(request, whole_prompt=not self._windows)
+        self.manager.begin([request], whole_prompt=not self._windows)
         if self.peers is not None:
             self.peers.arrived(source, request)
         return known
@@ -193,7 +193,7 @@ class SchedulerSide:
         known = self._running.get(source.request_id)
         if num_tokens <= 0:
             if known is not None:
-                self.manager.unmatch(known.request)
+                self.manager.unmatch([known.request])
             return
         first = (known.device_tokens if known is not None else 0) // self._block_size * self._groups
         count = -(-num_tokens // self._block_size) * self._groups  # a peer's last block need not be full
@@ -233,7 +233,7 @@ class SchedulerSide:
         return Finished([*known.refused_hints, *known.request.hint_outcomes], handed_over)
 
     def _forget(self, request_id: str) -> None:
-        self.manager.finish(self._running.pop(request_id).request)
+        self.manager.finish([self._running.pop(request_id).request])
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class SchedulerSide:
         """
         for known in self._running.values():
             known.is_lost = True
-            self.manager.finish(known.request)
+            self.manager.finish([known.request])
         if self._pool is not None:
             everything = np.arange(self._pool.num_gpu_blocks, dtype=np.int32)
             (self.manager.evicted if are_blocks_known else self.manager.forget)(everything)
