@@ -176,6 +176,22 @@ def test_either_may_be_killed_in_the_middle(pair: Pair) -> None:
     until(lambda: pair.is_clean, "the end of every hand-over")
 
 
+def test_the_router_of_the_examples_routes_both(pair: Pair, tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "examples.openai_router", "--port", str(port)]
+    command += [
+        f"--prefill=http://127.0.0.1:{pair.prefill.port}",
+        f"--decode=http://127.0.0.1:{pair.decode.port}",
+    ]
+    router = Server(command, port, tmp_path / "router.log")
+    before = pair.decode.counter("vllm:fdcache_blocks_fetched_total")
+    with running(router):
+        for prompt in prompts_of(8):
+            assert router.tokens(prompt) == pair.alone.tokens(prompt)
+    until(lambda: pair.decode.counter("vllm:fdcache_blocks_fetched_total") > before, "blocks from prefill")
+    until(lambda: pair.is_clean, "the end of every hand-over")
+
+
 def test_vllms_own_proxy_routes_both(pair: Pair, tmp_path: Path) -> None:
     """``TOY_PROXY`` names the file ``toy_proxy_server.py`` of vLLM's repository; its wheel has none."""
     proxy = os.environ.get("TOY_PROXY")
