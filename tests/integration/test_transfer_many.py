@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fdcache.manager import Request
-from tests.integration.test_engine_handovers import Engine
+from tests.handover_engine import Engine
 from tests.transfer_help import prompt_of
 
 
@@ -108,6 +108,7 @@ def test_nothing_of_hand_overs_and_peers_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_nothing_of_ten_thousand_hand_overs_and_a_thousand_peers_stays(tmp_path: Path) -> None:
     check(tmp_path, handovers=5000, peers=500)  # what is learned of the first half is not counted
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
