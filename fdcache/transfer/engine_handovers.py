@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fdcache.errors import ConfigurationError, RequestStateError
-from fdcache.manager.device_contents import table_of
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.loads import EngineFetch, PeerRun
+from fdcache.manager.loads import EngineFetch, PeerRun, table_of
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.requests import PeerSource, Request
 from fdcache.metadata import HashArray, Int32Array, PeerTask
