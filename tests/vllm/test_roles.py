@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fdcache.errors import TransferNotFoundError
 from fdcache.transfer.nixl import find_nixl
 from tests.service_help import until
 from tests.vllm.engine import BLOCK_SIZE, connector_config, make_tokenizer
-from tests.vllm.served import Server, free_port, running, start_engine
+from tests.vllm.served import Server, completion, free_port, running, start_engine
 
 try:
     find_nixl()
@@ -71,6 +72,11 @@ class Pair:
         """Return the tokens of decode."""
         return self.decode.tokens(prompt, num_tokens, kv_transfer_params=self.parameters(prompt))
 
+    def at_once(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """Return the tokens of decode for prompts that are routed at the same time."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self.route(prompt, num_tokens), prompts))
+
     @property
     def is_clean(self) -> bool:
         """True if no engine holds a block for a peer."""
@@ -120,17 +126,7 @@ def test_many_at_once_and_prompts_that_share_a_beginning(pair: Pair) -> None:
     """More than the engines have room for at a time; some blocks are on decode's device, some on its host."""
     base = prompts_of(3)[0]
     prompts = [base[: 32 * (n % 6)] + prompt for n, prompt in enumerate(prompts_of(4) * 2)]
-    answers: dict[int, list[int]] = {}
-
-    def ask(number: int) -> None:
-        answers[number] = pair.route(prompts[number], 24)
-
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(prompts))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert [answers[n] for n in range(len(prompts))] == [pair.alone.tokens(each, 24) for each in prompts]
+    assert pair.at_once(prompts, 24) == [pair.alone.tokens(each, 24) for each in prompts]
     until(lambda: pair.is_clean, "the end of every hand-over")
 
 
@@ -143,6 +139,32 @@ def test_what_decode_never_asks_for_or_gives_up_is_freed(pair: Pair) -> None:
     assert pair.decode.tokens(second, kv_transfer_params=pair.parameters(first)) == pair.alone.tokens(second)
     strange = {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [[1]]}
     assert pair.decode.tokens(second[1:], kv_transfer_params=strange) == pair.alone.tokens(second[1:])
+    until(lambda: pair.is_clean, "the end of every hand-over")
+
+
+def test_requests_that_decode_preempts_are_computed_or_loaded_from_its_own_tiers(pair: Pair) -> None:
+    """Four requests at a time, that grow to 68 blocks of 60."""
+    chosen = random.Random(9)
+    prompts = [[chosen.randrange(3, 500) for _ in range(200)] for _ in range(6)]
+    before = pair.decode.counter("vllm:num_preemptions_total")
+    answers = pair.at_once(prompts, 70)
+    assert answers == [pair.alone.tokens(each, 70) for each in prompts]
+    assert pair.decode.counter("vllm:num_preemptions_total") > before
+    until(lambda: pair.is_clean, "the end of every hand-over")
+
+
+def test_a_request_whose_client_goes_while_it_waits_leaves_nothing(pair: Pair) -> None:
+    prompt = prompts_of(10)[0]
+    parameters = pair.parameters(prompt)
+    os.killpg(pair.prefill.process.pid, signal.SIGSTOP)
+    try:
+        body = completion(prompt, 8, kv_transfer_params=parameters)
+        with pytest.raises(OSError):
+            pair.decode.post("/v1/completions", body, timeout=3.0)
+    finally:
+        os.killpg(pair.prefill.process.pid, signal.SIGCONT)
+    until(lambda: pair.is_clean, "the end of every hand-over")
+    assert pair.route(prompt[1:]) == pair.alone.tokens(prompt[1:])
     until(lambda: pair.is_clean, "the end of every hand-over")
 
 
