@@ -10,6 +10,7 @@ import sys
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 
@@ -18,7 +19,9 @@ import ziglang
 ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build" / "release"
 MACHINES = ("x86_64", "aarch64")
-_PLATFORM = "manylinux_2_28"
+_GLIBC = "2.28"
+_PLATFORM = f"manylinux_{_GLIBC.replace('.', '_')}"
+_ZIG = Path(ziglang.__file__).with_name("zig")
 _TOOLS = ("scikit-build-core", "nanobind")
 
 
@@ -67,9 +70,11 @@ def make_sdist(folder: Path) -> Path:
 
 
 def make_wheel(sdist: Path, python: Python, machine: str, folder: Path) -> Path:
-    """Build the wheel of an interpreter for a machine, another than this one too, and check what it needs of it."""
-    name = f"{python.tag}-{machine}"
-    source, build, raw = WORK / "unpacked", WORK / name, WORK / "raw" / name
+    """Build the wheel of an interpreter for a machine, another than this one too, and check what it needs of it.
+
+    The sources lie where those of every other wheel do: a compiler cache compiles what does not know Python once.
+    """
+    source, build, raw = (WORK / name for name in ("unpacked", "build", "raw"))
     for each in (source, build, raw):
         shutil.rmtree(each, ignore_errors=True)
         each.mkdir(parents=True)
@@ -78,8 +83,9 @@ def make_wheel(sdist: Path, python: Python, machine: str, folder: Path) -> Path:
     (tree,) = source.iterdir()
     tag = python.tag.removeprefix("cp")
     environ = {
-        "FDCACHE_ZIG": str(Path(ziglang.__file__).with_name("zig")),
-        "FDCACHE_MACHINE": machine,
+        "FDCACHE_ZIG": str(_ZIG),
+        "FDCACHE_COMPILER": str(_compiler_for(machine)),
+        "CCACHE_COMPILERCHECK": f"string:{machine} {version('ziglang')}",
         "FDCACHE_SOURCE": str(tree),
         "FDCACHE_BUILD": str(build),
         "CMAKE_TOOLCHAIN_FILE": str(Path(__file__).with_name("zig.cmake")),
@@ -96,6 +102,15 @@ def make_wheel(sdist: Path, python: Python, machine: str, folder: Path) -> Path:
     return made
 
 
+def _compiler_for(machine: str) -> Path:
+    """Return a program that compiles for a machine. Its name tells a compiler cache how to talk to it."""
+    program = WORK / machine / "clang++"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec "{_ZIG}" c++ -target {machine}-linux-gnu.{_GLIBC} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
 def _environment_of(python: Python) -> Path:
     """Return the interpreter of an environment with what a build needs, made once."""
     folder = WORK / f"environment-{python.tag}"
@@ -107,10 +122,9 @@ def _environment_of(python: Python) -> Path:
 
 
 def _run(command: list[str], environ: Mapping[str, str] | None = None) -> None:
-    inherited = {name: value for name, value in os.environ.items() if name != "CMAKE_CXX_COMPILER_LAUNCHER"}
     tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     same = {"PATH": tools, "SOURCE_DATE_EPOCH": committed_at(), "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    subprocess.run(command, env=inherited | same | dict(environ or {}), check=True, cwd=ROOT)
+    subprocess.run(command, env=os.environ | same | dict(environ or {}), check=True, cwd=ROOT)
 
 
 def _output(*command: str) -> str:
