@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 
 import ziglang
 
-ROOT = Path(__file__).parent.parent
+from release.pythons import ROOT, Python
+
 WORK = ROOT / "build" / "release"
 MACHINES = ("x86_64", "aarch64")
 _GLIBC = "2.28"
 _PLATFORM = f"manylinux_{_GLIBC.replace('.', '_')}"
 _ZIG = Path(ziglang.__file__).with_name("zig")
-_TOOLS = ("scikit-build-core", "nanobind")
-
-
-@dataclass(frozen=True, slots=True)
-class Python:
-    """Interpreter for which wheels are built, and the machine on which it runs."""
-
-    program: str
-    tag: str
-    machine: str
-
-    @classmethod
-    def found(cls, name: str) -> Python | None:
-        """Return the interpreter of this name, None without one, or without its headers."""
-        program = shutil.which(name)
-        if program is None:
-            return None
-        ask = (
-            "import json, os, platform, sys, sysconfig; print(json.dumps([sys.executable, "
-            "'cp%d%d' % sys.version_info[:2], platform.machine(), "
-            "os.path.exists(sysconfig.get_path('include') + '/Python.h')]))"
-        )
-        done = subprocess.run([program, "-c", ask], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            return None
-        path, tag, machine, has_headers = json.loads(done.stdout)
-        return cls(path, tag, machine) if has_headers else None
 
 
 def committed_at() -> str:
@@ -94,7 +66,8 @@ def make_wheel(sdist: Path, python: Python, machine: str, folder: Path) -> Path:
     }
     command = ["wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(raw)]
     command += ["--config-settings", f"build-dir={build}", str(tree)]
-    _run([str(_environment_of(python)), "-m", "pip", "--disable-pip-version-check", *command], environ)
+    program = python.environment(WORK / f"environment-{python.tag}")
+    _run([str(program), "-m", "pip", "--disable-pip-version-check", *command], environ)
     (wheel,) = raw.glob("*.whl")
     platform = ["--plat", f"{_PLATFORM}_{machine}", "--only-plat"]
     _run([sys.executable, "-m", "auditwheel", "repair", *platform, "--wheel-dir", str(folder), str(wheel)])
@@ -109,16 +82,6 @@ def _compiler_for(machine: str) -> Path:
     program.write_text(f'#!/bin/sh\nexec "{_ZIG}" c++ -target {machine}-linux-gnu.{_GLIBC} "$@"\n')
     program.chmod(0o755)
     return program
-
-
-def _environment_of(python: Python) -> Path:
-    """Return the interpreter of an environment with what a build needs, made once."""
-    folder = WORK / f"environment-{python.tag}"
-    if not (folder / "bin/python").exists():
-        _run([python.program, "-m", "venv", str(folder)])
-        install = ["install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), *_TOOLS]
-        _run([str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", *install])
-    return folder / "bin/python"
 
 
 def _run(command: list[str], environ: Mapping[str, str] | None = None) -> None:
