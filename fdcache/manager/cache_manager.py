@@ -17,7 +17,6 @@ from fdcache.manager.hooks import HandoverHooks, HookedParts
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
 from fdcache.manager.loads import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
-from fdcache.manager.notes import describe
 from fdcache.manager.requests import LiveRequests, Request
 from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, MatchStatus
 from fdcache.manager.tiers import make_tiers
@@ -116,7 +115,6 @@ class CacheManager(TierManager[Request]):
         device_bytes: int | Callable[[], int] | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
-        reuse_clock: Callable[[], float] | None = None,
         loads_ahead: Callable[[], bool] | bool = True,
     ) -> CacheManager:
         """Make a manager from settings, by default those of the environment.
@@ -137,7 +135,6 @@ class CacheManager(TierManager[Request]):
                 storage=settings.storage_tier,
                 lookup=store,
                 clock=clock,
-                reuse_clock=reuse_clock,
                 priors=calibrated_priors(settings),
                 loads_ahead=loads_ahead,
             )
@@ -154,6 +151,7 @@ class CacheManager(TierManager[Request]):
             self._requests,
             self._counters,
             lambda: self.num_device_blocks,
+            self._choices.seconds_to_compute,
         )
 
     # --- a scheduler step ---------------------------------------------------------------------------------
@@ -295,12 +293,6 @@ class CacheManager(TierManager[Request]):
             if not result.ok:
                 self._give_way()
             return result
-
-    def _describe(self, requests: Iterable[Request]) -> None:
-        """Tell a service that asks for it what the blocks of requests are, before they are copied there."""
-        if self._service is not None and self._service.notes.is_wanted:
-            for request in requests:
-                describe(self._service, request)
 
     def _release(self, requests: list[Request]) -> None:
         if self._hooks is not None:

@@ -12,16 +12,14 @@ from fdcache._core import DevicePath
 from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
-from fdcache.manager.device_contents import device_ids_of
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import EngineLoad, EngineLoads
-from fdcache.manager.matching import ReuseLimit
+from fdcache.manager.loads import EngineLoad, EngineLoads, device_ids_of
+from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, load_forms
 from fdcache.manager.states import StatePaths, StoredMask
 from fdcache.manager.tracked import Tracked
-from fdcache.manager.waits import Waits
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.blocks import ROOT
 from fdcache.plans.ledger import OpenPlan
@@ -75,6 +73,8 @@ class OffloadedRequests:
             _core.Tier(1), layout.block_size, layout.fingerprint, settings.lookahead_tokens
         )
         self._load_forms = load_forms(layout)
+        self.released: Callable[[OffloadRequest], None] | None = None
+        """Called with each request that ends, where blocks are handed over."""
         self.native_loads = self._hasher.loads
         self.loads = EngineLoads(layout, host, self.native_loads, counters)
 
@@ -102,6 +102,10 @@ class OffloadedRequests:
         tracked = self._tracked.get(request.request_id)
         return tracked if tracked is not None and tracked.request is request else None
 
+    def named(self, request_id: str) -> Tracked | None:
+        """Return the request of this id that has arrived and not ended."""
+        return self._tracked.get(request_id)
+
     def track(self, request: OffloadRequest) -> Tracked:
         """Return a request, which arrives now if it has not before. One with the same id ends."""
         if (tracked := self.get(request)) is not None:
@@ -116,6 +120,8 @@ class OffloadedRequests:
         tracked = self.get(request)
         if tracked is None:
             return
+        if self.released is not None:
+            self.released(request)
         del self._tracked[request.request_id]
         self.unpin(tracked)
         if tracked.load is not None:
@@ -197,7 +203,8 @@ class OffloadedRequests:
         if tracked.lease:
             self.pinned.add(tracked)
         tracked.deferred_since = None
-        self._choices.matched(tracked.request.request_id, tracked.device_blocks, tracked.remaining)
+        ahead = tracked.remaining + tracked.from_peer
+        self._choices.matched(tracked.request.request_id, tracked.device_blocks, ahead)
         return True
 
     def tokens(self, tracked: Tracked, num_records: int) -> int:
@@ -207,11 +214,11 @@ class OffloadedRequests:
         is_whole = num_records and num_records >= tracked.remaining
         return (tracked.end - tracked.device_pages) * self._block_size if is_whole else 0
 
-    def loadable(self, tracked: Tracked, num_ids: int) -> int:
-        """Return how many device blocks of ``num_ids`` a load of what was found can fill."""
+    def loadable(self, tracked: Tracked, num_ids: int, most: int) -> int:
+        """Return how many device blocks of ``num_ids`` a load of what was found can fill, at most ``most``."""
         if self._states is not None:
             return tracked.remaining if num_ids >= tracked.remaining else 0
-        return min(num_ids // self._records * self._records, tracked.remaining)
+        return min(num_ids // self._records * self._records, most)
 
     def unpin(self, tracked: Tracked) -> None:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
@@ -273,7 +280,7 @@ class OffloadedRequests:
         if stop is not None:
             if self._states is None:
                 stop -= stop % self._cell
-            if len(found) and stop > start + len(found):
+            if len(found) and stop > start + len(found) and tracked.peer is None:
                 return found, stop - start - len(found)
         if stop is not None or (found.pending and self._deferred_for(tracked) < self._defer_timeout):
             self._host.index.release(found.lease)
@@ -335,6 +342,8 @@ class OffloadedRequests:
         if self._states is not None:
             return found
         limit = self._choices.limit
+        if tracked.peer is not None:  # which has what follows
+            return found
         if found and limit is not None and _begins_at_root(request):
             last = request.block_hashes[(start + found - 1) // self._records].tobytes()
             found = limit(request.request_id, request.num_tokens, start, found, last)
@@ -391,8 +400,11 @@ class OffloadedRequests:
         run, first = tracked.take(len(ids)), tracked.device_blocks
         if tracked.coming and len(run) == len(ids):
             self._leave_fetch(tracked)
-        tracked.load = self.loads.plan(tracked.request, first, ids, run, plan)
-        tracked.load.pages = range(tracked.device_pages, tracked.end)
+        tracked.load = loading = self.loads.plan(tracked.request, first, ids, run, plan)
+        loading.pages = range(tracked.device_pages, tracked.end)
+        if tracked.peer is not None and len(run) < len(ids):
+            self.loads.fetch_rest(loading, tracked.peer)
+            tracked.peer = None
         return len(run)
 
     def look(self, loading: EngineLoad) -> tuple[Found, bool]:

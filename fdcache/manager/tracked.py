@@ -6,7 +6,7 @@ import numpy as np
 
 from fdcache._core import DevicePath
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.loads import EngineLoad
+from fdcache.manager.loads import EngineLoad, PeerRun
 from fdcache.metadata import HashArray
 from fdcache.tiers.host import Found
 
@@ -16,7 +16,8 @@ class Tracked:
 
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
     slots refer to. ``coming`` blocks after them are being read from storage. ``device_blocks`` is the number that the
-    engine had when it asked last, ``load`` the load whose outcome was not taken. ``keys`` are those of the records of
+    engine had when it asked last, ``load`` the load whose outcome was not taken. ``peer`` has what is neither on the
+    device nor below it, until that is fetched or declined. ``keys`` are those of the records of
     its pages; everything here counts records, of which a page has some for each group of layers. ``end``: in a layout
     with states, the pages at whose end are those that were found, or that are read from storage; 0 for none.
     """
@@ -39,6 +40,7 @@ class Tracked:
         "limit",
         "load",
         "path",
+        "peer",
         "request",
         "start",
     )
@@ -57,6 +59,7 @@ class Tracked:
         self.fetch = 0
         self.path: DevicePath | None = None
         self.load: EngineLoad | None = None
+        self.peer: PeerRun | None = None
         self.counted_blocks = 0
         self.is_counted = False
         self.is_stale = False
@@ -72,6 +75,13 @@ class Tracked:
         if self.found is None:
             return 0
         return max(self.start + len(self.found) + self.coming - self.device_blocks, 0)
+
+    @property
+    def from_peer(self) -> int:
+        """Number of blocks after the remaining ones that a peer has. One alone is sooner computed."""
+        if self.found is None or self.peer is None or len(self.peer.hashes) - self.device_blocks < 2:
+            return 0
+        return max(len(self.peer.hashes) - self.device_blocks - self.remaining, 0)
 
     @property
     def from_storage(self) -> int:

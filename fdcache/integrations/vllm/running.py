@@ -24,6 +24,7 @@ class Running:
         "known_hashes",
         "load",
         "offered",
+        "peer_tokens",
         "refused_hints",
         "request",
         "source",
@@ -42,7 +43,7 @@ class Running:
         self.load = 0
         self.is_lost = False
         self.offered = 0
-        self.stored_tokens = 0
+        self.stored_tokens = self.peer_tokens = 0
 
     def has_table(self, blocks: RequestTable) -> None:
         """Give the request another block table, of which nothing is offered."""
