@@ -189,7 +189,7 @@ class WorkerSide:
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
 
     def _lose_copies_of(self, blocks: Sequence[int]) -> None:
-        """Let plans fail that copy out of these device blocks, unless they have ended."""
+        """Take plans for failed that copy out of these device blocks, unless they have ended."""
         if self._controller is not None:
             self._collect(self._controller.poll())
         filled = np.array(blocks, np.int32)
