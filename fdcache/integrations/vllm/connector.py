@@ -91,7 +91,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                 is_shared = settings.storage_tier.connector not in (None, "local")
                 self._events = EventTranslator(kinds, is_shared=is_shared)
                 settings = self._events.enable(settings)
-            manager = OffloadManager.from_settings(layout, settings, streams=True)
+            manager = OffloadManager.from_settings(layout, settings, loads_ahead=True)
             self._scheduler = SchedulerSide(
                 manager, self._events, vllm_config.parallel_config.pipeline_parallel_size + 1
             )
