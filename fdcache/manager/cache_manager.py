@@ -140,6 +140,7 @@ class CacheManager(TierManager[Request]):
             self._requests,
             self._counters,
             lambda: self.num_device_blocks,
+            self._choices.seconds_to_compute,
         )
 
     # --- a scheduler step ---------------------------------------------------------------------------------

@@ -233,6 +233,12 @@ class LoadChoices:
         """``worth_loading`` while loads can be compared with computing, else None: all is loaded."""
         return self.worth_loading if self.decides_loads else None
 
+    def seconds_to_compute(self, cached_tokens: int, num_tokens: int) -> float | None:
+        """Return the expected seconds of computing a request beyond its first ``cached_tokens``; None if unknown."""
+        if not (self._is_auto and self.model.prefill.is_known):
+            return None
+        return float(self.model.prefill.seconds(float(cached_tokens), num_tokens))
+
     def worth_loading(
         self, request_id: str, num_tokens: int, on_device: int, on_host: int, last_block: bytes
     ) -> int:
