@@ -17,11 +17,10 @@ from fdcache.manager.base import TierManager, lookup_for, requests_of, settings_
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.load_choices import LoadChoices, calibrated_priors
+from fdcache.manager.load_choices import calibrated_priors
 from fdcache.manager.loads import NO_BLOCK, device_ids_of, require_distinct, table_of
 from fdcache.manager.offloaded import OffloadedRequests, Tracked
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
-from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
@@ -50,7 +49,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     other types raise ``RequestStateError`` or ``PlanError`` naming them.
 
     ``settings`` to ``priors``: as for ``CacheManager``; the device blocks of the settings have no effect.
-    ``streams=True``: a match also promises blocks that are still being read from storage, once the first of them have
+    ``loads_ahead=True``: a match also promises blocks that are still being read from storage, once the first have
     come. ``load`` then loads those that are there, and each ``take_plans`` others, while the engine computes other
     requests: a request that loads is computed after its ``LoadOutcome``. It has no effect with several groups of
     layers, or with windows. Raises ``ConfigurationError`` without a host tier, and for windows with the write policy
@@ -70,40 +69,24 @@ class OffloadManager(TierManager[OffloadRequest]):
         clock: Callable[[], float] = time.monotonic,
         reuse_clock: Callable[[], float] | None = None,
         priors: Priors = NO_PRIORS,
-        streams: bool = False,
+        loads_ahead: bool = False,
     ) -> None:
-        super().__init__(settings, layout, lookup, clock, reuse_clock)
         if any(layout.windows) and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             raise ConfigurationError(
                 "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows a prefix has left the device in "
                 "part when it is reused, and could not be stored then; use write_through"
             )
-        counters = self._counters
         self._contents = DeviceContents()
-        tiers = self._tiers = make_tiers(
-            settings,
-            layout,
-            storage or StorageTierSettings(),
-            lookup,
-            counters,
-            clock,
-            self._contents,
-        )
+        super().__init__(settings, layout, storage, lookup, clock, reuse_clock, self._contents)
+        tiers = self._tiers
         if tiers.host is None or tiers.copies is None:
             raise ConfigurationError(
                 "an engine with a device cache of its own needs a host tier; set FDCACHE_HOST_MEMORY or FDCACHE_SERVER"
             )
         self._host, self._copies = tiers.host, tiers.copies
-        self._choices = LoadChoices(
-            settings.load_or_recompute,
-            layout,
-            clock,
-            self._blocks_being_loaded,
-            priors,
-            streams=streams,
-        )
+        self._choices = self._make_choices(priors, streams=loads_ahead)
         self._requests = OffloadedRequests(
-            settings, layout, self._host, counters, clock, self._choices, streams=streams
+            settings, layout, self._host, self._counters, clock, self._choices, streams=loads_ahead
         )
         self._loads = self._requests.native_loads
         self._hooks: OffloadHooks | None = None
@@ -119,7 +102,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         *,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
-        streams: bool = False,
+        loads_ahead: bool = False,
     ) -> OffloadManager:
         """Make a manager from settings, by default those of the environment; see ``CacheManager.from_settings``.
 
@@ -135,7 +118,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 lookup=store,
                 clock=clock,
                 priors=calibrated_priors(settings),
-                streams=streams,
+                loads_ahead=loads_ahead,
             )
 
     def attach_hooks(self, hooks: OffloadHooks) -> OffloadParts:

@@ -96,7 +96,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                 is_shared = settings.storage_tier.connector not in (None, "local")
                 self._events = EventTranslator(kinds, is_shared=is_shared)
                 settings = self._events.enable(settings)
-            manager = OffloadManager.from_settings(layout, settings, streams=True)
+            manager = OffloadManager.from_settings(layout, settings, loads_ahead=True)
             parallel = vllm_config.parallel_config
             identity = EngineIdentity(
                 self._kv_transfer_config.engine_id,
