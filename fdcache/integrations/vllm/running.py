@@ -74,7 +74,7 @@ class TakesFailures(Protocol):
         """Count the exception that is being handled."""
 
 
-class Guard:
+class HookGuard:
     """The context of ``SchedulerSide.guarded``: a class, since each step enters several."""
 
     __slots__ = ("_follows_blocks", "_hook", "_side")

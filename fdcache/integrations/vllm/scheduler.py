@@ -17,7 +17,7 @@ from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.handover import PeerSide
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata
-from fdcache.integrations.vllm.running import Finished, Guard, Running, ids_of, table_of
+from fdcache.integrations.vllm.running import Finished, HookGuard, Running, ids_of, table_of
 from fdcache.integrations.vllm.timing import StepTimes
 from fdcache.manager import NO_BLOCK, LoadOutcome, MatchStatus, OffloadManager
 from fdcache.metadata import Int32Array, PeerTask, SwapPurpose, TransferPlan, TransferReport, decode_scan
@@ -470,13 +470,13 @@ class SchedulerSide:
         """Forget every block: vLLM does not tell a reset from new weights. Other engines keep theirs."""
         self.manager.weights_changed()
 
-    def guarded(self, hook: str, *, follows_blocks: bool = True) -> Guard:
+    def guarded(self, hook: str, *, follows_blocks: bool = True) -> HookGuard:
         """Return a context in which an exception of a hook is logged and counted.
 
         vLLM ends at one, and computes what is not cached. The block tables may be wrong after one that
         ``follows_blocks``.
         """
-        return Guard(self, hook, follows_blocks)
+        return HookGuard(self, hook, follows_blocks)
 
     def hook_failed(self, hook: str, *, follows_blocks: bool = True) -> None:
         """Count the exception that is being handled."""
