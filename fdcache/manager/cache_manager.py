@@ -115,7 +115,6 @@ class CacheManager(TierManager[Request]):
         device_bytes: int | Callable[[], int] | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
-        reuse_clock: Callable[[], float] | None = None,
         loads_ahead: Callable[[], bool] | bool = True,
     ) -> CacheManager:
         """Make a manager from settings, by default those of the environment.
@@ -136,7 +135,6 @@ class CacheManager(TierManager[Request]):
                 storage=settings.storage_tier,
                 lookup=store,
                 clock=clock,
-                reuse_clock=reuse_clock,
                 priors=calibrated_priors(settings),
                 loads_ahead=loads_ahead,
             )

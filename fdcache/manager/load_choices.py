@@ -20,6 +20,7 @@ from fdcache.metadata import SwapPurpose, TransferReport, TransferResult
 from fdcache.settings import Settings
 from fdcache.settings.cache import LoadOrRecompute
 from fdcache.storage.calibration import load_storage_speed
+from fdcache.storage.speed import measured_place
 from fdcache.tiers.statistics import LoadDecision, LoadFigures, ReadTotals, SpeedFigures
 from fdcache.tiers.storage_reads import GROUP_SECONDS
 from fdcache.tiers.waiting_fetches import Wait
@@ -57,10 +58,10 @@ class _Open:
 
 
 def calibrated_priors(settings: Settings) -> Priors:
-    """Return the speeds that ``fdcache init`` has measured: of the link, and of the folder of local storage."""
+    """Return the speeds that ``fdcache init`` has measured: of the link, and of the storage."""
     folder = settings.transfer.calibration_dir
-    link, storage = calibrated_link(folder), settings.storage_tier
-    found = load_storage_speed(storage.directory, folder) if storage.connector == "local" else None
+    link, place = calibrated_link(folder), measured_place(settings)
+    found = None if place is None else load_storage_speed(place, folder)
     if found is None:
         return Priors(link)
     return Priors(link, found.bytes_per_second, found.latency_seconds)

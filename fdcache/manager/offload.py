@@ -119,7 +119,6 @@ class OffloadManager(TierManager[OffloadRequest]):
         *,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
-        reuse_clock: Callable[[], float] | None = None,
         streams: bool = False,
     ) -> OffloadManager:
         """Make a manager from settings, by default those of the environment; see ``CacheManager.from_settings``.
@@ -135,7 +134,6 @@ class OffloadManager(TierManager[OffloadRequest]):
                 storage=settings.storage_tier,
                 lookup=store,
                 clock=clock,
-                reuse_clock=reuse_clock,
                 priors=calibrated_priors(settings),
                 streams=streams,
             )

@@ -97,8 +97,6 @@ class Request(RequestState):
             max_cached_tokens,
         )
         self.tenant = tenant
-        if hints:
-            self.hints = hints
         if multimodal or adapter_id is not None:
             self._keys = (adapter_id, multimodal)
         if hints:

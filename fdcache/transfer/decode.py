@@ -286,11 +286,11 @@ class DecodeSide:
         elif message.seq == state.next_seq:
             self._take(state, message)
 
-    def peer_gone(self, peer: Peer, reason: str, end: FetchEnd = FetchEnd.PEER_GONE) -> None:
+    def peer_gone(self, peer: Peer, reason: str) -> None:
         """End the wait of every fetch from a peer. Reads in flight end by ``read_ended``, as always."""
         for state in list(self._fetches.values()):
             if state.fetch.peer == peer:
-                self._end(state, end, reason, None)
+                self._end(state, FetchEnd.PEER_GONE, reason, None)
 
     def repeat(self, peer: Peer) -> None:
         """Send a peer the state of each fetch at once: messages may have been lost with a connection."""
