@@ -43,7 +43,7 @@ from fdcache.integrations.vllm.connector import FdcacheConnector
 from fdcache.integrations.vllm.events import EventTranslator, GroupKind, group_kinds
 from fdcache.integrations.vllm.keys import request_of
 from fdcache.integrations.vllm.metadata import WorkerReports
-from fdcache.integrations.vllm.scheduler import table_of
+from fdcache.integrations.vllm.running import table_of
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide, _Arrivals
 from fdcache.metadata import CacheLevel, TransferReport

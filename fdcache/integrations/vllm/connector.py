@@ -29,7 +29,8 @@ from fdcache.integrations.vllm.config import (
 from fdcache.integrations.vllm.events import EventTranslator, group_kinds
 from fdcache.integrations.vllm.handover import EngineIdentity, PeerSide
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata, WorkerReports, WorkerStorage
-from fdcache.integrations.vllm.scheduler import Finished, SchedulerSide, table_of
+from fdcache.integrations.vllm.running import Finished, table_of
+from fdcache.integrations.vllm.scheduler import SchedulerSide
 from fdcache.integrations.vllm.settings import (
     check_settings,
     choose_failure_policy,
