@@ -361,6 +361,7 @@ class Tier : public HostIndex, public DeviceIndex {
     void evict_held_leaves(std::uint32_t enough, BlockList *evicted);
     Slot end_of_run(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const;
     bool fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const;
+    bool fill_ancestors(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const;
     std::size_t first_own(std::span<const Digest> hashes, std::span<const Slot> run) const;
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
                                  BlockList *evicted);

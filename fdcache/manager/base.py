@@ -223,7 +223,7 @@ class TierManager(Generic[RequestT_contra]):
         with self._lock:
             self._choices.observe_prefill(chunks, seconds, waited=waited, steps=steps)
 
-    def hint(self, request: RequestT_contra, hints: Iterable[Hint]) -> list[HintOutcome]:
+    def hint(self, request: RequestT_contra, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         """Take hints about a request that has ended, such as that its session is over; return their outcomes.
 
         ::
@@ -238,7 +238,7 @@ class TierManager(Generic[RequestT_contra]):
             self._requests.prepare(request)
             return self._take_hints(request, hints)
 
-    def _take_hints(self, request: RequestT_contra, hints: Iterable[Hint]) -> list[HintOutcome]:
+    def _take_hints(self, request: RequestT_contra, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         return self._hints.take(request.request_id, hints, request.block_hashes, request.num_prompt_tokens)
 
     def take_hint_outcomes(self) -> list[HintOutcome]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from fdcache.errors import HintError
 from fdcache.groups import record_keys
-from fdcache.hints import GivenHint, Hint, HintOutcome
+from fdcache.hints import GivenHints, Hint, HintOutcome
 from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import HashArray
 from fdcache.tiers.hint_book import HintBook
@@ -29,26 +29,29 @@ class RequestHints:
 
     def take(
         self, request_id: str, hints: Iterable[Hint], hashes: HashArray, prompt_tokens: int
-    ) -> list[HintOutcome]:
+    ) -> Sequence[HintOutcome]:
         """Apply hints about a request that has ended, and return the outcome of each as it is now.
 
         That is the outcome in the tiers of this process, if there are any.
         """
-        given = [self._given(request_id, hint, len(hashes), prompt_tokens) for hint in hints]
-        if not given:
-            return []
-        self.figures.given += len(given)
+        hints = tuple(hints)
+        if not hints:
+            return ()
+        given = GivenHints(request_id, hints, self._places(hints, len(hashes), prompt_tokens))
+        self.figures.given += len(hints)
         path = record_keys(hashes, self._num_groups)
         sent = self._service.give(path, given) if self._service is not None else []
         for outcome in sent:
-            self.figures.count(outcome)
+            self.figures.count(outcome.status)
         return self._book.take(path, given) if self._book is not None else sent
 
-    def _given(self, request_id: str, hint: Hint, num_blocks: int, prompt_tokens: int) -> GivenHint:
-        if not isinstance(hint, Hint):
-            raise HintError(f"hints: {type(hint).__name__} is not a Hint")
-        start, stop, _ = hint.blocks(prompt_tokens, self._block_size).indices(num_blocks)
-        return GivenHint(request_id, hint, start * self._num_groups, stop * self._num_groups)
+    def _places(self, hints: Sequence[Hint], num_blocks: int, prompt_tokens: int) -> list[tuple[int, int]]:
+        for hint in hints:
+            if not isinstance(hint, Hint):
+                raise HintError(f"hints: {type(hint).__name__} is not a Hint")
+        groups = self._num_groups
+        places = [hint.place(prompt_tokens, self._block_size, num_blocks) for hint in hints]
+        return places if groups == 1 else [(start * groups, stop * groups) for start, stop in places]
 
     @property
     def has_open(self) -> bool:
@@ -67,5 +70,5 @@ class RequestHints:
             return own
         theirs = self._service.take_outcomes()
         for outcome in theirs:
-            self.figures.count(outcome)
+            self.figures.count(outcome.status, reason=outcome.reason)
         return own + theirs

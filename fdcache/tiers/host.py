@@ -18,7 +18,7 @@ import numpy as np
 
 from fdcache._core import CopyReservation, HostIndex, SwapInFlight
 from fdcache.errors import ConfigurationError, HashingError
-from fdcache.hints import GivenHint, HintOutcome
+from fdcache.hints import GivenHints, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
@@ -98,7 +98,7 @@ class Reading(msgspec.Struct, frozen=True):
 class SharedHints(Protocol):
     """Hints for tiers that belong to a service."""
 
-    def give(self, path: HashArray, given: Sequence[GivenHint]) -> list[HintOutcome]:
+    def give(self, path: HashArray, given: GivenHints) -> list[HintOutcome]:
         """Send hints about blocks of a path; return SENT for each, or why it cannot be sent."""
 
     def take_outcomes(self) -> list[HintOutcome]:

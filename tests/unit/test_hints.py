@@ -145,4 +145,4 @@ def test_a_hint_that_contradicts_itself_is_refused() -> None:
     ],
 )
 def test_a_hint_is_about_the_whole_blocks_of_its_range(hint: Hint, blocks: range) -> None:
-    assert range(10)[hint.blocks(400, 64)] == blocks
+    assert range(*hint.place(400, 64, 10)) == blocks
