@@ -267,6 +267,7 @@ class CacheManager(TierManager[Request]):
                 self._plans.plan_background()
             if self._service is None:
                 return self._plans.close(None)
+            self._tell_device()
             self._service.report(self._figures)
             self._service.flush()
             return self._plans.close(self._service.plan_arena)
@@ -330,6 +331,11 @@ class CacheManager(TierManager[Request]):
             for request in requests:
                 describe(self._service, request)
 
+    def _tell_device(self) -> None:
+        """Tell a service that asks for it which blocks came to and left the device."""
+        if self._service is not None and self._service.notes.is_wanted:
+            self._tiers.device_events.tell(self._service.notes)
+
     def finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.
 
@@ -347,9 +353,17 @@ class CacheManager(TierManager[Request]):
             for request in requests:
                 if request.hints and not preempted:
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
+            self._tell_device()
         story.finished((request.request_id for request in requests), preempted=preempted)
 
     # --- the whole cache ----------------------------------------------------------------------------------
+
+    def reset_cache(self) -> int:
+        """Forget every block of every tier; return their number. Running requests keep blocks that nobody finds."""
+        with self._lock:
+            forgotten = super().reset_cache()
+            self._tell_device()
+            return forgotten
 
     def resize_device_pool(self, num_blocks: int) -> bool:
         """Change the number of device blocks. Return False, and change nothing, while a block beyond it is in use.

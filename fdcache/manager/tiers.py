@@ -11,6 +11,7 @@ from fdcache._core import InFlightPlan, SwapInFlight
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
+from fdcache.manager.device_events import DeviceEvents
 from fdcache.metadata import (
     EXTENT_BYTES,
     BlockNode,
@@ -23,7 +24,7 @@ from fdcache.metadata import (
 )
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.events import CacheEvent, events_of
+from fdcache.tiers.events import CacheEvent, EventSource, events_of
 from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
 from fdcache.tiers.host import HostCache, HostTier, LocalHostTier, complete_copies
 from fdcache.tiers.pool import ABSENT, HOST_SPARE, READY, BlockPool
@@ -154,8 +155,11 @@ class LowerTiers:
 
     def take_events(self, block_size: int) -> Iterator[CacheEvent]:
         """Yield what entered and left each tier since the last call."""
-        for level, pool in self.pools.items():
-            yield from events_of(pool, level, block_size)
+        for level, source in self._event_sources().items():
+            yield from events_of(source, level, block_size)
+
+    def _event_sources(self) -> dict[CacheLevel, EventSource]:
+        return dict(self.pools)
 
     def find(self, hashes: HashArray) -> dict[CacheLevel, list[BlockNode]]:
         """Return the blocks of a path in each tier of this process; pin nothing."""
@@ -185,6 +189,10 @@ class Tiers(LowerTiers):
     """All tiers of a ``CacheManager``: its device tier, and those below."""
 
     device: BlockPool
+    device_events: DeviceEvents
+
+    def _event_sources(self) -> dict[CacheLevel, EventSource]:
+        return super()._event_sources() | {CacheLevel.DEVICE: self.device_events}
 
     @property
     def own_pools(self) -> dict[CacheLevel, BlockPool]:
@@ -252,6 +260,7 @@ def make_tiers(
         else None,
         fetches=host.fetches if host else None,
         device=device,
+        device_events=DeviceEvents(device, settings.event_buffer),
     )
     tiers.record_events(settings.event_buffer)
     return tiers

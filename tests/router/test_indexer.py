@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -72,6 +73,23 @@ def agree(router: Indexer, address: str, asked: list[Prompt]) -> None:
     until(lambda: not differences(router, address, asked), "the router knows every prompt", 10)
 
 
+@contextmanager
+def spawned_engine(address: str) -> Iterator[subprocess.Popen[str]]:
+    """Run an engine in a process of its own."""
+    command = (sys.executable, "-m", "tests.router.engine", address)
+    with spawned(*command, stdin=subprocess.PIPE) as engine:
+        assert next_line(engine) == "ready\n"
+        yield engine
+
+
+def serve(engine: subprocess.Popen[str], some: list[Prompt]) -> None:
+    assert engine.stdin is not None
+    for each in some:
+        engine.stdin.write(json.dumps([each.tokens, each.tenant]) + "\n")
+        engine.stdin.flush()
+        next_line(engine)
+
+
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[LocalService]:
     with local_service(tmp_path, **settings(tmp_path / "disk", FDCACHE_HOST_MEMORY="4MiB")) as running:
@@ -93,19 +111,26 @@ def test_a_router_knows_what_each_tenant_has_in_each_tier(service: LocalService,
         until(lambda: service.ask("storage")["blocks"] == ready_blocks(service), "all blocks are stored")
         asked = everyone(prompts)
         agree(router, service.address, asked)
-        assert any(router.ask(each)[0] for each in asked)
+        on_device, host, stored = (sum(router.ask(each)[i] for each in asked) for i in range(3))
+        assert 0 < on_device < host == stored
         service.ask("reset", tier="host")
         agree(router, service.address, asked)
-        assert not any(router.ask(each)[0] for each in asked)
-        assert any(router.ask(each)[1] for each in asked)
+        assert [sum(router.ask(each)[i] for each in asked) for i in range(3)] == [
+            on_device,
+            on_device,
+            stored,
+        ]
         with Client(service.address) as client:
             read = Prefix(prompts[0].tokens, tenant=prompts[0].tenant)
             until(lambda: Control(client).prefetch(read).done, "a prompt is read from storage")
         agree(router, service.address, asked)
-        assert router.ask(prompts[0])[0]
+        assert router.ask(prompts[0])[1] > router.ask(prompts[0])[0]
         service.ask("reset", tier="all")
         agree(router, service.address, asked)
-        assert not any(router.ask(each)[1] for each in asked)
+        assert sum(router.ask(each)[2] for each in asked) == on_device
+        engine.manager.reset_cache()
+        agree(router, service.address, asked)
+        assert not any(router.ask(each)[2] for each in asked)
         engine.close()
 
 
@@ -127,6 +152,25 @@ def test_a_router_that_comes_late_learns_all_blocks(
     engine.close()
 
 
+def test_the_device_blocks_of_a_killed_engine_are_gone_and_those_of_others_stay(
+    service: LocalService, tmp_path: Path
+) -> None:
+    shared, own = make_prompts(2, seed=3)
+    other = router_engine(service.address)
+    with indexer(tmp_path, events_at(service)[0]) as router, spawned_engine(service.address) as engine:
+        serve(engine, [shared, own])
+        other.serve(list(shared.tokens), shared.tenant)
+        until(lambda: router.ask(own)[0] == len(own.tokens) // BLOCK * BLOCK, "the device is known")
+        agree(router, service.address, [shared, own])
+        engine.kill()
+        engine.wait()
+        until(lambda: router.ask(own)[0] == 0, "nothing is on the device of the killed engine")
+        agree(router, service.address, [shared, own])
+        assert router.ask(shared)[0] == len(shared.tokens) // BLOCK * BLOCK
+        assert router.ask(own)[2] == len(own.tokens) // BLOCK * BLOCK
+    other.close()
+
+
 @pytest.mark.slow
 def test_two_engines_and_a_service_are_killed_and_the_router_stays_true(tmp_path: Path) -> None:
     prompts = make_prompts(30, seed=2)
@@ -137,24 +181,13 @@ def test_two_engines_and_a_service_are_killed_and_the_router_stays_true(tmp_path
         FDCACHE_STORAGE_SIZE="4MiB",
         FDCACHE_DISCARD="0",
     )
-    command = (sys.executable, "-m", "tests.router.engine")
     with ServiceProcess(tmp_path / "s", **variables) as service:
         service.start()
         with (
             indexer(tmp_path, variables["FDCACHE_KV_EVENTS"]) as router,
-            spawned(*command, service.address, stdin=subprocess.PIPE) as first,
-            spawned(*command, service.address, stdin=subprocess.PIPE) as second,
+            spawned_engine(service.address) as first,
+            spawned_engine(service.address) as second,
         ):
-            engines = [first, second]
-            for engine in engines:
-                assert next_line(engine) == "ready\n"
-
-            def serve(engine: subprocess.Popen[str], some: list[Prompt]) -> None:
-                assert engine.stdin is not None
-                for each in some:
-                    engine.stdin.write(json.dumps([each.tokens, each.tenant]) + "\n")
-                    engine.stdin.flush()
-                    next_line(engine)
 
             def is_quiet() -> bool:
                 layouts = service.ask("storage")["layouts"]

@@ -452,6 +452,12 @@ class Namespace:
             self.on_evict(np.frombuffer(b"".join(removed), np.uint8).reshape(len(removed), 32))
         self.pending_events.append((kinds, hashes, parents))
 
+    def forget_client(self, session: int) -> None:
+        """Forget the open hints of a client that has gone, and what its device had."""
+        self.hints.forget(session)
+        if self.feed is not None:
+            self.feed.forget_device(session)
+
     def _pools(self) -> list[BlockPool]:
         return [pool for pool in (self.tier, self.stored_in) if pool is not None]
 

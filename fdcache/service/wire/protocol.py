@@ -98,6 +98,16 @@ class Describe(msgspec.Struct, frozen=True, tag="describe"):
     items: list[tuple[int, int, str]] = []
 
 
+class DeviceBlocks(msgspec.Struct, frozen=True, tag="device_blocks"):
+    """Tell which blocks came to and left the client's device, in order, for a service that tells routers of them.
+
+    Kinds are those of ``Events``; 2 clears what was told before, 3 is not sent.
+    """
+
+    kinds: bytes
+    hashes: bytes
+
+
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
     """Report finished copies into granted slots, parents first; slots that were not ``copied`` are given back.
 
@@ -187,6 +197,7 @@ Request = (
     | EndFetches
     | Refill
     | Describe
+    | DeviceBlocks
     | Publish
     | Missed
     | LoadEnded
