@@ -193,7 +193,8 @@ class LayoutStorage:
 
     def _count(self, report: TransferReport) -> None:
         if tracing.spans is not None:
-            tracing.spans.copied(report)
+            reads = self.reads
+            tracing.spans.copied(report, reads.requests_of(report.plan_id) if reads is not None else ())
         for result in report.results:
             moved = self.moved[result.purpose]
             moved.bytes += result.copied_bytes

@@ -73,6 +73,8 @@ def match(client: RegisteredClient, request: Match, *, paused: bool, may_read: b
     slots, generations = [], []
     end = 0
     client.lookups += len(counts)
+    for number, request_id in zip(numbers.tolist(), request.requests, strict=False):
+        client.fetches.name(number, request_id)
     for i, (size, start) in enumerate(zip(counts.tolist(), starts.tolist(), strict=True)):
         lengths.append(0)
         first, end = end, end + size
@@ -143,6 +145,7 @@ def prefetch(client: RegisteredClient, request: Prefetch) -> None:
     hashes = hashes_from(request.hashes)
     if request.number < 1 or not 0 <= request.start <= len(hashes):
         raise ProtocolError("number is below 1, or start does not fit the hashes")
+    client.fetches.name(request.number, request.request)
     client.fetches.begin(request.number, hashes, _constant(request.start))
 
 

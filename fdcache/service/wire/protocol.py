@@ -52,7 +52,8 @@ class Match(msgspec.Struct, frozen=True, tag="match"):
     """Look up paths: ``counts[i]`` hashes each, of which those before ``starts[i]`` are not looked up.
 
     ``runs``, int64, holds the client's numbers for what is pinned of each path, new ones above 0. ``fetches``, int64,
-    holds its numbers of the requests whose blocks may be read from storage; 0: none.
+    holds its numbers of the requests whose blocks may be read from storage; 0: none. ``requests``: their ids, for
+    spans; empty if none are recorded.
     """
 
     runs: bytes
@@ -60,14 +61,19 @@ class Match(msgspec.Struct, frozen=True, tag="match"):
     starts: bytes
     hashes: bytes
     fetches: bytes = b""
+    requests: list[str] = []
 
 
 class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
-    """Start to read the stored part of the path of request ``number``; its first ``start`` blocks are on the device."""
+    """Start to read the stored part of the path of request ``number``; its first ``start`` blocks are on the device.
+
+    ``request``: its id, for spans; empty if none are recorded.
+    """
 
     number: int
     start: int
     hashes: bytes
+    request: str = ""
 
 
 class EndFetches(msgspec.Struct, frozen=True, tag="end_fetches"):
