@@ -951,11 +951,18 @@ class Tier(HostIndex):
         hashes: Annotated[
             NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
         ],
-    ) -> int:
+    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
         """
-        Remove entries and everything below them; return how many. Slots in use stay until they
-        are not.
+        Remove entries and blocks that are being copied, and everything below them; return their slots.
         """
+
+    def below(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """Return the slots that ``drop`` would remove."""
 
     def hold(
         self,

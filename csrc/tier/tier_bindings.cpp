@@ -21,6 +21,19 @@
 namespace fdcache {
 namespace {
 
+// Calls `slots_of`, which walks the tier, with a copy of these hashes, while other threads run.
+template <typename SlotsOf>
+VectorOut<std::int32_t> without_gil(const HashesIn &hashes, SlotsOf &&slots_of) {
+    const auto given = digests_of(hashes);
+    const std::vector<Digest> copied(given.begin(), given.end());
+    std::vector<Slot> slots;
+    {
+        const nb::gil_scoped_release release;
+        slots = slots_of(std::span<const Digest>(copied));
+    }
+    return to_numpy<std::int32_t>(std::move(slots));
+}
+
 // Up to `most` of some hashes at equal distances, from the last one on.
 std::vector<Digest> sample_of(std::span<const Digest> hashes, std::size_t most) {
     std::vector<Digest> sample;
@@ -260,14 +273,16 @@ void bind_tier(nb::module_ &module) {
         .def(
             "drop",
             [](Tier &tier, const HashesIn &hashes) {
-                const auto given = digests_of(hashes);
-                const std::vector<Digest> dropped(given.begin(), given.end());
-                const nb::gil_scoped_release release;
-                return tier.drop(dropped);
+                return without_gil(hashes, [&](auto given) { return tier.drop(given); });
             },
             "hashes"_a,
-            "Remove entries and everything below them; return how many. Slots in use stay until they\n"
-            "are not.")
+            "Remove entries and blocks that are being copied, and everything below them; return their slots.")
+        .def(
+            "below",
+            [](const Tier &tier, const HashesIn &hashes) {
+                return without_gil(hashes, [&](auto given) { return tier.below(given); });
+            },
+            "hashes"_a, "Return the slots that ``drop`` would remove.")
         .def(
             "hold", [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.hold(slots_of(slots)); },
             "slots"_a, "Keep slots while a copy reads them, without a change to the eviction order.")

@@ -429,9 +429,10 @@ class Namespace:
         if self.tier is None or not len(hashes):
             return 0
         self.collect_events()
-        dropped = self.tier.drop(hashes)
+        before = self.tier.stats().ready
+        self.tier.drop(hashes)
         self.collect_events(MissReason.RESET)
-        return dropped
+        return before - self.tier.stats().ready
 
     def collect_events(self, reason: MissReason = MissReason.EVICTED) -> None:
         """Move the tier's events to the eviction log, with ``reason``, and to the queue for clients."""

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from fdcache.errors import ProtocolError
+from fdcache.hashing import tenant_key
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray
 from fdcache.service.server.event_publisher import EventPublisher, EventStream
@@ -98,6 +99,7 @@ class RouterFeed:
         self._file = file
         self._notes: dict[bytes, bytes] = {}
         self._to_sweep: list[bytes] = []
+        self._deleted: set[bytes] = set()  # keys of tenants whose notes are to go
         self._origins: dict[tuple[str | None, str | None], Origin] = {}
         self._tiers = {level: _Tier(level) for level in MEDIUM}
         self._devices: dict[int, set[bytes]] = {}  # what each client has, by its session
@@ -141,13 +143,22 @@ class RouterFeed:
         for page in pages:
             yield from (bytes(byte ^ mark for byte in page) if mark else page for mark in range(self._groups))
 
+    def forget_tenant(self, key: bytes) -> None:
+        """Drop the notes of a tenant's blocks that are in no tier, from the file too, in the next calls of ``work``."""
+        self._deleted.add(key)
+
     def _sweep(self) -> None:
-        """Drop the notes of blocks that are in no tier, some at a time, once the file has many rows too many."""
+        """Drop the notes of blocks that are in no tier, some at a time.
+
+        That is due once the file has many rows too many; or for a tenant whose blocks were deleted, for these alone.
+        """
         resident = sum(len(tier.blocks) for tier in self._tiers.values())
         is_known = self._loading is None and not (
             self._has_storage and self._tiers[CacheLevel.STORAGE].pool is None  # it is being opened
         )
-        if not self._to_sweep and is_known and self._file.rows > 2 * resident + _SLACK:
+        if self._deleted and is_known and not self._to_sweep:
+            self._to_sweep = list(self._notes)
+        elif not self._to_sweep and is_known and self._file.rows > 2 * resident + _SLACK:
             self._to_sweep = list(self._notes)[: -_SLACK // 2]  # the newest are perhaps about to be stored
         if not self._to_sweep:
             return
@@ -158,9 +169,16 @@ class RouterFeed:
             if tier.pool is not None:
                 gone &= tier.pool.contains(pages) == ABSENT
         for i in np.flatnonzero(gone).tolist():
-            self._notes.pop(some[i], None)
+            if not self._deleted or self._is_deleted(some[i]):
+                self._notes.pop(some[i], None)
         if not self._to_sweep:
+            self._deleted.clear()
             self._file.rewrite(list(self._notes.items()))
+
+    def _is_deleted(self, page: bytes) -> bool:
+        note = self._notes.get(page)
+        salt = _decode(note).salt if note is not None else None
+        return salt is not None and tenant_key(salt) in self._deleted
 
     # --- tiers ----------------------------------------------------------------------------------------------
 
