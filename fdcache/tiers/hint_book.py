@@ -1,10 +1,10 @@
-"""HintBook: takes hints to the tiers of this process, and tells what became of them."""
+"""Hints: what they do to the tiers of this process and of a service, and what became of them."""
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import overload
@@ -14,8 +14,12 @@ from numpy.typing import NDArray
 
 from fdcache._core import HintAnswer, HintFate
 from fdcache._core import HintKind as NativeKind
+from fdcache.errors import HintError
+from fdcache.groups import record_keys
 from fdcache.hints import EARLY_REASONS, GivenHints, Hint, HintKind, HintOutcome, HintStatus
+from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
+from fdcache.tiers.host import SharedHints
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import HintFigures
 
@@ -240,3 +244,66 @@ def _settled(request_id: str, hint: Hint, blocks: int, fates: NDArray[np.uint8])
         lost=lost,
         reason="" if not lost else EARLY_REASONS[evicted < gone],
     )
+
+
+class RequestHints:
+    """Takes hints of a manager's requests to its ``pools`` and to a ``service``; collects what became of them."""
+
+    def __init__(
+        self,
+        pools: Sequence[BlockPool],
+        service: SharedHints | None,
+        layout: KVLayout,
+        clock: Callable[[], float],
+    ) -> None:
+        self.figures = HintFigures()
+        self._book = HintBook(lambda: pools, clock, self.figures) if pools else None
+        self._service = service
+        self._block_size = layout.block_size
+        self._num_groups = layout.num_groups
+
+    def take(
+        self, request_id: str, hints: Iterable[Hint], hashes: HashArray, prompt_tokens: int
+    ) -> Sequence[HintOutcome]:
+        """Apply hints about a request that has ended, and return the outcome of each as it is now.
+
+        That is the outcome in the tiers of this process, if there are any.
+        """
+        hints = tuple(hints)
+        if not hints:
+            return ()
+        given = GivenHints(request_id, hints, self._places(hints, len(hashes), prompt_tokens))
+        self.figures.given += len(hints)
+        path = record_keys(hashes, self._num_groups)
+        sent = self._service.give(path, given) if self._service is not None else []
+        for outcome in sent:
+            self.figures.count(outcome.status)
+        return self._book.take(path, given) if self._book is not None else sent
+
+    def _places(self, hints: Sequence[Hint], num_blocks: int, prompt_tokens: int) -> list[tuple[int, int]]:
+        for hint in hints:
+            if not isinstance(hint, Hint):
+                raise HintError(f"hints: {type(hint).__name__} is not a Hint")
+        groups = self._num_groups
+        places = [hint.place(prompt_tokens, self._block_size, num_blocks) for hint in hints]
+        return places if groups == 1 else [(start * groups, stop * groups) for start, stop in places]
+
+    @property
+    def has_open(self) -> bool:
+        """True while hints wait for their time to be over."""
+        return self._book is not None and self._book.has_open
+
+    def settle(self) -> None:
+        """Find out what became of the hints whose time is over."""
+        if self._book is not None:
+            self._book.settle()
+
+    def take_outcomes(self) -> list[HintOutcome]:
+        """Return the outcomes that came later, each once."""
+        own = self._book.take_outcomes() if self._book is not None else []
+        if self._service is None:
+            return own
+        theirs = self._service.take_outcomes()
+        for outcome in theirs:
+            self.figures.count(outcome.status, reason=outcome.reason)
+        return own + theirs

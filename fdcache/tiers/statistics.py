@@ -343,7 +343,7 @@ class HintFigures(msgspec.Struct):
     evicted_early: dict[str, int] = msgspec.field(default_factory=dict)
 
     def count(self, status: HintStatus, number: int = 1, reason: str = "") -> None:
-        """Count outcomes. ``reason``: why blocks were evicted early."""
+        """Count by status, and by reason what was evicted before its time."""
         self.outcomes[status.value] = self.outcomes.get(status.value, 0) + number
         if status is HintStatus.EVICTED_EARLY:
             self.evicted_early[reason] = self.evicted_early.get(reason, 0) + number

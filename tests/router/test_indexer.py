@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -61,6 +62,10 @@ def differences(router: Indexer, address: str, asked: list[Prompt]) -> list[tupl
     """Return prompts of which the router knows something else than the service has."""
     compared = ((each, router.ask(each), in_service(address, each)) for each in asked)
     return [each for each in compared if each[1] != each[2]]
+
+
+def same(found: Found) -> Found:
+    return found
 
 
 def is_same(first: Callable[[], Found], second: Callable[[], Found]) -> bool:
@@ -149,6 +154,30 @@ def test_a_router_that_comes_late_learns_all_blocks(
         for each in everyone(prompts):
             expected = partial(in_service, service.address, each)
             until(partial(is_same, partial(router.ask, each, 2), expected), "it knows the blocks")
+    engine.close()
+
+
+def test_how_soon_a_router_knows_what_the_service_has(service: LocalService, tmp_path: Path) -> None:
+    """Prints the times from the answer of the service to the same one of the indexer; docs/events.md has them."""
+    prompts, late = make_prompts(12, seed=4), list[float]()
+    engine = router_engine(service.address)
+    with indexer(tmp_path, events_at(service)[0]) as router:
+        for each in prompts:
+            engine.serve(list(each.tokens), each.tenant)
+            engine.await_stock()
+            whole = len(each.tokens) // BLOCK * BLOCK
+            expected = (whole, whole, whole)
+            until(
+                partial(is_same, partial(in_service, service.address, each), partial(same, expected)),
+                "it is there",
+            )
+            began = time.monotonic()
+            until(partial(is_same, partial(router.ask, each), partial(same, expected)), "the router knows it")
+            late.append(time.monotonic() - began)
+    late.sort()
+    sys.stdout.write(
+        f"known by the router after {late[len(late) // 2]:.3f} s in the median, {late[-1]:.3f} s at most\n"
+    )
     engine.close()
 
 

@@ -23,7 +23,6 @@ from fdcache._core import (
 from fdcache.hashing import hash_blocks, root_hash
 from fdcache.manager import Request
 from fdcache.manager.copy_out import CopyOut
-from fdcache.manager.device_events import DeviceEvents
 from fdcache.manager.requests import LiveRequests
 from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers
@@ -51,14 +50,7 @@ class Stage:
         host = LocalHostTier(CacheLevel.HOST, 8)
         settings = CacheSettings(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_through_threshold=3)
         self.copies = CopyOut(settings, self.device, host, Counters(), time.monotonic)
-        tiers = Tiers(
-            host=host,
-            storage=None,
-            copies=self.copies,
-            fetches=None,
-            device=self.device,
-            device_events=DeviceEvents(self.device, 0),
-        )
+        tiers = Tiers(host=host, storage=None, copies=self.copies, device=self.device)
         self.requests = LiveRequests(settings, layout(), tiers, Counters())
         store(self.device, PATH)
 
