@@ -1820,6 +1820,11 @@ class Loads:
         its blocks are copied, from ``offset`` of the plan's loads on.
         """
 
+    def take_rest(self, load: Load) -> LoadPart:
+        """
+        Return the rest of a load as its last part, which ``send_part`` attaches to a plan.
+        """
+
     def send(self, plan: int, is_ahead: bool) -> None:
         """Attach the parts added since the last call to this plan."""
 

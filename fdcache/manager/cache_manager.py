@@ -115,7 +115,6 @@ class CacheManager(TierManager[Request]):
         device_bytes: int | Callable[[], int] | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
-        reuse_clock: Callable[[], float] | None = None,
         loads_ahead: Callable[[], bool] | bool = True,
     ) -> CacheManager:
         """Make a manager from settings, by default those of the environment.
@@ -136,7 +135,6 @@ class CacheManager(TierManager[Request]):
                 storage=settings.storage_tier,
                 lookup=store,
                 clock=clock,
-                reuse_clock=reuse_clock,
                 priors=calibrated_priors(settings),
                 loads_ahead=loads_ahead,
             )
@@ -153,6 +151,7 @@ class CacheManager(TierManager[Request]):
             self._requests,
             self._counters,
             lambda: self.num_device_blocks,
+            self._choices.seconds_to_compute,
         )
 
     # --- a scheduler step ---------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.base import TierManager, lookup_for, requests_of, settings_for
 from fdcache.manager.cost import NO_PRIORS, Priors
+from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
 from fdcache.manager.loads import NO_BLOCK, device_ids_of, require_distinct, table_of
@@ -105,6 +106,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             settings, layout, self._host, counters, clock, self._choices, streams=streams
         )
         self._loads = self._requests.native_loads
+        self._hooks: OffloadHooks | None = None
         self._looks_always = tiers.storage is not None or tiers.service is not None
         self._has_planned = False
         self._begin(self._loads)
@@ -117,7 +119,6 @@ class OffloadManager(TierManager[OffloadRequest]):
         *,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
-        reuse_clock: Callable[[], float] | None = None,
         streams: bool = False,
     ) -> OffloadManager:
         """Make a manager from settings, by default those of the environment; see ``CacheManager.from_settings``.
@@ -133,10 +134,20 @@ class OffloadManager(TierManager[OffloadRequest]):
                 storage=settings.storage_tier,
                 lookup=store,
                 clock=clock,
-                reuse_clock=reuse_clock,
                 priors=calibrated_priors(settings),
                 streams=streams,
             )
+
+    def attach_hooks(self, hooks: OffloadHooks) -> OffloadParts:
+        """Call these hooks from now on; return what they work with. ``EngineHandovers`` does so."""
+        with self._lock:
+            self._hooks = self._plans.hooks = hooks
+            self._requests.released = hooks.released
+        seconds = self._choices.seconds_to_compute
+        return OffloadParts(self._lock, self._requests, self._counters, self._look, seconds)
+
+    def _look(self) -> None:
+        self._must_look = True
 
     @property
     def store_room(self) -> int:
@@ -184,20 +195,21 @@ class OffloadManager(TierManager[OffloadRequest]):
             if not self._requests.match(tracked, device_tokens, whole_prompt):
                 self._counters.deferred_lookups += 1
                 return story.offload_matched(OffloadMatch(request.request_id, MatchStatus.DEFERRED), began)
-            tokens, stored = (
-                self._tokens(tracked.remaining),
-                self._tokens(tracked.from_storage + tracked.coming),
-            )
-            return story.offload_matched(
-                OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored), began
-            )
+            tokens, theirs = self._tokens(tracked.remaining), 0
+            stored = self._tokens(tracked.from_storage + tracked.coming)
+            if tracked.peer is not None and tracked.from_peer:
+                theirs = tracked.peer.num_tokens - device_tokens - tokens
+            found = OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens + theirs, stored, theirs)
+            return story.offload_matched(found, began)
 
     def unmatch(self, requests: Iterable[OffloadRequest]) -> None:
-        """Unpin what ``match`` has found; reads from storage go on."""
+        """Unpin what ``match`` has found, and tell peers that nothing is fetched; reads from storage go on."""
         with self._lock:
             for request in requests_of(requests):
                 if (tracked := self._requests.get(request)) is not None:
                     self._requests.unpin(tracked)
+                if self._hooks is not None:
+                    self._hooks.unwanted(request)
 
     def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
         """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
@@ -216,11 +228,12 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             self._set_time()
             tracked = self._requests.get(request)
-            if tracked is None or not tracked.remaining or tracked.arena != self._requests.arena:
+            most = 0 if tracked is None else tracked.remaining + tracked.from_peer
+            if tracked is None or not most or tracked.arena != self._requests.arena:
                 self.unmatch([request])
                 return 0
             self._count_lookup(tracked)
-            ids = ids[: min(len(ids) // self.layout.num_groups * self.layout.num_groups, tracked.remaining)]
+            ids = ids[: min(len(ids) // self.layout.num_groups * self.layout.num_groups, most)]
             wanted = ids[ids != NO_BLOCK]
             if len(wanted):
                 self._give_away(wanted)
@@ -231,7 +244,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 stored = min(stored, planned)
                 self._counters.storage_hit_tokens += self._tokens(stored)
                 self._counters.host_hit_tokens += self._tokens(planned - stored)
-            self._requests.unpin(tracked)
+            self.unmatch([request])
             return len(ids) if len(wanted) else 0
 
     def offer(self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array) -> None:
@@ -363,7 +376,8 @@ class OffloadManager(TierManager[OffloadRequest]):
             storage = self._tiers.storage
             has_copies = self._copies.has_work or (storage is not None and storage.writes.has_work)
             has_loads = self._loads.has_ended or bool(self._loads.open)
-            return bool(self._plans.unfinished) or has_copies or has_loads
+            has_handovers = self._hooks is not None and self._hooks.has_work
+            return bool(self._plans.unfinished) or has_copies or has_loads or has_handovers
 
     # --- the whole cache ----------------------------------------------------------------------------------
 

@@ -147,14 +147,14 @@ class Tiers:
             self.storage.blocks_arrived(result.swap, result.copied)
 
     def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
-        """Make fetched blocks findable. Sent blocks stay what they are."""
+        """Make fetched blocks findable in a device tier. Sent blocks stay what they are."""
         for purpose, result in flight.swaps.items():
             counters.count_copies(purpose, result.num_copied, result.size)
             if purpose is SwapPurpose.FETCH:
-                assert self.device is not None
                 counters.blocks_corrupt_from_peer += int(np.count_nonzero(result.corrupt))
-                swap = result.swap
-                result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
+                if self.device is not None:
+                    slots = result.swap.dst_block_ids
+                    result.settle(self.device.complete(slots, result.flags, result.checksums))
 
     def reset_device(self) -> None:
         """Forget the blocks of the device cache and their queued backups."""

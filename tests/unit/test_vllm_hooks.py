@@ -320,7 +320,7 @@ def test_what_storage_held_at_the_start_is_told_once(tmp_path: Path) -> None:
     engine.side.restore([engine.worker.take_scan()])
     source = request("b")
     until(lambda: engine.side.matched(source, 0) == 2 * BLOCK or engine.step(), "the end of the reads")
-    assert engine.side.stored_tokens("b") == 2 * BLOCK
+    assert engine.side.sources_of("b", 2 * BLOCK) == (0, 2 * BLOCK, 0)
     engine.side.reset()
     engine.compute(request("c", list(range(50, 60))), [3, 4, 5], fill=8)
     engine.side.restore([engine.worker.take_scan()])

@@ -8,18 +8,19 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fdcache.errors import FdcacheError
 from fdcache.hints import HintOutcome, read_hints
 from fdcache.integrations.vllm.events import EventTranslator
+from fdcache.integrations.vllm.handover import PeerSide
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata
 from fdcache.integrations.vllm.timing import StepTimes
 from fdcache.manager import NO_BLOCK, LoadOutcome, MatchStatus, OffloadManager, Request
-from fdcache.metadata import Int32Array, TransferPlan, TransferReport, decode_scan
+from fdcache.metadata import Int32Array, PeerTask, SwapPurpose, TransferPlan, TransferReport, decode_scan
 from fdcache.settings.cache import WritePolicy
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class _Running:
         "known_hashes",
         "load",
         "offered",
+        "peer_tokens",
         "refused_hints",
         "request",
         "source",
@@ -64,12 +66,19 @@ class _Running:
         self.load = 0
         self.is_lost = False
         self.offered = 0
-        self.stored_tokens = 0
+        self.stored_tokens = self.peer_tokens = 0
 
     def has_table(self, blocks: Sequence[int]) -> None:
         """Give the request another block table, of which nothing is offered."""
         self.blocks = array("i", blocks)
         self.offered = 0
+
+
+class Finished(NamedTuple):
+    """What a client is told of a request that has ended: outcomes of its hints, and the parameters of a hand-over."""
+
+    hints: Sequence[HintOutcome] = ()
+    handed_over: dict[str, Any] | None = None
 
 
 _Computed = tuple[_Running, int, int]
@@ -85,9 +94,17 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, manager: OffloadManager, events: EventTranslator | None = None, steps_in_flight: int = 2
+        self,
+        manager: OffloadManager,
+        events: EventTranslator | None = None,
+        steps_in_flight: int = 2,
+        peers: PeerSide | None = None,
     ) -> None:
-        """``steps_in_flight``: how many steps before the one being planned the device may not have finished."""
+        """``steps_in_flight``: how many steps before the one being planned the device may not have finished.
+
+        ``peers``: other engines, if blocks are handed over.
+        """
+        self.peers = peers
         self.manager = manager
         self._events = events
         self.inconsistencies = 0
@@ -144,6 +161,8 @@ class SchedulerSide:
         request.hints, refused = read_hints(source.request_id, extra_of(source))
         known = self._running[source.request_id] = _Running(source, request, refused)
         self.manager.begin([request], whole_prompt=not self._windows)
+        if self.peers is not None:
+            self.peers.arrived(source, request)
         return known
 
     def matched(self, source: Any, device_tokens: int) -> int | None:
@@ -158,13 +177,16 @@ class SchedulerSide:
         # window would have to reach back one token more.
         is_worth_it = source.num_tokens - device_tokens > self._block_size and not self._windows
         found = self.manager.match(known.request, device_tokens, whole_prompt=is_worth_it)
-        known.stored_tokens = found.from_storage
+        known.stored_tokens, known.peer_tokens = found.from_storage, found.from_peer
         return None if found.status is MatchStatus.DEFERRED else found.num_tokens
 
-    def stored_tokens(self, request_id: str) -> int:
-        """Return how many of the tokens that were last found for a request came, or come, from storage."""
+    def sources_of(self, request_id: str, num_tokens: int) -> tuple[int, int, int]:
+        """Return how many of the tokens found for a request came, or come, from the host, from storage and a peer."""
         known = self._running.get(request_id)
-        return 0 if known is None else known.stored_tokens
+        stored, theirs = (0, 0) if known is None else (known.stored_tokens, known.peer_tokens)
+        stored = min(stored, num_tokens)
+        theirs = min(theirs, num_tokens - stored)
+        return num_tokens - stored - theirs, stored, theirs
 
     def allocated(self, source: Any, blocks: Sequence[int], num_tokens: int) -> None:
         """Record a request's block table; load ``num_tokens`` tokens beyond those that were on the device."""
@@ -174,7 +196,7 @@ class SchedulerSide:
                 self.manager.unmatch([known.request])
             return
         first = (known.device_tokens if known is not None else 0) // self._block_size * self._groups
-        count = num_tokens // self._block_size * self._groups
+        count = -(-num_tokens // self._block_size) * self._groups  # a peer's last block need not be full
         loaded = 0
         try:
             if known is not None:
@@ -196,16 +218,19 @@ class SchedulerSide:
                 self._unloaded[source.request_id] = list(blocks[first + loaded : first + count])
                 self._count("a load of %d blocks was promised, %d are there", count, loaded)
 
-    def finished(self, source: Any, blocks: Sequence[int]) -> list[HintOutcome]:
-        """Offer what a request has computed and not offered yet, and forget it; return the outcomes of its hints."""
+    def finished(self, source: Any, blocks: Sequence[int]) -> Finished:
+        """Offer what a request has computed and not offered yet, hand it over if it is to be, and forget it."""
         known = self._running.get(source.request_id)
         if known is None:
-            return []
+            return Finished()
+        handed_over: dict[str, Any] | None = None
         if known.source is source and blocks and known.blocks:
             known.blocks = array("i", blocks)
             self._offer(known, source.num_computed_tokens)
+            if self.peers is not None and not known.is_lost:
+                handed_over = self.peers.finished(source, known.request, blocks)
         self._forget(source.request_id)
-        return [*known.refused_hints, *known.request.hint_outcomes]
+        return Finished([*known.refused_hints, *known.request.hint_outcomes], handed_over)
 
     def _forget(self, request_id: str) -> None:
         self.manager.finish([self._running.pop(request_id).request])
@@ -289,12 +314,20 @@ class SchedulerSide:
     def _send(self, plans: Iterable[TransferPlan]) -> None:
         for plan in plans:
             self._made.plans.append(plan)
+            for task in plan.peers:
+                self._send_handover(task)
             if plan.loads is not None:
                 of_plan = self.manager.loads_of(plan.plan_id)
                 loads = self._made.loads[plan.plan_id] = {name: last for (name, _), last in of_plan.items()}
                 if loads.keys() == {self._unordered} and plan.evictions is None and plan.backups is None:
                     self._made.unordered.add(plan.plan_id)
         self._has_loads, self._unordered = False, None
+
+    def _send_handover(self, task: PeerTask) -> None:
+        if task.swap.purpose is SwapPurpose.SEND:
+            self._made.sends[task.plan_id] = task.transfer
+        elif waiting := self.manager.loads_of(task.plan_id):
+            self._made.loads[task.plan_id] = {name: last for (name, _), last in waiting.items()}
 
     def _is_used(self, table: Int32Array) -> bool:
         """Return True if a step in flight may use one of these blocks: a load into them has to wait for it.

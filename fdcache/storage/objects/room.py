@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from fdcache.settings.kinds import readable_size
-from fdcache.storage.objects.backend import ROOT, ObjectBackend, Stored, StoreFailedError
+from fdcache.storage.objects.backend import LAYOUT, ROOT, ObjectBackend, Stored, StoreFailedError
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Room:
             self._asked = False
             written, short = self._written, self._is_short
             self._is_short = False
-        stored = list(self._backend.stored(f"{ROOT}/"))
+        stored = [each for each in self._backend.stored(f"{ROOT}/") if not each.name.endswith(f"/{LAYOUT}")]
         total = sum(each.size for each in stored)
         limit = min(self._size, total - 1) if short else self._size
         self.interval = interval_of(stored)
