@@ -211,9 +211,16 @@ class TierManager(Generic[RequestT_contra]):
         """Tell a service how this engine does, close the step and return its plans."""
         if self._service is None:
             return self._plans.close(None)
+        self._tell_device()
         self._service.report(self._figures)
         self._service.flush()
         return self._plans.close(self._service.plan_arena)
+
+    def _tell_device(self) -> None:
+        """Tell a service that asks for it which blocks came to and left the device tier, if the manager has one."""
+        events = self._tiers.device_events
+        if events is not None and self._service is not None and self._service.notes.is_wanted:
+            events.tell(self._service.notes)
 
     def _figures(self) -> bytes:
         return msgspec.json.encode(
@@ -233,6 +240,7 @@ class TierManager(Generic[RequestT_contra]):
             for request in ended:
                 if request.hints and not preempted:
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
+            self._tell_device()
         story.finished((request.request_id for request in ended), preempted=preempted)
 
     def _release(self, requests: list[RequestT_contra]) -> None:
@@ -268,7 +276,9 @@ class TierManager(Generic[RequestT_contra]):
         with self._lock:
             self._requests.forget_found("the cache was reset")
             self._must_look = True
-            return self._tiers.reset()
+            forgotten = self._tiers.reset()
+            self._tell_device()
+            return forgotten
 
     def _outcomes(self) -> list[LoadOutcome]:
         outcomes = self._requests.take_outcomes()
@@ -298,7 +308,7 @@ class TierManager(Generic[RequestT_contra]):
         with self._lock:
             self._choices.observe_prefill(chunks, seconds, waited=waited, steps=steps)
 
-    def hint(self, request: RequestT_contra, hints: Iterable[Hint]) -> list[HintOutcome]:
+    def hint(self, request: RequestT_contra, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         """Take hints about a request that has ended, such as that its session is over; return their outcomes.
 
         ::
@@ -313,7 +323,7 @@ class TierManager(Generic[RequestT_contra]):
             self._requests.prepare(request)
             return self._take_hints(request, hints)
 
-    def _take_hints(self, request: RequestT_contra, hints: Iterable[Hint]) -> list[HintOutcome]:
+    def _take_hints(self, request: RequestT_contra, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         self._must_look = True
         return self._hints.take(request.request_id, hints, request.block_hashes, request.num_prompt_tokens)
 

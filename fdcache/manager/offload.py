@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import SupportsIndex
 from uuid import uuid4
@@ -292,7 +292,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         if self._copies.give_away(ids, self._contents, self._plans.open, self._plans.ledger):
             self._has_planned = True
 
-    def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> list[HintOutcome]:
+    def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         self._requests.prepare(request)
         return super()._take_hints(request, hints)
 
