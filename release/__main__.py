@@ -13,10 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from release.pythons import PYTHONS, ROOT, Python
 from release.sbom import write_checksums, write_sbom
-from release.wheels import MACHINES, ROOT, Python, committed_at, make_sdist, make_wheel
-
-PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
+from release.wheels import MACHINES, committed_at, make_sdist, make_wheel
 
 
 def main() -> None:

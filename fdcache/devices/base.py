@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from fdcache._core import CopyWindow, PlaneTable, PlanLauncher, RecordTable
 from fdcache.layout_planes import Plane
 from fdcache.metadata import CacheSwapMetadata, TransferResult
+from fdcache.tasks import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +89,6 @@ class DevicePlanes(Protocol):
     @property
     def num_planes(self) -> int:
         """Planes of a block."""
-
-
-class Event(Protocol):
-    """Point in a stream; recorded once."""
-
-    def record(self, stream: Stream) -> None:
-        """Reach the event once the stream has completed everything enqueued so far."""
-
-    def query(self) -> bool:
-        """Return True once the event is reached."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait on the host up to ``timeout`` seconds, None for ever; return True when the event is reached."""
 
 
 class Stream(Protocol):

@@ -39,7 +39,6 @@ class CopyOut:
         clock: Callable[[], float],
         on_displaced: Callable[[HashArray], None] | None = None,
     ) -> None:
-        self._device = device
         self._host = host
         self._on_displaced = on_displaced
         self._counters = counters
@@ -56,6 +55,8 @@ class CopyOut:
         )
         self._is_short = False
         self._early: list[SwapInFlight] = []
+        self.has_early = False
+        """True if copies that were reported wait for the end of others."""
         self.is_patient = False
 
     # --- what is wanted -----------------------------------------------------------------------------------
@@ -75,8 +76,6 @@ class CopyOut:
     def forget(self) -> None:
         """Forget what is queued, and what an engine has told, as after a reset."""
         self._native.clear()
-        if isinstance(self._device, DeviceContents):
-            self._device.forget_all()
 
     @property
     def queued(self) -> int:
@@ -86,7 +85,7 @@ class CopyOut:
     @property
     def has_queue(self) -> bool:
         """True if the next plan may copy blocks, or copies that were reported wait for the end of others."""
-        return self._native.has_queue or bool(self._early)
+        return self._native.has_queue or self.has_early
 
     @property
     def has_work(self) -> bool:
@@ -141,14 +140,13 @@ class CopyOut:
         A tier takes a block below a parent that it has. A copy below one in flight, on another stream, may be reported
         first; neither order of the reports costs a block.
         """
-        if isinstance(self._device, BlockPool):
-            self._device.unhold(result.swap.src_block_ids)
+        self._native.ended(result.swap.src_block_ids)
         yield from self._part_that_may_end(result)
 
     def ended_early(self) -> Iterator[SwapInFlight]:
         """Yield parts that wait for nothing any more; each has to end before the next is asked for."""
         while self._early:
-            waiting, self._early = self._early, []
+            waiting, self._early, self.has_early = self._early, [], False
             parts = [part for result in waiting for part in self._part_that_may_end(result)]
             if not parts:
                 return
@@ -161,6 +159,7 @@ class CopyOut:
             yield result
             return
         self._early.append(_part(result, ~may_end))
+        self.has_early = True
         if may_end.any():
             yield _part(result, may_end)
 

@@ -8,8 +8,8 @@ from fdcache import tracing
 from fdcache._core import InFlightPlan, Loads, PlanReports
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.hooks import HandoverHooks
-from fdcache.manager.tiers import LowerTiers, Tiers
+from fdcache.manager.hooks import PlanHooks
+from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import OpenPlan, PlanLedger
 from fdcache.tiers.statistics import Counters
@@ -25,7 +25,7 @@ class Plans:
         self,
         layout: KVLayout,
         timeout: float,
-        tiers: LowerTiers,
+        tiers: Tiers,
         loads: Loads,
         counters: Counters,
         clock: Callable[[], float],
@@ -37,7 +37,7 @@ class Plans:
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
-        self.hooks: HandoverHooks | None = None
+        self.hooks: PlanHooks | None = None
         """Those of hand-overs, where there are some."""
 
         self._reports = self._make_reports()
@@ -45,9 +45,8 @@ class Plans:
 
     def _make_reports(self) -> PlanReports:
         tiers, host = self._tiers, self._tiers.host
-        device = tiers.device if isinstance(tiers, Tiers) else None
         index, traffic = (None, None) if host is None else (host.index, host.traffic)
-        return PlanReports(self._ledger, self._loads, device, index, traffic, tiers.storage is not None)
+        return PlanReports(self._ledger, self._loads, tiers.device, index, traffic, tiers.storage is not None)
 
     def count(self, counters: Counters) -> None:
         """Add what the native side has counted."""
@@ -86,9 +85,10 @@ class Plans:
     def plan_background(self) -> None:
         """Plan the copies that no request waits for, as far as those in flight leave room."""
         copies, storage, ledger = self._copies, self._storage, self._ledger
-        self._tiers.complete_early(self._counters)
+        self._complete_early()
         if copies is not None:
-            self._tiers.queue_awaited()
+            if storage is not None:
+                self._tiers.queue_awaited()
             copies.plan_background(self._background, ledger.blocks_in_flight(SwapPurpose.BACKUP))
         if storage is not None:
             storage.plan_work(ledger.blocks_in_flight(SwapPurpose.STORE))
@@ -128,8 +128,9 @@ class Plans:
     def apply(self, reports: list[TransferReport]) -> None:
         """Count reports. Raises ``PlanError`` before any report is counted."""
         if tracing.spans is not None:
+            reads = self._storage.reads if self._storage is not None else None
             for report in reports:
-                tracing.spans.copied(report)
+                tracing.spans.copied(report, reads.requests_of(report.plan_id) if reads is not None else ())
         counted = self._reports.count(reports)
         if counted.arrived:
             self._tiers.blocks_arrived(counted.arrived)
@@ -140,7 +141,7 @@ class Plans:
             self._complete(flight)
         if counted.not_cleared and self._tiers.storage:
             self._tiers.storage.reset()  # the rank's file still has the blocks
-        self._tiers.complete_early(self._counters)
+        self._complete_early()
 
     def require_rank(self, rank: int) -> None:
         """Raise ``PlanError`` for an unknown rank."""
@@ -155,7 +156,7 @@ class Plans:
             self._complete(flight)
         for plan in (self.open, self.ahead, self._background):
             self._drop(plan, rank)
-        self._tiers.complete_early(self._counters)
+        self._complete_early()
 
     def _drop(self, plan: OpenPlan, rank: int) -> None:
         """Fail the copies of a plan that was not sent. The step still waits for what plans in flight read."""
@@ -187,3 +188,7 @@ class Plans:
             self.hooks.ended(flight)
             for fetch in self.hooks.take_stashed(flight):
                 self._complete(fetch)
+
+    def _complete_early(self) -> None:
+        if self._copies is not None and self._copies.has_early:
+            self._tiers.complete_early(self._counters)

@@ -20,12 +20,12 @@ import numpy as np
 
 from fdcache import _core
 from fdcache._core import PlaneTable
-from fdcache.devices.base import Event
 from fdcache.devices.cuda_peers import CudaPeerAccess
 from fdcache.errors import LayoutError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
+from fdcache.tasks import Event
 from fdcache.tiers.statistics import HandoverCount
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import zmq
 
-from fdcache.devices.base import Event
 from fdcache.errors import TransferError
 from fdcache.metadata import HandoverEnd, PeerTask, SwapPurpose
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
+from fdcache.tasks import Event, Execution
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import decode, prefill
 from fdcache.transfer.access import address_error, rank_address
@@ -34,7 +34,7 @@ from fdcache.transfer.connector import (
     share,
 )
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded
-from fdcache.transfer.execution import TransferExecution
+from fdcache.transfer.execution import HandoverTask
 from fdcache.transfer.factory import open_connector
 from fdcache.transfer.fetches import PeerFetches
 from fdcache.transfer.links import Links, LinkState, machine_id
@@ -47,6 +47,7 @@ from fdcache.transfer.prefill import (
     SendMessage,
 )
 from fdcache.transfer.sends import Publisher, Sends
+from fdcache.transfer.shares import PlaceShares
 
 logger = logging.getLogger(__name__)
 
@@ -106,31 +107,31 @@ class TransferEndpoint:
 
     # --- any thread -------------------------------------------------------------------------------------------
 
-    def submit(self, task: PeerTask, after: Event | None = None) -> TransferExecution:
+    def submit(self, task: PeerTask, after: Event | None = None) -> Execution:
         """Begin a hand-over; its execution ends once nothing accesses its slots any more.
 
         ``after``: on a GPU, the work that computes blocks of a send, or still uses slots of a fetch.
         """
-        execution = TransferExecution(task, self._options.rank, partial(self.cancel, task.plan_id))
+        handover = HandoverTask(task, self._options.rank, partial(self.cancel, task.plan_id))
         is_send = task.swap.purpose is SwapPurpose.SEND
         with self._lock:
             if self._ended is not None:
                 return self.refuse(task, self._ended)
             if is_send:
-                self._sends.add(task, execution)
+                self._sends.add(task, handover)
                 self._command(partial(self._sends.offer, task))
             else:
-                self._command(partial(self._begin_fetch, task, execution, after))
+                self._command(partial(self._begin_fetch, task, handover, after))
         if is_send and task.computed:
             for _, last in self._groups:
                 self.layer_computed(last - 1, {task.transfer: task.computed}, lambda: after)
-        return execution
+        return handover.execution
 
-    def refuse(self, task: PeerTask, reason: str) -> TransferExecution:
+    def refuse(self, task: PeerTask, reason: str) -> Execution:
         """Return the execution of a hand-over that cannot begin."""
-        execution = TransferExecution(task, self._options.rank, lambda: None)
-        execution.finish(HandoverEnd("", FetchEnd.REFUSED.value, 0), 0, (), 0, reason)
-        return execution
+        handover = HandoverTask(task, self._options.rank, lambda: None)
+        handover.finish(HandoverEnd("", FetchEnd.REFUSED.value, 0), 0, (), 0, reason)
+        return handover.execution
 
     def cancel(self, plan_id: int) -> None:
         """End a hand-over that is not needed any more, and tell the peer."""
@@ -236,6 +237,7 @@ class TransferEndpoint:
             renew=self._settings.renew,
             verifies=options.verifies,
             acknowledges=self._connector.stats().places_total > 0,
+            most_read=int(self._settings.held * self._planes.num_blocks),
         )
         try:
             self._live = _open_live_file(self.address)
@@ -271,8 +273,9 @@ class TransferEndpoint:
         self._sends = Sends(
             self._planes, self._settings, self._sharing, self._groups, self._tally, self._links.incoming
         )
+        self._shares = PlaceShares(self._connector, self._planes.layout, self._settings.ring)
         self._publishers = [
-            Publisher(self._connector, side, self._sends.slots_of, pieces)
+            Publisher(self._connector, self._shares, side, self._sends.slots_of, pieces)
             for side, pieces in zip(self._sends.side.sides, self._sharing.readers, strict=True)
         ]
         self._fetches = PeerFetches(
@@ -369,10 +372,8 @@ class TransferEndpoint:
 
     # --- fetches ----------------------------------------------------------------------------------------------
 
-    def _begin_fetch(
-        self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float
-    ) -> None:
-        self._fetches.begin(task, execution, after, now)
+    def _begin_fetch(self, task: PeerTask, handover: HandoverTask, after: Event | None, now: float) -> None:
+        self._fetches.begin(task, handover, after, now)
 
     def _connect(self, address: str, now: float) -> None:
         self._fetches.connect_early(address, now)
@@ -408,7 +409,7 @@ class TransferEndpoint:
             case OfferEnded():
                 self._sends.end(effect.plan_id, effect.end, effect.error, effect.peer, effect.blocks)
             case PlacesRead():
-                self._connector.withdraw(effect.places)
+                self._shares.withdraw(effect.places)
             case BeginRead():
                 self._connector.read(self._fetches.order(effect))
             case ComputeTargetSums():

@@ -185,7 +185,7 @@ class TestTiers:
         control.pin(PREFIX, 600)
         assert control.delete(PREFIX, dry_run=True).deleted_storage == BLOCKS
         first = control.delete(PREFIX, start=BLOCKS - 2)
-        assert (first.deleted_host, first.deleted_storage, first.writing) == (2, 2, 0)
+        assert (first.deleted_host, first.deleted_storage) == (2, 2)
         assert tiers(control) == ["host"] * (BLOCKS - 2) + [None] * 2
         assert control.pins() == [], "a pin ends when its last block goes"
         rest = control.delete(Prefix(PROMPT[: 2 * BLOCK]))
