@@ -34,7 +34,8 @@ def serve(source: str, mountpoint: str, faults: Path) -> None:
         given: Any = json.loads(faults.read_text() or "{}").get(operation)
         if given is None:
             return None
-        what, times = given
+        what: str | float = given[0]
+        times: int = given[1]
         with lock:
             key = f"{operation} {what} {times}"
             counts[key] = counts.get(key, 0) + 1
@@ -101,7 +102,7 @@ def serve(source: str, mountpoint: str, faults: Path) -> None:
 
         def utimens(self, name: str, times: tuple[int, int] | None = None) -> None:
             fault("utimens")
-            os.utime(path(name), ns=times)
+            os.utime(path(name), ns=times or (time.time_ns(), time.time_ns()))
 
         def fsync(self, name: str, datasync: int, fh: int) -> None:
             fault("fsync")

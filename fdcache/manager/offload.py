@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import SupportsIndex
 from uuid import uuid4
@@ -17,11 +17,10 @@ from fdcache.manager.base import TierManager, lookup_for, requests_of, settings_
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.load_choices import LoadChoices, calibrated_priors
+from fdcache.manager.load_choices import calibrated_priors
 from fdcache.manager.loads import NO_BLOCK, device_ids_of, require_distinct, table_of
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
-from fdcache.manager.tiers import make_tiers
 from fdcache.manager.tracked import Tracked
 from fdcache.metadata import Int32Array, TransferPlan
 from fdcache.settings import Settings
@@ -51,7 +50,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     other types raise ``RequestStateError`` or ``PlanError`` naming them.
 
     ``settings`` to ``priors``: as for ``CacheManager``; the device blocks of the settings have no effect.
-    ``streams=True``: a match also promises blocks that are still being read from storage, once the first of them have
+    ``loads_ahead=True``: a match also promises blocks that are still being read from storage, once the first have
     come. ``load`` then loads those that are there, and each ``take_plans`` others, while the engine computes other
     requests: a request that loads is computed after its ``LoadOutcome``. It has no effect with groups of layers.
     Raises ``ConfigurationError`` without a host tier, and for windows with the write policy
@@ -71,46 +70,30 @@ class OffloadManager(TierManager[OffloadRequest]):
         clock: Callable[[], float] = time.monotonic,
         reuse_clock: Callable[[], float] | None = None,
         priors: Priors = NO_PRIORS,
-        streams: bool = False,
+        loads_ahead: bool = False,
     ) -> None:
-        super().__init__(settings, layout, lookup, clock, reuse_clock)
         if layout.has_gaps and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             raise ConfigurationError(
                 "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows a prefix has left the device in "
                 "part when it is reused, and could not be stored then; use write_through"
             )
-        counters = self._counters
         self._contents = DeviceContents()
-        tiers = self._tiers = make_tiers(
-            settings,
-            layout,
-            storage or StorageTierSettings(),
-            lookup,
-            counters,
-            clock,
-            self._contents,
-        )
+        super().__init__(settings, layout, storage, lookup, clock, reuse_clock, self._contents)
+        tiers = self._tiers
         if tiers.host is None or tiers.copies is None:
             raise ConfigurationError(
                 "an engine with a device cache of its own needs a host tier; set FDCACHE_HOST_MEMORY or FDCACHE_SERVER"
             )
         self._host, self._copies = tiers.host, tiers.copies
-        self._choices = LoadChoices(
-            settings.load_or_recompute,
-            layout,
-            clock,
-            self._blocks_being_loaded,
-            priors,
-            streams=streams,
-        )
+        self._choices = self._make_choices(priors, streams=loads_ahead)
         self._requests = OffloadedRequests(
             settings,
             layout,
             self._host,
-            counters,
+            self._counters,
             clock,
             self._choices,
-            streams=streams,
+            streams=loads_ahead,
             stored=tiers.storage.has if tiers.storage is not None else None,
         )
         self._loads = self._requests.native_loads
@@ -127,7 +110,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         *,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
-        streams: bool = False,
+        loads_ahead: bool = False,
     ) -> OffloadManager:
         """Make a manager from settings, by default those of the environment; see ``CacheManager.from_settings``.
 
@@ -143,7 +126,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 lookup=store,
                 clock=clock,
                 priors=calibrated_priors(settings),
-                streams=streams,
+                loads_ahead=loads_ahead,
             )
 
     def attach_hooks(self, hooks: OffloadHooks) -> OffloadParts:
@@ -344,7 +327,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         if self._copies.give_away(ids, self._contents, self._plans.open, self._plans.ledger):
             self._has_planned = True
 
-    def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> list[HintOutcome]:
+    def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         self._requests.prepare(request)
         return super()._take_hints(request, hints)
 

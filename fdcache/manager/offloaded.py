@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from fdcache import _core
+from fdcache import _core, tracing
 from fdcache._core import DevicePath
 from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
@@ -384,7 +384,7 @@ class OffloadedRequests:
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:
-            tracked.fetch = self._fetches.number()
+            tracked.fetch = self._fetches.number(tracing.id_for_spans(tracked.request.request_id))
         return tracked.fetch
 
     def _deferred_for(self, tracked: Tracked) -> float:

@@ -128,8 +128,9 @@ class Plans:
     def apply(self, reports: list[TransferReport]) -> None:
         """Count reports. Raises ``PlanError`` before any report is counted."""
         if tracing.spans is not None:
+            reads = self._storage.reads if self._storage is not None else None
             for report in reports:
-                tracing.spans.copied(report)
+                tracing.spans.copied(report, reads.requests_of(report.plan_id) if reads is not None else ())
         counted = self._reports.count(reports)
         if counted.arrived:
             self._tiers.blocks_arrived(counted.arrived)

@@ -20,6 +20,7 @@ from fdcache.manager.offload import OffloadManager
 from fdcache.manager.requests import PeerSource, Request
 from fdcache.metadata import HashArray, Int32Array, PeerTask
 from fdcache.settings import Settings
+from fdcache.settings.peers import TransferRole
 from fdcache.transfer.handover_tasks import HandoverTasks, PeerTerms
 
 
@@ -121,6 +122,11 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
             self._cancelled += [number for number, each in self._sends.items() if each.request is request]
             self._named = {name: each for name, each in self._named.items() if each.request is not request}
             self.released(request)
+
+    @property
+    def role(self) -> TransferRole:
+        """Part of this engine in hand-overs."""
+        return TransferRole(self._terms.settings.role)
 
     @property
     def block_size(self) -> int:

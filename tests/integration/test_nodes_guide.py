@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from fastapi.testclient import TestClient
 from fdcache.service.server.http import make_app
 from fdcache.settings import VARIABLES
 from tests import commands
-from tests.service_engine import PROMPT, Engine
-from tests.service_help import local_service, until
+from tests.integration.test_serve_storage import chat
+from tests.service_help import local_service
 
 GUIDE = (Path(__file__).parent.parent.parent / "docs" / "nodes.md").read_text()
 
@@ -60,16 +59,9 @@ def test_the_metrics_and_variables_exist(tmp_path: Path) -> None:
         "FDCACHE_WRITE_POLICY": "write_through",
     }
     with local_service(tmp_path, **settings) as service:
-        engine = Engine(service.address)
-        prompts = count(1)
-
-        def store_looked_at() -> bool:
-            engine.serve([next(prompts)] * len(PROMPT))  # figures are told after the next transfer
-            return bool(service.ask("storage")["layouts"][0]["store_objects"])
-
-        until(store_looked_at, "blocks are stored, and the node has looked at the store")
+        chat(service, requests=40)
+        assert service.ask("storage")["layouts"][0]["store_objects"] is not None
         with TestClient(make_app(service.address, ())) as web:
             served = set(re.findall(r"^(fdcache_storage_\w+)", web.get("/metrics").text, re.MULTILINE))
-        engine.close()
     assert named <= served
     assert set(re.findall(r"FDCACHE_[A-Z_]+[A-Z]", GUIDE)) - {"FDCACHE_OBJECT_KEY_FILE"} <= set(VARIABLES)

@@ -16,7 +16,7 @@ from fdcache.storage import speed
 from fdcache.testing.storage import KnownRecords, conformance_layout, path_of
 from tests.commands import everything
 from tests.object_help import KEY, KEY_ID, Bucket, open_bucket, open_folder
-from tests.service_help import run, until
+from tests.service_help import run
 
 LAYOUT = conformance_layout("commands")
 COUNT = 10
@@ -37,7 +37,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         connector, where = open_bucket(bucket, LAYOUT, object_bytes=4 * LAYOUT.record_bytes), bucket.url
     records = KnownRecords(LAYOUT, COUNT)
     assert connector.put(records.fill(path_of(COUNT, "inspected")), 60.0).ok.all()
-    until(lambda: connector._has_layout, "the layout is stored")
     connector.close()
     return where
 

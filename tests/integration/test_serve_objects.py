@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.test_serve_storage import chat, storage_of
 from tests.object_help import Bucket
-from tests.service_help import service_process, until
+from tests.service_help import service_process
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -31,7 +31,6 @@ def test_a_second_service_finds_what_one_that_was_killed_had_stored(
         service_process(tmp_path / "b", **store) as second,
     ):
         chat(first, requests=40)
-        until(lambda: storage_of(first)["layouts"][0]["store_bytes"] is not None, "the first sweep")
         first.kill()
         report = chat(second, requests=40)
         assert report.tally.hit_tokens["storage"] > 0

@@ -27,6 +27,7 @@ except TransferNotFoundError:
         "vLLM's memory on a CPU is read through NIXL, which is not installed", allow_module_level=True
     )
 
+pytestmark = pytest.mark.timeout(1800)  # five starts of a server, each a minute on a slow machine
 _ASKED = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

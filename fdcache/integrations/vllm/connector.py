@@ -30,7 +30,8 @@ from fdcache.integrations.vllm.events import EventTranslator, group_kinds
 from fdcache.integrations.vllm.handover import EngineIdentity, PeerSide
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata, WorkerReports, WorkerStorage
 from fdcache.integrations.vllm.planes import planes_of
-from fdcache.integrations.vllm.scheduler import Finished, SchedulerSide
+from fdcache.integrations.vllm.running import Finished
+from fdcache.integrations.vllm.scheduler import SchedulerSide
 from fdcache.integrations.vllm.settings import (
     check_settings,
     choose_failure_policy,
@@ -101,7 +102,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                     num_records=layout.page_records,
                 )
                 settings = self._events.enable(settings)
-            manager = OffloadManager.from_settings(layout, settings, streams=True)
+            manager = OffloadManager.from_settings(layout, settings, loads_ahead=True)
             parallel = vllm_config.parallel_config
             identity = EngineIdentity(
                 self._kv_transfer_config.engine_id,

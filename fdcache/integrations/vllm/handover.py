@@ -11,6 +11,7 @@ import numpy as np
 
 from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource
+from fdcache.settings.peers import TransferRole
 from fdcache.transfer.engine_handovers import EngineHandovers
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class PeerSide:
         params = source.kv_transfer_params
         if not isinstance(params, dict) or not params.get("do_remote_prefill"):
             return
+        if self._handovers.role is TransferRole.PREFILL:
+            return
         addresses, transfer = params.get(ADDRESSES), params.get("remote_request_id")
         is_named = isinstance(addresses, list) and all(isinstance(each, str) for each in addresses)
         if not (is_named and addresses and isinstance(transfer, str)):
@@ -73,6 +76,8 @@ class PeerSide:
         """
         params, num_tokens = source.kv_transfer_params, source.num_prompt_tokens
         if not isinstance(params, dict) or not params.get("do_remote_decode"):
+            return None
+        if self._handovers.role is TransferRole.DECODE:
             return None
         size = self._handovers.block_size
         is_whole = source.status.name in _WHOLE and source.num_computed_tokens >= num_tokens

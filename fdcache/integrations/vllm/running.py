@@ -1,13 +1,17 @@
-"""A request of vLLM's that the connector follows in the scheduler."""
+"""What the scheduler's side follows of vLLM's requests, and how it takes an exception in a hook."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from fdcache.hints import HintOutcome
 from fdcache.integrations.vllm.tables import RequestTable
 from fdcache.manager import Request
+from fdcache.metadata import Int32Array
 
 
 class Running:
@@ -49,3 +53,44 @@ class Running:
         """Give the request another block table, of which nothing is offered."""
         self.blocks = blocks
         self.offered = 0
+
+
+class Finished(NamedTuple):
+    """What a client is told of a request that has ended: outcomes of its hints, and the parameters of a hand-over."""
+
+    hints: Sequence[HintOutcome] = ()
+    handed_over: dict[str, Any] | None = None
+
+
+class TakesFailures(Protocol):
+    """Takes note of exceptions in hooks."""
+
+    def hook_failed(self, hook: str, *, follows_blocks: bool = True) -> None:
+        """Count the exception that is being handled."""
+
+
+class HookGuard:
+    """The context of ``SchedulerSide.guarded``: a class, since each step enters several."""
+
+    __slots__ = ("_follows_blocks", "_hook", "_side")
+
+    def __init__(self, side: TakesFailures, hook: str, follows_blocks: bool) -> None:
+        self._side = side
+        self._hook = hook
+        self._follows_blocks = follows_blocks
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._side.hook_failed(self._hook, follows_blocks=self._follows_blocks)
+        return True
+
+
+def ids_of(blocks: Sequence[int]) -> Int32Array:
+    """Return numbers of blocks as an array."""
+    return np.array(blocks, np.int32)

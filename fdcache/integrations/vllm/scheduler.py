@@ -6,18 +6,17 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fdcache.errors import FdcacheError
-from fdcache.hints import HintOutcome, read_hints
+from fdcache.hints import read_hints
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.handover import PeerSide
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata
-from fdcache.integrations.vllm.running import Running
+from fdcache.integrations.vllm.running import Finished, HookGuard, Running, ids_of
 from fdcache.integrations.vllm.tables import BlockIds, RequestTable, TableShape, pages_of_offer
 from fdcache.integrations.vllm.timing import StepTimes
 from fdcache.manager import LoadOutcome, MatchStatus, OffloadManager
@@ -28,13 +27,6 @@ logger = logging.getLogger(__name__)
 
 _Tables = list[RequestTable]
 """Block tables of the requests of a step."""
-
-
-class Finished(NamedTuple):
-    """What a client is told of a request that has ended: outcomes of its hints, and the parameters of a hand-over."""
-
-    hints: Sequence[HintOutcome] = ()
-    handed_over: dict[str, Any] | None = None
 
 
 _Computed = tuple[Running, int, int]
@@ -162,7 +154,7 @@ class SchedulerSide:
                 known.has_table(made)
                 is_unordered = not self._is_used(table)
                 self._close_plan(is_unordered)
-                self.manager.evicted(_ids(self._shape.given(blocks, stop)))
+                self.manager.evicted(ids_of(self._shape.given(blocks, stop)))
                 loaded = self.manager.load(known.request, table)
                 known.load = self.manager.load_of(known.request)
                 self._unordered = source.request_id if is_unordered else None
@@ -256,7 +248,7 @@ class SchedulerSide:
         if self._is_shared:
             self._reset_device()
         if self._writes_back:
-            self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
+            self.manager.next_evicted(ids_of(self._coldest(self.manager.settings.clean_reserve)))
         if late := self.manager.expire():
             self._learn_ends(late)
         if plans := self.manager.take_plans(is_patient=is_patient):
@@ -299,7 +291,7 @@ class SchedulerSide:
         wanted = np.zeros(table.max(initial=0) + 1, bool)
         wanted[table] = True
         for each in chain.from_iterable(tables or () for tables in self._in_flight):
-            used = _ids(each.all_ids())
+            used = ids_of(each.all_ids())
             if wanted[used[used < len(wanted)]].any():
                 return True
         return False
@@ -360,7 +352,7 @@ class SchedulerSide:
                 computed.append((known, start, start + scheduled.get(request_id, 0)))
         self._forget_overwritten(output)
         if given:
-            self.manager.evicted(_ids(given))
+            self.manager.evicted(ids_of(given))
         return computed
 
     def _forget_overwritten(self, output: Any) -> None:
@@ -371,7 +363,7 @@ class SchedulerSide:
         early = list(getattr(output, "new_block_ids_to_zero", None) or ())
         early += [copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ()]
         if early:
-            self.manager.forget(_ids(early))
+            self.manager.forget(ids_of(early))
             self._made.overwritten = early
 
     def _offer(self, known: Running, num_tokens: int, start: int = 0) -> None:
@@ -414,7 +406,7 @@ class SchedulerSide:
             self._offer(known, tokens)
         self._learn_tokens(known, tokens)
         above = known.blocks.page_ids(pages - 1, pages)[-1:] if known.blocks.num_pages >= pages else ()
-        self.manager.offer_states(known.request, tokens, _ids(blocks), *map(int, above))
+        self.manager.offer_states(known.request, tokens, ids_of(blocks), *map(int, above))
 
     def _learn_tokens(self, known: Running, num_tokens: int) -> None:
         have = known.request.num_tokens
@@ -496,13 +488,13 @@ class SchedulerSide:
         """Forget every block: vLLM does not tell a reset from new weights. Other engines keep theirs."""
         self.manager.weights_changed()
 
-    def guarded(self, hook: str, *, follows_blocks: bool = True) -> _Guard:
+    def guarded(self, hook: str, *, follows_blocks: bool = True) -> HookGuard:
         """Return a context in which an exception of a hook is logged and counted.
 
         vLLM ends at one, and computes what is not cached. The block tables may be wrong after one that
         ``follows_blocks``.
         """
-        return _Guard(self, hook, follows_blocks)
+        return HookGuard(self, hook, follows_blocks)
 
     def hook_failed(self, hook: str, *, follows_blocks: bool = True) -> None:
         """Count the exception that is being handled."""
@@ -513,29 +505,3 @@ class SchedulerSide:
         self.inconsistencies += 1
         if self.inconsistencies.bit_count() == 1:  # at most one line each time their number doubles
             logger.warning("inconsistency %d: " + message, self.inconsistencies, *values, exc_info=exc_info)
-
-
-class _Guard:
-    """The context of ``guarded``: a class, since each step enters several."""
-
-    __slots__ = ("_follows_blocks", "_hook", "_side")
-
-    def __init__(self, side: SchedulerSide, hook: str, follows_blocks: bool) -> None:
-        self._side = side
-        self._hook = hook
-        self._follows_blocks = follows_blocks
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._side.hook_failed(self._hook, follows_blocks=self._follows_blocks)
-        return True
-
-
-def _ids(blocks: Sequence[int]) -> Int32Array:
-    return np.array(blocks, np.int32)

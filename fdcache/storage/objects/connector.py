@@ -83,6 +83,8 @@ class ObjectConnector:
         self._layout = layout
         self._has_layout = False
         self._closed = False
+        if context.rank is not None:
+            self.room.look()
 
     def _locator(self, context: ConnectorContext, rank: int, catalogues: Catalogues) -> Locator:
         layout = context.layout
@@ -154,14 +156,15 @@ class ObjectConnector:
             return refused
         judge = partial(self._judge, timeout=timeout)
         write = BatchWrite(batch, self._backend, self._objects, self._check, judge)
-        write.run(self._pool, self._own, self._most_records, time.monotonic() + timeout, cancel)
+        deadline = time.monotonic() + timeout
+        write.run(self._pool, self._own, self._most_records, deadline, cancel)
         if write.used or write.nbytes:
             self._health.answered()
         if write.nbytes:
             self._health.wrote()
             self.room.wrote(write.nbytes)
             if not self._has_layout:
-                self._pool.submit(self._store_layout)
+                self._pool.results([self._store_layout], deadline)
         elif self._health.is_full:
             self.room.is_short()
         self._mark_used(write.used)

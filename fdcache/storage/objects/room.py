@@ -57,6 +57,11 @@ class Room:
         self._work: SimpleQueue[list[str] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    def look(self) -> None:
+        """Sweep soon."""
+        with self._lock:
+            self._ask_for_sweep()
+
     def wrote(self, nbytes: int) -> None:
         """Count bytes that this node has stored."""
         with self._lock:
