@@ -330,7 +330,7 @@ class StorageTierSettings(Group):
     )
 
     object_bytes: Size = constant(
-        8 * 2**20,
+        2**20,
         "Bytes up to which neighbouring records are stored in one object, or file of a shared folder.",
         gt=0,
     )
