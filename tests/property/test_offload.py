@@ -285,7 +285,7 @@ class Engine:
         outside = [self.is_outside(i, reused) for i in range(-(-end // BLOCK) * self.groups)]
         kept = [block for block, is_outside in zip(hit, outside, strict=False) if not is_outside]
         new = outside[len(hit) :].count(False)
-        states = [] if found.num_tokens else self.offload.state_keys(request, pages)
+        states: Any = [] if found.num_tokens else self.offload.state_keys(request, pages)
         kept_states = [self.cached[key.tobytes()] for key in states]
         new_states = self.num_states if found.num_tokens else 0
         room = len(self.free) - sum(block in self.free for block in {*kept, *kept_states})
@@ -611,7 +611,7 @@ def test_an_engine_that_offers_a_state_of_another_position_is_caught() -> None:
     for seed in range(4):
         engine = Engine(seed, WritePolicy.WRITE_THROUGH, host_blocks=28, groups=(FULL, STATE))
         offer = engine.manager.offer_states
-        engine.manager.offer_states = lambda request, tokens, ids, above, offer=offer: offer(  # type: ignore[method-assign,misc]
+        engine.manager.offer_states = lambda request, tokens, ids, above, offer=offer: offer(  # type: ignore[method-assign,assignment,misc]
             request, max(tokens - BLOCK, BLOCK), ids, above
         )
         play(engine, 120, accidents=False)

@@ -22,6 +22,7 @@ FOUNDATION = {
     "hashing",
     "hints",
     "layout",
+    "layout_json",
     "layout_planes",
     "machine",
     "metadata",

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_planning
@@ -36,7 +37,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from fdcache.integrations.vllm.connector import FdcacheConnector, KVConnectorRole
+from fdcache.integrations.vllm.connector import FdcacheConnector
 from tests.vllm.engine import connector_config
 
 _MASK = (1 << 63) - 1
@@ -54,7 +55,7 @@ class StandIn:
         block_size: int = 16,
         broken: Callable[[StandIn, Any], None] | None = None,
         kv_layout: str = "LBNHC",
-        **settings: object,
+        **settings: Any,
     ) -> None:
         init_none_hash(sha256)
         has_states = any(isinstance(spec, MambaSpec) for spec in specs)
@@ -239,7 +240,7 @@ class StandIn:
         for token in range(start, stop):
             self._token(layer, spec, table, token)[:] = _row(marks[token + 1])
 
-    def _token(self, layer: str, spec: Any, table: list[int], token: int) -> np.ndarray:
+    def _token(self, layer: str, spec: Any, table: list[int], token: int) -> Any:
         block = table[token // spec.block_size]
         size = spec.real_page_size_bytes // spec.block_size
         place, stride = self._places[layer]
@@ -256,7 +257,7 @@ class StandIn:
         after = self._state(layer, spec, table[(stop - 1) // spec.block_size])
         after[:] = np.resize(_row(marks[stop]), len(after))
 
-    def _state(self, layer: str, spec: Any, block: int) -> np.ndarray:
+    def _state(self, layer: str, spec: Any, block: int) -> Any:
         assert block, "a state is in vLLM's placeholder"
         place, stride = self._places[layer]
         begin = place + block * stride

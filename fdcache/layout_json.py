@@ -1,8 +1,7 @@
-"""A layout written down: the encoding that its fingerprint is taken of, and its JSON object."""
+"""Parts of a layout read from its JSON object."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,39 +12,7 @@ from fdcache.layout_planes import Plane, PlaneKind
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from fdcache.layout import KVLayout
-
-_FINGERPRINT_TAG = b"fdcache.layout.1"
-
 _Record = TypeVar("_Record", bound="DataclassInstance")
-
-
-def canonical(layout: KVLayout) -> Iterator[bytes]:
-    """Yield the encoding that the fingerprint is taken of."""
-
-    def number(value: int) -> bytes:
-        return value.to_bytes(8, "little")
-
-    def text(value: str) -> bytes:
-        data = value.encode()
-        return number(len(data)) + data
-
-    yield _FINGERPRINT_TAG
-    yield text(layout.model) + text(layout.revision)
-    yield number(layout.block_size) + number(layout.num_layers) + number(layout.num_draft_layers)
-    yield number(layout.tp_size) + number(len(layout.groups)) + number(layout.record_bytes)
-    yield number(len(layout.planes))
-    for plane in layout.planes:
-        yield number(plane.layer) + text(plane.kind.value) + text(plane.dtype)
-        yield number(len(plane.shape)) + b"".join(map(number, plane.shape))
-        yield number(plane.nbytes) + number(plane.offset)
-    yield b"".join(number(each.tokens if each.reach is Reach.LAST else 0) for each in layout.groups)
-    if any(
-        each.block_size != layout.block_size or each.reach not in (Reach.ALL, Reach.LAST)
-        for each in layout.groups
-    ):
-        for each in layout.groups:
-            yield text(each.reach.value) + number(each.block_size) + number(each.tokens)
 
 
 def groups_from_json(data: dict[str, Any]) -> Any:
