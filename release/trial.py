@@ -49,7 +49,8 @@ def build_wheel(python: Python) -> Path:
     """Build the wheel of the working tree for an interpreter; objects of its last build serve again."""
     folder = WORK / f"wheel-{python.tag}"
     shutil.rmtree(folder, ignore_errors=True)
-    program = python.environment(WORK / f"build-{python.tag}")
+    is_own = python.tag == f"cp3{sys.version_info.minor}"
+    program = Path(sys.executable) if is_own else python.environment(WORK / f"build-{python.tag}")
     command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
     subprocess.run([program, *_PIP, *command], check=True)
     (built,) = folder.glob("*.whl")
