@@ -8,24 +8,31 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Required, TypedDict, Unpack
+from typing import Required, TypedDict, Unpack
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
-from fdcache.groups import CacheGroup
-from fdcache.layout_format import canonical, from_fields, groups_from_json, plane_from_json
-from fdcache.layout_planes import PLANE_ALIGNMENT, Plane, PlaneKind, PlaneSpec, require_int
-
-if TYPE_CHECKING:
-    pass
+from fdcache.groups import CacheGroup, Reach
+from fdcache.layout_planes import (
+    PLANE_ALIGNMENT,
+    Plane,
+    PlaneKind,
+    PlaneSpec,
+    from_fields,
+    groups_from_json,
+    plane_from_json,
+    require_int,
+)
 
 RECORD_ALIGNMENT = 4096
 """A record's size is a multiple of this many bytes."""
 
 MOST_RECORDS = 255
 """Records that a page may have, the states at its end among them."""
+
+_FINGERPRINT_TAG = b"fdcache.layout.1"
 
 _KIND_ORDER = {kind: position for position, kind in enumerate(PlaneKind)}
 
@@ -296,7 +303,7 @@ class KVLayout:
         It separates the keys of different models and layouts. All ranks of an engine have the same one: rank, device
         strides and the number of draft blocks are not part of it.
         """
-        return hashlib.sha256(b"".join(canonical(self))).digest()
+        return hashlib.sha256(b"".join(_canonical(self))).digest()
 
     def to_json(self) -> str:
         """Return the layout as a JSON object with the fields of this class; ``group`` is the number of ``groups``."""
@@ -453,3 +460,31 @@ def _require_text(name: str, value: object) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise LayoutError(f"{name} must be text that UTF-8 can encode, got {value!r}") from error
+
+
+def _canonical(layout: KVLayout) -> Iterator[bytes]:
+    """Yield the encoding that the fingerprint is taken of."""
+
+    def number(value: int) -> bytes:
+        return value.to_bytes(8, "little")
+
+    def text(value: str) -> bytes:
+        data = value.encode()
+        return number(len(data)) + data
+
+    yield _FINGERPRINT_TAG
+    yield text(layout.model) + text(layout.revision)
+    yield number(layout.block_size) + number(layout.num_layers) + number(layout.num_draft_layers)
+    yield number(layout.tp_size) + number(len(layout.groups)) + number(layout.record_bytes)
+    yield number(len(layout.planes))
+    for plane in layout.planes:
+        yield number(plane.layer) + text(plane.kind.value) + text(plane.dtype)
+        yield number(len(plane.shape)) + b"".join(map(number, plane.shape))
+        yield number(plane.nbytes) + number(plane.offset)
+    yield b"".join(number(each.tokens if each.reach is Reach.LAST else 0) for each in layout.groups)
+    if any(
+        each.block_size != layout.block_size or each.reach not in (Reach.ALL, Reach.LAST)
+        for each in layout.groups
+    ):
+        for each in layout.groups:
+            yield text(each.reach.value) + number(each.block_size) + number(each.tokens)
