@@ -11,15 +11,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Required, TypedDict, Unpack
+from typing import Required, TypedDict, Unpack
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
 from fdcache.groups import CacheGroup, Reach
-from fdcache.layout_json import from_fields, groups_from_json, plane_from_json
-from fdcache.layout_planes import PLANE_ALIGNMENT, Plane, PlaneKind, PlaneSpec, require_int
-
-if TYPE_CHECKING:
-    pass
+from fdcache.layout_planes import (
+    PLANE_ALIGNMENT,
+    Plane,
+    PlaneKind,
+    PlaneSpec,
+    from_fields,
+    groups_from_json,
+    plane_from_json,
+    require_int,
+)
 
 RECORD_ALIGNMENT = 4096
 """A record's size is a multiple of this many bytes."""
@@ -27,13 +32,12 @@ RECORD_ALIGNMENT = 4096
 MOST_RECORDS = 255
 """Records that a page may have, the states at its end among them."""
 
+_FINGERPRINT_TAG = b"fdcache.layout.1"
+
 _KIND_ORDER = {kind: position for position, kind in enumerate(PlaneKind)}
 
 _SCALES_OF = ((PlaneKind.KEY_SCALE, PlaneKind.KEY), (PlaneKind.VALUE_SCALE, PlaneKind.VALUE))
 """Each kind of scale and the kind that it scales."""
-
-
-_FINGERPRINT_TAG = b"fdcache.layout.1"
 
 
 class LayoutOptions(TypedDict, total=False):

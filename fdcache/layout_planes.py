@@ -1,13 +1,22 @@
-"""The planes of a KV cache block: one tensor per layer and kind on the device, a part of the record elsewhere."""
+"""The planes of a KV cache block: one tensor per layer and kind on the device, a part of the record elsewhere.
+
+Planes and groups of layers are read from JSON here, field by field.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fdcache.errors import LayoutError
+from fdcache.groups import CacheGroup, Reach
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Record = TypeVar("_Record", bound="DataclassInstance")
 
 PLANE_ALIGNMENT = 128
 """Every plane of a record starts at a multiple of this many bytes."""
@@ -98,3 +107,41 @@ def require_int(name: str, value: object, *, least: int) -> int:
     if not least <= value < 2**63:
         raise LayoutError(f"{name} must be at least {least} and below 2**63, got {value}")
     return value
+
+
+def groups_from_json(data: dict[str, Any]) -> Any:
+    """Return the groups, and remove their number. Raises ``LayoutError`` if that is missing or another one."""
+    if "group" not in data:
+        raise LayoutError("layout: missing group")
+    number, groups = data.pop("group"), data.get("groups", [])
+    if not isinstance(groups, list) or number != len(groups):
+        raise LayoutError(f"layout: group must be the number of groups, got {number!r} for {groups!r}")
+    return tuple(_group_from_json(group, f"groups[{i}]") for i, group in enumerate(groups))
+
+
+def _group_from_json(data: Any, where: str) -> CacheGroup:
+    if isinstance(data, dict) and data.get("reach") in [reach.value for reach in Reach]:
+        data["reach"] = Reach(data["reach"])
+    return from_fields(CacheGroup, data, where)
+
+
+def plane_from_json(data: Any, where: str) -> Plane:
+    """Read a plane from a JSON object. Raises ``LayoutError`` with ``where`` it is in the document."""
+    if isinstance(data, dict):
+        if data.get("kind") in [kind.value for kind in PlaneKind]:
+            data["kind"] = PlaneKind(data["kind"])
+        if isinstance(data.get("shape"), list):
+            data["shape"] = tuple(data["shape"])
+    return from_fields(Plane, data, where)
+
+
+def from_fields(record: type[_Record], data: Any, where: str) -> _Record:
+    """Return a record made from exactly its fields. Raises ``LayoutError`` for unknown or missing ones."""
+    if not isinstance(data, dict):
+        raise LayoutError(f"{where}: must be an object with the fields of {record.__name__}")
+    names = {field.name for field in fields(record)}
+    if missing := sorted(names - data.keys()):
+        raise LayoutError(f"{where}: missing {', '.join(missing)}")
+    if unknown := sorted(data.keys() - names):
+        raise LayoutError(f"{where}: unknown {', '.join(unknown)}")
+    return record(**data)

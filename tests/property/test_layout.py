@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdcache.groups import CacheGroup, Reach
-from fdcache.layout import MOST_RECORDS, RECORD_ALIGNMENT, KVLayout
+from fdcache.layout import RECORD_ALIGNMENT, KVLayout
 from fdcache.layout_planes import DTYPE_BYTES, PLANE_ALIGNMENT
 from tests.format_oracle import oracle_fingerprint
 
@@ -26,14 +26,11 @@ common = st.fixed_dictionaries(
 
 @st.composite
 def groups_of(draw: st.DrawFn, block_size: int) -> tuple[CacheGroup, ...]:
-    most = MOST_RECORDS // 4
-    sizes = [
-        size for size in range(1, block_size + 1) if block_size % size == 0 and block_size // size <= most
-    ]
+    sizes = [block_size // parts for parts in range(1, 17) if block_size % parts == 0]
     found = []
     for reach in draw(st.lists(st.sampled_from(Reach), max_size=4)):
         tokens = draw(st.integers(1, 1 << 40)) if reach in (Reach.LAST, Reach.CHUNK) else 0
-        size = block_size if reach is Reach.STATE else draw(st.sampled_from(sizes[-3:]))
+        size = block_size if reach is Reach.STATE else draw(st.sampled_from(sizes))
         found.append(CacheGroup(size, reach, tokens))
     return () if found == [CacheGroup(block_size)] else tuple(found)
 

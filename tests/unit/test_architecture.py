@@ -22,7 +22,6 @@ FOUNDATION = {
     "hashing",
     "hints",
     "layout",
-    "layout_json",
     "layout_planes",
     "machine",
     "metadata",

@@ -177,7 +177,6 @@ class NamespaceStorageView(StoredBlocks, kw_only=True):
         shown(
             "Bytes that all nodes store in the bucket or shared folder, as of this node's last look.",
             gauge("fdcache_storage_store_bytes"),
-            column="in store",
             unit=Unit.BYTES,
         ),
     ] = None
