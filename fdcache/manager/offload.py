@@ -28,6 +28,7 @@ from fdcache.manager.plans import Plans
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.manager.tiers import LowerTiers, make_lower_tiers, on_displaced
 from fdcache.metadata import (
+    HashArray,
     Int32Array,
     TransferPlan,
     TransferReport,
@@ -186,7 +187,9 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked.forget_device()
             if not self._requests.match(tracked, device_tokens, whole_prompt):
                 self._counters.deferred_lookups += 1
-                return story.offload_matched(OffloadMatch(request.request_id, MatchStatus.DEFERRED), began)
+                coming = self._tokens(tracked.coming)
+                deferred = OffloadMatch(request.request_id, MatchStatus.DEFERRED, coming=coming)
+                return story.offload_matched(deferred, began)
             tokens, stored = (
                 self._tokens(tracked.remaining),
                 self._tokens(tracked.from_storage + tracked.coming),
@@ -194,6 +197,21 @@ class OffloadManager(TierManager[OffloadRequest]):
             return story.offload_matched(
                 OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored), began
             )
+
+    def path_to(self, key: bytes) -> HashArray | None:
+        """Return the keys of the blocks above one, from the beginning of its prompt on; None for an unknown block.
+
+        ::
+
+            above = manager.path_to(tail[0].tobytes())
+            request = KeyedRequest("chat-1", np.concatenate((above, tail)), layout.block_size)
+
+        So an engine that knows the keys of a tail alone has it read from storage, with ``len(above)`` blocks on its
+        device. The host tier and local storage are asked, those of a service in one round trip. A store that others
+        use, too, does not tell its paths.
+        """
+        with self._lock:
+            return self._tiers.path_to(key)
 
     def unmatch(self, request: OffloadRequest) -> None:
         """Unpin what ``match`` has found; reads from storage go on."""
@@ -289,14 +307,15 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._contents.next_evicted(ids)
             self._must_look = True
 
-    def finish(self, request: OffloadRequest) -> None:
+    def finish(self, request: OffloadRequest, *, keeps_reads: bool = False) -> None:
         """End, abort or forget a request. Idempotent; loads in flight still end with a ``LoadOutcome``.
 
         Its hints are taken then. ``begin``, ``match`` and ``offer`` begin it anew, and it has to be finished again.
+        ``keeps_reads``: what is being read from storage for it is read to its end, for requests to come.
         """
         with self._lock:
             self._set_time()
-            self._requests.finish(request)
+            self._requests.finish(request, keeps_reads=keeps_reads)
             if request.hints:
                 request.hint_outcomes, request.hints = self.hint(request, request.hints), ()
         story.finished((request.request_id,))

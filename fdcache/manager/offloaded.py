@@ -35,7 +35,8 @@ class Tracked:
     """A request between its arrival and its end.
 
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
-    slots refer to. ``coming`` blocks after them are being read from storage. ``device_blocks`` is the number that the
+    slots refer to. ``coming`` blocks after them, or with nothing found after the device's, are being read from storage.
+    ``device_blocks`` is the number that the
     engine had when it asked last, ``load`` the load whose outcome was not taken. ``keys`` are those of the records of
     its pages; everything here counts records, of which a page has one for each group of layers.
     """
@@ -183,8 +184,8 @@ class OffloadedRequests:
         tracked = self._tracked[request.request_id] = Tracked(request)
         return tracked
 
-    def finish(self, request: OffloadRequest) -> None:
-        """Unpin what a request has, and end its reads from storage."""
+    def finish(self, request: OffloadRequest, *, keeps_reads: bool = False) -> None:
+        """Unpin what a request has, and end its reads from storage; with ``keeps_reads`` those not begun alone."""
         tracked = self.get(request)
         if tracked is None:
             return
@@ -194,7 +195,9 @@ class OffloadedRequests:
             self.native_loads.cut_off(tracked.load.load, "the request has ended")
         self._choices.forget([request])
         self._waits.forget(request)
-        if tracked.fetch and self._fetches is not None:
+        if keeps_reads:
+            self._leave_fetch(tracked)
+        elif tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
 
     def _keys(self, tracked: Tracked) -> HashArray:
@@ -288,6 +291,7 @@ class OffloadedRequests:
                 return found, stop - start - len(found)
         if stop is not None or (found.pending and self._deferred_for(tracked) < self._defer_timeout):
             self._host.index.release(found.lease)
+            tracked.coming = 0 if stop is None else max(stop - start, 0)
             return None
         self._unpin_fetch(tracked)
         count = self._worth_loading(tracked, len(found))
@@ -320,7 +324,7 @@ class OffloadedRequests:
     def _arrived(self, hashes: HashArray, start: int, wait: Wait) -> tuple[Found, int]:
         """Pin what has come of a path of which no more is read than ``wait`` says; return where its reads end."""
         if not wait.is_last:
-            return NOTHING, start
+            return NOTHING, max(wait.stop, start)
         pinned = self._pin_all(hashes[: wait.arrived], start)
         read = range(min(max(wait.first - start, 0), len(pinned)), len(pinned))
         return Found(pinned.lease, pinned.blocks, fetched=read), wait.stop

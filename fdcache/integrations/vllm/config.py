@@ -11,7 +11,7 @@ from typing import Any
 
 from fdcache.errors import ConfigurationError
 from fdcache.groups import CacheGroup, windows_of
-from fdcache.integrations.vllm.weights import digest_of, has_weights
+from fdcache.integrations.weights import digest_of, has_weights
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 

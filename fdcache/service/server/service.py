@@ -36,6 +36,7 @@ from fdcache.service.wire.protocol import (
     Hinted,
     Hints,
     LoadEnded,
+    Locate,
     Match,
     Matched,
     Missed,
@@ -101,6 +102,7 @@ class Service:
         self.tools = ToolQueue(self._slices, self.totals)
         self._handlers: dict[type, Callable[..., Answer]] = {
             Match: self._match,
+            Locate: requests.locate,
             Prefetch: self._prefetch,
             EndFetches: requests.end_fetches,
             Refill: self._refill,

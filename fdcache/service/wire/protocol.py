@@ -21,7 +21,7 @@ from fdcache.service.wire.shared_memory import Geometry
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.statistics import Count, ReadTotals, Traffic
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME = 8 << 20
 """Limit of a message in bytes."""
 MAX_PATHS = 4096
@@ -60,6 +60,12 @@ class Match(msgspec.Struct, frozen=True, tag="match"):
     starts: bytes
     hashes: bytes
     fetches: bytes = b""
+
+
+class Locate(msgspec.Struct, frozen=True, tag="locate"):
+    """Ask for the path that leads to a block in the host tier or the local storage."""
+
+    block: bytes
 
 
 class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
@@ -183,6 +189,7 @@ Request = (
     Register
     | Attach
     | Match
+    | Locate
     | Prefetch
     | EndFetches
     | Refill
@@ -239,6 +246,13 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
     unverified: bytes
     fetched: bytes = b""
     states: bytes = b""
+
+
+class Located(msgspec.Struct, frozen=True, tag="located"):
+    """The hashes of the blocks above the block asked for, from the root on; none also if the block is not ``there``."""
+
+    hashes: bytes
+    there: bool
 
 
 NOT_FETCHED, FETCHED, FETCHING, FETCHING_LAST = range(4)
@@ -322,6 +336,7 @@ Answer = (
     Registered
     | Attached
     | Matched
+    | Located
     | Granted
     | Published
     | Hinted

@@ -1,0 +1,199 @@
+"""SGLang's own engine with FdcacheStorage: whatever happens below it, it answers as without."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.service_help import ServiceProcess, until
+from tests.sglang.engine import PAGE, Answer, ask, asked_until, flush, running_engine, storage_options
+
+WHOLE = 24 * PAGE
+"""Tokens of a prompt's whole pages."""
+
+
+def from_storage(answer: Answer) -> bool:
+    return answer.cached.get("storage") == WHOLE
+
+
+def test_pages_come_back_after_a_flush(engine: Any, prompts: list[list[int]], computed: list[Answer]) -> None:
+    assert ask(engine, prompts[0]).output == computed[0].output
+    answer = asked_until(engine, prompts[0], from_storage)
+    assert answer.output == computed[0].output
+
+
+def test_answers_are_those_of_the_engine_without_it_over_evicting_rounds(
+    engine: Any, prompts: list[list[int]], computed: list[Answer]
+) -> None:
+    chosen = random.Random(1)
+    cached = 0
+    for _ in range(4):
+        for number in chosen.sample(range(len(prompts)), len(prompts)):
+            answer = ask(engine, prompts[number])
+            cached += answer.cached.get("storage", 0)
+            assert answer.output == computed[number].output
+    assert cached > WHOLE
+
+
+def test_a_longer_prompt_finds_the_pages_of_a_shorter_one(engine: Any, prompts: list[list[int]]) -> None:
+    longer = [*prompts[1][: 10 * PAGE], *prompts[2][: 6 * PAGE], 7]
+    first = ask(engine, longer)
+    shorter = asked_until(engine, longer[: 10 * PAGE + 3], lambda a: a.cached.get("storage") == 10 * PAGE)
+    assert len(shorter.tokens) == 4
+    # its first pages are on the device now: the look-up is for a tail whose beginning nobody names
+    tail = ask(engine, longer)
+    assert tail.output == first.output
+    assert tail.cached.get("storage") == 6 * PAGE
+
+
+def test_salts_and_aborts_leave_right_answers(
+    engine: Any, prompts: list[list[int]], computed: list[Answer]
+) -> None:
+    async def aborted() -> None:
+        for number in range(12):
+            prompt = prompts[number % len(prompts)]
+            stream = await engine.async_generate(
+                input_ids=prompt,
+                sampling_params={"temperature": 0, "max_new_tokens": 64, "ignore_eos": True},
+                stream=True,
+                rid=f"aborted {number}",
+            )
+            task = asyncio.ensure_future(_first(stream))
+            await asyncio.sleep(0.003 * number)
+            engine.tokenizer_manager.abort_request(rid=f"aborted {number}")
+            await asyncio.wait([task], timeout=60)
+
+    flush(engine)
+    engine.loop.run_until_complete(aborted())
+    for number in range(3):
+        assert ask(engine, prompts[number]).output == computed[number].output
+    salted = ask(engine, prompts[0], extra_key="tenant 1")
+    assert salted.output == computed[0].output
+    flush(engine)
+    other = ask(engine, prompts[0], extra_key="tenant 2")
+    assert other.cached.get("storage", 0) == 0, "another tenant's pages"
+    assert asked_until(engine, prompts[0], from_storage, extra_key="tenant 1").output == computed[0].output
+
+
+async def _first(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+def test_corrupt_pages_are_computed(
+    engine: Any, service: ServiceProcess, prompts: list[list[int]], computed: list[Answer]
+) -> None:
+    asked_until(engine, prompts[0], from_storage)
+    service.ask("reset", tier="storage")
+    for path in Path(service.directory).glob("*"):
+        if path.is_file() and path.stat().st_size >= 1 << 20:
+            _flip(path)
+    flush(engine)
+    answer = ask(engine, prompts[0])
+    assert answer.output == computed[0].output
+    assert answer.cached.get("storage", 0) < WHOLE
+    assert asked_until(engine, prompts[0], from_storage).output == computed[0].output
+
+
+def _flip(path: Path) -> None:
+    """Change a byte of every KiB of a file of the arena that is not zero."""
+    with path.open("r+b") as file:
+        data = bytearray(file.read())
+        for at in range(512, len(data), 1024):
+            if data[at]:
+                data[at] ^= 0x55
+        file.seek(0)
+        file.write(data)
+
+
+def test_a_killed_service_is_computed_without_and_found_again(
+    engine: Any, service: ServiceProcess, prompts: list[list[int]], computed: list[Answer]
+) -> None:
+    asked_until(engine, prompts[3], from_storage)
+    service.kill()
+    for number in (3, 4, 5):
+        flush(engine)
+        assert ask(engine, prompts[number]).output == computed[number].output
+    service.start()
+    assert asked_until(engine, prompts[3], from_storage).output == computed[3].output
+
+
+def test_another_engine_finds_the_pages_and_may_be_killed(
+    engine: Any, service: ServiceProcess, model: Path, prompts: list[list[int]], computed: list[Answer]
+) -> None:
+    asked_until(engine, prompts[6], from_storage)
+    options = storage_options(FDCACHE_SERVER=service.address)
+    told, output = killed(model, options, [prompts[6], prompts[7]])
+    assert [(answer.output, from_storage(answer)) for answer in told] == [
+        (computed[6].output, True),
+        (computed[7].output, False),
+    ], output
+    until(lambda: len(service.ask("clients")) == 1, "its slots are taken back")
+    until(lambda: service.ask("integrity") == [], "nothing of it is left behind")
+    for number in (6, 7):
+        flush(engine)
+        assert ask(engine, prompts[number]).output == computed[number].output
+
+
+def killed(model: Path, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[Answer], str]:
+    """Return the answers of an engine that is killed right after them."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.sglang.victim",
+        str(model),
+        json.dumps(options),
+        json.dumps(prompts),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith('{"pids"'):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        told = json.loads(lines[-1])
+        for pid in (process.pid, *told["pids"]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return [Answer(*answer) for answer in told["answers"]], "".join(lines)
+
+
+def test_a_restart_finds_in_storage_what_an_own_tier_has_stored(
+    model: Path, prompts: list[list[int]], computed: list[Answer], tmp_path: Path
+) -> None:
+    options = storage_options(
+        FDCACHE_HOST_MEMORY="16MiB",
+        FDCACHE_STORAGE="local",
+        FDCACHE_STORAGE_DIR=str(tmp_path),
+        FDCACHE_STORAGE_SIZE="32MiB",
+    )
+    with running_engine(model, **options) as first:
+        assert ask(first, prompts[0]).output == computed[0].output
+        asked_until(first, prompts[0], from_storage)
+    with running_engine(model, **options) as second:
+        answer = ask(second, prompts[0])
+        assert answer.output == computed[0].output
+        assert from_storage(answer)
+
+
+def test_wrong_bytes_are_noticed(
+    service: ServiceProcess, model: Path, prompts: list[list[int]], computed: list[Answer]
+) -> None:
+    """The control: an engine whose pages are loaded in a wrong order answers otherwise."""
+    options = storage_options(
+        FDCACHE_SERVER=service.address, module_path="tests.sglang.wrong", class_name="WrongStorage"
+    )
+    with running_engine(model, **options) as engine:
+        ask(engine, prompts[0])
+        assert asked_until(engine, prompts[0], from_storage).output != computed[0].output
