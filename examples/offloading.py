@@ -44,7 +44,7 @@ class Engine:
     def serve(self, name: str, prompt: list[int]) -> str:
         """Serve one prompt and return where its prefix was found."""
         request = Request(name, prompt)
-        self.manager.begin(request)
+        self.manager.begin([request])
         table = self.find_on_device(prompt)
         on_device = len(table) * BLOCK
         while (found := self.manager.match(request, on_device)).status is MatchStatus.DEFERRED:
@@ -63,7 +63,7 @@ class Engine:
                 computed = outcome.recompute_from
         self.compute(table[computed // BLOCK :])
         self.manager.offer(request, len(prompt), np.array(table, np.int32))
-        self.manager.finish(request)
+        self.manager.finish([request])
         for block in range(len(prompt) // BLOCK):
             self.cached[tuple(prompt[: (block + 1) * BLOCK])] = table[block]
         while self.manager.has_pending_work:

@@ -1500,9 +1500,6 @@ class DeviceContents:
     ) -> None:
         """Forget what is in these device blocks, without a copy."""
 
-    def forget_all(self) -> None:
-        """Forget every block."""
-
     def sent(
         self,
         plan: int,
@@ -1543,7 +1540,13 @@ class CopyOut:
         """Queue blocks ahead of all and whatever their hits."""
 
     def clear(self) -> None:
-        """Forget what is queued."""
+        """Forget what is queued, and what an engine has told of its device."""
+
+    def ended(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Record the end of copies out of these device slots."""
 
     def queued(self, target: HostIndex) -> int:
         """Return the number of blocks that wait for a plan."""

@@ -213,13 +213,13 @@ class OffloadEngine:
     def stored(self, name: str, tokens: Sequence[int], ids: Sequence[int], **options: Any) -> Request:
         """Compute a prompt in these device blocks, store it, and end the request."""
         request = Request(name, list(tokens), **options)
-        self.manager.begin(request)
+        self.manager.begin([request])
         self.manager.evicted(np.array(ids, np.int32))
         self.step()
         self.manager.offer(request, len(tokens), np.array(ids, np.int32))
         self.compute(request, ids)
         self.settle()
-        self.manager.finish(request)
+        self.manager.finish([request])
         return request
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ def offload_engine() -> Iterator[OffloadEngine]:
 def begun(engine: OffloadEngine, name: str, tokens: list[int], **options: Any) -> Request:
     """Return a request that has arrived."""
     request = Request(name, tokens, **options)
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     return request
 
 

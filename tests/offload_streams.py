@@ -93,7 +93,7 @@ class Streaming(OffloadEngine):
 
     def promised(self, request: Request) -> OffloadMatch:
         """Begin a request, of which the first two blocks have been read, and return what it is promised."""
-        self.manager.begin(request)
+        self.manager.begin([request])
         self.turn()
         assert self.manager.match(request, 0).status is MatchStatus.DEFERRED
         self.read()
@@ -151,7 +151,7 @@ class Served:
 
     def loading(self, request: Request) -> list[LoadOutcome]:
         """Begin a request whose first two blocks are loaded, while the others are read."""
-        self.engine.manager.begin(request)
+        self.engine.manager.begin([request])
         assert self.match(request).status is MatchStatus.DEFERRED
         self.disk.allow(1)
         until(lambda: self.match(request).status is MatchStatus.MATCHED, "two blocks are there")

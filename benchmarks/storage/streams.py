@@ -175,14 +175,14 @@ class EngineBlocks:
     def store(self, number: int, blocks: int) -> None:
         request, ids = self.rank.request(number, blocks), np.arange(blocks, dtype=np.int32)
         self.rank.fill(number, ids)
-        self.manager.begin(request)
+        self.manager.begin([request])
         self.manager.offer(request, request.num_tokens, ids)
         self._end(request)
 
     def load(self, number: int, blocks: int) -> float:
         request, ids = self.rank.request(number, blocks), np.arange(blocks, dtype=np.int32)
         start = time.perf_counter()
-        self.manager.begin(request)
+        self.manager.begin([request])
         while (found := self.manager.match(request, 0)).status is MatchStatus.DEFERRED:
             self.rank.run_step()
         assert self.manager.load(request, ids) == blocks, found
@@ -193,7 +193,7 @@ class EngineBlocks:
         return seconds
 
     def _end(self, request: Request) -> None:
-        self.manager.finish(request)
+        self.manager.finish([request])
         while self.manager.has_pending_work:
             self.rank.run_step()
 

@@ -125,9 +125,12 @@ BlockList paths_from_root(const BlockList &blocks) {
 
 void CopyOut::clear() {
     device_.take_offered();
+    device_.forget_told();
     queue_.clear();
     awaited_.clear();
 }
+
+void CopyOut::ended(std::span<const Slot> sources) { device_.unhold(sources); }
 
 std::size_t CopyOut::queued(const HostIndex &target) {
     take_offered(target);

@@ -46,8 +46,10 @@ class CopyOut {
     SlotQueue &queue() { return queue_; }
     // The same, ahead of all and whatever the policy.
     SlotQueue &awaited() { return awaited_; }
-    // Forgets what is queued.
+    // Forgets what is queued, and what an engine has told of its device.
     void clear();
+    // Copies out of these slots have ended.
+    void ended(std::span<const Slot> sources);
     bool has_queue() const { return queue_.size() || awaited_.size(); }
     // True if the next plan may copy queued blocks: a service that is away has no capacity.
     bool has_work(const HostIndex &target) { return queued(target) && target.capacity(); }

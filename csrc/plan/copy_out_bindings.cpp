@@ -138,7 +138,6 @@ void bind_contents(nb::module_ &module) {
         .def(
             "forget", [](DeviceContents &self, const Ids &ids) { self.forget(slots_of(ids)); }, "ids"_a,
             "Forget what is in these device blocks, without a copy.")
-        .def("forget_all", &DeviceContents::forget_all, "Forget every block.")
         .def(
             "sent",
             [](DeviceContents &self, std::uint64_t plan, const Ids &ids) { self.sent(plan, slots_of(ids)); },
@@ -167,7 +166,11 @@ void bind_planner(nb::module_ &module) {
         .def(
             "enqueue_awaited", [](CopyOut &self, const Ids &slots) { self.awaited().add(slots_of(slots)); },
             "slots"_a, "Queue blocks ahead of all and whatever their hits.")
-        .def("clear", &CopyOut::clear, "Forget what is queued.")
+        .def("clear", &CopyOut::clear, "Forget what is queued, and what an engine has told of its device.")
+        .def(
+            "ended",
+            [](CopyOut &self, const Ids &slots) { self.ended(slots_of(slots)); },
+            "slots"_a, "Record the end of copies out of these device slots.")
         .def(
             "queued", [](CopyOut &self, HostIndex &target) { return self.queued(target); }, "target"_a,
             "Return the number of blocks that wait for a plan.")

@@ -64,7 +64,7 @@ void DeviceContents::forget(std::span<const Slot> slots) {
         if (Block *const block = find(slot)) block->path.reset();
 }
 
-void DeviceContents::forget_all() {
+void DeviceContents::forget_told() {
     offers_.clear();
     for (const std::unique_ptr<Part> &part : parts_)
         if (part)

@@ -45,7 +45,7 @@ class DeviceContents : public DeviceIndex {
     // These device blocks have another content now.
     void forget(std::span<const Slot> slots);
     // Copies in flight still read the device blocks.
-    void forget_all();
+    void forget_told() override;
     // Which blocks the engine gives away next, coldest first.
     void next_evicted(std::span<const Slot> slots);
     // Notes which device blocks a plan reads.

@@ -32,6 +32,8 @@ class DeviceIndex {
     virtual BlockList coldest(std::uint32_t count) const = 0;
     // The slots of blocks that came since the last call. Nothing if others say which blocks came.
     virtual std::vector<Slot> take_offered() { return {}; }
+    // Forgets what others have told of the blocks. Nothing if nobody tells.
+    virtual void forget_told() {}
 
     // Starts and ends copies out of slots.
     virtual void hold(std::span<const Slot> slots) = 0;

@@ -9,8 +9,11 @@ from threading import RLock
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
+import msgspec
+
 from fdcache import tracing
-from fdcache.errors import ConfigurationError, PlanError
+from fdcache._core import Loads
+from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
@@ -20,8 +23,8 @@ from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.plans import Plans
 from fdcache.manager.results import LoadOutcome
-from fdcache.manager.tiers import LowerTiers
-from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferReport
+from fdcache.manager.tiers import Tiers
+from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
 from fdcache.service.wire.views import TreeNode
 from fdcache.settings import Settings, logs
 from fdcache.settings.cache import CacheSettings
@@ -29,8 +32,8 @@ from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
-from fdcache.tiers.host import HostCache
-from fdcache.tiers.reuse import ReuseReport
+from fdcache.tiers.host import HostCache, HostTier
+from fdcache.tiers.reuse import RecentReuse, ReuseReport
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage, Traffic
 
 RequestT_contra = TypeVar("RequestT_contra", bound=OffloadRequest, contravariant=True)
@@ -58,30 +61,42 @@ class KnownRequests(Protocol[RequestT_contra]):
 
 
 class TierManager(Generic[RequestT_contra]):
-    """Base of ``CacheManager`` and ``OffloadManager``: the tiers below the device, their time, hints and statistics.
+    """Base of ``CacheManager`` and ``OffloadManager``: all that does not depend on who owns the device cache.
 
-    A subclass sets ``_tiers``, ``_requests``, ``_plans``, ``_choices`` and ``_hints`` when it is made.
+    A subclass makes its ``_tiers``, ``_requests`` and ``_choices``, then calls ``_begin``.
     """
 
-    _tiers: LowerTiers
+    _tiers: Tiers
     _requests: KnownRequests[RequestT_contra]
-    _plans: Plans
     _choices: LoadChoices
-    _hints: RequestHints
+    _host: HostTier | None
 
     def __init__(
         self,
         settings: CacheSettings,
         layout: KVLayout,
         lookup: StorageConnector | None,
-        reuse_clock: Callable[[], float],
+        clock: Callable[[], float],
+        reuse_clock: Callable[[], float] | None,
     ) -> None:
         self.settings = settings
         self.layout = layout
         self._storage_lookup = lookup
         self._lock = RLock()
         self._counters = Counters()
-        self._reuse_clock = None if reuse_clock is time.monotonic else reuse_clock
+        self._clock = clock
+        self._hint_clock = reuse_clock or clock
+        self._reuse_clock = None if self._hint_clock is time.monotonic else self._hint_clock
+        self._must_look = True  # something may follow from what is not in the open plans
+
+    def _begin(self, loads: Loads) -> None:
+        """Make what every manager has beside its tiers and requests."""
+        layout, tiers = self.layout, self._tiers
+        self._host, self._service = tiers.host, tiers.service
+        self._plans = Plans(layout, self.settings.plan_timeout, tiers, loads, self._counters, self._clock)
+        self._hints = RequestHints(tiers, layout.block_size, self._hint_clock, layout.num_groups)
+        self._reuse = RecentReuse(tiers.reuse)
+        self._set_time()
 
     def _set_time(self) -> None:
         """Give the caller's time to the tiers, whose order of eviction depends on it."""
@@ -93,8 +108,8 @@ class TierManager(Generic[RequestT_contra]):
 
         Call it after every worker has shut down.
         """
-        if self._tiers.host and self._tiers.host.service is not None:
-            self._tiers.host.service.close()
+        if self._service is not None:
+            self._service.close()
         if self._storage_lookup is not None:
             self._storage_lookup.close()
 
@@ -115,7 +130,7 @@ class TierManager(Generic[RequestT_contra]):
     def shared_blocks_in_use(self) -> int:
         """Pins and slots being written of this engine in a service's tier; 0 without a service."""
         host = self._tiers.host
-        return host.in_use if host and host.service is not None else 0
+        return host.in_use if host and self._service is not None else 0
 
     @property
     def num_host_blocks(self) -> int:
@@ -164,7 +179,40 @@ class TierManager(Generic[RequestT_contra]):
             self._set_time()
             self._plans.apply(reports)
             self._choices.record(reports)
+            self._must_look = True
             return self._outcomes()
+
+    def _close_step(self) -> list[TransferPlan]:
+        """Tell a service how this engine does, close the step and return its plans."""
+        if self._service is None:
+            return self._plans.close(None)
+        self._service.report(self._figures)
+        self._service.flush()
+        return self._plans.close(self._service.plan_arena)
+
+    def _figures(self) -> bytes:
+        return msgspec.json.encode(
+            {**msgspec.structs.asdict(self.get_stats()), "reuse": self._reuse.recent()}
+        )
+
+    def finish(self, requests: Iterable[RequestT_contra], *, preempted: bool = False) -> None:
+        """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.
+
+        The hints of a request are taken then, unless it is ``preempted`` and comes back. Its loads in flight go on.
+        Raises ``RequestStateError`` for anything but requests.
+        """
+        ended = requests_of(requests)
+        with self._lock:
+            self._set_time()
+            self._release(ended)
+            for request in ended:
+                if request.hints and not preempted:
+                    request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
+        story.finished((request.request_id for request in ended), preempted=preempted)
+
+    def _release(self, requests: list[RequestT_contra]) -> None:
+        """Give up what requests hold that end."""
+        raise NotImplementedError
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. What they copy stays held until the reports."""
@@ -183,6 +231,7 @@ class TierManager(Generic[RequestT_contra]):
             self._requests.forget_found(f"rank {rank}: its process is gone")
             self._plans.lose_rank(rank)
             self._tiers.worker_lost()
+            self._must_look = True
             return self._outcomes()
 
     def reset_cache(self) -> int:
@@ -193,6 +242,7 @@ class TierManager(Generic[RequestT_contra]):
         """
         with self._lock:
             self._requests.forget_found("the cache was reset")
+            self._must_look = True
             return self._tiers.reset()
 
     def _outcomes(self) -> list[LoadOutcome]:
@@ -239,6 +289,7 @@ class TierManager(Generic[RequestT_contra]):
             return self._take_hints(request, hints)
 
     def _take_hints(self, request: RequestT_contra, hints: Iterable[Hint]) -> list[HintOutcome]:
+        self._must_look = True
         return self._hints.take(request.request_id, hints, request.block_hashes, request.num_prompt_tokens)
 
     def take_hint_outcomes(self) -> list[HintOutcome]:
@@ -264,6 +315,7 @@ class TierManager(Generic[RequestT_contra]):
             return self._change_layout(layout)
 
     def _change_layout(self, layout: KVLayout) -> int:
+        self._must_look = True
         forgotten = self._tiers.change_layout(layout)
         self._requests.change_fingerprint(layout.fingerprint)
         self.layout = layout
@@ -306,34 +358,57 @@ class TierManager(Generic[RequestT_contra]):
         with self._lock:
             self._tiers.verify()
 
-    def _snapshot(
-        self, device: TierUsage, counters: Counters, queued_backups: int, held_blocks: int = 0
-    ) -> CacheStats:
+    def get_stats(self) -> CacheStats:
+        """Return a snapshot of tiers and counters; ``device`` has an engine's blocks as far as they were offered."""
+        with self._lock:
+            return self._snapshot()
+
+    def _device_usage(self) -> TierUsage:
+        """Return the blocks of the device cache."""
+        raise NotImplementedError
+
+    def _all_counters(self) -> Counters:
+        counters = msgspec.structs.replace(self._counters)
+        self._plans.count(counters)
+        return counters
+
+    def _snapshot(self) -> CacheStats:
         usage = {level: pool.usage() for level, pool in self._tiers.pools.items()}
-        host, storage, moving = self._tiers.host, self._tiers.storage, self._plans.blocks_in_flight
+        host, storage, copies = self._tiers.host, self._tiers.storage, self._tiers.copies
+        moving, hooks = self._plans.blocks_in_flight, self._plans.hooks
         return CacheStats(
-            device=device,
+            device=self._device_usage(),
             host=usage.get(CacheLevel.HOST),
-            counters=counters,
+            counters=self._all_counters(),
             live_requests=len(self._requests),
             plans_in_flight=self._plans.in_flight,
-            queued_backups=queued_backups,
+            queued_backups=copies.queued if copies else 0,
             queued_stores=storage.writes.queued if storage else 0,
             storing_blocks=moving(SwapPurpose.STORE),
             reading_blocks=moving(SwapPurpose.PREFETCH),
             storage=usage.get(CacheLevel.STORAGE),
             sending_blocks=moving(SwapPurpose.SEND),
             fetching_blocks=moving(SwapPurpose.FETCH),
-            held_blocks=held_blocks,
+            held_blocks=hooks.held_blocks if hooks else 0,
             traffic=host.traffic.copy() if host else Traffic(),
             loads=self._choices.figures(),
-            handovers=self._plans.hooks.counts() if self._plans.hooks else [],
+            handovers=hooks.counts() if hooks else [],
             hints=self._hints.figures.copy(),
         )
 
     def _blocks_being_loaded(self) -> int:
         plans = self._plans
         return plans.blocks_in_flight(SwapPurpose.LOAD) + len(plans.open.loads) + len(plans.ahead.loads)
+
+
+def requests_of(requests: Iterable[RequestT_contra]) -> list[RequestT_contra]:
+    """Return requests as a list. Raises ``RequestStateError``."""
+    try:
+        return list(requests)
+    except TypeError as error:
+        raise RequestStateError(
+            f"requests has to be a list of requests, got {type(requests).__name__}"
+        ) from error
 
 
 def settings_for(layout: KVLayout, settings: Settings | None) -> Settings:

@@ -6,32 +6,27 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
-import msgspec
-
 from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
 from fdcache.errors import RequestStateError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.base import TierManager, lookup_for, settings_for
+from fdcache.manager.base import TierManager, lookup_for, requests_of, settings_for
 from fdcache.manager.cost import NO_PRIORS, Priors
-from fdcache.manager.hints import RequestHints
 from fdcache.manager.hooks import HandoverHooks, HookedParts
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
 from fdcache.manager.loads import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.notes import describe
-from fdcache.manager.plans import Plans
 from fdcache.manager.requests import LiveRequests, Request
 from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, MatchStatus
-from fdcache.manager.tiers import Tiers, make_tiers
+from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.host import HostService
-from fdcache.tiers.reuse import RecentReuse
-from fdcache.tiers.statistics import CacheStats, Counters
+from fdcache.tiers.statistics import Counters, TierUsage
 
 _ALLOCATIONS = AllocationForms(Allocation, AllocationFailure.NO_BLOCKS, AllocationFailure.DEFERRED)
 
@@ -71,7 +66,6 @@ class CacheManager(TierManager[Request]):
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
 
-    _tiers: Tiers
     _requests: LiveRequests
 
     def __init__(
@@ -87,16 +81,14 @@ class CacheManager(TierManager[Request]):
         loads_ahead: Callable[[], bool] | bool = True,
     ) -> None:
         layout.require_one_group("CacheManager")
-        reuse_clock = clock if reuse_clock is None else reuse_clock
-        super().__init__(settings, layout, lookup, reuse_clock)
+        super().__init__(settings, layout, lookup, clock, reuse_clock)
         self._state = ManagerState.RUNNING
         self._lookahead_tokens = settings.lookahead_tokens
         counters = self._counters
         tiers = self._tiers = make_tiers(
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
-        self._device, self._host = tiers.device, tiers.host
-        self._service = tiers.host.service if tiers.host is not None else None
+        self._device = tiers.own_device
         self._requests = LiveRequests(settings, layout, tiers, counters)
         ahead = make_loads_ahead(
             layout, tiers, self._requests.loads, counters, lambda: self._plans.ahead, loads_ahead
@@ -113,10 +105,7 @@ class CacheManager(TierManager[Request]):
             settings, layout, tiers, self._requests, counters, clock, self._choices, ahead
         )
         self._hooks: HandoverHooks | None = None
-        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests.loads, counters, clock)
-        self._reuse = RecentReuse(tiers.reuse)
-        self._hints = RequestHints(tiers, layout.block_size, reuse_clock)
-        self._set_time()
+        self._begin(self._requests.loads)
 
     @classmethod
     def from_settings(
@@ -127,6 +116,7 @@ class CacheManager(TierManager[Request]):
         device_bytes: int | Callable[[], int] | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reuse_clock: Callable[[], float] | None = None,
         loads_ahead: Callable[[], bool] | bool = True,
     ) -> CacheManager:
         """Make a manager from settings, by default those of the environment.
@@ -147,6 +137,7 @@ class CacheManager(TierManager[Request]):
                 storage=settings.storage_tier,
                 lookup=store,
                 clock=clock,
+                reuse_clock=reuse_clock,
                 priors=calibrated_priors(settings),
                 loads_ahead=loads_ahead,
             )
@@ -177,7 +168,7 @@ class CacheManager(TierManager[Request]):
             return
         with self._lock:
             if self._state is ManagerState.RUNNING:
-                for request in requests:
+                for request in requests_of(requests):
                     self._matcher.begin(request)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
@@ -186,29 +177,19 @@ class CacheManager(TierManager[Request]):
         Raises ``RequestStateError`` for a request that is matched or running already, ``HashingError`` for tokens
         that cannot be hashed; no request is matched then.
         """
-        requests = list(requests)
+        requests = requests_of(requests)
         with self._lock:
             self._set_time()
             if self._service is not None:
                 self._reset_device_if_asked(self._service)
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
-            if self._hooks is None or not any(map(self._requests.is_finishing, requests)):
-                return self._matcher.match(requests)
-            matched = iter(
-                self._matcher.match([each for each in requests if not self._requests.is_finishing(each)])
-            )
-            return [
-                MatchResult(each.request_id, MatchStatus.DEFERRED)
-                if self._requests.is_finishing(each)
-                else next(matched)
-                for each in requests
-            ]
+            return self._matcher.match(requests)
 
     def unmatch(self, requests: Iterable[Request]) -> None:
         """Undo matches that no allocation followed: unpin their blocks. Reads from storage go on."""
         with self._lock:
-            for request in requests:
+            for request in requests_of(requests):
                 if self._hooks is not None:
                     self._hooks.unmatched(request)
                 self._requests.unmatch(request)
@@ -265,16 +246,7 @@ class CacheManager(TierManager[Request]):
             self._hints.settle()
             if self._state is ManagerState.RUNNING:
                 self._plans.plan_background()
-            if self._service is None:
-                return self._plans.close(None)
-            self._service.report(self._figures)
-            self._service.flush()
-            return self._plans.close(self._service.plan_arena)
-
-    def _figures(self) -> bytes:
-        return msgspec.json.encode(
-            {**msgspec.structs.asdict(self.get_stats()), "reuse": self._reuse.recent()}
-        )
+            return self._close_step()
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Publish the full blocks of each request's first ``num_tokens`` tokens, which have their KV on every rank.
@@ -330,24 +302,13 @@ class CacheManager(TierManager[Request]):
             for request in requests:
                 describe(self._service, request)
 
-    def finish(self, requests: Iterable[Request], *, preempted: bool = False) -> None:
-        """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent.
-
-        The hints of a request are taken then, unless it is ``preempted`` and comes back.
-        """
-        requests = list(requests)
-        with self._lock:
-            self._set_time()
-            if self._hooks is not None:
-                for request in requests:
-                    self._hooks.released(request)
-            self._requests.finish(requests)
-            self._choices.forget(requests)
-            self._matcher.forget(requests)
+    def _release(self, requests: list[Request]) -> None:
+        if self._hooks is not None:
             for request in requests:
-                if request.hints and not preempted:
-                    request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
-        story.finished((request.request_id for request in requests), preempted=preempted)
+                self._hooks.released(request)
+        self._requests.finish(requests)
+        self._choices.forget(requests)
+        self._matcher.forget(requests)
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
@@ -406,20 +367,12 @@ class CacheManager(TierManager[Request]):
         """Device blocks that are neither held nor cached."""
         return self._device.stats().free
 
-    def get_stats(self) -> CacheStats:
-        """Return a snapshot of tiers and counters."""
-        with self._lock:
-            return self._snapshot(
-                self._device.usage(),
-                self._all_counters(),
-                self._tiers.copies.queued if self._tiers.copies is not None else 0,
-                self._hooks.held_blocks if self._hooks else 0,
-            )
+    def _device_usage(self) -> TierUsage:
+        return self._device.usage()
 
     def _all_counters(self) -> Counters:
-        counters = msgspec.structs.replace(self._counters)
+        counters = super()._all_counters()
         self._requests.count(counters)
-        self._plans.count(counters)
         return counters
 
     def free_device_blocks(self) -> list[int]:

@@ -39,7 +39,6 @@ class CopyOut:
         clock: Callable[[], float],
         on_displaced: Callable[[HashArray], None] | None = None,
     ) -> None:
-        self._device = device
         self._host = host
         self._on_displaced = on_displaced
         self._counters = counters
@@ -75,8 +74,6 @@ class CopyOut:
     def forget(self) -> None:
         """Forget what is queued, and what an engine has told, as after a reset."""
         self._native.clear()
-        if isinstance(self._device, DeviceContents):
-            self._device.forget_all()
 
     @property
     def queued(self) -> int:
@@ -141,8 +138,7 @@ class CopyOut:
         A tier takes a block below a parent that it has. A copy below one in flight, on another stream, may be reported
         first; neither order of the reports costs a block.
         """
-        if isinstance(self._device, BlockPool):
-            self._device.unhold(result.swap.src_block_ids)
+        self._native.ended(result.swap.src_block_ids)
         yield from self._part_that_may_end(result)
 
     def ended_early(self) -> Iterator[SwapInFlight]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from fdcache.errors import HintError
 from fdcache.groups import record_keys
 from fdcache.hints import GivenHint, Hint, HintOutcome
-from fdcache.manager.tiers import LowerTiers
+from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray
 from fdcache.tiers.hint_book import HintBook
 from fdcache.tiers.statistics import HintFigures
@@ -17,13 +17,12 @@ class RequestHints:
     """Takes hints of requests that end to all tiers, and collects what became of them."""
 
     def __init__(
-        self, tiers: LowerTiers, block_size: int, clock: Callable[[], float], num_groups: int = 1
+        self, tiers: Tiers, block_size: int, clock: Callable[[], float], num_groups: int = 1
     ) -> None:
         self.figures = HintFigures()
         own = list(tiers.own_pools.values())
         self._book = HintBook(lambda: own, clock, self.figures) if own else None
-        service = tiers.host.service if tiers.host is not None else None
-        self._service = service.hints if service is not None else None
+        self._service = tiers.service.hints if tiers.service is not None else None
         self._block_size = block_size
         self._num_groups = num_groups
 

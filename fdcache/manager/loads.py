@@ -262,4 +262,4 @@ def make_loads_ahead(
     if not allowed or host is None or tiers.fetches is None or copies is None:
         return None
     may_load = allowed if callable(allowed) else lambda: True
-    return LoadsAhead(layout, tiers.device, host, copies, loads, counters, plan, may_load)
+    return LoadsAhead(layout, tiers.own_device, host, copies, loads, counters, plan, may_load)

@@ -63,11 +63,11 @@ class PrefixMatcher:
         self._ahead = ahead
         self._defer_timeout = settings.defer_timeout
         self._choices = choices
-        self._service = tiers.host.service if tiers.host is not None else None
+        self._service = tiers.service
         self._fetches = tiers.fetches
         self._table = tiers.host.fetch_table if tiers.host is not None else None
         self._waits = Waits(choices, clock, tiers.host)
-        self._on_device = partial(leading_ready, tiers.device)
+        self._on_device = partial(leading_ready, tiers.own_device)
         self._requests = requests
         self._counters = counters
         self._clock = clock
@@ -97,7 +97,10 @@ class PrefixMatcher:
         one round trip. Raises ``RequestStateError`` or ``HashingError`` before any request is matched.
         """
         began = story.match_begins(each.request_id for each in requests)
-        found = self._find(requests)
+        if self._requests.is_sending and any(map(self._requests.is_finishing, requests)):
+            found = self._find_unless_finishing(requests)
+        else:
+            found = self._find(requests)
         if self._choices.has_open:
             for each in found:
                 if each.status is MatchStatus.MATCHED:
@@ -105,6 +108,17 @@ class PrefixMatcher:
                     self._choices.matched(each.request_id, each.num_device_blocks, to_load)
         story.matched(found, began)
         return found
+
+    def _find_unless_finishing(self, requests: list[Request]) -> list[MatchResult]:
+        """Defer the requests that have finished and whose blocks are still being sent; match the others."""
+        others = [each for each in requests if not self._requests.is_finishing(each)]
+        found = iter(self._find(others))
+        return [
+            MatchResult(each.request_id, MatchStatus.DEFERRED)
+            if self._requests.is_finishing(each)
+            else next(found)
+            for each in requests
+        ]
 
     def _find(self, requests: list[Request]) -> list[MatchResult]:
         if self._service is not None:

@@ -8,36 +8,26 @@ from operator import index
 from typing import SupportsIndex
 from uuid import uuid4
 
-import msgspec
-
 from fdcache._core import DeviceContents, DevicePath
 from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.base import TierManager, lookup_for, settings_for
-from fdcache.manager.copy_out import CopyOut
+from fdcache.manager.base import TierManager, lookup_for, requests_of, settings_for
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.device_contents import NO_BLOCK, device_ids_of, require_distinct, table_of
-from fdcache.manager.hints import RequestHints
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
 from fdcache.manager.notes import describe
 from fdcache.manager.offloaded import OffloadedRequests, Tracked
-from fdcache.manager.plans import Plans
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
-from fdcache.manager.tiers import LowerTiers, make_lower_tiers, on_displaced
-from fdcache.metadata import (
-    HashArray,
-    Int32Array,
-    TransferPlan,
-    TransferReport,
-)
+from fdcache.manager.tiers import make_tiers
+from fdcache.metadata import HashArray, Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.host import HostService, HostTier
-from fdcache.tiers.statistics import CacheStats, TierUsage
+from fdcache.tiers.statistics import TierUsage
 
 
 class OffloadManager(TierManager[OffloadRequest]):
@@ -46,28 +36,29 @@ class OffloadManager(TierManager[OffloadRequest]):
     ::
 
         with OffloadManager.from_settings(layout) as manager:
-            manager.begin(request)                                    # it arrives
+            manager.begin([request])                                  # it arrives
             found = manager.match(request, device_tokens)             # again in each step until it is admitted
             manager.load(request, device_ids)                         # of the blocks that were found
             manager.evicted(ids)                                      # blocks that get another content in this step
             plans = manager.take_plans()                              # send them to every rank, then compute the step
             manager.offer(request, num_tokens, block_table)           # what the request has after that step
             outcomes = manager.apply(reports)                         # of every rank
-            manager.finish(request)
+            manager.finish([request])
 
     No device block is held. Every rank submits the plans in order, each before the step computes: a plan's copies run
     behind the steps before it. Calls are thread-safe and take requests that are unknown or have ended. Arguments of
     other types raise ``RequestStateError`` or ``PlanError`` naming them.
 
-    ``settings``, ``layout``, ``storage``, ``lookup``, ``clock``, ``priors``: as for ``CacheManager``; the
-    device blocks of the settings have no effect. ``streams=True``: a match also promises blocks that are still being
-    read from storage, once the first of them have come. ``load`` then loads those that are there, and each
-    ``take_plans`` others, while the engine computes other requests: a request that loads is computed after its
-    ``LoadOutcome``. It has no effect with several groups of layers, or with windows. Raises ``ConfigurationError``
-    without a host tier, and for windows with the write policy ``write_through_selective``.
+    ``settings`` to ``priors``: as for ``CacheManager``; the device blocks of the settings have no effect.
+    ``streams=True``: a match also promises blocks that are still being read from storage, once the first of them have
+    come. ``load`` then loads those that are there, and each ``take_plans`` others, while the engine computes other
+    requests: a request that loads is computed after its ``LoadOutcome``. It has no effect with several groups of
+    layers, or with windows. Raises ``ConfigurationError`` without a host tier, and for windows with the write policy
+    ``write_through_selective``.
     """
 
     _requests: OffloadedRequests
+    _host: HostTier
 
     def __init__(
         self,
@@ -77,27 +68,32 @@ class OffloadManager(TierManager[OffloadRequest]):
         storage: StorageTierSettings | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reuse_clock: Callable[[], float] | None = None,
         priors: Priors = NO_PRIORS,
         streams: bool = False,
     ) -> None:
-        super().__init__(settings, layout, lookup, clock)
+        super().__init__(settings, layout, lookup, clock, reuse_clock)
         if any(layout.windows) and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             raise ConfigurationError(
                 "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows a prefix has left the device in "
                 "part when it is reused, and could not be stored then; use write_through"
             )
         counters = self._counters
-        host, storage_tier = make_lower_tiers(
-            settings, layout, storage or StorageTierSettings(), lookup, counters, clock
-        )
-        self._host = _required(host)
-        self._service = self._host.service
         self._contents = DeviceContents()
-        self._copies = CopyOut(
-            settings, self._contents, self._host.index, counters, clock, on_displaced(storage_tier)
+        tiers = self._tiers = make_tiers(
+            settings,
+            layout,
+            storage or StorageTierSettings(),
+            lookup,
+            counters,
+            clock,
+            self._contents,
         )
-        tiers = self._tiers = LowerTiers(self._host, storage_tier, self._copies, self._host.fetches)
-        tiers.record_events(settings.event_buffer)
+        if tiers.host is None or tiers.copies is None:
+            raise ConfigurationError(
+                "an engine with a device cache of its own needs a host tier; set FDCACHE_HOST_MEMORY or FDCACHE_SERVER"
+            )
+        self._host, self._copies = tiers.host, tiers.copies
         self._choices = LoadChoices(
             settings.load_or_recompute,
             layout,
@@ -110,13 +106,9 @@ class OffloadManager(TierManager[OffloadRequest]):
             settings, layout, self._host, counters, clock, self._choices, streams=streams
         )
         self._loads = self._requests.native_loads
-        self._plans = Plans(layout, settings.plan_timeout, tiers, self._loads, counters, clock)
-        self._hints = RequestHints(tiers, layout.block_size, clock, layout.num_groups)
-        self._clock = clock
-        self._looks_always = storage_tier is not None or self._service is not None
-        self._must_look = True  # something may follow from what is not in the open plans
+        self._looks_always = tiers.storage is not None or tiers.service is not None
         self._has_planned = False
-        self._set_time()
+        self._begin(self._loads)
 
     @classmethod
     def from_settings(
@@ -126,6 +118,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         *,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reuse_clock: Callable[[], float] | None = None,
         streams: bool = False,
     ) -> OffloadManager:
         """Make a manager from settings, by default those of the environment; see ``CacheManager.from_settings``.
@@ -141,6 +134,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 storage=settings.storage_tier,
                 lookup=store,
                 clock=clock,
+                reuse_clock=reuse_clock,
                 priors=calibrated_priors(settings),
                 streams=streams,
             )
@@ -157,15 +151,18 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def begin(self, request: OffloadRequest, *, whole_prompt: bool = False) -> None:
-        """Hash a request that has arrived, and start to read its blocks from storage into the host tier.
+    def begin(self, requests: Iterable[OffloadRequest], *, whole_prompt: bool = False) -> None:
+        """Hash requests that have arrived, and start to read their blocks from storage into the host tier.
 
         ``whole_prompt``: as for ``match``.
         """
-        self._requests.prepare(request, keeps_gil=True)
+        requests = requests_of(requests)
+        for request in requests:
+            self._requests.prepare(request, keeps_gil=True)
         with self._lock:
             self._set_time()
-            self._requests.begin_fetch(self._requests.track(request), whole_prompt)
+            for request in requests:
+                self._requests.begin_fetch(self._requests.track(request), whole_prompt)
 
     def match(
         self, request: OffloadRequest, device_tokens: int, *, whole_prompt: bool = False
@@ -213,11 +210,18 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             return self._tiers.path_to(key)
 
-    def unmatch(self, request: OffloadRequest) -> None:
-        """Unpin what ``match`` has found; reads from storage go on."""
+    def leave_reads(self, request: OffloadRequest) -> None:
+        """Have what is being read for a request read to its end, for requests to come."""
         with self._lock:
             if (tracked := self._requests.get(request)) is not None:
-                self._requests.unpin(tracked)
+                self._requests.leave_fetch(tracked)
+
+    def unmatch(self, requests: Iterable[OffloadRequest]) -> None:
+        """Unpin what ``match`` has found; reads from storage go on."""
+        with self._lock:
+            for request in requests_of(requests):
+                if (tracked := self._requests.get(request)) is not None:
+                    self._requests.unpin(tracked)
 
     def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
         """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
@@ -237,7 +241,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._set_time()
             tracked = self._requests.get(request)
             if tracked is None or not tracked.remaining or tracked.arena != self._requests.arena:
-                self.unmatch(request)
+                self.unmatch([request])
                 return 0
             self._count_lookup(tracked)
             ids = ids[: min(len(ids) // self.layout.num_groups * self.layout.num_groups, tracked.remaining)]
@@ -307,25 +311,17 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._contents.next_evicted(ids)
             self._must_look = True
 
-    def finish(self, request: OffloadRequest, *, keeps_reads: bool = False) -> None:
-        """End, abort or forget a request. Idempotent; loads in flight still end with a ``LoadOutcome``.
-
-        Its hints are taken then. ``begin``, ``match`` and ``offer`` begin it anew, and it has to be finished again.
-        ``keeps_reads``: what is being read from storage for it is read to its end, for requests to come.
-        """
-        with self._lock:
-            self._set_time()
-            self._requests.finish(request, keeps_reads=keeps_reads)
-            if request.hints:
-                request.hint_outcomes, request.hints = self.hint(request, request.hints), ()
-        story.finished((request.request_id,))
+    def _release(self, requests: list[OffloadRequest]) -> None:
+        """Forget requests; ``begin``, ``match`` and ``offer`` begin one anew, and it has to be finished again."""
+        for request in requests:
+            self._requests.finish(request)
 
     def _give_away(self, ids: Int32Array) -> None:
         if self._copies.give_away(ids, self._contents, self._plans.open, self._plans.ledger):
             self._has_planned = True
 
     def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> list[HintOutcome]:
-        self._must_look = True
+        self._requests.prepare(request)
         return super()._take_hints(request, hints)
 
     def _count_lookup(self, tracked: Tracked) -> None:
@@ -355,12 +351,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._hints.settle()
             self._requests.loads.plan_parts(self._plans.ahead, self._requests.look)
             self._plans.plan_background()
-            arena = None
-            if (service := self._service) is not None:
-                service.report(lambda: msgspec.json.encode(self.get_stats()))
-                service.flush()
-                arena = service.plan_arena
-            plans = self._plans.close(arena)
+            plans = self._close_step()
             for plan in plans:
                 for swap in (plan.evictions, plan.backups):
                     if swap is not None:
@@ -376,14 +367,6 @@ class OffloadManager(TierManager[OffloadRequest]):
         """
         with self._lock:
             return self._requests.loads.loads_of(plan_id)
-
-    def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
-        """Count the ranks' reports; return the loads that ended with them. See ``CacheManager.apply``."""
-        reports = list(reports)
-        with self._lock:
-            outcomes = super().apply(reports)
-            self._must_look = True
-            return outcomes
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once, and unpin matches that nothing has asked for lately.
@@ -408,18 +391,6 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
-    def worker_lost(self, rank: int) -> list[LoadOutcome]:
-        """Forget the blocks that a rank had a part of, once its process is gone. See ``CacheManager.worker_lost``."""
-        with self._lock:
-            self._must_look = True
-            return super().worker_lost(rank)
-
-    def reset_cache(self) -> int:
-        """Forget every block of every tier; return their number. See ``CacheManager.reset_cache``."""
-        with self._lock:
-            self._must_look = True
-            return super().reset_cache()
-
     def weights_changed(self) -> int:
         """Forget every block after the engine has loaded other weights in place; return the number in this process.
 
@@ -428,7 +399,6 @@ class OffloadManager(TierManager[OffloadRequest]):
         clears the workers' local storage; a service and a store keep their blocks for others.
         """
         with self._lock:
-            self._must_look = True
             named = self.layout.revision.partition("+")[0]
             return self._change_layout(self.layout.with_revision(f"{named}+{uuid4().hex[:16]}"))
 
@@ -436,13 +406,8 @@ class OffloadManager(TierManager[OffloadRequest]):
         """Return True if an operator of the service asked since the last call to reset the device cache."""
         return self._service is not None and self._service.take_device_reset()
 
-    def get_stats(self) -> CacheStats:
-        """Return a snapshot of tiers and counters; ``device`` has the engine's blocks as far as they were offered."""
-        with self._lock:
-            device = TierUsage(blocks=self._contents.num_blocks, ready=self._contents.num_known)
-            counters = msgspec.structs.replace(self._counters)
-            self._plans.count(counters)
-            return self._snapshot(device, counters, self._copies.queued)
+    def _device_usage(self) -> TierUsage:
+        return TierUsage(blocks=self._contents.num_blocks, ready=self._contents.num_known)
 
 
 def _count(name: str, value: SupportsIndex) -> int:
@@ -454,11 +419,3 @@ def _count(name: str, value: SupportsIndex) -> int:
     if count < 0:
         raise RequestStateError(f"{name} has to be an int from 0 on, got {value!r}")
     return count
-
-
-def _required(host: HostTier | None) -> HostTier:
-    if host is None:
-        raise ConfigurationError(
-            "an engine with a device cache of its own needs a host tier; set FDCACHE_HOST_MEMORY or FDCACHE_SERVER"
-        )
-    return host

@@ -184,8 +184,8 @@ class OffloadedRequests:
         tracked = self._tracked[request.request_id] = Tracked(request)
         return tracked
 
-    def finish(self, request: OffloadRequest, *, keeps_reads: bool = False) -> None:
-        """Unpin what a request has, and end its reads from storage; with ``keeps_reads`` those not begun alone."""
+    def finish(self, request: OffloadRequest) -> None:
+        """Unpin what a request has, and end its reads from storage."""
         tracked = self.get(request)
         if tracked is None:
             return
@@ -195,9 +195,7 @@ class OffloadedRequests:
             self.native_loads.cut_off(tracked.load.load, "the request has ended")
         self._choices.forget([request])
         self._waits.forget(request)
-        if keeps_reads:
-            self._leave_fetch(tracked)
-        elif tracked.fetch and self._fetches is not None:
+        if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
 
     def _keys(self, tracked: Tracked) -> HashArray:
@@ -389,7 +387,7 @@ class OffloadedRequests:
         """Plan to load the blocks found into these device blocks; return how many of them are planned now."""
         run, first = tracked.take(len(ids)), tracked.device_blocks
         if tracked.coming and len(run) == len(ids):
-            self._leave_fetch(tracked)
+            self.leave_fetch(tracked)
         tracked.load = self.loads.plan(tracked.request, first, ids, run, plan)
         return len(run)
 
@@ -402,10 +400,10 @@ class OffloadedRequests:
         if stop is None:
             self._unpin_fetch(tracked)
         elif load.planned + len(found) == load.stop:
-            self._leave_fetch(tracked)
+            self.leave_fetch(tracked)
         return found, stop is not None
 
-    def _leave_fetch(self, tracked: Tracked) -> None:
+    def leave_fetch(self, tracked: Tracked) -> None:
         """Wait for no read any more, as the load needs no other block; what is being read is read to its end."""
         if self._fetches is not None and tracked.fetch:
             self._fetches.leave(tracked.fetch, keep=True)

@@ -9,7 +9,7 @@ from fdcache._core import InFlightPlan, Loads, PlanReports
 from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.hooks import HandoverHooks
-from fdcache.manager.tiers import LowerTiers, Tiers
+from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import OpenPlan, PlanLedger
 from fdcache.tiers.statistics import Counters
@@ -25,7 +25,7 @@ class Plans:
         self,
         layout: KVLayout,
         timeout: float,
-        tiers: LowerTiers,
+        tiers: Tiers,
         loads: Loads,
         counters: Counters,
         clock: Callable[[], float],
@@ -45,9 +45,8 @@ class Plans:
 
     def _make_reports(self) -> PlanReports:
         tiers, host = self._tiers, self._tiers.host
-        device = tiers.device if isinstance(tiers, Tiers) else None
         index, traffic = (None, None) if host is None else (host.index, host.traffic)
-        return PlanReports(self._ledger, self._loads, device, index, traffic, tiers.storage is not None)
+        return PlanReports(self._ledger, self._loads, tiers.device, index, traffic, tiers.storage is not None)
 
     def count(self, counters: Counters) -> None:
         """Add what the native side has counted."""

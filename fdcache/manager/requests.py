@@ -177,7 +177,7 @@ class LiveRequests:
         self._planned: list[PlannedFetch] = []
         copies = tiers.copies
         self._blocks = BlockManager(
-            tiers.device,
+            tiers.own_device,
             layout.block_size,
             layout.fingerprint,
             settings.lookahead_tokens,
@@ -312,6 +312,11 @@ class LiveRequests:
         if not request._sends and request._is_finishing:
             request._is_finishing = False
             self.finish([request])
+
+    @property
+    def is_sending(self) -> bool:
+        """True if blocks of some request are being sent."""
+        return self._num_sends > 0
 
     def is_finishing(self, request: Request) -> bool:
         """Return True for a request that has finished, and whose blocks are still being sent."""

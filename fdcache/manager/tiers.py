@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fdcache._core import InFlightPlan, SwapInFlight
+from fdcache._core import DeviceContents, InFlightPlan, SwapInFlight
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
@@ -25,7 +25,7 @@ from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePoli
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent, events_of
 from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
-from fdcache.tiers.host import HostCache, HostTier, LocalHostTier, complete_copies
+from fdcache.tiers.host import HostCache, HostService, HostTier, LocalHostTier, complete_copies
 from fdcache.tiers.pool import ABSENT, HOST_SPARE, READY, BlockPool
 from fdcache.tiers.reuse import Reports, ReuseReport
 from fdcache.tiers.statistics import Counters, MemoryUsage
@@ -36,16 +36,33 @@ Arrived = tuple[CacheSwapMetadata, HashArray]
 
 
 @dataclass(frozen=True)
-class LowerTiers:
-    """Host and storage tier below a device cache; ``copies`` go to the host, ``fetches`` read from storage.
+class Tiers:
+    """The tiers of one manager; ``copies`` go to the host, ``fetches`` read from storage.
 
-    Parts that the settings turn off are None. ``copies`` need a host tier, and so does a storage tier of this process.
+    Parts that the settings turn off are None; ``device`` is None where the engine owns the device cache. ``copies``
+    need a host tier, and so does a storage tier of this process.
     """
 
     host: HostTier | None
     storage: StorageTier | None
     copies: CopyOut | None
-    fetches: Fetches | None
+    device: BlockPool | None = None
+
+    @property
+    def fetches(self) -> Fetches | None:
+        """The reads from storage."""
+        return self.host.fetches if self.host is not None else None
+
+    @property
+    def own_device(self) -> BlockPool:
+        """The device tier of a manager that owns the device cache."""
+        assert self.device is not None
+        return self.device
+
+    @property
+    def service(self) -> HostService | None:
+        """What only the host tier of a service has."""
+        return self.host.service if self.host is not None else None
 
     @property
     def pools(self) -> dict[CacheLevel, BlockPool | HostTier]:
@@ -59,6 +76,8 @@ class LowerTiers:
     def own_pools(self) -> dict[CacheLevel, BlockPool]:
         """The tiers of this process, from the top down."""
         pools: dict[CacheLevel, BlockPool] = {}
+        if self.device is not None:
+            pools[CacheLevel.DEVICE] = self.device
         if self.host is not None and self.host.pool is not None:
             pools[CacheLevel.HOST] = self.host.pool
         if self.storage is not None and self.storage.pool is not None:
@@ -84,6 +103,9 @@ class LowerTiers:
             assert self.storage is not None
             self.storage.complete(flight)
             return
+        if isinstance(flight.plan, PeerTask):
+            self._complete_handover(flight, counters)
+            return
         for purpose, result in flight.swaps.items():
             if purpose is SwapPurpose.LOAD or self.copies is None:
                 self._complete_copies(result, counters)
@@ -92,7 +114,17 @@ class LowerTiers:
                 self._complete_copies(part, counters)
 
     def queue_awaited(self) -> None:
-        """Queue backups of blocks that others in the storage wait for, where the device cache is known by hash."""
+        """Queue backups of blocks that others in the storage wait for, where the device cache is known by hash.
+
+        The write policy does not: they may have few hits, or count as copied since their record was being read.
+        """
+        storage, copies, host, device = self.storage, self.copies, self.host, self.device
+        if storage is None or not len(storage.awaited) or copies is None or host is None or device is None:
+            return
+        awaited = storage.awaited
+        wanted = (device.contains(awaited) == READY) & (host.index.contains(awaited) == ABSENT)
+        if wanted.any():
+            copies.enqueue_awaited(device.find(awaited[wanted]).slots)
 
     def complete_early(self, counters: Counters) -> None:
         """End the copies to the host that waited for copies above them."""
@@ -106,16 +138,26 @@ class LowerTiers:
         for swap, flags in copies:
             self.storage.blocks_arrived(swap, flags.view(np.bool_))
 
-    def _complete_copies(
-        self, result: SwapInFlight, counters: Counters, device: BlockPool | None = None
-    ) -> None:
+    def _complete_copies(self, result: SwapInFlight, counters: Counters) -> None:
         assert self.host is not None
-        complete_copies(result, device, self.host.index, counters)
+        complete_copies(result, self.device, self.host.index, counters)
         if self.storage:
             self.storage.blocks_arrived(result.swap, result.copied)
 
+    def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
+        """Make fetched blocks findable. Sent blocks stay what they are."""
+        for purpose, result in flight.swaps.items():
+            counters.count_copies(purpose, result.num_copied, result.size)
+            if purpose is SwapPurpose.FETCH:
+                assert self.device is not None
+                counters.blocks_corrupt_from_peer += int(np.count_nonzero(result.corrupt))
+                swap = result.swap
+                result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
+
     def reset_device(self) -> None:
         """Forget the blocks of the device cache and their queued backups."""
+        if self.device is not None:
+            self.device.reset()
         if self.copies is not None:
             self.copies.forget()
 
@@ -188,57 +230,6 @@ class LowerTiers:
             pool.record_events(capacity)
 
 
-@dataclass(frozen=True)
-class Tiers(LowerTiers):
-    """All tiers of a ``CacheManager``: its device tier, and those below."""
-
-    device: BlockPool
-
-    @property
-    def own_pools(self) -> dict[CacheLevel, BlockPool]:
-        """The tiers of this process, from the device down."""
-        return {CacheLevel.DEVICE: self.device, **super().own_pools}
-
-    def complete(self, flight: InFlightPlan, counters: Counters) -> None:
-        """End the transfers of a plan that every rank has reported: blocks that arrived can be found."""
-        if isinstance(flight.plan, PeerTask):
-            self._complete_handover(flight, counters)
-        else:
-            super().complete(flight, counters)
-
-    def queue_awaited(self) -> None:
-        """Queue backups of blocks that others in the storage wait for.
-
-        The write policy does not: they may have few hits, or count as copied since their record was being read.
-        """
-        storage, copies, host = self.storage, self.copies, self.host
-        if storage is None or not len(storage.awaited) or copies is None or host is None:
-            return
-        awaited = storage.awaited
-        wanted = (self.device.contains(awaited) == READY) & (host.index.contains(awaited) == ABSENT)
-        if wanted.any():
-            copies.enqueue_awaited(self.device.find(awaited[wanted]).slots)
-
-    def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
-        """Make fetched blocks findable. Sent blocks stay what they are."""
-        for purpose, result in flight.swaps.items():
-            counters.count_copies(purpose, result.num_copied, result.size)
-            if purpose is SwapPurpose.FETCH:
-                counters.blocks_corrupt_from_peer += int(np.count_nonzero(result.corrupt))
-                swap = result.swap
-                result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
-
-    def _complete_copies(
-        self, result: SwapInFlight, counters: Counters, device: BlockPool | None = None
-    ) -> None:
-        super()._complete_copies(result, counters, self.device)
-
-    def reset_device(self) -> None:
-        """Forget the blocks of the device tier and their queued backups."""
-        self.device.reset()
-        super().reset_device()
-
-
 def make_tiers(
     settings: CacheSettings,
     layout: KVLayout,
@@ -246,26 +237,29 @@ def make_tiers(
     lookup: StorageConnector | None,
     counters: Counters,
     clock: Callable[[], float],
+    contents: DeviceContents | None = None,
 ) -> Tiers:
-    """Return the tiers of the settings, empty. Raises ``ConfigurationError`` for settings that contradict."""
-    device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
-    host, storage = make_lower_tiers(settings, layout, storage_settings, lookup, counters, clock)
-    if host is not None:
-        device.set_below(host.index, settings.write_policy is WritePolicy.WRITE_BACK)
-    tiers = Tiers(
-        host=host,
-        storage=storage,
-        copies=CopyOut(settings, device, host.index, counters, clock, on_displaced(storage))
-        if host
-        else None,
-        fetches=host.fetches if host else None,
-        device=device,
-    )
+    """Return the tiers of the settings, empty. Raises ``ConfigurationError`` for settings that contradict.
+
+    ``contents``: what the engine tells of its own device cache; None for a device tier of the manager.
+    """
+    host, storage = _make_lower(settings, layout, storage_settings, lookup, counters, clock)
+    pool: BlockPool | None = None
+    if contents is None:
+        pool = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
+        if host is not None:
+            pool.set_below(host.index, settings.write_policy is WritePolicy.WRITE_BACK)
+    device = contents if pool is None else pool
+    displaced = storage.writes.on_evict if storage is not None else None
+    copies = None
+    if host is not None and device is not None:
+        copies = CopyOut(settings, device, host.index, counters, clock, displaced)
+    tiers = Tiers(host, storage, copies, pool)
     tiers.record_events(settings.event_buffer)
     return tiers
 
 
-def make_lower_tiers(
+def _make_lower(
     settings: CacheSettings,
     layout: KVLayout,
     storage_settings: StorageTierSettings,
@@ -278,11 +272,6 @@ def make_lower_tiers(
         return _shared_host(settings, layout, storage_settings), None
     host = _own_host(settings, layout)
     return host, _make_storage(settings, layout, storage_settings, lookup, host, counters, clock)
-
-
-def on_displaced(storage: StorageTier | None) -> Callable[[HashArray], None] | None:
-    """Return what is to hear of blocks that leave the host to make room."""
-    return storage.writes.on_evict if storage is not None else None
 
 
 def _own_host(settings: CacheSettings, layout: KVLayout) -> LocalHostTier | None:

@@ -240,7 +240,7 @@ class EngineDevice(Side):
         ids = [self.blocks.pop(block) for block in path[:have]] + given
         self.manager.offer(request, request.num_tokens, np.array(ids, np.int32))
         self.blocks.update(zip(reversed(path), reversed(ids), strict=True))
-        self.manager.finish(request)
+        self.manager.finish([request])
         if tail is not None:
             self.free.append(tail)
         return plans

@@ -345,7 +345,7 @@ def test_an_engine_with_its_own_device_cache_loads_what_is_worth_it(
 ) -> None:
     learn_offloading(offloading, compute=compute, load=load)
     request = Request("a", PATH)
-    offloading.manager.begin(request)
+    offloading.manager.begin([request])
     match = offloading.manager.match(request, 0)
     blocks = match.num_tokens // OFFLOADED.block_size
     assert choice == ("whole" if blocks == 4 else "part" if blocks else "nothing")
@@ -356,7 +356,7 @@ def test_an_engine_with_its_own_device_cache_loads_what_is_worth_it(
     (decision,) = offloading.manager.get_stats().loads.recent
     assert (decision.choice, decision.host_blocks, decision.reused_blocks) == (choice, 4, blocks)
     assert decision.true_seconds == 3.0
-    offloading.manager.finish(request)
+    offloading.manager.finish([request])
 
 
 def test_an_engine_with_its_own_device_cache_reads_nothing_that_is_sooner_computed(tmp_path: Path) -> None:
@@ -370,13 +370,13 @@ def test_an_engine_with_its_own_device_cache_reads_nothing_that_is_sooner_comput
     for _ in range(3):
         engine.manager._choices.model.storage.observe(4 * layout.record_bytes, 4 * SLOW, engine.now)
     request = Request("a", PATH)
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     match = engine.manager.match(request, 0)
     assert (match.status, match.num_tokens) == (MatchStatus.MATCHED, 0)
     stats = engine.manager.get_stats()
     assert stats.counters.blocks_requested_from_storage == 0
     assert [(each.choice, each.storage_blocks) for each in stats.loads.recent] == [("nothing", 4)]
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.close()
 
 
@@ -387,11 +387,11 @@ def test_loads_of_an_engine_with_its_own_device_cache_are_observed(offloading: O
     for number in range(3):
         assert not model.link.is_known
         request = Request(f"{number}", PATH)
-        offloading.manager.begin(request)
+        offloading.manager.begin([request])
         offloading.manager.match(request, 0)
         assert offloading.manager.load(request, ids(8, 9, 10, 11)) == 4
         offloading.settle()
-        offloading.manager.finish(request)
+        offloading.manager.finish([request])
     assert model.link.is_known
 
 

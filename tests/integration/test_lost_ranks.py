@@ -54,7 +54,7 @@ def test_blocks_given_away_in_a_step_that_loses_a_rank_are_not_stored(
     request = begun(engine, "a", prompt(1, 2, 3))
     engine.compute(request, [0, 1, 2])
     manager.offer(request, 3 * BLOCK, ids(0, 1, 2))
-    manager.finish(request)
+    manager.finish([request])
     manager.evicted(ids(0, 1, 2))
     assert manager.worker_lost(1) == []
     replace_worker(engine, 1)
@@ -70,7 +70,7 @@ def test_blocks_given_away_in_a_step_that_loses_a_rank_are_not_stored(
     assert manager.load(again, ids(7, 8, 9)) == 3
     engine.settle()
     assert engine.holds(again, [7, 8, 9])
-    manager.finish(again)
+    manager.finish([again])
     end(engine, service)
 
 
@@ -92,7 +92,7 @@ def test_a_load_planned_in_a_step_that_loses_a_rank_ends_at_once(service: LocalS
     (outcome,) = engine.settle()
     assert outcome.status is LoadStatus.CONFIRMED
     assert engine.holds(request, [8, 9, 10])
-    manager.finish(request)
+    manager.finish([request])
     end(engine, service)
 
 

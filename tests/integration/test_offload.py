@@ -66,12 +66,12 @@ def test_two_engines_at_one_service_share_blocks(tmp_path: Path) -> None:
         writer, reader = at_service(service), at_service(service)
         writer.stored("first", prompt(1, 2, 3), [0, 1, 2], tenant="acme")
         request = Request("second", prompt(1, 2, 3), tenant="acme")
-        reader.manager.begin(request)
+        reader.manager.begin([request])
         while reader.manager.match(request, 0).num_tokens < 3 * BLOCK:
-            reader.manager.unmatch(request)  # not all of it is published yet
+            reader.manager.unmatch([request])  # not all of it is published yet
         assert reader.manager.match(request, 0).num_tokens == 3 * BLOCK
         load_all(reader, request, [7, 4, 5])
-        reader.manager.finish(request)
+        reader.manager.finish([request])
         writer.close()
         reader.close()
         assert service.ask("integrity") == []
@@ -85,7 +85,7 @@ def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(
         engine.stored("first", prompt(1, 2), [0, 1])
         until(lambda: ready_blocks(service) == 2, "it is published")
         request = Request("second", prompt(1, 2))
-        engine.manager.begin(request)
+        engine.manager.begin([request])
         assert found(engine, request).num_tokens == 2 * BLOCK
         host, link = engine.manager._host, engine.manager._host.service
         assert link is not None
@@ -111,7 +111,7 @@ def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(
             assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
         assert asked == [1]
         load_all(engine, request, [6, 7])
-        engine.manager.finish(request)
+        engine.manager.finish([request])
         engine.close()
 
 
@@ -123,12 +123,12 @@ def test_the_service_reads_for_a_request_that_has_arrived(tmp_path: Path) -> Non
         until(lambda: service.ask("storage")["blocks"] == 3, "they are in storage")
         service.ask("reset", tier="host")
         request = Request("second", prompt(1, 2, 3))
-        engine.manager.begin(request)
+        engine.manager.begin([request])
         until(lambda: engine.manager.match(request, 0).status is MatchStatus.MATCHED, "they are read")
         match = engine.manager.match(request, 0)
         assert (match.num_tokens, match.from_storage) == (3 * BLOCK, 3 * BLOCK)
         load_all(engine, request, [5, 6, 7])
-        engine.manager.finish(request)
+        engine.manager.finish([request])
         engine.close()
 
 
@@ -137,9 +137,9 @@ def test_without_the_service_nothing_is_found_and_nothing_waits(tmp_path: Path) 
     request = engine.stored("first", prompt(1, 2), [0, 1])
     assert not engine.manager.has_pending_work
     again = Request("again", request.tokens.tolist())
-    engine.manager.begin(again)
+    engine.manager.begin([again])
     assert engine.manager.match(again, 0).num_tokens == 0
-    engine.manager.finish(again)
+    engine.manager.finish([again])
     engine.close()
 
 
@@ -150,7 +150,7 @@ def test_blocks_that_wait_for_slots_of_the_service_are_stored_in_the_end(tmp_pat
         blocks = list(range(300))
         assert engine.manager.store_room < 300
         request = Request("first", prompt(*blocks))
-        engine.manager.begin(request)
+        engine.manager.begin([request])
         engine.compute(request, blocks)
         engine.manager.offer(request, request.num_tokens, ids(*blocks))
 
@@ -160,7 +160,7 @@ def test_blocks_that_wait_for_slots_of_the_service_are_stored_in_the_end(tmp_pat
             return not engine.manager.has_pending_work
 
         until(is_done, "the service has granted slots")
-        engine.manager.finish(request)
+        engine.manager.finish([request])
         counters = engine.manager.get_stats().counters
         assert (counters.blocks_backed_up, counters.backups_dropped) == (300, 0)
         engine.close()
@@ -177,18 +177,18 @@ def test_the_ranks_of_an_engine_may_each_have_a_manager_of_their_own(tmp_path: P
         for number, engine in enumerate(ranks):
             await_slots(engine)
             stored = KeyedRequest("first", keys[: 4 - number], BLOCK)
-            engine.manager.begin(stored)
+            engine.manager.begin([stored])
             for block_id, key in enumerate(stored.block_hashes):
                 engine.fill(block_id, key.tobytes())
             engine.manager.offer(stored, stored.num_tokens, ids(0, 1, 2, 3))
             engine.settle()
-            engine.manager.finish(stored)
+            engine.manager.finish([stored])
             tail = KeyedRequest("second", keys[1:], BLOCK, parent=None)
             while engine.manager.match(tail, 0).num_tokens < (3 - number) * BLOCK:
-                engine.manager.unmatch(tail)  # not all of it is published yet
+                engine.manager.unmatch([tail])  # not all of it is published yet
             into = [9, 8, 7][: 3 - number]
             load_all(engine, tail, into)  # type: ignore[arg-type]
-            engine.manager.finish(tail)
+            engine.manager.finish([tail])
         for engine in ranks:
             engine.close()
         assert service.ask("integrity") == []
@@ -201,7 +201,7 @@ def test_a_manager_that_is_closed_finds_and_stores_nothing(tmp_path: Path, is_lo
         engine.stored("first", prompt(1, 2), [0, 1])
         until(lambda: ready_blocks(service) == 2, "it is published")
         request = Request("second", prompt(1, 2))
-        engine.manager.begin(request)
+        engine.manager.begin([request])
         found(engine, request)
         if is_loading:
             assert engine.manager.load(request, ids(6, 7)) == 2
@@ -212,14 +212,14 @@ def test_a_manager_that_is_closed_finds_and_stores_nothing(tmp_path: Path, is_lo
             assert outcome.status is LoadStatus.CONFIRMED
         assert engine.manager.match(request, 0).num_tokens == 0
         other = Request("third", prompt(3, 4))
-        engine.manager.begin(other)
+        engine.manager.begin([other])
         engine.manager.offer(other, other.num_tokens, ids(2, 3))
         engine.manager.evicted(ids(2, 3))
         assert engine.manager.take_plans() == []
         engine.manager.reset_cache()
         assert engine.manager.match(other, 0).num_tokens == 0
-        engine.manager.finish(request)
-        engine.manager.finish(other)
+        engine.manager.finish([request])
+        engine.manager.finish([other])
         engine.close()
         assert service.ask("integrity") == []
 
@@ -236,7 +236,7 @@ def test_a_restarted_engine_reads_its_blocks_from_storage(tmp_path: Path) -> Non
     engine = OffloadEngine(layout=STORED, folder=tmp_path)
     assert engine.restored == 3
     request = Request("second", prompt(1, 2, 3))
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     assert engine.manager.match(request, 0).status is MatchStatus.DEFERRED
     match = found(engine, request)
     assert (match.num_tokens, match.from_storage) == (3 * BLOCK, 3 * BLOCK)
@@ -244,7 +244,7 @@ def test_a_restarted_engine_reads_its_blocks_from_storage(tmp_path: Path) -> Non
     assert (match.num_tokens, match.from_storage) == (2 * BLOCK, 2 * BLOCK)
     assert found(engine, request, 0).num_tokens == 3 * BLOCK
     load_all(engine, request, [5, 6, 7])
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert engine.manager.get_stats().counters.storage_hit_tokens == 3 * BLOCK
     engine.close()
 
@@ -254,10 +254,10 @@ def test_an_engine_that_steps_while_there_is_work_stores_everything(tmp_path: Pa
         layout=STORED, folder=tmp_path, host_blocks=8
     )  # of which a quarter is written at a time
     request = Request("first", prompt(1, 2, 3, 4, 5, 6))
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     engine.compute(request, range(6))
     engine.manager.offer(request, request.num_tokens, ids(*range(6)))
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     while engine.manager.has_pending_work:
         engine.step()
         engine.collect()
@@ -275,10 +275,10 @@ def test_a_storage_that_takes_nothing_is_no_pending_work(
     monkeypatch.setattr(SlabStore, "put", put)
     engine = OffloadEngine(layout=STORED, folder=tmp_path, host_blocks=8)
     request = Request("first", prompt(1, 2, 3, 4, 5, 6))
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     engine.compute(request, range(6))
     engine.manager.offer(request, request.num_tokens, ids(*range(6)))
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     while engine.manager.has_pending_work:
         engine.step()
         engine.collect()
@@ -294,10 +294,10 @@ def test_best_effort_computes_what_is_still_being_read(tmp_path: Path) -> None:
     engine.close()
     engine = OffloadEngine(layout=STORED, folder=tmp_path, prefetch=PrefetchPolicy.BEST_EFFORT)
     request = Request("second", prompt(1, 2))
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     match = engine.manager.match(request, 0)
     assert (match.status, match.num_tokens) == (MatchStatus.MATCHED, 0)
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.close()
 
 
@@ -308,9 +308,9 @@ def test_a_request_that_is_aborted_while_it_is_read_leaves_nothing_behind(tmp_pa
     engine.close()
     engine = OffloadEngine(layout=STORED, folder=tmp_path)
     request = Request("second", prompt(1, 2))
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     engine.step()
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.close()
 
 
@@ -325,7 +325,7 @@ def test_blocks_that_wait_to_be_written_are_work(tmp_path: Path) -> None:
         engine.step()
         engine.collect()
     assert engine.manager.get_stats().counters.blocks_stored == 2
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.close()
 
 
@@ -339,16 +339,16 @@ def test_blocks_of_weights_loaded_in_place_are_of_this_process(tmp_path: Path) -
     engine.manager.offer(running, running.num_tokens, ids(2, 3))
     engine.settle()
     assert engine.manager.get_stats().host.ready == 0  # type: ignore[union-attr]
-    engine.manager.finish(running)
-    engine.manager.finish(before)
+    engine.manager.finish([running])
+    engine.manager.finish([before])
     again = Request("again", prompt(1, 2))
     assert found(engine, again).num_tokens == 0
-    engine.manager.finish(again)
+    engine.manager.finish([again])
     engine.stored("after", prompt(1, 2), [0, 1])
     engine.settle()
     second = Request("second", prompt(1, 2))
     assert found(engine, second).num_tokens == 2 * BLOCK
-    engine.manager.finish(second)
+    engine.manager.finish([second])
     assert engine.manager.get_stats().counters.blocks_stored == 4
     engine.manager.check_integrity()
     engine.close()
@@ -356,7 +356,7 @@ def test_blocks_of_weights_loaded_in_place_are_of_this_process(tmp_path: Path) -
     assert engine.restored == 2
     third = Request("third", prompt(1, 2))
     assert found(engine, third).num_tokens == 0
-    engine.manager.finish(third)
+    engine.manager.finish([third])
     engine.close()
 
 

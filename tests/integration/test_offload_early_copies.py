@@ -35,7 +35,7 @@ def engine(request: pytest.FixtureRequest) -> OffloadEngine:
 def three_in_flight(engine: OffloadEngine) -> tuple[Request, list[list[TransferReport]]]:
     """Return a request of four blocks, copied by three plans, each below the one before, and the plans' reports."""
     request = Request("first", prompt(1, 2, 3, 4))
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     engine.compute(request, range(4))
     engine.manager.offer(request, BLOCK, ids(0))
     engine.step()
@@ -63,17 +63,17 @@ def test_blocks_reported_before_those_above_them_are_kept(
     for each in reversed(reports):
         engine.manager.apply(each)
     assert not engine.manager.has_pending_work
-    engine.manager.finish(first)
+    engine.manager.finish([first])
     if "service" in request.fixturenames and engine.manager.settings.server is not None:
         until(lambda: ready_blocks(request.getfixturevalue("service")) == 4, "they are published")
     second = Request("second", prompt(1, 2, 3, 4))
-    engine.manager.begin(second)
+    engine.manager.begin([second])
     assert found(engine, second) == 4
     assert engine.manager.load(second, ids(5, 6, 7, 8)) == 4
     engine.step()
     engine.collect()
     assert engine.holds(second, [5, 6, 7, 8])
-    engine.manager.finish(second)
+    engine.manager.finish([second])
     assert engine.manager.get_stats().counters.blocks_evicted_to_host == 3
     engine.close()
 
@@ -87,11 +87,11 @@ def test_blocks_below_a_copy_that_fails_are_dropped(engine: OffloadEngine) -> No
     (result,) = report.results
     failed = replace(result, failed=np.zeros(1, np.int32), error_message="the test")
     engine.manager.apply([replace(report, results=(failed,))])
-    engine.manager.finish(first)
+    engine.manager.finish([first])
     second = Request("second", prompt(1, 2, 3, 4))
-    engine.manager.begin(second)
+    engine.manager.begin([second])
     assert found(engine, second) == 0
-    engine.manager.finish(second)
+    engine.manager.finish([second])
     engine.close()
 
 
@@ -106,7 +106,7 @@ def test_no_slot_stays_held_after_a_reset_or_the_loss_of_a_rank(engine: OffloadE
     else:
         engine.manager.worker_lost(0)
         assert engine.manager._host.in_use == 0
-    engine.manager.finish(first)
+    engine.manager.finish([first])
     engine.close()
 
 
@@ -115,14 +115,14 @@ def test_blocks_given_away_while_a_service_drains_are_kept(service: LocalService
     sessions = engine.manager._host.sessions  # type: ignore[attr-defined]
     until(lambda: engine.manager._host.index.room, "slots are granted")
     request = Request("first", prompt(1, 2))
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     engine.compute(request, range(2))
     engine.manager.offer(request, 2 * BLOCK, ids(0, 1))
     engine.manager.evicted(ids(0, 1))
     sessions.leave(sessions.session)
     engine.step()
     engine.manager.apply(engine.reports())
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert engine.manager.get_stats().counters.copies_failed == 0
     until(lambda: ready_blocks(service) == 2, "they are published")
     engine.close()

@@ -51,7 +51,7 @@ def test_nothing_more_is_loaded_after_a_plan_was_overdue(streaming: Streaming) -
     plans = manager.take_plans()
     assert loaded_into(plans) == []
     streaming.submit([*late, *plans])
-    manager.finish(request)
+    manager.finish([request])
 
 
 @pytest.mark.parametrize("name", ["same object", "same name"])
@@ -62,8 +62,8 @@ def test_nothing_more_is_loaded_for_a_request_that_ended_and_began_anew(
     streaming.loading(former)
     streaming.read()
     again = former if name == "same object" else Request("a", PROMPT)
-    manager.finish(former)
-    manager.begin(again)
+    manager.finish([former])
+    manager.begin([again])
     assert manager.match(again, 0).num_tokens
     (outcome,) = manager.expire()
     assert (outcome.status, outcome.unplanned) == (FAILED, tuple(INTO[2:]))
@@ -79,14 +79,14 @@ def test_nothing_more_is_loaded_for_a_request_that_ended_and_began_anew(
     assert streaming.holds(again, ELSEWHERE)
     after = [tensor[list(outcome.unplanned)] for tensor in streaming.tensors[0]]
     assert all(map(np.array_equal, before, after))
-    manager.finish(again)
+    manager.finish([again])
 
 
 def test_nothing_more_is_loaded_from_a_service_after_a_rank_was_lost(served: Served) -> None:
     manager, request = served.engine.manager, Request("a", PROMPT)
     served.loading(request)
     other = Request("b", PROMPT)
-    manager.begin(other)
+    manager.begin([other])
     served.disk.allow(1)
     until(lambda: manager.match(other, 2 * BLOCK).num_tokens == (BLOCKS - 2) * BLOCK, "more has been read")
     (outcome,) = manager.worker_lost(0)
@@ -94,14 +94,14 @@ def test_nothing_more_is_loaded_from_a_service_after_a_rank_was_lost(served: Ser
     assert outcome.unplanned == tuple(INTO[2:])
     assert loaded_into(served.engine.step()) == []
     for each in (request, other):
-        manager.finish(each)
+        manager.finish([each])
     served.disk.gate.set()
 
 
 def test_an_end_that_was_not_told_counts_for_nothing_once_a_rank_is_lost(streaming: Streaming) -> None:
     manager, request = streaming.manager, Request("a", PROMPT)
     streaming.loading(request)
-    manager.finish(request)
+    manager.finish([request])
     streaming.step()
     (outcome,) = manager.worker_lost(0)
     assert (outcome.status, outcome.recompute_from, outcome.unplanned) == (FAILED, 0, tuple(INTO[2:]))
@@ -122,7 +122,7 @@ def test_the_outcome_of_a_former_load_is_not_that_of_the_present_one(
     assert manager.load(former, ids(4, 5, 6)) == 3
     of_former = manager.load_of(former)
     engine.step()
-    manager.finish(former)
+    manager.finish([former])
     assert manager.load_of(former) == 0
     again = former if name == "same object" else begun(engine, "second", prompt(1, 2, 3))
     manager.match(again, 0)
@@ -135,7 +135,7 @@ def test_the_outcome_of_a_former_load_is_not_that_of_the_present_one(
     assert engine.collect() == [LoadOutcome("second", CONFIRMED, 3 * BLOCK, load=present)]
     assert manager.load_of(again) == 0
     assert engine.holds(again, [7, 8, 9])
-    manager.finish(again)
+    manager.finish([again])
 
 
 def test_two_loads_of_a_request_in_one_plan_are_told_apart(engine: OffloadEngine) -> None:
@@ -147,7 +147,7 @@ def test_two_loads_of_a_request_in_one_plan_are_told_apart(engine: OffloadEngine
         manager.match(request, 0)
         manager.load(request, into)
         numbers.append(manager.load_of(request))
-        manager.finish(request)
+        manager.finish([request])
     (plan,) = engine.step()
     assert manager.loads_of(plan.plan_id) == {("second", number): True for number in numbers}
     assert [outcome.load for outcome in engine.collect()] == numbers
@@ -159,8 +159,8 @@ def test_a_former_load_that_fails_keeps_the_present_one_from_nothing(folder: Pat
     streaming.promised(request)
     manager.load(request, ids(*INTO))
     former = manager.load_of(request)
-    manager.finish(request)
-    manager.begin(request)
+    manager.finish([request])
+    manager.begin([request])
     streaming.bad_position = 0
     streaming.step()
     streaming.bad_position = None
@@ -168,7 +168,7 @@ def test_a_former_load_that_fails_keeps_the_present_one_from_nothing(folder: Pat
     until(lambda: streaming.turns() and streaming.outcomes, "the former load has ended")
     assert [(each.status, each.load) for each in streaming.outcomes] == [(FAILED, former)]
     assert not request.device_only
-    manager.finish(request)
+    manager.finish([request])
     streaming.close()
 
 
@@ -178,10 +178,10 @@ def test_a_former_load_that_fails_keeps_the_present_one_from_nothing(folder: Pat
 def test_a_request_whose_open_load_was_ended_finds_what_another_finds(streaming: Streaming) -> None:
     manager, request, other = streaming.manager, Request("a", PROMPT), Request("b", PROMPT)
     streaming.loading(request)
-    manager.finish(request)
+    manager.finish([request])
     assert not request.device_only
     for each in (request, other):
-        manager.begin(each)
+        manager.begin([each])
     streaming.open_disks()
     found = [0, 0]
 
@@ -193,7 +193,7 @@ def test_a_request_whose_open_load_was_ended_finds_what_another_finds(streaming:
     until(are_found, "both are found")
     until(lambda: are_found() and found[0] == found[1] == BLOCKS * BLOCK, "both are found whole")
     for each in (request, other):
-        manager.finish(each)
+        manager.finish([each])
 
 
 def test_a_request_whose_rank_was_lost_finds_what_another_finds(served: Served) -> None:
@@ -204,7 +204,7 @@ def test_a_request_whose_rank_was_lost_finds_what_another_finds(served: Served) 
     assert not request.device_only
     served.disk.gate.set()
     until(lambda: served.match(request).num_tokens == BLOCKS * BLOCK, "it is found")
-    manager.finish(request)
+    manager.finish([request])
 
 
 def test_a_request_whose_load_was_overdue_loads_nothing_more(streaming: Streaming) -> None:
@@ -214,9 +214,9 @@ def test_a_request_whose_load_was_overdue_loads_nothing_more(streaming: Streamin
     late = manager.take_plans()
     streaming.now += manager.settings.plan_timeout + 1
     (outcome,) = manager.expire()
-    manager.finish(request)
-    manager.begin(request)
+    manager.finish([request])
+    manager.begin([request])
     assert outcome.status is OVERDUE
     assert manager.match(request, 0).num_tokens == 0
     streaming.submit(late)
-    manager.finish(request)
+    manager.finish([request])

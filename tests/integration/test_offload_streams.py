@@ -45,7 +45,7 @@ def test_blocks_are_loaded_while_later_ones_are_read(engine: Streaming) -> None:
     counters = engine.manager.get_stats().counters
     assert (counters.blocks_loaded_ahead, counters.storage_hit_tokens) == (6, BLOCKS * BLOCK)
     assert (counters.loads_confirmed, counters.loads_failed) == (1, 0)
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_plan_tells_which_loads_end_with_it(engine: Streaming) -> None:
@@ -62,13 +62,13 @@ def test_a_plan_tells_which_loads_end_with_it(engine: Streaming) -> None:
         engine.outcomes += engine.collect()
     assert told[0] == (False, False) and told[-1] == (True, True)
     assert not any(last for _, last in told[:-1])
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_request_that_is_not_admitted_is_promised_the_same_again(engine: Streaming) -> None:
     request = Request("a", PROMPT)
     assert engine.promised(request).num_tokens == BLOCKS * BLOCK
-    engine.manager.unmatch(request)
+    engine.manager.unmatch([request])
     assert engine.manager.match(request, 0).num_tokens == BLOCKS * BLOCK
     assert engine.manager.match(request, BLOCK).num_tokens == (BLOCKS - 1) * BLOCK
     assert engine.manager.match(request, 3 * BLOCK).status is MatchStatus.DEFERRED
@@ -78,7 +78,7 @@ def test_a_request_that_is_not_admitted_is_promised_the_same_again(engine: Strea
     engine.open_disks()
     assert engine.ended().status is CONFIRMED
     assert engine.holds(request, INTO[3:], first=3)
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
@@ -89,7 +89,7 @@ def test_less_may_be_loaded_than_was_promised(engine: Streaming, blocks: int) ->
     engine.open_disks()
     assert engine.ended() == LoadOutcome("a", CONFIRMED, blocks * BLOCK, load=1)
     assert engine.holds(request, INTO[:blocks])
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_read_that_fails_ends_the_load_there(engine: Streaming) -> None:
@@ -104,7 +104,7 @@ def test_a_read_that_fails_ends_the_load_there(engine: Streaming) -> None:
     assert outcome.unplanned == tuple(INTO[4:])
     assert engine.holds(request, INTO[:4])
     assert engine.manager.match(request, 4 * BLOCK).num_tokens == 0, "it is not loaded a second time"
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.disks[1].fails = False
 
 
@@ -119,7 +119,7 @@ def test_a_copy_that_fails_ends_the_load_before_it(engine: Streaming) -> None:
     assert "rank" in str(outcome.error_message)
     assert engine.holds(request, INTO[:3])
     engine.bad_position = None
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
@@ -128,7 +128,7 @@ def test_an_aborted_load_ends_once_its_copies_have(engine: Streaming, is_planned
     engine.loading(request)
     engine.read()
     plans = engine.manager.take_plans() if is_planned else []
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert engine.manager.get_stats().live_requests == 0
     if is_planned:
         assert engine.manager.expire() == []
@@ -164,7 +164,7 @@ def test_a_reset_ends_the_load_with_nothing(engine: Streaming, reset: str, is_lo
     outcome = engine.ended()
     assert (outcome.status, outcome.recompute_from) == (FAILED, 0)
     assert outcome.unplanned == tuple(INTO[planned:])
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_load_whose_report_is_overdue_ends_once(engine: Streaming) -> None:
@@ -179,13 +179,13 @@ def test_a_load_whose_report_is_overdue_ends_once(engine: Streaming) -> None:
     engine.submit(plans)
     engine.open_disks()
     assert engine.settle() == []
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_other_requests_share_the_reads_of_a_load(engine: Streaming) -> None:
     first, second = Request("a", PROMPT), Request("b", PROMPT)
     engine.loading(first)
-    engine.manager.begin(second)
+    engine.manager.begin([second])
     assert engine.manager.match(second, 0).num_tokens == BLOCKS * BLOCK
     assert engine.manager.load(second, ids(*range(9, 9 + BLOCKS - 1))) == BLOCKS - 1
     engine.open_disks()
@@ -194,8 +194,8 @@ def test_other_requests_share_the_reads_of_a_load(engine: Streaming) -> None:
     assert engine.holds(first, INTO)
     assert engine.holds(second, list(range(9, 9 + BLOCKS - 1)))
     assert sum(engine.disks[0].reads) == BLOCKS, "nothing is read twice"
-    engine.manager.finish(first)
-    engine.manager.finish(second)
+    engine.manager.finish([first])
+    engine.manager.finish([second])
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH])
@@ -205,11 +205,11 @@ def test_no_part_is_loaded_before_its_device_blocks_are_copied_out(folder: Path,
     for device in engine.devices:
         cast(GatedDevice, device).is_gated = True
     other = Request("other", prompt(*range(50, 50 + BLOCKS)))
-    engine.manager.begin(other)
+    engine.manager.begin([other])
     assert engine.manager.match(other, 0).num_tokens == 0
     engine.compute(other, INTO)
     engine.manager.offer(other, other.num_tokens, ids(*INTO))
-    engine.manager.finish(other)
+    engine.manager.finish([other])
     request = Request("a", PROMPT)
     engine.promised(request)
     engine.manager.load(request, ids(*INTO))
@@ -228,7 +228,7 @@ def test_no_part_is_loaded_before_its_device_blocks_are_copied_out(folder: Path,
     counters = engine.manager.get_stats().counters
     assert counters.blocks_evicted_to_host + counters.blocks_backed_up == BLOCKS
     assert engine.wrong_records() == 0
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.close()
 
 
@@ -248,7 +248,7 @@ def test_blocks_of_a_service_are_loaded_while_later_ones_are_read(served: Served
     assert served.engine.holds(request, INTO)
     counters = served.counters
     assert (counters.blocks_loaded_ahead, counters.storage_hit_tokens) == (6, BLOCKS * BLOCK)
-    served.engine.manager.finish(request)
+    served.engine.manager.finish([request])
 
 
 def test_a_read_of_a_service_that_fails_ends_the_load_there(served: Served) -> None:
@@ -262,13 +262,13 @@ def test_a_read_of_a_service_that_fails_ends_the_load_there(served: Served) -> N
     assert outcome.unplanned == tuple(INTO[2:])
     assert served.engine.holds(request, INTO[:2])
     served.disk.fails = False
-    served.engine.manager.finish(request)
+    served.engine.manager.finish([request])
 
 
 def test_an_abort_while_a_service_reads_leaves_nothing(served: Served) -> None:
     request = Request("a", PROMPT)
     outcomes = served.loading(request)
-    served.engine.manager.finish(request)
+    served.engine.manager.finish([request])
     until(lambda: served.turns(outcomes) and outcomes, "the load ends")
     assert [outcome.unplanned for outcome in outcomes] == [tuple(INTO[2:])]
 
@@ -282,4 +282,4 @@ def test_a_service_that_is_lost_ends_the_load(served: Served) -> None:
     (outcome,) = outcomes
     assert (outcome.status, outcome.recompute_from) == (FAILED, 2 * BLOCK)
     served.disk.gate.set()
-    served.engine.manager.finish(request)
+    served.engine.manager.finish([request])

@@ -199,11 +199,11 @@ def test_the_manager_of_an_engine_with_its_own_device_cache_tells_the_same(
     engine.stored("first", tokens, [0, 1])
     with caplog.at_level(logging.DEBUG, "fdcache"):
         request = Request("second", tokens)
-        engine.manager.begin(request)
+        engine.manager.begin([request])
         engine.manager.match(request, 0)
         assert engine.manager.load(request, np.array([4, 5], np.int32)) == 2
         engine.settle()
-        engine.manager.finish(request)
+        engine.manager.finish([request])
     told = [record.getMessage() for record in caplog.records if vars(record).get("request") == "second"]
     assert [each.removeprefix("request second: ") for each in told] == [
         "matched 8 tokens beyond the device, 0 from storage",

@@ -115,8 +115,8 @@ def test_an_offload_manager_passes_hints_on(service: LocalService, engine: Engin
         assert link is not None
         until(lambda: link.arena != "none", "there is a session")
         request = Request("r", PROMPT, hints=[Hint.returns(30)])
-        manager.begin(request)
-        manager.finish(request)
+        manager.begin([request])
+        manager.finish([request])
         assert [(each.status, each.by_service) for each in request.hint_outcomes] == [(HintStatus.SENT, True)]
         (taken,) = later(manager, 1)
         assert (taken.status, taken.blocks) == (HintStatus.TAKEN, 8)

@@ -137,17 +137,17 @@ def test_an_engine_with_its_own_device_cache_stores_a_lost_block_again(
     damage(path, record)
     engine = OffloadEngine(layout=layout, folder=tmp_path, policy=policy)
     request = Request("first", tokens)
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     while (match := engine.manager.match(request, 0)).status is MatchStatus.DEFERRED:
         engine.settle()
     assert match.num_tokens == 3 * OFFLOAD_BLOCK
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.stored("second", tokens, list(range(8)))
     third = Request("third", tokens)  # the policy may ask for two hits
-    engine.manager.begin(third)
+    engine.manager.begin([third])
     engine.manager.offer(third, len(tokens), np.arange(8, dtype=np.int32))
     engine.settle()
-    engine.manager.finish(third)
+    engine.manager.finish([third])
     usage = engine.manager.get_stats().storage
     assert usage is not None
     assert (usage.ready, usage.orphans) == (8, 0)

@@ -204,7 +204,7 @@ class Engine:
             1, 3
         )
         request = Request(f"r{self.names}", tokens)
-        self.manager.begin(request)
+        self.manager.begin([request])
         self.waiting.append(Sequence(request, len(tokens) + self.random.choice([0, 0, 5]), tokens))
 
     def step(self) -> None:
@@ -243,7 +243,7 @@ class Engine:
         sequence.table = [NO_BLOCK if is_outside else next(blocks) for is_outside in outside]
         sequence.computed = tokens
         if not found.num_tokens:
-            self.manager.unmatch(request)
+            self.manager.unmatch([request])
             self.running.append(sequence)
             return
         sequence.loading = sequence.table[len(hit) :]
@@ -313,7 +313,7 @@ class Engine:
             sequence.request.append_tokens(self.names)
             return
         self.running.remove(sequence)
-        self.manager.finish(sequence.request)
+        self.manager.finish([sequence.request])
         self.release(sequence)
 
     # --- reports and accidents ----------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class Engine:
     def end_preempted(self) -> None:
         """End the requests whose load was overdue, at once or after the plans of the next step were taken."""
         for sequence in self.preempted:
-            self.manager.finish(sequence.request)
+            self.manager.finish([sequence.request])
             self.begin_anew(sequence)
         self.preempted.clear()
 
@@ -413,7 +413,7 @@ class Engine:
         if self.random.random() < 0.5:
             tokens = former.prompt if self.random.random() < 0.7 else former.prompt[: BLOCK + 1]
             request = Request(request.request_id, tokens)
-        self.manager.begin(request)
+        self.manager.begin([request])
         self.waiting.append(Sequence(request, former.goal, former.prompt))
 
     def abort(self) -> None:
@@ -425,7 +425,7 @@ class Engine:
         if not candidates:
             return
         sequence = self.random.choice(candidates)
-        self.manager.finish(sequence.request)
+        self.manager.finish([sequence.request])
         if sequence.loading is not None:
             sequence.aborted = True
             if self.random.random() < 0.5:

@@ -50,7 +50,7 @@ class Stage:
         host = LocalHostTier(CacheLevel.HOST, 8)
         settings = CacheSettings(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_through_threshold=3)
         self.copies = CopyOut(settings, self.device, host, Counters(), time.monotonic)
-        tiers = Tiers(host=host, storage=None, copies=self.copies, fetches=None, device=self.device)
+        tiers = Tiers(host=host, storage=None, copies=self.copies, device=self.device)
         self.requests = LiveRequests(settings, layout(), tiers, Counters())
         store(self.device, PATH)
 

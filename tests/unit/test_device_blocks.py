@@ -47,7 +47,7 @@ def test_numbers_that_are_no_device_blocks_are_refused_and_change_nothing(
         with pytest.raises(PlanError, match="device_ids"):
             call()
     assert engine.settle() == []
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 @pytest.mark.parametrize("right", [[5], (5,), np.array([5]), np.array([5], np.uint64), np.array([5, 7])[::2]])
@@ -58,7 +58,7 @@ def test_any_list_of_integers_names_device_blocks(engine: OffloadEngine, right: 
     assert engine.manager.load(request, right) == 1
     engine.settle()
     assert engine.holds(request, [5])
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_the_largest_number_costs_its_own_blocks_alone(engine: OffloadEngine) -> None:
@@ -74,6 +74,6 @@ def test_the_largest_number_costs_its_own_blocks_alone(engine: OffloadEngine) ->
     manager.forget(ids(LARGEST))
     manager.evicted(ids(LARGEST, 0))
     manager.next_evicted(ids(LARGEST))
-    manager.finish(request)
+    manager.finish([request])
     other = engine.stored("b", prompt(3, 4), [1, 2])
     assert len(manager.find_blocks(other)[CacheLevel.HOST]) == 2

@@ -51,7 +51,7 @@ def test_the_gil_is_kept_in_the_engines_thread_and_not_beside_it(engine: Offload
             if beside:
                 engine.manager.prepare([request])
             else:
-                engine.manager.begin(request)
+                engine.manager.begin([request])
             if ran_meanwhile := ran.is_set():
                 break
     finally:
@@ -59,7 +59,7 @@ def test_the_gil_is_kept_in_the_engines_thread_and_not_beside_it(engine: Offload
     thread.join()
     assert ran_meanwhile == beside
     assert len(request.block_hashes) == 100_000 // BLOCK
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 # --- match ------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_what_was_offered_is_found_beyond_the_device_and_loaded(engine: OffloadE
     assert (outcome.request_id, outcome.status) == ("second", LoadStatus.CONFIRMED)
     assert outcome.recompute_from == 3 * BLOCK
     assert engine.holds(request, [7, 5], first=1)
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     counters = engine.manager.get_stats().counters
     assert (counters.lookups, counters.device_hit_tokens, counters.host_hit_tokens) == (2, BLOCK, 2 * BLOCK)
 
@@ -84,7 +84,7 @@ def test_the_last_token_is_left_to_compute_unless_the_whole_prompt_is_wanted(eng
     request = begun(engine, "second", prompt(1, 2, tail=0))
     assert engine.manager.match(request, 0).num_tokens == BLOCK
     assert engine.manager.match(request, 0, whole_prompt=True).num_tokens == 2 * BLOCK
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_match_is_kept_over_repeated_questions(
@@ -107,7 +107,7 @@ def test_a_match_is_kept_over_repeated_questions(
     assert host.in_use == 2 + 1  # two blocks and their lease
     assert engine.manager.match(request, 0).num_tokens == 3 * BLOCK  # the device has lost its block
     assert asked == [1, 0]
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert host.in_use == 0
 
 
@@ -118,7 +118,7 @@ def test_a_question_without_an_answer_is_asked_again_after_a_while(engine: Offlo
     assert engine.manager.match(request, 0).num_tokens == 0
     engine.now += 0.2
     assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_blocks_of_a_match_are_not_evicted_before_the_load() -> None:
@@ -129,7 +129,7 @@ def test_blocks_of_a_match_are_not_evicted_before_the_load() -> None:
     engine.stored("third", prompt(4, 5, 6), [2, 3, 4])
     assert loaded(engine, request, ids(8, 9)).status is LoadStatus.CONFIRMED
     assert engine.holds(request, [8, 9])
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.close()
 
 
@@ -142,14 +142,14 @@ def test_a_match_that_nothing_asks_for_is_unpinned_and_found_anew(engine: Offloa
     assert engine.manager.expire() == []
     assert engine.manager._host.in_use == 0
     assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_match_in_the_middle_of_a_block_finds_nothing(engine: OffloadEngine) -> None:
     engine.stored("first", prompt(1, 2), [0, 1])
     request = begun(engine, "second", prompt(1, 2))
     assert engine.manager.match(request, 1).num_tokens == 0
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_requests_that_may_not_load_find_nothing(engine: OffloadEngine) -> None:
@@ -158,10 +158,10 @@ def test_requests_that_may_not_load_find_nothing(engine: OffloadEngine) -> None:
         request = begun(engine, name, prompt(1, 2), **options)
         found = engine.manager.match(request, 0)
         assert (found.status, found.num_tokens) == (MatchStatus.MATCHED, 0)
-        engine.manager.finish(request)
+        engine.manager.finish([request])
     limited = begun(engine, "limited", prompt(1, 2), max_cached_tokens=2 * BLOCK - 1)
     assert engine.manager.match(limited, 0).num_tokens == BLOCK
-    engine.manager.finish(limited)
+    engine.manager.finish([limited])
 
 
 def test_other_tenants_and_adapters_find_nothing(engine: OffloadEngine) -> None:
@@ -172,7 +172,7 @@ def test_other_tenants_and_adapters_find_nothing(engine: OffloadEngine) -> None:
     ):
         request = begun(engine, name, prompt(1, 2), **options)
         assert engine.manager.match(request, 0).num_tokens == 0
-        engine.manager.finish(request)
+        engine.manager.finish([request])
 
 
 def test_the_reuse_grid_rounds_the_sum_of_device_and_host() -> None:
@@ -181,7 +181,7 @@ def test_the_reuse_grid_rounds_the_sum_of_device_and_host() -> None:
     request = begun(engine, "second", prompt(1, 2, 3))
     assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
     assert engine.manager.match(request, BLOCK).num_tokens == BLOCK
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.close()
 
 
@@ -202,7 +202,7 @@ def test_a_match_waits_for_a_block_on_its_way_to_the_host() -> None:
     engine.collect()
     assert engine.manager.match(second, 0).num_tokens == 2 * BLOCK
     for request in (first, second):
-        engine.manager.finish(request)
+        engine.manager.finish([request])
     engine.close()
 
 
@@ -217,7 +217,7 @@ def test_the_wait_for_another_copy_has_an_end() -> None:
     engine.now += 2
     assert engine.manager.match(second, 0).status is MatchStatus.MATCHED
     for request in (first, second):
-        engine.manager.finish(request)
+        engine.manager.finish([request])
     engine.close()
 
 
@@ -241,7 +241,7 @@ def test_a_failed_load_is_not_promised_again_and_the_request_loads_nothing_more(
     other = begun(engine, "third", prompt(1, 2, 3))
     assert engine.manager.match(other, 0).num_tokens == BLOCK
     for each in (request, other):
-        engine.manager.finish(each)
+        engine.manager.finish([each])
     engine.close()
 
 
@@ -256,7 +256,7 @@ def test_what_a_failed_load_lacks_is_computed_and_stored_again() -> None:
     engine.manager.offer(request, 2 * BLOCK, ids(5, 6))
     engine.settle()
     assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 2
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert engine.wrong_records() == 0
     engine.close()
 
@@ -266,8 +266,8 @@ def test_a_load_in_flight_ends_with_an_outcome_after_the_end_of_its_request(engi
     request = begun(engine, "second", prompt(1, 2))
     engine.manager.match(request, 0)
     assert engine.manager.load(request, ids(5, 6)) == 2
-    engine.manager.finish(request)
-    engine.manager.finish(request)
+    engine.manager.finish([request])
+    engine.manager.finish([request])
     engine.step()
     (outcome,) = engine.collect()
     assert (outcome.request_id, outcome.status) == ("second", LoadStatus.CONFIRMED)
@@ -284,7 +284,7 @@ def test_an_overdue_load_has_one_outcome(engine: OffloadEngine) -> None:
     assert outcome.status is LoadStatus.OVERDUE
     assert engine.collect() == []
     assert engine.manager.match(request, 0).num_tokens == 0
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_load_of_fewer_blocks_than_were_found_takes_the_first_ones(engine: OffloadEngine) -> None:
@@ -293,7 +293,7 @@ def test_a_load_of_fewer_blocks_than_were_found_takes_the_first_ones(engine: Off
     engine.manager.match(request, BLOCK)
     assert loaded(engine, request, ids(9)).recompute_from == 2 * BLOCK
     assert engine.holds(request, [9], first=1)
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_load_without_blocks_gives_the_pin_back(engine: OffloadEngine) -> None:
@@ -303,7 +303,7 @@ def test_a_load_without_blocks_gives_the_pin_back(engine: OffloadEngine) -> None
     assert engine.manager.load(request, ids()) == 0
     assert engine.manager._host.in_use == 0
     assert engine.manager.load(request, ids(5)) == 0
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_reset_between_match_and_load_leaves_nothing_to_load(engine: OffloadEngine) -> None:
@@ -313,7 +313,7 @@ def test_a_reset_between_match_and_load_leaves_nothing_to_load(engine: OffloadEn
     assert engine.manager.reset_cache() == 2
     assert engine.manager.load(request, ids(5, 6)) == 0
     assert engine.manager.match(request, 0).num_tokens == 0
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_load_in_flight_at_a_reset_fails(engine: OffloadEngine) -> None:
@@ -325,7 +325,7 @@ def test_a_load_in_flight_at_a_reset_fails(engine: OffloadEngine) -> None:
     engine.step()
     (outcome,) = engine.collect()
     assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 0)
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_refused_plan_fails_its_load() -> None:
@@ -342,7 +342,7 @@ def test_a_refused_plan_fails_its_load() -> None:
     other = begun(engine, "third", prompt(1, 2))
     assert engine.manager.match(other, 0).num_tokens == 0, "whatever the reason, it is not promised again"
     for each in (request, other):
-        engine.manager.finish(each)
+        engine.manager.finish([each])
     engine.close()
 
 
@@ -361,7 +361,7 @@ def test_blocks_that_are_being_loaded_are_not_offered(engine: OffloadEngine) -> 
     assert plan.backups is not None
     assert plan.backups.src_block_ids.tolist() == [6]
     engine.collect()
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_load_of_a_request_that_has_begun_anew_does_not_end_with_the_former_one() -> None:
@@ -373,8 +373,8 @@ def test_a_load_of_a_request_that_has_begun_anew_does_not_end_with_the_former_on
     engine.manager.load(request, ids(3, 4))
     engine.step()
     former = engine.reports()
-    engine.manager.finish(request)
-    engine.manager.begin(request)
+    engine.manager.finish([request])
+    engine.manager.begin([request])
     engine.manager.match(request, 0)
     engine.manager.load(request, ids(5, 6))
     fails[:] = [0, 1]
@@ -386,7 +386,7 @@ def test_a_load_of_a_request_that_has_begun_anew_does_not_end_with_the_former_on
     engine.manager.evicted(ids(5, 6))
     engine.settle()
     assert engine.wrong_records() == 0
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.close()
 
 
@@ -406,7 +406,7 @@ def test_another_revision_finds_nothing_of_the_former(engine: OffloadEngine) -> 
     with pytest.raises(LayoutError):
         engine.manager.change_revision("2")
     for request in (old, new):
-        engine.manager.finish(request)
+        engine.manager.finish([request])
 
 
 def test_a_lost_worker_ends_its_loads_and_empties_the_own_host_tier(engine: OffloadEngine) -> None:
@@ -418,7 +418,7 @@ def test_a_lost_worker_ends_its_loads_and_empties_the_own_host_tier(engine: Offl
     (outcome,) = engine.manager.worker_lost(0)
     assert outcome.status is LoadStatus.FAILED
     assert engine.manager.match(request, 0).num_tokens == 0
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 @pytest.mark.parametrize("wrong", [-1, 2.5, None, "4"])
@@ -431,17 +431,24 @@ def test_numbers_of_tokens_that_are_none_are_refused_by_name(engine: OffloadEngi
     assert engine.manager.get_stats().live_requests == 0
 
 
+def test_a_request_that_is_not_in_a_list_is_refused(engine: OffloadEngine) -> None:
+    request: Any = Request("alone", prompt(1))
+    for call in (engine.manager.begin, engine.manager.unmatch, engine.manager.finish):
+        with pytest.raises(RequestStateError, match="has to be a list of requests, got Request"):
+            call(request)
+
+
 @pytest.mark.parametrize("wrong", [None, "second", 7])
 def test_what_is_no_request_report_or_rank_is_refused_by_name(engine: OffloadEngine, wrong: Any) -> None:
     manager = engine.manager
     calls: list[Callable[[], object]] = [
-        lambda: manager.begin(wrong),
+        lambda: manager.begin([wrong]),
         lambda: manager.prepare([wrong]),
         lambda: manager.match(wrong, 0),
-        lambda: manager.unmatch(wrong),
+        lambda: manager.unmatch([wrong]),
         lambda: manager.load(wrong, ids(0)),
         lambda: manager.offer(wrong, 4, ids(0)),
-        lambda: manager.finish(wrong),
+        lambda: manager.finish([wrong]),
     ]
     for call in calls:
         with pytest.raises(RequestStateError, match="has to be a Request or KeyedRequest"):
@@ -463,13 +470,13 @@ def test_a_device_block_is_loaded_once(engine: OffloadEngine) -> None:
     with pytest.raises(PlanError, match="twice"):
         engine.manager.load(request, ids(5, 5))
     assert loaded(engine, request, ids(5, 6)).status is LoadStatus.CONFIRMED
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_every_call_takes_unknown_requests_and_blocks(engine: OffloadEngine) -> None:
     request = Request("unknown", prompt(1))
-    engine.manager.unmatch(request)
-    engine.manager.finish(request)
+    engine.manager.unmatch([request])
+    engine.manager.finish([request])
     assert engine.manager.load(request, ids(3)) == 0
     engine.manager.evicted(ids(3, 400_000))
     engine.manager.next_evicted(ids(3, 400_000))
@@ -480,11 +487,11 @@ def test_another_request_with_the_same_id_ends_the_first(engine: OffloadEngine) 
     engine.stored("first", prompt(1, 2), [0, 1])
     first, second = begun(engine, "same", prompt(1, 2)), Request("same", prompt(1, 2))
     engine.manager.match(first, 0)
-    engine.manager.begin(second)
+    engine.manager.begin([second])
     assert engine.manager._host.in_use == 0
-    engine.manager.finish(first)
+    engine.manager.finish([first])
     assert engine.manager.get_stats().live_requests == 1
-    engine.manager.finish(second)
+    engine.manager.finish([second])
 
 
 def test_without_a_host_tier_there_is_no_manager() -> None:

@@ -31,7 +31,7 @@ def test_offers_are_copied_by_the_next_plan_and_only_once(engine: OffloadEngine)
     assert plan.backups.src_block_ids.tolist() == [2]
     engine.collect()
     assert not engine.manager.has_pending_work
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert engine.wrong_records() == 0
 
 
@@ -47,7 +47,7 @@ def test_a_patient_plan_leaves_a_few_blocks_to_a_later_one(engine: OffloadEngine
     assert plan.backups is not None
     assert plan.backups.src_block_ids.tolist() == [0, 1, 2]
     engine.collect()
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert engine.wrong_records() == 0
 
 
@@ -59,7 +59,7 @@ def test_patience_has_an_end(engine: OffloadEngine) -> None:
     assert [plan.backups is not None for plan in plans] == [True]
     engine.submit(plans)
     engine.collect()
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert engine.wrong_records() == 0
 
 
@@ -73,7 +73,7 @@ def test_blocks_that_wait_for_others_are_copied_before_they_are_given_away(engin
     assert plan.evictions is not None
     assert plan.evictions.src_block_ids.tolist() == [0, 1]
     engine.collect()
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert engine.wrong_records() == 0
 
 
@@ -92,7 +92,7 @@ def test_the_chunk_after_one_in_flight_is_stored() -> None:
     engine.settle()
     assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 4
     assert engine.manager.get_stats().counters.backups_dropped == 0
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert engine.wrong_records() == 0
     engine.close()
 
@@ -105,7 +105,7 @@ def test_generated_tokens_are_offered_as_their_blocks_become_whole(engine: Offlo
     engine.manager.offer(request, request.num_tokens - 1, ids(4, 5, 6))
     engine.settle()
     assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 3
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_selective_copies_blocks_that_a_second_request_uses() -> None:
@@ -121,7 +121,7 @@ def test_selective_copies_blocks_that_a_second_request_uses() -> None:
         engine.manager.offer(second, 2 * BLOCK, ids(0, 2))
     engine.settle()
     assert len(engine.manager.find_blocks(second)[CacheLevel.HOST]) == 1
-    engine.manager.finish(second)
+    engine.manager.finish([second])
     engine.close()
 
 
@@ -133,7 +133,7 @@ def test_copies_that_find_no_room_are_dropped() -> None:
     engine.stored("third", prompt(5, 6), [4, 5])
     assert engine.manager.get_stats().counters.backups_dropped >= 2
     assert not engine.manager.has_pending_work
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.close()
 
 
@@ -195,7 +195,7 @@ def test_a_queued_block_that_is_given_away_is_copied_by_the_plan_of_that_step(en
     request = begun(engine, "first", prompt(1, 2))
     engine.compute(request, [0, 1])
     engine.manager.offer(request, 2 * BLOCK, ids(0, 1))
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     engine.manager.evicted(ids(0, 1))
     (plan,) = engine.step()
     assert plan.backups is None
@@ -221,7 +221,7 @@ class Handover:
         engine.compute(first, [0])
         engine.manager.offer(first, BLOCK, ids(0))
         (self.backup,) = engine.step()
-        engine.manager.finish(first)
+        engine.manager.finish([first])
         self.request = begun(engine, "second", prompt(7))
         engine.manager.match(self.request, 0)
         engine.manager.load(self.request, ids(0))
@@ -237,7 +237,7 @@ class Handover:
         assert self.engine.holds(self.request, [0])
         while self.engine.manager.get_stats().plans_in_flight:
             self.engine.collect()
-        self.engine.manager.finish(self.request)
+        self.engine.manager.finish([self.request])
         wrong = self.engine.wrong_records()
         self.engine.close()
         return wrong
@@ -272,4 +272,4 @@ def test_a_plan_without_copies_carries_what_the_compute_waits_for(engine: Offloa
     engine.collect()
     engine.manager.evicted(ids(0))
     assert engine.manager.take_plans() == []
-    engine.manager.finish(first)
+    engine.manager.finish([first])

@@ -50,7 +50,7 @@ def test_a_prefix_is_loaded_without_the_blocks_outside_of_the_window(engine: Off
     (outcome,) = engine.collect()
     assert (outcome.status, outcome.recompute_from) == (LoadStatus.CONFIRMED, 3 * BLOCK)
     assert engine.holds(request, table)
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     counters = engine.manager.get_stats().counters
     assert (counters.host_hit_tokens, counters.device_hit_tokens) == (3 * BLOCK, 0)
 
@@ -64,7 +64,7 @@ def test_pages_on_the_device_are_not_asked_for_again(engine: OffloadEngine) -> N
     (outcome,) = engine.collect()
     assert outcome.recompute_from == 3 * BLOCK
     assert engine.holds(request, [7, 8, 9, 10], first=2)
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert engine.manager.get_stats().counters.device_hit_tokens == BLOCK
 
 
@@ -75,7 +75,7 @@ def test_a_page_counts_only_with_the_blocks_of_all_groups(engine: OffloadEngine)
     pool.discard(ids(blocks[CacheLevel.HOST][-1].block_id))
     request = Request("second", prompt(1, 2))
     assert found(engine, request) == 1
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_load_of_which_a_block_fails_counts_for_nothing(engine: OffloadEngine) -> None:
@@ -94,37 +94,37 @@ def test_a_load_of_which_a_block_fails_counts_for_nothing(engine: OffloadEngine)
     (outcome,) = engine.collect()
     assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, BLOCK)
     assert found(engine, request, BLOCK) == 0
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_page_is_stored_once_the_host_has_the_blocks_that_the_device_lacks(engine: OffloadEngine) -> None:
     engine.stored("first", prompt(1, 2), range(4))
     second = Request("second", prompt(1, 2, 3))
-    engine.manager.begin(second)
+    engine.manager.begin([second])
     engine.step()
     table = [0, GONE, 2, 3, 4, 5]
     engine.compute(second, table)
     engine.manager.offer(second, 3 * BLOCK, ids(*table))
     engine.settle()
-    engine.manager.finish(second)
+    engine.manager.finish([second])
     third = Request("third", prompt(1, 2, 3))
     assert found(engine, third) == 3
-    engine.manager.finish(third)
+    engine.manager.finish([third])
     assert engine.wrong_records() == 0
     assert engine.manager.get_stats().counters.backups_dropped == 0
 
 
 def test_a_page_whose_blocks_no_tier_has_is_dropped_and_counted(engine: OffloadEngine) -> None:
     request = Request("first", prompt(1, 2, 3))
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     table = [0, 1, 2, GONE, 4, 5]
     engine.compute(request, table)
     engine.manager.offer(request, 3 * BLOCK, ids(*table))
     engine.settle()
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     again = Request("second", prompt(1, 2, 3))
     assert found(engine, again) == 1
-    engine.manager.finish(again)
+    engine.manager.finish([again])
     assert engine.manager.get_stats().counters.backups_dropped == 2
 
 
@@ -134,11 +134,11 @@ def test_a_missing_block_is_not_taken_for_the_last_one_of_the_device() -> None:
     tables = {"first": [0, last, 1, 2], "second": [0, GONE, 1, 2, 4, 5]}
     for name, table in tables.items():
         request = Request(name, prompt(*range(1, len(table) // 2 + 1)))
-        engine.manager.begin(request)
+        engine.manager.begin([request])
         engine.step()
         engine.compute(request, table)
         engine.manager.offer(request, len(table) // 2 * BLOCK, ids(*table))
-        engine.manager.finish(request)
+        engine.manager.finish([request])
     engine.manager.evicted(ids(4, 5))
     engine.settle()
     assert engine.manager.get_stats().counters.backups_dropped == 4
@@ -147,7 +147,7 @@ def test_a_missing_block_is_not_taken_for_the_last_one_of_the_device() -> None:
 
 def test_a_block_that_leaves_its_window_is_copied_before_it_is_given_away(engine: OffloadEngine) -> None:
     request = Request("first", prompt(1, 2, 3))
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     engine.step()
     engine.compute(request, range(6))
     engine.manager.offer(request, 3 * BLOCK, ids(*range(6)))
@@ -159,10 +159,10 @@ def test_a_block_that_leaves_its_window_is_copied_before_it_is_given_away(engine
     assert background.backups.src_block_ids.tolist() == [2, 3, 4, 5]
     engine.fill(1, None)
     engine.settle()
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     again = Request("second", prompt(1, 2, 3))
     assert found(engine, again) == 3
-    engine.manager.finish(again)
+    engine.manager.finish([again])
     assert engine.wrong_records() == 0
 
 
@@ -170,7 +170,7 @@ def test_a_block_that_leaves_its_window_is_copied_before_it_is_given_away(engine
 def test_a_block_is_copied_below_one_whose_copy_is_in_flight(engine: OffloadEngine, is_first: bool) -> None:
     """A chunk's first blocks leave their window with the next chunk, before the copies above them are reported."""
     request = Request("first", prompt(1, 2, 3))
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     engine.step()
     engine.compute(request, range(4))
     engine.manager.offer(request, 2 * BLOCK, ids(*range(4)))
@@ -185,10 +185,10 @@ def test_a_block_is_copied_below_one_whose_copy_is_in_flight(engine: OffloadEngi
     for reports in (in_flight, given_away) if is_first else (given_away, in_flight):
         engine.manager.apply(reports)
     engine.settle()
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     again = Request("second", prompt(1, 2, 3))
     assert found(engine, again) == 3
-    engine.manager.finish(again)
+    engine.manager.finish([again])
     assert engine.wrong_records() == engine.manager.get_stats().counters.backups_dropped == 0
 
 
@@ -199,7 +199,7 @@ def test_blocks_come_back_from_storage_after_a_restart(tmp_path: Path) -> None:
     second = OffloadEngine(layout=LAYOUT, folder=tmp_path)
     assert second.restored == 6
     request = Request("second", prompt(1, 2, 3))
-    second.manager.begin(request)
+    second.manager.begin([request])
     for _ in range(100):
         match = second.manager.match(request, 0)
         if match.status is MatchStatus.MATCHED:
@@ -211,7 +211,7 @@ def test_blocks_come_back_from_storage_after_a_restart(tmp_path: Path) -> None:
     assert second.manager.load(request, ids(*table)) == 6
     second.settle()
     assert second.holds(request, table)
-    second.manager.finish(request)
+    second.manager.finish([request])
     second.close()
 
 
@@ -232,7 +232,7 @@ def test_device_blocks_may_be_missing_only_with_windows() -> None:
     assert found(plain, request) == 2
     with pytest.raises(PlanError, match="from 0 on"):
         plain.manager.load(request, ids(GONE, 3))
-    plain.manager.finish(request)
+    plain.manager.finish([request])
     plain.close()
 
 

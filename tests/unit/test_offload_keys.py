@@ -28,35 +28,35 @@ def keyed(name: str, keys: np.ndarray, **options: Any) -> KeyedRequest:
 def store_keys(engine: OffloadEngine, request: KeyedRequest, into: list[int]) -> int:
     """Offer all blocks of a request; return how many more the host tier has afterwards."""
     before = engine.manager.get_stats().host.ready  # type: ignore[union-attr]
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     engine.manager.evicted(ids(*into))
     engine.step()
     engine.manager.offer(request, request.num_tokens, ids(*into))
     for block_id, key in zip(into, request.block_hashes, strict=True):
         engine.fill(block_id, key.tobytes())
     engine.settle()
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     return engine.manager.get_stats().host.ready - before  # type: ignore[union-attr]
 
 
 def test_an_engine_may_bring_keys_of_its_own(engine: OffloadEngine) -> None:
     assert store_keys(engine, keyed("first", KEYS[:4]), [0, 1, 2, 3]) == 4
     request = keyed("second", KEYS)
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     assert engine.manager.match(request, 0).num_tokens == 4 * BLOCK
     assert loaded(engine, request, ids(7, 8, 9, 5)).recompute_from == 4 * BLOCK
     assert engine.holds(request, [7, 8, 9, 5])
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_run_that_begins_anywhere_is_found_and_loaded(engine: OffloadEngine) -> None:
     store_keys(engine, keyed("first", KEYS[:4]), [0, 1, 2, 3])
     request = keyed("second", KEYS[2:], parent=None)
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
     assert loaded(engine, request, ids(7, 8)).status is LoadStatus.CONFIRMED
     assert engine.holds(request, [7, 8])
-    engine.manager.finish(request)
+    engine.manager.finish([request])
 
 
 def test_a_run_is_stored_below_the_block_that_precedes_it(engine: OffloadEngine) -> None:
@@ -64,7 +64,7 @@ def test_a_run_is_stored_below_the_block_that_precedes_it(engine: OffloadEngine)
     assert store_keys(engine, keyed("second", KEYS[2:4], parent=KEYS[1].tobytes()), [2, 3]) == 2
     whole = keyed("third", KEYS)
     assert engine.manager.match(whole, 0).num_tokens == 4 * BLOCK
-    engine.manager.finish(whole)
+    engine.manager.finish([whole])
 
 
 def test_a_run_of_unknown_parent_is_stored_below_the_first_block_that_the_host_has(
@@ -78,36 +78,36 @@ def test_a_run_of_unknown_parent_is_stored_below_the_first_block_that_the_host_h
     )
     whole = keyed("third", KEYS)
     assert engine.manager.match(whole, 0).num_tokens == 5 * BLOCK
-    engine.manager.finish(whole)
+    engine.manager.finish([whole])
 
 
 def test_keys_grow_with_their_request(engine: OffloadEngine) -> None:
     request = keyed("first", KEYS[:1])
-    engine.manager.begin(request)
+    engine.manager.begin([request])
     for count in (1, 2, 3):
         engine.fill(count - 1, KEYS[count - 1].tobytes())
         engine.manager.offer(request, request.num_tokens, ids(0, 1, 2))
         engine.settle()
         request.append_keys(KEYS[count : count + 1])
     assert engine.manager.get_stats().host.ready == 3  # type: ignore[union-attr]
-    engine.manager.finish(request)
+    engine.manager.finish([request])
     assert engine.wrong_records() == 0
 
 
 def test_keys_that_contradict_those_stored_are_refused_and_pin_nothing(engine: OffloadEngine) -> None:
     for name, run in (("tail", KEYS[1:3]), ("head", KEYS[:1])):  # the tail has a parent, and does not say so
         request = keyed(name, run)
-        engine.manager.begin(request)
+        engine.manager.begin([request])
         engine.fill(0, run[0].tobytes())
         engine.fill(1, run[-1].tobytes())
         engine.manager.offer(request, request.num_tokens, ids(0, 1))
         engine.settle()
-        engine.manager.finish(request)
+        engine.manager.finish([request])
     whole = keyed("whole", KEYS[:3])
     with pytest.raises(HashingError, match="not one path"):
         engine.manager.match(whole, 0)
     assert engine.manager._host.in_use == 0
-    engine.manager.finish(whole)
+    engine.manager.finish([whole])
 
 
 def test_nothing_is_read_of_a_run_whose_keys_contradict_those_in_storage(tmp_path: Path) -> None:
@@ -115,13 +115,13 @@ def test_nothing_is_read_of_a_run_whose_keys_contradict_those_in_storage(tmp_pat
     for name, run in (("first", KEYS[:3]), ("second", KEYS[[5, 2]])):
         engine = OffloadEngine(layout=layout, folder=tmp_path)
         request = KeyedRequest(name, run, BLOCK)
-        engine.manager.begin(request)
+        engine.manager.begin([request])
         assert engine.manager.match(request, 0).num_tokens == 0
         for block, key in enumerate(run):
             engine.fill(block, key.tobytes())
         engine.manager.offer(request, request.num_tokens, ids(*range(len(run))))
         engine.settle()
-        engine.manager.finish(request)
+        engine.manager.finish([request])
         storage = engine.manager.get_stats().storage
         assert storage is not None and (storage.leases, storage.pins) == (0, 0)
         engine.close()
@@ -146,7 +146,7 @@ def test_the_beginning_of_a_tail_is_told_by_host_and_storage_so_that_it_is_read(
     assert second.manager.match(request, 2 * BLOCK).num_tokens == 4 * BLOCK
     assert loaded(second, request, ids(7, 8, 9, 5)).recompute_from == 6 * BLOCK
     assert second.holds(request, [7, 8, 9, 5], 2)
-    second.manager.finish(request)
+    second.manager.finish([request])
     second.close()
 
 
@@ -159,7 +159,9 @@ def test_reads_of_a_request_that_ends_go_on_if_they_are_kept(tmp_path: Path, kee
     second = OffloadEngine(layout=layout, folder=tmp_path)
     request = keyed("second", KEYS)
     assert second.manager.match(request, 0).status is MatchStatus.DEFERRED
-    second.manager.finish(request, keeps_reads=keeps_reads)
+    if keeps_reads:
+        second.manager.leave_reads(request)
+    second.manager.finish([request])
     second.settle()
     assert second.manager.get_stats().host.ready == (6 if keeps_reads else 0)  # type: ignore[union-attr]
     second.close()

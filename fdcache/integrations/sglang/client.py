@@ -165,7 +165,9 @@ class PageClient:
             self._step()  # what is to be read from storage is in the next plan
             yield asked
         finally:
-            self._manager.finish(asked.request, keeps_reads=keeps_reads)
+            if keeps_reads:
+                self._manager.leave_reads(asked.request)
+            self._manager.finish([asked.request])
             self.contradictions += asked.contradicts
 
     def _loaded(self, asked: _Asked, slots: Int32Array, deadline: float) -> int:
@@ -195,7 +197,7 @@ class PageClient:
             self._step()
             self._await(lambda: not self._uses(slots) and not self._waits_for_room(), slots, deadline)
         finally:
-            self._manager.finish(request)
+            self._manager.finish([request])
             self._manager.forget(slots)
 
     def _there(self, keys: HashArray) -> int:
@@ -324,7 +326,7 @@ class _Asked:
             return
         above = self._manager.path_to(self._keys[0].tobytes())
         if above is not None:
-            self._manager.finish(self.request)
+            self._manager.finish([self.request])
             self.above = len(above)
             self.request = self._request(np.concatenate((above, self._keys)), ROOT)
             self.again()
@@ -339,7 +341,8 @@ class _Asked:
 
     def take_what_is_there(self) -> None:
         """Give up what is being read; what the host tier has is found."""
-        self._manager.finish(self.request, keeps_reads=True)
+        self._manager.leave_reads(self.request)
+        self._manager.finish([self.request])
         self.above, self.request = 0, self._request(self._keys, None)
         self.again()
 

@@ -143,7 +143,7 @@ class SchedulerSide:
             return None
         request.hints, refused = read_hints(source.request_id, extra_of(source))
         known = self._running[source.request_id] = _Running(source, request, refused)
-        self.manager.begin(request, whole_prompt=not self._windows)
+        self.manager.begin([request], whole_prompt=not self._windows)
         return known
 
     def matched(self, source: Any, device_tokens: int) -> int | None:
@@ -171,7 +171,7 @@ class SchedulerSide:
         known = self._running.get(source.request_id)
         if num_tokens <= 0:
             if known is not None:
-                self.manager.unmatch(known.request)
+                self.manager.unmatch([known.request])
             return
         first = (known.device_tokens if known is not None else 0) // self._block_size * self._groups
         count = num_tokens // self._block_size * self._groups
@@ -208,7 +208,7 @@ class SchedulerSide:
         return [*known.refused_hints, *known.request.hint_outcomes]
 
     def _forget(self, request_id: str) -> None:
-        self.manager.finish(self._running.pop(request_id).request)
+        self.manager.finish([self._running.pop(request_id).request])
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class SchedulerSide:
         """
         for known in self._running.values():
             known.is_lost = True
-            self.manager.finish(known.request)
+            self.manager.finish([known.request])
         if self._pool is not None:
             everything = np.arange(self._pool.num_gpu_blocks, dtype=np.int32)
             (self.manager.evicted if are_blocks_known else self.manager.forget)(everything)

@@ -1,28 +1,18 @@
 // Operations of a tier's session: they append to the caller's memory, leave it as it was when they fail, and
-// do the same as those of the tier. Prints what does not hold; exits 1 then.
+// do the same as those of the tier.
 #include <chrono>
-#include <cstdio>
-#include <cstring>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "native/checks.hpp"
 #include "tier/session.hpp"
 
-using namespace fdcache;
-
+namespace fdcache::tests {
 namespace {
 
-int failures = 0;
-
-void expect(bool holds, const char *what) {
-    if (holds) return;
-    std::printf("%s\n", what);
-    ++failures;
-}
-
 void expect_sound(const Tier &tier) {
-    for (const std::string &broken : tier.check_integrity()) expect(false, broken.c_str());
+    for (const std::string &broken : tier.check_integrity()) fail(broken.c_str());
 }
 
 std::vector<Digest> path_of(std::uint8_t first, std::size_t length) {
@@ -177,16 +167,17 @@ void a_session_has_one_time() {
     expect_sound(tier);
 }
 
+const Cases kCases{
+    {"request", a_request_in_one_session},
+    {"failures", failures_leave_the_callers_memory},
+    {"evicted", evicted_blocks_are_listed_if_asked_for},
+    {"copies", a_copy_reservation_is_replaced},
+    {"clock", a_session_has_one_time},
+};
+
 }  // namespace
+}  // namespace fdcache::tests
 
 int main(int count, char **arguments) {
-    if (count > 1 && !std::strcmp(arguments[1], "clock")) {
-        a_session_has_one_time();
-        return failures ? 1 : 0;
-    }
-    a_request_in_one_session();
-    failures_leave_the_callers_memory();
-    evicted_blocks_are_listed_if_asked_for();
-    a_copy_reservation_is_replaced();
-    return failures ? 1 : 0;
+    return fdcache::tests::run_cases(fdcache::tests::kCases, count, arguments);
 }
