@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def slots(*pages: int) -> Int32Array:
 class Pool:
     """Host pages of an engine, and its client. Bytes of a page follow from its key."""
 
-    def __init__(self, revision: str = "1", **settings: object) -> None:
+    def __init__(self, revision: str = "1", **settings: Any) -> None:
         self.planes = [np.zeros((PAGES, BYTES), np.uint8) for _ in range(2)]
         own = {} if "FDCACHE_SERVER" in settings else {"FDCACHE_HOST_MEMORY": "1MiB"}
         given = {
@@ -249,7 +250,7 @@ def test_calls_end_without_the_service_and_go_on_with_it(tmp_path: Path) -> None
 
 
 @contextmanager
-def gated(monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator[tuple[Pool, GatedDevice]]:
+def gated(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[tuple[Pool, GatedDevice]]:
     """A pool whose stores are held."""
     device = GatedDevice()
     monkeypatch.setattr(CpuDevice, "of", lambda settings: device)

@@ -14,6 +14,7 @@ from fdcache.integrations.sglang.pages import HostPages
 from fdcache.integrations.weights import digest_of
 from fdcache.layout import KVLayout
 from fdcache.settings import Candidate, Settings, SettingsError, Source, Sourced
+from fdcache.settings.cache import LoadOrRecompute, PrefetchPolicy, WritePolicy
 from fdcache.settings.checks import REMOVED, suggest
 from fdcache.settings.tree import KNOWN_NAMES
 
@@ -23,6 +24,15 @@ SERVED = ("0.5.23",)
 FILE = "hicache_storage_backend_extra_config"
 _OF_SGLANG = {"backend_name", "module_path", "class_name", "interface_v1", "allocator"}
 _HOST_MEMORY, _SERVER, _FOLDER = "FDCACHE_HOST_MEMORY", "FDCACHE_SERVER", "FDCACHE_STORAGE_DIR"
+_DECIDED = {
+    "FDCACHE_RANKS": 1,
+    "FDCACHE_WRITE_POLICY": WritePolicy.WRITE_THROUGH,
+    "FDCACHE_LOAD_OR_RECOMPUTE": LoadOrRecompute.ALWAYS,
+    "FDCACHE_PREFETCH_POLICY": PrefetchPolicy.WAIT_COMPLETE,
+    "FDCACHE_LOOKAHEAD_TOKENS": 0,
+}
+"""SGLang has decided what is stored and loaded, and how long its requests wait."""
+
 _METHODS = (
     "register_mem_pool_host",
     "register_mem_host_pool_v2",
@@ -128,30 +138,26 @@ def require_pools(names: Mapping[str, Any], config: Any) -> None:
 def load_settings(config: Any, page_size: int) -> Settings:
     """Return the settings of one rank: the FDCACHE_ names of the storage's JSON first, then the environment.
 
-    SGLang has decided what is stored and loaded, and how long its requests wait. Every page is verified.
+    Every page is verified when it is loaded.
 
     Raises ``ConfigurationError`` for a name that is no setting, a wrong value, and for pages that no rank could find.
     """
+    given = _given(config.extra_config or {})
     try:
         settings = Settings.load(
-            arguments=_given(config.extra_config or {})
-            | {
-                name: Sourced("FdcacheStorage", value)
-                for name, value in {
-                    "FDCACHE_BLOCK_SIZE": page_size,
-                    "FDCACHE_RANKS": 1,
-                    "FDCACHE_WRITE_POLICY": "write_through",
-                    "FDCACHE_LOAD_OR_RECOMPUTE": "always",
-                    "FDCACHE_PREFETCH_POLICY": "wait_complete",
-                    "FDCACHE_LOOKAHEAD_TOKENS": 0,
-                }.items()
-            },
-            defaults={"FDCACHE_VERIFY": "all", "FDCACHE_PLAN_TIMEOUT": 5.0},
+            arguments=given, defaults={"FDCACHE_VERIFY": "all", "FDCACHE_PLAN_TIMEOUT": 5.0}
         )
     except SettingsError as error:
         raise ConfigurationError(f"FdcacheStorage: {error}") from error
     _require_memory(settings, config)
-    return _with_own_folder(settings, config)
+    theirs = {**_DECIDED, "FDCACHE_BLOCK_SIZE": page_size}
+    return _with_own_folder(_with(settings, theirs, "SGLang decides"), config)
+
+
+def _with(settings: Settings, values: Mapping[str, Any], place: str) -> Settings:
+    return settings.with_derived(
+        {name: (Candidate(Source.DERIVED, name, place, value), value) for name, value in values.items()}
+    )
 
 
 def _given(extra: Mapping[str, Any]) -> dict[str, Sourced]:
@@ -190,8 +196,7 @@ def _with_own_folder(settings: Settings, config: Any) -> Settings:
     if settings.storage_tier.connector != "local" or not any(ranks.values()):
         return settings
     folder = settings.storage_tier.directory / "-".join(f"{name}{rank}" for name, rank in ranks.items())
-    place = f"{settings.place(_FOLDER)}, of this rank"
-    return settings.with_derived({_FOLDER: (Candidate(Source.DERIVED, _FOLDER, place, folder), folder)})
+    return _with(settings, {_FOLDER: folder}, f"{settings.place(_FOLDER)}, of this rank")
 
 
 def layout_of(pages: HostPages, name: str, config: Any, server_args: Any, settings: Settings) -> KVLayout:
