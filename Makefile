@@ -60,8 +60,8 @@ test-vllm: $(VENV)/.installed-test  ## the connector in vLLM's own engine on the
 test-sglang: $(VENV)/.installed-test  ## the storage in SGLang's own engine on the CPU; skipped with a line where SGLang is not set up
 	$(BIN)/python -m tests.sglang
 
-check: $(VENV)/.installed-test  ## the longer property, fault and stress runs, a tenth of their seeds
-	FDCACHE_TEST_SEEDS=$${FDCACHE_TEST_SEEDS:-10} $(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow --timeout 1800 --durations 15
+check: $(VENV)/.installed-test  ## the longer property, fault and stress runs, a sixteenth of their seeds
+	FDCACHE_TEST_SEEDS=$${FDCACHE_TEST_SEEDS:-6} $(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow --timeout 1800 --durations 15
 
 # A test that failed and passes now is unstable, which is a defect of its own.
 again: $(VENV)/.installed-test  ## the tests that failed last, three times, each alone; at most five of them

@@ -1,13 +1,16 @@
-"""Handle to an asynchronous task, and the event that says that one has ended."""
+"""Work in flight: a plan or task until its report, the handle to one, and the event of the host that ends one."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from fdcache import _core
 from fdcache.errors import TaskCancelledError, TransferTimeoutError
+from fdcache.metadata import HandoverEnd, TransferReport, TransferResult
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -36,6 +39,105 @@ class AsyncTask(Protocol[T_co]):
 
     def result(self) -> T_co:
         """Return the result of a task that has ended."""
+
+
+class Event(Protocol):
+    """Point in a stream; recorded once."""
+
+    def record(self, stream: Any) -> None:
+        """Reach the event once the stream has completed everything enqueued so far."""
+
+    def query(self) -> bool:
+        """Return True once the event is reached."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait on the host up to ``timeout`` seconds, None for ever; return True when the event is reached."""
+
+
+class Work(Protocol):
+    """One transfer of a plan or task in flight."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while it has its turn still to come."""
+
+    @property
+    def done(self) -> Event | None:
+        """The event of its end, or while it waits one before that; None if nothing is copied."""
+
+    @property
+    def started(self) -> bool:
+        """True if copying has begun."""
+
+    def cancel(self) -> bool:
+        """Cancel it if nothing has begun; return True if it did. All positions fail then."""
+
+    def result(self) -> TransferResult:
+        """Return the result, once it has ended."""
+
+
+class Execution:
+    """A submitted plan, storage task or hand-over until its report is polled. An ``AsyncTask``; any thread may call it.
+
+    The report is made once, at the end. ``handover`` returns how a hand-over has ended.
+    """
+
+    def __init__(
+        self,
+        plan_id: int,
+        rank: int,
+        parts: Sequence[Work],
+        handover: Callable[[], HandoverEnd] | None = None,
+    ) -> None:
+        self.plan_id = plan_id
+        self._rank = rank
+        self._parts = tuple(parts)
+        self._handover = handover
+        self._report: TransferReport | None = None
+        self._lock = threading.Lock()
+
+    def pending_event(self) -> Event | None:
+        """Return an event that comes before the end, or None if that is reached."""
+        for part in self._parts:
+            was_waiting = part.is_waiting  # asked first: the event of one that waits says nothing of its end
+            event = part.done
+            if event is not None and (was_waiting or not event.query()):
+                return event
+        return None
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait up to ``timeout`` seconds, None without limit; return True if it has ended."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (event := self.pending_event()) is not None:
+            if not event.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
+                return False
+        return True
+
+    def cancel(self) -> bool:
+        """Cancel the transfers that have not begun; return True if there was one."""
+        taken = [part.cancel() for part in self._parts]
+        return any(taken)
+
+    def status(self) -> TransferStatus:
+        """Return how far it has come."""
+        if self.pending_event() is None:
+            success = all(result.success for result in self.result().results)
+            return TransferStatus.COMPLETED if success else TransferStatus.FAILED
+        started = any(part.started for part in self._parts)
+        return TransferStatus.IN_PROGRESS if started else TransferStatus.PENDING
+
+    def result(self) -> TransferReport:
+        """Return the report of one that has ended, and release its copies and their memory."""
+        with self._lock:
+            if self._report is None:
+                self._report = TransferReport(
+                    plan_id=self.plan_id,
+                    rank=self._rank,
+                    results=tuple(part.result() for part in self._parts),
+                    handover=None if self._handover is None else self._handover(),
+                )
+                self._parts, self._handover = (), None
+            return self._report
 
 
 class AsyncTaskHandler(Generic[T_co]):

@@ -84,7 +84,7 @@ def _show(answer: msgspec.Struct, words: str, json: bool) -> None:
 
 
 def pin(server: str | None, prefix: Prefix, time_left: float, most_blocks: int | None, *, json: bool) -> None:
-    """Pin a prefix."""
+    """Pin what the host tier has of a prefix, and say how many blocks that is."""
     with connect(server) as client:
         found = Control(client).pin(prefix, time_left, most_blocks)
     if found.pin is None:
@@ -165,7 +165,7 @@ def delete(server: str | None, prefix: Prefix, start: int, *, dry_run: bool, yes
 
 
 def set_quota(server: str | None, tenant: str, share: float, *, json: bool) -> None:
-    """Set a quota."""
+    """Set a tenant's share, and say what it was before."""
     with connect(server) as client:
         found = Control(client).set_quota(tenant, share)
     _show(found, f"{found.tenant}: {found.share:g} of each namespace, {found.before:g} before", json)

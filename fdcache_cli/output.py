@@ -22,12 +22,12 @@ def on_terminal() -> bool:
 
 
 def print_line(text: str = "") -> None:
-    """Print one line."""
+    """Print to what standard output is now, which tests replace."""
     sys.stdout.write(text + "\n")
 
 
 def print_json(value: object) -> None:
-    """Print one JSON value."""
+    """Print for programs: one value, indented."""
     print_line(json.dumps(value, indent=2))
 
 

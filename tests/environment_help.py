@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from fdcache import CacheController, CacheManager, KVLayout, Request, tracing
 from fdcache.devices.calibration import make_policy
 from fdcache.devices.topology import Gpu
+from fdcache.errors import StorageError
 from fdcache.integrations.mooncake.client import ClientOptions
 from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.integrations.vllm.config import layout_from_config
@@ -27,6 +28,8 @@ from fdcache.service.server import process
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.wire.address import load_settings
 from fdcache.settings import Settings
+from fdcache.storage.objects.bucket import Bucket
+from fdcache.storage.objects.variables import ObjectSettings
 from fdcache.transfer.handovers import PeerTerms
 from tests.fastdeploy_help import fd_config
 from tests.vllm_configs import kv_config, vllm_config
@@ -113,6 +116,15 @@ def _vllm_fingerprint() -> object:
     weights = given_settings(made.kv_transfer_config).deployment.weights
     with mock.patch("fdcache.integrations.vllm.config.version", return_value="0.33.0"):
         return layout_from_config(made, kv_config(), weights=weights).fingerprint
+
+
+def _bucket() -> object:
+    """Return the address and the configuration of the client of object storage, None if it is refused."""
+    try:
+        bucket = Bucket(Settings.load().group(ObjectSettings), timeout=1.0)
+    except StorageError:
+        return None
+    return bucket.place, bucket._store.config
 
 
 def _swap_method() -> object:
@@ -225,6 +237,7 @@ def _traces() -> object:
 
 
 STORAGE = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": "{dir}/blocks", "FDCACHE_STORAGE_SIZE": "1MiB"}
+BUCKET = {"FDCACHE_OBJECT_URL": "s3://blocks/folder"}
 SERVED = {"FDCACHE_SERVER": "{service}"}
 PEERS = {"FDCACHE_TRANSFER": "ipc"}
 
@@ -354,6 +367,12 @@ CASES: dict[str, Case] = {
     "FDCACHE_TRANSFER_PEER_RANKS": Case(
         "1", elsewhere=endpoint(lambda opened: opened._settings.peer_ranks), beside=PEERS
     ),
+    "FDCACHE_OBJECT_URL": Case("s3://blocks/folder", elsewhere=_bucket),
+    "FDCACHE_OBJECT_ENDPOINT": Case("http://127.0.0.1:1", elsewhere=_bucket, beside=BUCKET),
+    "FDCACHE_OBJECT_REGION": Case("eu-west-1", elsewhere=_bucket, beside=BUCKET),
+    "FDCACHE_OBJECT_KEY_ID": Case("an-id", elsewhere=_bucket, beside=BUCKET),
+    "FDCACHE_OBJECT_KEY": Case("a-key", elsewhere=_bucket, beside=BUCKET),
+    "FDCACHE_OBJECT_SESSION_TOKEN": Case("a-token", elsewhere=_bucket, beside=BUCKET),
     "FDCACHE_MOONCAKE_LOG_LEVEL": Case(
         "0",
         elsewhere=lambda: ClientOptions.resolve(Settings.load().group(MooncakeSettings), 0).log_level,

@@ -13,14 +13,13 @@ from msgspec.structs import replace
 from fdcache.devices.base import (
     ArenaRecords,
     DevicePlanes,
-    Event,
     PlannedCopy,
     Stream,
     enqueue_each,
 )
 from fdcache.devices.cpu import CpuDevice
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferResult
-from fdcache.tasks import CpuEvent
+from fdcache.tasks import CpuEvent, Event
 
 Choose = Callable[[CacheSwapMetadata], Sequence[int]]
 

@@ -1,6 +1,6 @@
 """Number of seeds and examples that the long tests run.
 
-``FDCACHE_TEST_SEEDS`` is a percentage of the full number: 20 by default, 10 in ``make check``, 100 in ``make nightly``.
+``FDCACHE_TEST_SEEDS`` is a percentage of the full number: 10 by default, 6 in ``make check``, 100 in ``make nightly``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 VARIABLE = "FDCACHE_TEST_SEEDS"
-PERCENT = int(os.environ.get(VARIABLE, "20"))
+PERCENT = int(os.environ.get(VARIABLE, "10"))
 
 
 def budget(full: int) -> int:

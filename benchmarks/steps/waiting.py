@@ -25,8 +25,8 @@ from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSet
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
+from fdcache.tiers.storage import StorageWrites
 from fdcache.tiers.storage_index import LocalIndex
-from fdcache.tiers.storage_writes import StorageWrites
 
 HOST_BLOCKS = 8192
 

@@ -18,7 +18,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import Request
 from fdcache.manager.cost import NO_PRIORS
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.waits import Waits
+from fdcache.manager.matching import Waits
 from fdcache.settings.cache import LoadOrRecompute
 from fdcache.tiers.storage_reads import GroupSize
 from fdcache.tiers.waiting_fetches import Wait

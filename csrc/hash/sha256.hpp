@@ -34,9 +34,15 @@ alignas(64) inline constexpr std::uint32_t round_constants[64] = {
 // FIPS 180-4, 6.2.2, in plain words.
 void link_portable(const Links &links);
 
-#if defined(__x86_64__)
-
 using Quad = lanes::Words<4>;
+
+FDCACHE_INLINE Quad swap_bytes(Quad words) {
+    using Bytes = lanes::Vector<4>::Bytes;
+    const auto bytes = (Bytes)words;
+    return (Quad)__builtin_shufflevector(bytes, bytes, 3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12);
+}
+
+#if defined(__x86_64__)
 
 // The SHA instructions, without a requirement on the target of the calling function.
 FDCACHE_INLINE void two_rounds(Quad &cdgh, const Quad &abef, const Quad &words) {
@@ -48,12 +54,6 @@ FDCACHE_INLINE Quad next_words(Quad w0, const Quad &w1, const Quad &w2, const Qu
     w0 += __builtin_shufflevector(w2, w3, 1, 2, 3, 4);
     asm("sha256msg2 %1, %0" : "+x"(w0) : "x"(w3));
     return w0;
-}
-
-FDCACHE_INLINE Quad swap_bytes(Quad words) {
-    using Bytes = lanes::Vector<4>::Bytes;
-    const auto bytes = (Bytes)words;
-    return (Quad)__builtin_shufflevector(bytes, bytes, 3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12);
 }
 
 // Links with the SHA instructions, a quarter of a compression (16 rounds) at a time. A round waits four
@@ -104,6 +104,68 @@ class Chain {
     Digest *out_;
     Quad abef_, cdgh_, abef_before_, cdgh_before_, words_[4];
 };
+
+#elif defined(__aarch64__)
+
+// The SHA instructions, without a requirement on the target of the calling function.
+FDCACHE_INLINE void four_rounds(Quad &abcd, Quad &efgh, const Quad &words) {
+    const Quad before = abcd;
+    asm(".arch_extension sha2\n\tsha256h %q0, %q1, %2.4s" : "+w"(abcd) : "w"(efgh), "w"(words));
+    asm(".arch_extension sha2\n\tsha256h2 %q0, %q1, %2.4s" : "+w"(efgh) : "w"(before), "w"(words));
+}
+
+FDCACHE_INLINE Quad next_words(Quad w0, const Quad &w1, const Quad &w2, const Quad &w3) {
+    asm(".arch_extension sha2\n\tsha256su0 %0.4s, %1.4s" : "+w"(w0) : "w"(w1));
+    asm(".arch_extension sha2\n\tsha256su1 %0.4s, %1.4s, %2.4s" : "+w"(w0) : "w"(w2), "w"(w3));
+    return w0;
+}
+
+// Links with the SHA instructions, a quarter of a compression (16 rounds) at a time.
+class Chain {
+  public:
+    FDCACHE_INLINE explicit Chain(const Links &links)
+        : piece_(links.pieces),
+          out_(links.out),
+          abcd_(swap_bytes(lanes::load<Quad>(links.first->bytes.data()))),
+          efgh_(swap_bytes(lanes::load<Quad>(links.first->bytes.data() + 16))) {}
+
+    template <int Step>
+    FDCACHE_INLINE void step() {
+        constexpr int quarter = Step % 4;
+        if constexpr (quarter == 0) {
+            abcd_before_ = abcd_;
+            efgh_before_ = efgh_;
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (quarter == 0)
+                words_[i] = swap_bytes(lanes::load<Quad>(piece_ + 16 * i));
+            else
+                words_[i] =
+                    next_words(words_[i], words_[(i + 1) & 3], words_[(i + 2) & 3], words_[(i + 3) & 3]);
+            four_rounds(abcd_, efgh_, words_[i] + lanes::load<Quad>(round_constants + 16 * quarter + 4 * i));
+        }
+        if constexpr (quarter == 3) finish();
+    }
+
+  private:
+    FDCACHE_INLINE void finish() {
+        abcd_ += abcd_before_;
+        efgh_ += efgh_before_;
+        lanes::store(out_->bytes.data(), swap_bytes(abcd_));
+        lanes::store(out_->bytes.data() + 16, swap_bytes(efgh_));
+        ++out_;
+        piece_ += piece_bytes;
+    }
+
+    const std::uint8_t *piece_;
+    Digest *out_;
+    Quad abcd_, efgh_, abcd_before_, efgh_before_, words_[4];
+};
+
+#endif
+
+#if defined(__x86_64__) || defined(__aarch64__)
 
 FDCACHE_INLINE void link_with_instructions(const Links &links) {
     if (links.count == 0) return;

@@ -12,7 +12,7 @@ from fdcache.devices.base import Device, PinnedMemory
 from fdcache.errors import HostMemoryError
 from fdcache.layout import KVLayout
 from fdcache.machine.memory import available_memory
-from fdcache.metadata import EXTENT_BYTES, SLOT_HEADER_BYTES, TransferPlan
+from fdcache.metadata import EXTENT_BYTES, SLOT_HEADER_BYTES
 
 _TOUCH_THREADS = 8
 _LOG_INTERVAL = 5.0
@@ -68,14 +68,6 @@ class HostArena:
             num_blocks,
             (self.extents, self.pinned, headers),
         )
-
-    def attach(self, plan: TransferPlan) -> str | None:
-        """Return None: the arena belongs to this process."""
-        return None
-
-    def prepare(self, plan: TransferPlan) -> str | None:
-        """Return None: all extents are mapped."""
-        return None
 
     def close(self) -> None:
         """Do nothing: the last reference frees the memory."""

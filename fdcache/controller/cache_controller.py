@@ -208,7 +208,7 @@ class CacheController:
                     "with a service the storage belongs to it: configure it in `fdcache serve`"
                 )
             storage.register(self._parts.arena.table)
-            self._parts.storage = StorageQueue(storage, self._parts.arena, self.rank)
+            self._parts.storage = StorageQueue(storage, self._parts.arena)
             return storage.scan() if isinstance(storage, PlacedStorage) else None
 
     def storage_stats(self) -> StorageStats | None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fdcache.controller.execution import reason_of
+from fdcache.controller.copies import reason_of
 from fdcache.controller.layers import layer_groups
-from fdcache.devices.base import Device, DevicePlanes, Event, PlaneBinding, Stream
+from fdcache.devices.base import (
+    Device,
+    DevicePlanes,
+    PlaneBinding,
+    Stream,
+)
 from fdcache.devices.cuda import CudaDevice
 from fdcache.errors import DeviceError, PlanError, StreamError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, TransferPlan
 from fdcache.settings.cache import CopySettings
 from fdcache.settings.peers import PeerSettings
+from fdcache.tasks import Event, Execution
 from fdcache.transfer.connector import LocalPlanes
 from fdcache.transfer.endpoint import EndpointOptions, TransferEndpoint
-from fdcache.transfer.execution import TransferExecution
 
 
 def open_endpoint(
@@ -74,9 +79,7 @@ class PlannedHandovers:
                     f"{swap.purpose.value} {task.plan_id}: a slot is not one of the {self._num_blocks} device blocks"
                 )
 
-    def submit(
-        self, plan: TransferPlan, stream: Stream | None, refusal: str | None
-    ) -> Iterator[TransferExecution]:
+    def submit(self, plan: TransferPlan, stream: Stream | None, refusal: str | None) -> Iterator[Execution]:
         """Begin the hand-overs of a plan, after what the compute stream has now, its evictions included."""
         for plan_id in plan.cancelled:
             self.endpoint.cancel(plan_id)

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
-from fdcache.devices.base import Device, Event, LayerRanges, PlannedCopy, Stream
+from fdcache.devices.base import (
+    Device,
+    LayerRanges,
+    PlannedCopy,
+    Stream,
+)
 from fdcache.errors import LayerSwapTimeoutError, PlanError
 from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard
+from fdcache.tasks import Event
 
 
 class LayerGroups:
@@ -105,11 +111,11 @@ class LaunchedLayers:
         self._events = tuple(events)
 
     def known(self) -> Sequence[Event | None]:
-        """Return the events."""
+        """Return the events: those of a launched plan are there at once."""
         return self._events
 
     def required(self) -> Sequence[Event | None]:
-        """Return the events."""
+        """Return the events, as ``known``."""
         return self._events
 
 

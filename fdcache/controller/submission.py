@@ -5,29 +5,107 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fdcache import _core
 from fdcache._core import PlanLauncher
 from fdcache.controller.arena import HostArena
+from fdcache.controller.copies import Transfer, reason_of
 from fdcache.controller.device_planes import DeviceMemory
-from fdcache.controller.execution import PlansInFlight, reason_of, refused_executions
 from fdcache.controller.layers import LayerEvents
 from fdcache.controller.transfers import TransferQueue, check_countable
-from fdcache.devices.base import Device, Stream
+from fdcache.devices.base import (
+    Device,
+    Stream,
+)
+from fdcache.devices.cpu import wait_any_cpu_event
 from fdcache.errors import CacheNotReadyError, DeviceError, PlanError, StreamError, TransferTimeoutError
 from fdcache.layout import KVLayout
-from fdcache.metadata import TransferPlan, TransferReport
+from fdcache.metadata import PeerTask, StorageTask, TransferPlan, TransferReport
 from fdcache.settings.cache import CopySettings
 from fdcache.storage.queue import StorageQueue, StorageTransfer
+from fdcache.tasks import AsyncTaskHandler, CpuEvent, Event, Execution
 
 if TYPE_CHECKING:
     from fdcache.controller.handover import PlannedHandovers
     from fdcache.service.client.arena import SharedHostArena
 
 logger = logging.getLogger(__name__)
+
+
+def refused_executions(plan: TransferPlan, rank: int, reason: str) -> list[Execution]:
+    """Return failed executions of a plan and of each of its tasks."""
+    parts: tuple[TransferPlan | StorageTask | PeerTask, ...] = (plan, *plan.tasks)
+    return [
+        Execution(each.plan_id, rank, [Transfer.failed(swap, reason) for swap in each.swaps()])
+        for each in parts
+    ]
+
+
+_MIXED_WAIT = 0.002
+
+
+class PlansInFlight:
+    """Executions and their handlers, in the order of submission. The caller holds the lock."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.executions: dict[int, Execution] = {}
+        self._handlers: dict[int, AsyncTaskHandler[TransferReport]] = {}
+
+    def __contains__(self, plan_id: int) -> bool:
+        return plan_id in self.executions
+
+    def add(self, execution: Execution) -> None:
+        """Add a submitted plan or storage task."""
+        self.executions[execution.plan_id] = execution
+
+    def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
+        """Return the handler of a plan. Raises ``PlanError`` for one that is not in flight."""
+        if plan_id not in self.executions:
+            raise PlanError(f"plan {plan_id} is not in flight")
+        if plan_id not in self._handlers:
+            self._handlers[plan_id] = AsyncTaskHandler(self.executions[plan_id])
+        return self._handlers[plan_id]
+
+    def running(self) -> list[Execution]:
+        """Return the plans and storage tasks that have not ended."""
+        return [each for each in self.executions.values() if each.pending_event() is not None]
+
+    def release_ended(self) -> None:
+        """Make the reports of the plans that have ended, which releases the memory of their copies."""
+        for execution in self.executions.values():
+            if execution.pending_event() is None:
+                execution.result()
+
+    def take_ended(self) -> list[TransferReport]:
+        """Remove the plans that have ended and return their reports."""
+        reports: list[TransferReport] = _core.take_ended(self.executions)
+        if self._handlers:
+            for report in reports:
+                self._handlers.pop(report.plan_id, None)
+        return reports
+
+    def pending_events(self) -> list[Event | None]:
+        """Return for each plan an event that comes before its end, or None if it has ended."""
+        return [each.pending_event() for each in self.executions.values()]
+
+    def wait_any(self, events: Sequence[Event], timeout: float | None) -> bool:
+        """Wait like the device's ``wait_any``, also for the CPU events of storage tasks."""
+        others = [event for event in events if not isinstance(event, CpuEvent)]
+        if not others:
+            return wait_any_cpu_event(events, timeout)
+        if len(others) == len(events):
+            return self._device.wait_any(events, timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not any(event.query() for event in events):
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self._device.wait_any(others, _MIXED_WAIT)
+        return True
 
 
 @dataclass(slots=True)
@@ -39,6 +117,11 @@ class RankParts:
     storage: StorageQueue | None = None
     transfer: PlannedHandovers | None = None
     is_shut_down: bool = False
+
+    @property
+    def shared(self) -> SharedHostArena | None:
+        """The arena of a service, which a plan has to be attached to; None without one."""
+        return None if self.arena is None or isinstance(self.arena, HostArena) else self.arena
 
     def check_usable(self) -> None:
         """Raise ``CacheNotReadyError`` after the shutdown."""
@@ -144,11 +227,11 @@ class PlanSubmission:
             return layers
 
     def _attach(self, plan: TransferPlan) -> str | None:
-        if self._parts.arena is None or isinstance(self._parts.arena, HostArena):
+        if (shared := self._parts.shared) is None:
             return None
         try:
             check_countable(plan)
-            return self._parts.arena.attach(plan)
+            return shared.attach(plan)
         except PlanError:
             return None  # it is raised under the lock
         except Exception as error:  # noqa: BLE001 - it goes into the report
@@ -170,8 +253,8 @@ class PlanSubmission:
             self._parts.transfer.check(plan)
         unordered = refusal
         refusal = refusal or unattached
-        if refusal is None and self._parts.arena is not None:
-            refusal = self._parts.arena.prepare(plan)
+        if refusal is None and (shared := self._parts.shared) is not None:
+            refusal = shared.prepare(plan)
         execution, layers = self.queue.launch(
             plan, self._rank, self._parts.memory.planes, self._parts.arena, stream, refusal
         )
@@ -217,7 +300,7 @@ class PlanSubmission:
         if self._parts.storage is None:
             return
         for transfer in prepared:
-            self.in_flight.add(transfer)
+            self.in_flight.add(Execution(transfer.plan_id, self._rank, [transfer]))
         try:
             self._parts.storage.submit(prepared, cancelled=plan.cancelled, clear=plan.clear_storage)
         except Exception as error:  # noqa: BLE001 - copies are in flight; it goes into the reports

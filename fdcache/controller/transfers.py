@@ -9,16 +9,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fdcache import _core
-from fdcache.controller.execution import Fence, LaunchedCopy, PlanExecution, RefusedCopy, Work, reason_of
+from fdcache.controller.copies import Lane, LoadQueue, Transfer, reason_of
 from fdcache.controller.layers import LaunchedLayers, LayerEvents, LayerGroups
-from fdcache.controller.loads import LoadQueue, QueuedLoad
 from fdcache.devices.base import (
     ArenaRecords,
     Device,
     DevicePlanes,
-    Event,
     LaunchWays,
-    PlannedCopy,
     Stream,
 )
 from fdcache.devices.copies import check_arrays
@@ -29,9 +26,9 @@ from fdcache.metadata import (
     Int32Array,
     SwapPurpose,
     TransferPlan,
-    TransferResult,
 )
 from fdcache.settings.cache import CopySettings
+from fdcache.tasks import Event, Execution
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +144,8 @@ class TransferQueue:
             device, layout, first=settings.first_group_layers, later=settings.group_layers
         )
         self._loads = LoadQueue(device, layout, self._groups, lock, ahead_bytes=settings.queued_bytes)
-        self._evictions = device.create_stream()
-        self._backups = device.create_stream(background=True)
-        self._fence = Fence(device)
+        self._evictions = Lane(device, self._groups)
+        self._backups = Lane(device, self._groups, background=True)
         self._reads = DeviceReads(executions)
         self._nothing = LaunchedLayers([None] * self._groups.num_layers)
 
@@ -161,7 +157,7 @@ class TransferQueue:
         arena: ArenaRecords | None,
         compute_stream: Stream | None,
         refusal: str | None = None,
-    ) -> tuple[PlanExecution, LayerEvents]:
+    ) -> tuple[Execution, LayerEvents]:
         """Check the whole plan, then enqueue its copies; return its execution and the events of its layers.
 
         ``planes`` and ``arena`` may be None for a plan without blocks. With a ``refusal`` every copy fails for that
@@ -170,8 +166,7 @@ class TransferQueue:
         """
         check_plan(plan)
         swaps = plan.swaps()
-        copies: dict[SwapPurpose, PlannedCopy] = {}
-        load: QueuedLoad | None = None
+        transfers: dict[SwapPurpose, Transfer] = {}
         computed: Event | None = None
         if refusal is None:
             try:
@@ -183,25 +178,26 @@ class TransferQueue:
                     if len(swap) == 0 or planes is None or arena is None:
                         continue
                     if swap.purpose is SwapPurpose.LOAD:
-                        load = self._loads.prepare(swap, planes, arena)
+                        transfers[swap.purpose] = self._loads.prepare(swap, planes, arena)
                     else:
-                        copies[swap.purpose] = self._device.copy_blocks(planes, arena, swap)
+                        copy = self._device.copy_blocks(planes, arena, swap)
+                        transfers[swap.purpose] = Transfer(swap, (planes, arena), copy)
             except (PlanError, StreamError):
                 raise
             except Exception as error:  # noqa: BLE001 - it goes into the report
                 refusal = reason_of(error)
         if refusal is not None:
-            refused = [RefusedCopy(TransferResult.failure(swap, refusal)) for swap in swaps]
+            refused = [Transfer.failed(swap, refusal) for swap in swaps]
             layers = self._overwritable(self._reads.pending(plan.after), compute_stream)
-            return PlanExecution(plan.plan_id, rank, refused), layers
-        return self._enqueue(plan, rank, copies, load, compute_stream, computed)
+            return Execution(plan.plan_id, rank, refused), layers
+        return self._enqueue(plan, rank, transfers, compute_stream, computed)
 
     def launcher(self, planes: DevicePlanes, arena: ArenaRecords, rank: int) -> _core.PlanLauncher | None:
         """Return the device's native submission of plans; use it unless ``has_waiting_loads``."""
         ways = LaunchWays(
             rank=rank,
             loads=self._loads.stream,
-            backups=self._backups,
+            backups=self._backups.stream,
             window=self._loads.window,
             ranges_of=self._groups.ranges_of,
             num_layers=self._groups.num_layers,
@@ -220,63 +216,50 @@ class TransferQueue:
 
     def retire(self) -> None:
         """Release the memory of finished copies."""
-        for each in (self._evictions, self._loads, self._backups):
+        for each in (self._evictions.stream, self._loads, self._backups.stream):
             each.retire()
         self._reads.forget_ended()
 
     def close(self) -> None:
         """End the streams."""
-        for stream in (self._evictions, self._loads.stream, self._backups):
-            stream.close()
+        for each in (self._evictions, self._loads, self._backups):
+            each.stream.close()
 
     def _enqueue(
         self,
         plan: TransferPlan,
         rank: int,
-        copies: dict[SwapPurpose, PlannedCopy],
-        load: QueuedLoad | None,
+        transfers: dict[SwapPurpose, Transfer],
         compute_stream: Stream | None,
         computed: Event | None,
-    ) -> tuple[PlanExecution, LayerEvents]:
+    ) -> tuple[Execution, LayerEvents]:
         """Enqueue evictions, then loads, then backups, all after ``computed``, the work of the compute stream so far.
 
         A transfer that cannot be enqueued fails by itself: others may be in flight, so nothing is raised.
         """
-        work: list[Work] = []
+        parts = [transfers.get(swap.purpose) or Transfer.failed(swap, None) for swap in plan.swaps()]
         after: tuple[Event, ...] = () if computed is None else (computed,)
         reads = self._reads.pending(plan.after)
-        if (evictions := plan.evictions) is not None:
-            evicting = self._read_device(plan, evictions, copies, self._evictions, after)
-            work.append(evicting)
-            if evicting.done is not None:
-                reads.append(evicting.done)
+        if (evictions := transfers.get(SwapPurpose.EVICT)) is not None:
+            reads += self._read_device(plan, evictions, self._evictions, after)
         layers = self._overwritable(reads, compute_stream)
-        if plan.loads is not None and load is not None:
+        if (load := transfers.get(SwapPurpose.LOAD)) is not None:
             self._loads.submit(load, (*after, *reads), layers.required())
             layers = load
-            work.append(load)
-        elif plan.loads is not None:
-            work.append(RefusedCopy(TransferResult.failure(plan.loads, None)))
-        if (backups := plan.backups) is not None:
-            work.append(self._read_device(plan, backups, copies, self._backups, after))
-        return PlanExecution(plan.plan_id, rank, work), layers
+        if (backups := transfers.get(SwapPurpose.BACKUP)) is not None:
+            self._read_device(plan, backups, self._backups, after)
+        return Execution(plan.plan_id, rank, parts), layers
 
     def _read_device(
-        self,
-        plan: TransferPlan,
-        swap: CacheSwapMetadata,
-        copies: dict[SwapPurpose, PlannedCopy],
-        stream: Stream,
-        after: Sequence[Event],
-    ) -> LaunchedCopy | RefusedCopy:
-        """Enqueue a copy out of the device, which later plans may wait for."""
-        copy = copies.get(swap.purpose)
-        if copy is None:
-            return RefusedCopy(TransferResult.failure(swap, None))
-        started = self._start(swap, copy, stream, after)
-        if started.done is not None:
-            self._reads.add(plan.plan_id, started.done)
-        return started
+        self, plan: TransferPlan, transfer: Transfer, lane: Lane, after: Sequence[Event]
+    ) -> list[Event]:
+        """Enqueue a copy out of the device, which later plans may wait for; return the event of its end, if any."""
+        transfer.after = after
+        lane.launch([transfer], by_layer=False)
+        if (done := transfer.done) is None:
+            return []
+        self._reads.add(plan.plan_id, done)
+        return [done]
 
     def _overwritable(self, reads: Sequence[Event], compute_stream: Stream | None) -> LayerEvents:
         """Make the compute stream wait for reads of the device; return the events after which layers may be written."""
@@ -292,34 +275,17 @@ class TransferQueue:
         *others, last = events
         try:
             for event in others:
-                self._evictions.wait_event(event)
+                self._evictions.stream.wait_event(event)
             if others:
-                self._evictions.wait_event(last)
+                self._evictions.stream.wait_event(last)
                 last = self._device.create_event()
-                last.record(self._evictions)
+                last.record(self._evictions.stream)
         except Exception as error:  # noqa: BLE001 - copies are in flight, nothing may be raised
             logger.warning("a stream takes no event, so the thread waits for copies: %s", reason_of(error))
             for event in events:
                 event.wait()
             return events[-1]
         return last
-
-    def _start(
-        self, swap: CacheSwapMetadata, copy: PlannedCopy, stream: Stream, after: Sequence[Event]
-    ) -> LaunchedCopy | RefusedCopy:
-        """Enqueue a copy. An exception fails it."""
-        behind: Event | None = None
-        try:
-            for event in after:
-                stream.wait_event(event)
-            behind = self._fence.prepare()
-            self._groups.enqueue_whole(copy, stream)
-        except Exception as error:  # noqa: BLE001 - it goes into the report
-            reason = reason_of(error)
-            if behind is not None:
-                self._fence.record(stream)
-            return RefusedCopy(TransferResult.failure(swap, reason), behind)
-        return LaunchedCopy(copy)
 
 
 def _let_wait(compute_stream: Stream, emptied: Event) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from fdcache._core import CopyWindow, PlaneTable, PlanLauncher, RecordTable
 from fdcache.layout_planes import Plane
 from fdcache.metadata import CacheSwapMetadata, TransferResult
+from fdcache.tasks import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class PinnedMemory(Protocol):
 
     @property
     def device_address(self) -> int:
-        """Address of the memory on the device."""
+        """Address by which the device's kernels reach the memory."""
 
 
 class ArenaRecords(Protocol):
@@ -88,19 +89,6 @@ class DevicePlanes(Protocol):
     @property
     def num_planes(self) -> int:
         """Planes of a block."""
-
-
-class Event(Protocol):
-    """Point in a stream; recorded once."""
-
-    def record(self, stream: Stream) -> None:
-        """Reach the event once the stream has completed everything enqueued so far."""
-
-    def query(self) -> bool:
-        """Return True once the event is reached."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait on the host up to ``timeout`` seconds, None for ever; return True when the event is reached."""
 
 
 class Stream(Protocol):
@@ -167,7 +155,7 @@ class LayerRanges(Protocol):
 
     @property
     def planes(self) -> Sequence[tuple[int, int]]:
-        """The ranges."""
+        """First plane and end of each range, in the order in which they are copied."""
 
     @property
     def group_of_layer(self) -> Sequence[int]:

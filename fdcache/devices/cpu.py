@@ -15,7 +15,6 @@ from fdcache import _core
 from fdcache.devices.base import (
     ArenaRecords,
     DevicePlanes,
-    Event,
     LaunchWays,
     PinnedMemory,
     PlaneBinding,
@@ -30,7 +29,7 @@ from fdcache.layout_planes import Plane
 from fdcache.machine.memory import memory_limits
 from fdcache.metadata import CacheSwapMetadata, TransferResult
 from fdcache.settings.cache import CopySettings, Verify
-from fdcache.tasks import CpuEvent
+from fdcache.tasks import CpuEvent, Event
 
 _DLPACK_CPU = 1
 _HUGE_PAGE = 2 << 20

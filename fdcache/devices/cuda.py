@@ -11,7 +11,6 @@ from fdcache import _core
 from fdcache.devices.base import (
     ArenaRecords,
     DevicePlanes,
-    Event,
     LaunchWays,
     PinnedMemory,
     PlaneBinding,
@@ -37,7 +36,7 @@ from fdcache.layout_planes import Plane
 from fdcache.machine.calibration import Calibration, load_calibration
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferReport, TransferResult
 from fdcache.settings.cache import CopySettings, Verify
-from fdcache.tasks import TransferStatus
+from fdcache.tasks import Event, TransferStatus
 
 _KERNELS = ("fdcache_copy_in", "fdcache_copy_out", "fdcache_sum", "fdcache_copy_words", "fdcache_read_peer")
 

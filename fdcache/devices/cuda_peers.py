@@ -14,7 +14,9 @@ import msgspec
 import numpy as np
 
 from fdcache import _core
-from fdcache.devices.base import Event, PlaneBinding
+from fdcache.devices.base import (
+    PlaneBinding,
+)
 from fdcache.devices.cuda_memory import BlockTable, CudaMemory
 from fdcache.devices.cuda_planes import CudaPlanes
 from fdcache.devices.cuda_streams import core_event
@@ -22,6 +24,7 @@ from fdcache.devices.topology import Gpu, find_gpu, import_cupy
 from fdcache.errors import DeviceError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, UInt64Array
+from fdcache.tasks import Event
 
 _PROCESS = uuid.uuid4().bytes
 _PRIORITY = -5

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from fdcache import _core
-from fdcache.devices.base import Event, Stream
+from fdcache.devices.base import (
+    Stream,
+)
 from fdcache.devices.calibration import STAGING_SLOT_BYTES, STAGING_SLOTS
 from fdcache.devices.cuda_memory import CudaMemory
 from fdcache.devices.topology import Gpu, import_cupy
 from fdcache.errors import DeviceError, StreamError
+from fdcache.tasks import Event
 
 _BACKGROUND_PRIORITY = 0
 _PRIORITY = -5

@@ -31,7 +31,7 @@ class MeasuredGpu(Protocol):
 
     @property
     def uuid(self) -> str:
-        """Its UUID."""
+        """Its UUID, which no other process and no order of devices changes."""
 
     @property
     def driver(self) -> int:
@@ -102,7 +102,7 @@ class Calibration:
 
 
 def calibration_path(gpu: MeasuredGpu, folder: Path) -> Path:
-    """Return the path of a GPU's calibration in ``folder``."""
+    """Return where the calibration of a GPU is kept in ``folder``: by its UUID."""
     return folder / f"{gpu.uuid}.json"
 
 

@@ -1,8 +1,8 @@
 """The scheduler side."""
 
 from fdcache.manager.cache_manager import CacheManager, ManagerState
-from fdcache.manager.device_contents import NO_BLOCK
 from fdcache.manager.keyed import KeyedRequest
+from fdcache.manager.loads import NO_BLOCK
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.requests import Request
 from fdcache.manager.results import (

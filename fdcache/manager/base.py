@@ -18,10 +18,10 @@ from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.hints import RequestHints
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.plans import Plans
+from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
@@ -32,6 +32,7 @@ from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
+from fdcache.tiers.hint_book import RequestHints
 from fdcache.tiers.host import HostCache, HostTier
 from fdcache.tiers.reuse import RecentReuse, ReuseReport
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage, Traffic
@@ -94,7 +95,12 @@ class TierManager(Generic[RequestT_contra]):
         layout, tiers = self.layout, self._tiers
         self._host, self._service = tiers.host, tiers.service
         self._plans = Plans(layout, self.settings.plan_timeout, tiers, loads, self._counters, self._clock)
-        self._hints = RequestHints(tiers, layout.block_size, self._hint_clock, layout.num_groups)
+        self._hints = RequestHints(
+            list(tiers.own_pools.values()),
+            tiers.service.hints if tiers.service is not None else None,
+            layout,
+            self._hint_clock,
+        )
         self._reuse = RecentReuse(tiers.reuse)
         self._set_time()
 
@@ -181,6 +187,16 @@ class TierManager(Generic[RequestT_contra]):
             self._choices.record(reports)
             self._must_look = True
             return self._outcomes()
+
+    def _describe(self, requests: Iterable[RequestT_contra]) -> None:
+        """Tell a service that asks for it what the blocks of requests are, before they are copied there.
+
+        So it can tell routers of them. Requests with keys alone have no tokens.
+        """
+        if self._service is not None and self._service.notes.is_wanted:
+            for request in requests:
+                if isinstance(request, Request):
+                    self._service.notes.describe(request.block_hashes, request.tokens, request.note)
 
     def _close_step(self) -> list[TransferPlan]:
         """Tell a service how this engine does, close the step and return its plans."""

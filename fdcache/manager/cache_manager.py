@@ -17,7 +17,6 @@ from fdcache.manager.hooks import HandoverHooks, HookedParts
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
 from fdcache.manager.loads import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
-from fdcache.manager.notes import describe
 from fdcache.manager.requests import LiveRequests, Request
 from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, MatchStatus
 from fdcache.manager.tiers import make_tiers
@@ -295,12 +294,6 @@ class CacheManager(TierManager[Request]):
             if not result.ok:
                 self._give_way()
             return result
-
-    def _describe(self, requests: Iterable[Request]) -> None:
-        """Tell a service that asks for it what the blocks of requests are, before they are copied there."""
-        if self._service is not None and self._service.notes.is_wanted:
-            for request in requests:
-                describe(self._service, request)
 
     def _release(self, requests: list[Request]) -> None:
         if self._hooks is not None:

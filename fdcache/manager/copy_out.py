@@ -55,6 +55,8 @@ class CopyOut:
         )
         self._is_short = False
         self._early: list[SwapInFlight] = []
+        self.has_early = False
+        """True if copies that were reported wait for the end of others."""
         self.is_patient = False
 
     # --- what is wanted -----------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ class CopyOut:
     @property
     def has_queue(self) -> bool:
         """True if the next plan may copy blocks, or copies that were reported wait for the end of others."""
-        return self._native.has_queue or bool(self._early)
+        return self._native.has_queue or self.has_early
 
     @property
     def has_work(self) -> bool:
@@ -144,7 +146,7 @@ class CopyOut:
     def ended_early(self) -> Iterator[SwapInFlight]:
         """Yield parts that wait for nothing any more; each has to end before the next is asked for."""
         while self._early:
-            waiting, self._early = self._early, []
+            waiting, self._early, self.has_early = self._early, [], False
             parts = [part for result in waiting for part in self._part_that_may_end(result)]
             if not parts:
                 return
@@ -157,6 +159,7 @@ class CopyOut:
             yield result
             return
         self._early.append(_part(result, ~may_end))
+        self.has_early = True
         if may_end.any():
             yield _part(result, may_end)
 

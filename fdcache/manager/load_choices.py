@@ -106,6 +106,7 @@ class LoadChoices:
         self._figures = LoadFigures()
         self._began = clock()
         self._probed_at: float | None = None
+        self._is_told = False  # how fast the engine computes; without that nothing can be compared
 
     # --- observations ---------------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class LoadChoices:
 
         A copy has taken as long as that of the slowest rank.
         """
-        if not self._is_auto or not self.model.prefill.is_known:
+        if not self._is_told or not self.model.prefill.is_known:
             return
         links = {SwapPurpose.LOAD: self.model.link, SwapPurpose.PREFETCH: self.model.storage}
         for report in reports:
@@ -172,6 +173,7 @@ class LoadChoices:
                     f"request {request.request_id!r}: tokens {start} to {stop} are not among its {request.num_tokens}; "
                     "give the first token computed in the step and the one after the last"
                 )
+        self._is_told = self._is_auto
         spans = [(start, stop) for _, start, stop in chunks]
         if seconds is not None and not waited:
             self.model.prefill.observe(spans, seconds, steps)
@@ -216,7 +218,7 @@ class LoadChoices:
     @property
     def decides_loads(self) -> bool:
         """True if loads can be compared with computing now."""
-        if not (self._is_auto and self.model.loads_are_known()):
+        if not (self._is_told and self.model.loads_are_known()):
             return False
         seen = self.model.link.observed_at
         return self._clock() - (self._began if seen is None else seen) <= _FORGET_AFTER
@@ -224,7 +226,7 @@ class LoadChoices:
     @property
     def decides_reads(self) -> bool:
         """True if reads from storage can be compared with computing now."""
-        return self._is_auto and self.model.reads_are_known()
+        return self._is_told and self.model.reads_are_known()
 
     @property
     def limit(self) -> LoadLimit | None:

@@ -15,10 +15,9 @@ from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.base import TierManager, lookup_for, requests_of, settings_for
 from fdcache.manager.cost import NO_PRIORS, Priors
-from fdcache.manager.device_contents import NO_BLOCK, device_ids_of, require_distinct, table_of
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices, calibrated_priors
-from fdcache.manager.notes import describe
+from fdcache.manager.loads import NO_BLOCK, device_ids_of, require_distinct, table_of
 from fdcache.manager.offloaded import OffloadedRequests, Tracked
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.manager.tiers import make_tiers
@@ -274,7 +273,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             if offered is None:
                 return
             path, start = offered
-            describe(self._service, request)
+            self._describe([request])
             self._count_lookup(tracked)
             self._contents.offered(path, start, tracked.counted_blocks)
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))

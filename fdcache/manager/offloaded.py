@@ -11,14 +11,12 @@ from fdcache._core import DevicePath
 from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
-from fdcache.manager.device_contents import device_ids_of
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import EngineLoad, EngineLoads
-from fdcache.manager.matching import ReuseLimit
+from fdcache.manager.loads import EngineLoad, EngineLoads, device_ids_of
+from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, load_forms
-from fdcache.manager.waits import Waits
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.blocks import ROOT
 from fdcache.plans.ledger import OpenPlan

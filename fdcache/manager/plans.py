@@ -85,9 +85,10 @@ class Plans:
     def plan_background(self) -> None:
         """Plan the copies that no request waits for, as far as those in flight leave room."""
         copies, storage, ledger = self._copies, self._storage, self._ledger
-        self._tiers.complete_early(self._counters)
+        self._complete_early()
         if copies is not None:
-            self._tiers.queue_awaited()
+            if storage is not None:
+                self._tiers.queue_awaited()
             copies.plan_background(self._background, ledger.blocks_in_flight(SwapPurpose.BACKUP))
         if storage is not None:
             storage.plan_work(ledger.blocks_in_flight(SwapPurpose.STORE))
@@ -139,7 +140,7 @@ class Plans:
             self._complete(flight)
         if counted.not_cleared and self._tiers.storage:
             self._tiers.storage.reset()  # the rank's file still has the blocks
-        self._tiers.complete_early(self._counters)
+        self._complete_early()
 
     def require_rank(self, rank: int) -> None:
         """Raise ``PlanError`` for an unknown rank."""
@@ -154,7 +155,7 @@ class Plans:
             self._complete(flight)
         for plan in (self.open, self.ahead, self._background):
             self._drop(plan, rank)
-        self._tiers.complete_early(self._counters)
+        self._complete_early()
 
     def _drop(self, plan: OpenPlan, rank: int) -> None:
         """Fail the copies of a plan that was not sent. The step still waits for what plans in flight read."""
@@ -186,3 +187,7 @@ class Plans:
             self.hooks.ended(flight)
             for fetch in self.hooks.take_stashed(flight):
                 self._complete(fetch)
+
+    def _complete_early(self) -> None:
+        if self._copies is not None and self._copies.has_early:
+            self._tiers.complete_early(self._counters)

@@ -15,7 +15,7 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 
 class MatchStatus(StrEnum):
-    """Status of a match."""
+    """Whether a match is an answer, or has to be asked for again in a later step."""
 
     MATCHED = "matched"
     DEFERRED = "deferred"

@@ -10,14 +10,21 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from fdcache.devices.base import ArenaRecords, Device, DevicePlanes, Event, PlannedCopy, Stream, enqueue_each
+from fdcache.devices.base import (
+    ArenaRecords,
+    Device,
+    DevicePlanes,
+    PlannedCopy,
+    Stream,
+    enqueue_each,
+)
 from fdcache.devices.cpu import CpuDevice, memory_bytes
 from fdcache.devices.topology import import_cupy, visible_gpus
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheSwapMetadata, Int32Array, SwapPurpose, TransferResult
 from fdcache.replay.messages import StepOrder
 from fdcache.settings.cache import CopySettings, Verify
-from fdcache.tasks import CpuEvent
+from fdcache.tasks import CpuEvent, Event
 
 
 class DeviceName(StrEnum):

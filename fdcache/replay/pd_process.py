@@ -80,7 +80,7 @@ class InstanceProcess:
                 self.send(command)
 
     def kill(self) -> None:
-        """Kill the process."""
+        """End the process at once, whatever it is doing."""
         self.process.kill()
         self.process.join()
         self.pipe.close()

@@ -279,15 +279,16 @@ class StorageTierSettings(Group):
     connector: Text = variable(
         "FDCACHE_STORAGE",
         "none",
-        "Storage connector: none, local, mooncake, attnstore, or the name of an installed one.",
+        "Storage connector: none, local, object, shared, mooncake, attnstore, or the name of an installed one.",
     )
     directory: FilePath = variable(
-        "FDCACHE_STORAGE_DIR", Path("/var/lib/fdcache"), "Folder of the local storage's files."
+        "FDCACHE_STORAGE_DIR", Path("/var/lib/fdcache"), "Folder of the files of local or shared storage."
     )
     size: Size = variable(
         "FDCACHE_STORAGE_SIZE",
         64 * 2**30,
-        "Maximum size of local storage for each rank and model.",
+        "Maximum size of local storage for each rank and model; of object and shared storage, for all nodes, ranks and "
+        "models together.",
         ge=4096,
         unit="bytes",
     )
@@ -326,6 +327,12 @@ class StorageTierSettings(Group):
     )
     write_blocks: Integer = constant(
         256, "Maximum number of blocks in flight to storage. More wait or are dropped.", ge=1
+    )
+
+    object_bytes: Size = constant(
+        8 * 2**20,
+        "Bytes up to which neighbouring records are stored in one object, or file of a shared folder.",
+        gt=0,
     )
 
     @property

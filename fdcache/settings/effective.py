@@ -36,7 +36,7 @@ class EffectiveValue:
 
     @property
     def source(self) -> Source:
-        """Source of the value."""
+        """The layer that gave the value; ``DEFAULT`` if none did."""
         return self.origins[0].source if self.origins else Source.DEFAULT
 
 

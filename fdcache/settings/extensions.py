@@ -18,7 +18,11 @@ from fdcache.settings.variable import Group
 
 SomeGroup = TypeVar("SomeGroup", bound=Group)
 
-_MODULES = ("fdcache.integrations.mooncake.variables", "fdcache.integrations.fastdeploy.variables")
+_MODULES = (
+    "fdcache.storage.objects.variables",
+    "fdcache.integrations.mooncake.variables",
+    "fdcache.integrations.fastdeploy.variables",
+)
 
 
 class GivenSettings(Protocol):

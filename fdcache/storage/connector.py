@@ -251,6 +251,14 @@ class PlacedStorage(BlockStorage, Protocol):
 
 
 @runtime_checkable
+class RemembersBlocks(Protocol):
+    """A connector whose ``exists`` answers from what it has seen before."""
+
+    def doubt(self, hashes: HashArray) -> None:
+        """Ask the storage again before these blocks count as stored: a read has not found them. Never blocks."""
+
+
+@runtime_checkable
 class StorageConnector(BlockStorage, Protocol):
     """Storage addressed by hash, as one rank of one layout sees it. Putting a block that is stored already is OK."""
 

@@ -26,11 +26,10 @@ from fdcache.metadata import (
     Int32Array,
     StorageTask,
     SwapPurpose,
-    TransferReport,
     TransferResult,
 )
 from fdcache.storage.connector import BatchResult, BlockStorage, Outcome, PlacedStorage, RecordBatch
-from fdcache.tasks import CpuEvent, TransferStatus
+from fdcache.tasks import CpuEvent
 
 logger = logging.getLogger(__name__)
 
@@ -43,38 +42,22 @@ _PURPOSES = (SwapPurpose.STORE, SwapPurpose.PREFETCH)
 
 
 class StorageTransfer:
-    """A storage task on its way to its report. An ``AsyncTask``; any thread may call it."""
+    """The blocks of a storage task on their way: the part of its ``Execution``. Any thread may call it."""
 
-    def __init__(self, task: StorageTask, batch: RecordBatch, rank: int) -> None:
+    is_waiting = False
+
+    def __init__(self, task: StorageTask, batch: RecordBatch) -> None:
         self.plan_id = task.plan_id
         self.purpose = task.swap.purpose
         self.done = CpuEvent()
         self._batch: RecordBatch | None = batch
         self._size = len(batch)
-        self._rank = rank
         self._cancel = CancelFlag()
         self._lock = threading.Lock()
-        self._started = False
+        self.started = False
         self._result: BatchResult | None = None
         self._seconds = 0.0
         self._deadline = time.monotonic() + task.timeout
-
-    # --- for its driver --------------------------------------------------------------------------------------
-
-    def pending_event(self) -> CpuEvent | None:
-        """Return the event of its end, None once that is reached."""
-        return None if self.done.query() else self.done
-
-    def wait(self, timeout: float | None) -> bool:
-        """Wait up to ``timeout`` seconds, None without limit; return True if it has ended."""
-        return self.done.wait(timeout)
-
-    def status(self) -> TransferStatus:
-        """Return how far it has come."""
-        if self.done.query():
-            success = all(result.success for result in self.result().results)
-            return TransferStatus.COMPLETED if success else TransferStatus.FAILED
-        return TransferStatus.IN_PROGRESS if self._started else TransferStatus.PENDING
 
     def cancel(self) -> bool:
         """Take back what has not begun; return True when that is all of it."""
@@ -84,18 +67,18 @@ class StorageTransfer:
     def refuse(self, reason: str) -> bool:
         """Fail every block if nothing has begun; return True then."""
         with self._lock:
-            if self._started or self._batch is None:
+            if self.started or self._batch is None:
                 return False
             self._end(BatchResult.of(self._size, Outcome.CANCELLED, reason))
         return True
 
-    def result(self) -> TransferReport:
-        """Return the rank's report of a task that has ended."""
+    def result(self) -> TransferResult:
+        """Return what a task came to that has ended."""
         result = self._result
         assert result is not None, "asked before the end"
         failed = np.flatnonzero(~result.ok).astype(np.int32)
         message = f"{len(failed)} of {self._size} blocks failed: {result.error or 'see the statistics'}"
-        outcome = TransferResult(
+        return TransferResult(
             purpose=self.purpose,
             failed=failed,
             checksums=result.checksums,
@@ -107,7 +90,6 @@ class StorageTransfer:
             bad_slots=np.flatnonzero(result.outcomes == Outcome.BAD_SLOT).astype(np.int32),
             no_room=np.flatnonzero(result.outcomes == Outcome.NO_ROOM).astype(np.int32),
         )
-        return TransferReport(plan_id=self.plan_id, rank=self._rank, results=(outcome,))
 
     # --- for the queue ------------------------------------------------------------------------------------
 
@@ -117,7 +99,7 @@ class StorageTransfer:
             batch = self._batch
             if batch is None:
                 return
-            self._started = True
+            self.started = True
         begin = time.monotonic()
         move = storage.put if self.purpose is SwapPurpose.STORE else storage.get
         try:
@@ -153,10 +135,11 @@ class StorageQueue:
 
     ::
 
-        transfers = [queue.prepare(task) for task in tasks]
-        queue.submit(transfers)
-        transfers[0].wait(None)
-        report = transfers[0].result()
+        transfer = queue.prepare(task)
+        queue.submit([transfer])
+        execution = Execution(task.plan_id, rank, [transfer])
+        execution.wait(None)
+        report = execution.result()
 
     ``on_end`` is called by these threads whenever something has ended; ``stats`` are as of then.
     """
@@ -165,13 +148,11 @@ class StorageQueue:
         self,
         storage: BlockStorage,
         arena: HostRecords,
-        rank: int = 0,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.storage = storage
         self.stats = storage.stats()
         self._arena = arena
-        self._rank = rank
         self._on_end = on_end
         self._transfers: dict[
             int, StorageTransfer
@@ -198,7 +179,7 @@ class StorageQueue:
                 f"storage task {task.plan_id}: no {purpose.value} goes from {swap.src_type.value} "
                 f"to {swap.dst_type.value}"
             )
-        return StorageTransfer(task, self._batch(swap), self._rank)
+        return StorageTransfer(task, self._batch(swap))
 
     def submit(
         self, transfers: Sequence[StorageTransfer], *, cancelled: Sequence[int] = (), clear: bool = False

@@ -33,7 +33,7 @@ class FetchTerms(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: StorageTierSettings) -> FetchTerms:
-        """Return the terms of the settings."""
+        """Return the terms that the settings ask for."""
         return cls(settings.prefetch_policy, settings.prefetch_timeout, float(settings.prefetch_bandwidth))
 
 

@@ -1,10 +1,10 @@
-"""HintBook: takes hints to the tiers of this process, and tells what became of them."""
+"""Hints: what they do to the tiers of this process and of a service, and what became of them."""
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from operator import itemgetter
@@ -14,8 +14,12 @@ from numpy.typing import NDArray
 
 from fdcache._core import HintAnswer, HintFate
 from fdcache._core import HintKind as NativeKind
+from fdcache.errors import HintError
+from fdcache.groups import record_keys
 from fdcache.hints import EARLY_REASONS, GivenHint, Hint, HintKind, HintOutcome, HintStatus
+from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
+from fdcache.tiers.host import SharedHints
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import HintFigures
 
@@ -191,3 +195,63 @@ def _settled(given: _Open, fates: NDArray[np.uint8]) -> HintOutcome:
         lost=lost,
         reason="" if not lost else EARLY_REASONS[evicted < gone],
     )
+
+
+class RequestHints:
+    """Takes hints of a manager's requests to its ``pools`` and to a ``service``; collects what became of them."""
+
+    def __init__(
+        self,
+        pools: Sequence[BlockPool],
+        service: SharedHints | None,
+        layout: KVLayout,
+        clock: Callable[[], float],
+    ) -> None:
+        self.figures = HintFigures()
+        self._book = HintBook(lambda: pools, clock, self.figures) if pools else None
+        self._service = service
+        self._block_size = layout.block_size
+        self._num_groups = layout.num_groups
+
+    def take(
+        self, request_id: str, hints: Iterable[Hint], hashes: HashArray, prompt_tokens: int
+    ) -> list[HintOutcome]:
+        """Apply hints about a request that has ended, and return the outcome of each as it is now.
+
+        That is the outcome in the tiers of this process, if there are any.
+        """
+        given = [self._given(request_id, hint, len(hashes), prompt_tokens) for hint in hints]
+        if not given:
+            return []
+        self.figures.given += len(given)
+        path = record_keys(hashes, self._num_groups)
+        sent = self._service.give(path, given) if self._service is not None else []
+        for outcome in sent:
+            self.figures.count(outcome)
+        return self._book.take(path, given) if self._book is not None else sent
+
+    def _given(self, request_id: str, hint: Hint, num_blocks: int, prompt_tokens: int) -> GivenHint:
+        if not isinstance(hint, Hint):
+            raise HintError(f"hints: {type(hint).__name__} is not a Hint")
+        start, stop, _ = hint.blocks(prompt_tokens, self._block_size).indices(num_blocks)
+        return GivenHint(request_id, hint, start * self._num_groups, stop * self._num_groups)
+
+    @property
+    def has_open(self) -> bool:
+        """True while hints wait for their time to be over."""
+        return self._book is not None and self._book.has_open
+
+    def settle(self) -> None:
+        """Find out what became of the hints whose time is over."""
+        if self._book is not None:
+            self._book.settle()
+
+    def take_outcomes(self) -> list[HintOutcome]:
+        """Return the outcomes that came later, each once."""
+        own = self._book.take_outcomes() if self._book is not None else []
+        if self._service is None:
+            return own
+        theirs = self._service.take_outcomes()
+        for outcome in theirs:
+            self.figures.count(outcome)
+        return own + theirs

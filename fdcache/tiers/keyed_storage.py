@@ -296,7 +296,7 @@ class KeyedStorage:
     def _settle(self, piece: _Piece) -> None:
         """Record what became of a piece whose transfer has ended."""
         assert piece.transfer is not None
-        result = piece.transfer.result().results[0]
+        result = piece.transfer.result()
         copied = _without(len(piece.positions), result.failed)
         if piece.job.purpose is SwapPurpose.STORE:
             bad, no_room = _mask(piece, result.bad_slots), _mask(piece, result.no_room)
@@ -468,7 +468,7 @@ def _has_ended(piece: _Piece) -> bool:
         return False
     if piece.job.purpose is SwapPurpose.STORE or piece.delivered.is_set():
         return True
-    return len(transfer.result().results[0].failed) == len(piece.positions)  # there is nothing to copy
+    return len(transfer.result().failed) == len(piece.positions)  # there is nothing to copy
 
 
 def _rows_of(key: bytes) -> HashArray:

@@ -86,5 +86,5 @@ class LearnedFile:
         return "" if tier.load_reuse(saved) else "its tables are of another version"
 
     def remove(self) -> None:
-        """Remove the file."""
+        """Remove the file, if it is there."""
         self.path.unlink(missing_ok=True)

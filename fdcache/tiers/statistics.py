@@ -343,7 +343,7 @@ class HintFigures(msgspec.Struct):
     evicted_early: dict[str, int] = msgspec.field(default_factory=dict)
 
     def count(self, outcome: HintOutcome) -> None:
-        """Count an outcome."""
+        """Count by status, and by reason what was evicted before its time."""
         status = outcome.status
         self.outcomes[status.value] = self.outcomes.get(status.value, 0) + 1
         if status is HintStatus.EVICTED_EARLY:

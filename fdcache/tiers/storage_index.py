@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ from fdcache.metadata import (
     UInt64Array,
 )
 from fdcache.plans.blocks import NO_BLOCKS, Blocks
-from fdcache.storage.connector import RunResult, StorageConnector
+from fdcache.storage.connector import Outcome, RemembersBlocks, RunResult, StorageConnector
 from fdcache.tiers.pool import ABSENT, NO_PARENT, BlockPool
 
 Mask = NDArray[np.bool_]
@@ -341,11 +342,20 @@ class LocalIndex:
         return LocalIndex(StoragePool(slots, eviction, retry_after=retry_after, clock=clock))
 
 
+@dataclass(slots=True)
+class _Answer:
+    """An answer, or one to come. ``is_heeded``: blocks that are not stored any more may be stored again."""
+
+    result: Future[RunResult]
+    fresh_until: float
+    is_heeded: bool = False
+
+
 class RemoteIndex:
     """A store that other engines use too. Threads of its own ask it; the caller never waits.
 
-    Blocks that this engine has stored are remembered and not stored twice. ``timeout``: seconds for a question.
-    ``fresh_seconds``: how long an answer holds.
+    Blocks that this engine has stored are remembered and not stored twice, until the store says that it has removed
+    them. ``timeout``: seconds for a question. ``fresh_seconds``: how long an answer holds.
     """
 
     is_open = True
@@ -367,9 +377,10 @@ class RemoteIndex:
         self._most_known = most_known
         self._clock = clock
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="fdcache-lookup")
-        self._answers: OrderedDict[Question, tuple[Future[RunResult], float]] = OrderedDict()
+        self._answers: OrderedDict[Question, _Answer] = OrderedDict()
         self._answered: deque[Question] = deque()  # by the asking threads
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._writing: set[bytes] = set()
 
     def run(self, hashes: HashArray, start: int) -> int | None:
         """Return the store's answer once it has come. No answer in time counts as nothing stored."""
@@ -378,20 +389,24 @@ class RemoteIndex:
         key = question(hashes, start)
         now = self._clock()
         asked = self._answers.get(key)
-        if asked is None or (asked[0].done() and now > asked[1]):
+        if asked is None or (asked.result.done() and now > asked.fresh_until):
             rest = hashes[start:].copy()
             future = self._threads.submit(self._connector.exists, rest, self._timeout)
-            self._answers[key] = (future, now + self._fresh_seconds)
+            self._answers[key] = _Answer(future, now + self._fresh_seconds)
             future.add_done_callback(lambda _: self._answered.append(key))
             while len(self._answers) > 4096:
-                self._answers.popitem(last=False)[1][0].cancel()
+                self._answers.popitem(last=False)[1].result.cancel()
             return None
-        future = asked[0]
+        future = asked.result
         if not future.done():
             return None
         if future.cancelled() or future.exception() is not None:
             return 0
-        return future.result().length
+        answer = future.result()
+        if not asked.is_heeded and answer.outcome is Outcome.OK:
+            asked.is_heeded = True
+            self._forget(hashes[start + answer.length :])
+        return answer.length
 
     def take_answered(self) -> Iterable[Question]:
         """Return the questions that were answered since the last call."""
@@ -407,12 +422,17 @@ class RemoteIndex:
         """Allow lost blocks to be stored again, and forget earlier answers."""
         if lost.any() or unusable.any():
             self._answers.clear()
-            for row in swap.hash_values[lost | unusable]:
-                self._known.pop(row.tobytes(), None)
+            gone = swap.hash_values[lost | unusable]
+            self._forget(gone)
+            if isinstance(self._connector, RemembersBlocks):
+                self._connector.doubt(gone)
 
     def is_absent(self, hashes: HashArray) -> Mask:
         """Return a mask of the blocks that this engine has not begun to store."""
-        return np.array([row.tobytes() not in self._known for row in hashes], np.bool_)
+        return np.array([not self._has_begun(row.tobytes()) for row in hashes], np.bool_)
+
+    def _has_begun(self, block_hash: bytes) -> bool:
+        return block_hash in self._known or block_hash in self._writing
 
     def awaited(self, most: int) -> HashArray:
         """Return nothing: the store knows no parents."""
@@ -421,15 +441,15 @@ class RemoteIndex:
     def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
         """Accept every block: the store makes room."""
         count = len(blocks)
-        self._know(blocks.hashes)
+        self._writing.update(row.tobytes() for row in blocks.hashes)
         return np.zeros(count, np.uint8), np.full(count, -1, np.int32), np.zeros(count, np.uint32)
 
     def end_writes(
         self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array, bad: Mask, no_room: Mask
     ) -> Mask:
         """Allow failed blocks to be stored again."""
-        for row in swap.hash_values[~copied]:
-            self._known.pop(row.tobytes(), None)
+        self._writing.difference_update(row.tobytes() for row in swap.hash_values)
+        self._know(swap.hash_values[copied])
         self._answers.clear()
         return copied
 
@@ -443,6 +463,11 @@ class RemoteIndex:
         """End the threads and close the connector."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._connector.close()
+
+    def _forget(self, hashes: HashArray) -> None:
+        """Allow blocks that are not stored any more to be stored again."""
+        for row in hashes:
+            self._known.pop(row.tobytes(), None)
 
     def _know(self, hashes: HashArray) -> None:
         for row in hashes:

@@ -20,12 +20,12 @@ import numpy as np
 
 from fdcache import _core
 from fdcache._core import PlaneTable
-from fdcache.devices.base import Event
 from fdcache.devices.cuda_peers import CudaPeerAccess
 from fdcache.errors import LayoutError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
+from fdcache.tasks import Event
 from fdcache.tiers.statistics import HandoverCount
 
 
@@ -77,7 +77,7 @@ class Pieces:
 
 
 def whole_planes(layout: KVLayout) -> Pieces:
-    """Return the planes of a layout as pieces."""
+    """Return one piece for each plane: what a reader with the same layout reads."""
     planes = layout.planes
     return Pieces(
         (0,) * len(planes), tuple(each.nbytes for each in planes), tuple(each.offset for each in planes)

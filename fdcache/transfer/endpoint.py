@@ -15,12 +15,12 @@ from pathlib import Path
 
 import zmq
 
-from fdcache.devices.base import Event
 from fdcache.errors import TransferError
 from fdcache.metadata import HandoverEnd, PeerTask, SwapPurpose
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
+from fdcache.tasks import Event, Execution
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import decode, prefill
 from fdcache.transfer.access import address_error, rank_address
@@ -34,7 +34,7 @@ from fdcache.transfer.connector import (
     share,
 )
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded
-from fdcache.transfer.execution import TransferExecution
+from fdcache.transfer.execution import HandoverTask
 from fdcache.transfer.factory import open_connector
 from fdcache.transfer.fetches import PeerFetches
 from fdcache.transfer.links import Links, LinkState, machine_id
@@ -106,31 +106,31 @@ class TransferEndpoint:
 
     # --- any thread -------------------------------------------------------------------------------------------
 
-    def submit(self, task: PeerTask, after: Event | None = None) -> TransferExecution:
+    def submit(self, task: PeerTask, after: Event | None = None) -> Execution:
         """Begin a hand-over; its execution ends once nothing accesses its slots any more.
 
         ``after``: on a GPU, the work that computes blocks of a send, or still uses slots of a fetch.
         """
-        execution = TransferExecution(task, self._options.rank, partial(self.cancel, task.plan_id))
+        handover = HandoverTask(task, self._options.rank, partial(self.cancel, task.plan_id))
         is_send = task.swap.purpose is SwapPurpose.SEND
         with self._lock:
             if self._ended is not None:
                 return self.refuse(task, self._ended)
             if is_send:
-                self._sends.add(task, execution)
+                self._sends.add(task, handover)
                 self._command(partial(self._sends.offer, task))
             else:
-                self._command(partial(self._begin_fetch, task, execution, after))
+                self._command(partial(self._begin_fetch, task, handover, after))
         if is_send and task.computed:
             for _, last in self._groups:
                 self.layer_computed(last - 1, {task.transfer: task.computed}, lambda: after)
-        return execution
+        return handover.execution
 
-    def refuse(self, task: PeerTask, reason: str) -> TransferExecution:
+    def refuse(self, task: PeerTask, reason: str) -> Execution:
         """Return the execution of a hand-over that cannot begin."""
-        execution = TransferExecution(task, self._options.rank, lambda: None)
-        execution.finish(HandoverEnd("", FetchEnd.REFUSED.value, 0), 0, (), 0, reason)
-        return execution
+        handover = HandoverTask(task, self._options.rank, lambda: None)
+        handover.finish(HandoverEnd("", FetchEnd.REFUSED.value, 0), 0, (), 0, reason)
+        return handover.execution
 
     def cancel(self, plan_id: int) -> None:
         """End a hand-over that is not needed any more, and tell the peer."""
@@ -369,10 +369,8 @@ class TransferEndpoint:
 
     # --- fetches ----------------------------------------------------------------------------------------------
 
-    def _begin_fetch(
-        self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float
-    ) -> None:
-        self._fetches.begin(task, execution, after, now)
+    def _begin_fetch(self, task: PeerTask, handover: HandoverTask, after: Event | None, now: float) -> None:
+        self._fetches.begin(task, handover, after, now)
 
     def _connect(self, address: str, now: float) -> None:
         self._fetches.connect_early(address, now)

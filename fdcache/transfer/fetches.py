@@ -10,14 +10,14 @@ from itertools import count
 
 import numpy as np
 
-from fdcache.devices.base import Event
 from fdcache.errors import DeviceError, TransferError
 from fdcache.metadata import HandoverEnd, PeerTask
 from fdcache.settings.peers import PeerSettings, TransferRole
+from fdcache.tasks import Event
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer.connector import HandoverView, LocalPlanes, Pieces, ReadOrder, Sharing
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded, PeerFetch
-from fdcache.transfer.execution import TransferExecution
+from fdcache.transfer.execution import HandoverTask
 from fdcache.transfer.links import Links, LinkState, Outgoing
 
 
@@ -25,7 +25,7 @@ from fdcache.transfer.links import Links, LinkState, Outgoing
 class Gathering:
     """The fetch of a plan. It ends with its last leg, and a block is whole if all legs have read it whole."""
 
-    execution: TransferExecution
+    handover: HandoverTask
     task: PeerTask
     payload_bytes: int
     after: Event | None = None
@@ -44,7 +44,7 @@ class Gathering:
         del self.legs[leg.number]
         if leg.wanted or not self.task.wanted:
             self.ends.append((leg.address, ended))
-        if any(each.wanted for each in self.legs.values()) or self.execution.has_ended or not self.ends:
+        if any(each.wanted for each in self.legs.values()) or self.handover.has_ended or not self.ends:
             return None
         whole = min(end.whole for _, end in self.ends)
         address, worst = next(
@@ -52,7 +52,7 @@ class Gathering:
         )
         corrupt = sorted({block for _, end in self.ends for block in end.corrupt})
         result = HandoverEnd(address, worst.end.value, whole)
-        self.execution.finish(result, whole, corrupt, whole * self.payload_bytes, worst.error)
+        self.handover.finish(result, whole, corrupt, whole * self.payload_bytes, worst.error)
         return result
 
 
@@ -139,14 +139,14 @@ class PeerFetches:
         """Yield the state of what has not ended."""
         for each in self._legs.values():
             if each.wanted or not each.task.wanted:
-                age = each.gathering.execution.age
+                age = each.gathering.handover.age
                 blocks = len(each.task.swap)
                 yield HandoverView(each.task.plan_id, "fetch", each.task.transfer, each.address, blocks, age)
 
-    def begin(self, task: PeerTask, execution: TransferExecution, after: Event | None, now: float) -> None:
+    def begin(self, task: PeerTask, handover: HandoverTask, after: Event | None, now: float) -> None:
         """Begin the hand-over of a plan, once its peers are connected."""
         sharing = self._sharing
-        gathering = Gathering(execution, task, self._planes.layout.payload_bytes, after)
+        gathering = Gathering(handover, task, self._planes.layout.payload_bytes, after)
         self._gatherings[task.plan_id] = gathering
         ranks = [(rank, task.wanted) for rank, _ in sharing.sources]
         ranks += [(rank, False) for rank in sharing.declined]
@@ -243,7 +243,7 @@ class PeerFetches:
         self._remember_over(leg)
         gathering, plan_id = leg.gathering, leg.task.plan_id
         if gathering.take(leg, effect) is not None:
-            self._tally.record(gathering.execution.result())
+            self._tally.record(gathering.handover.execution.result())
         if gathering.is_failing:
             for other in [each for each in gathering.legs.values() if each.wanted]:
                 self._cancel_leg(other)
@@ -264,9 +264,9 @@ class PeerFetches:
             self._end_unasked(leg.number, FetchEnd.CANCELLED, reason)
 
     def order(self, effect: BeginRead) -> ReadOrder:
-        """Return the read that is to begin; it starts the execution of its plan."""
+        """Return the read that is to begin; its plan has begun then."""
         ready, gathering = effect.ready, self._legs[effect.plan_id].gathering
-        gathering.execution.begin()
+        gathering.handover.begin()
         return ReadOrder(
             effect.read_id,
             effect.peer,

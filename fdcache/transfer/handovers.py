@@ -51,7 +51,7 @@ class PeerTerms:
 
     @classmethod
     def of(cls, settings: Settings) -> PeerTerms:
-        """Return the terms of settings."""
+        """Return the terms that the settings ask for."""
         wait, keeps_asking, most = (settings.value(name) for name in _TERMS)
         return cls(settings.peers_in_force, wait, keeps_asking, most)
 

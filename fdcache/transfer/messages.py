@@ -202,7 +202,7 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(envelope: Envelope, message: AnyMessage) -> bytes:
-    """Return the bytes of a message."""
+    """Return a message with its header, as ``decode`` reads it."""
     header = _HEADER.pack(MAGIC, PROTOCOL_VERSION, 0, envelope.sender, envelope.target)
     return header + _encoder.encode(message)
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from fdcache import _core
 from fdcache._core import PlaneTable
-from fdcache.devices.base import Event
 from fdcache.devices.cuda_peers import CudaPeerAccess, CudaRead
 from fdcache.devices.cuda_planes import CudaPlanes
 from fdcache.metadata import Int32Array
+from fdcache.tasks import Event
 from fdcache.transfer.connector import LocalPlanes, Pieces, whole_planes
 
 CHUNK_BYTES = 64 << 10

@@ -7,15 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fdcache.devices.base import Event
 from fdcache.errors import DeviceError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HandoverEnd, Int32Array, PeerTask, UInt64Array
 from fdcache.settings.peers import PeerSettings, TransferRole
+from fdcache.tasks import Event
 from fdcache.tiers.handovers import HandoverTally
 from fdcache.transfer import prefill
 from fdcache.transfer.connector import HandoverView, LocalPlanes, Packer, Pieces, Sharing, TransferConnector
-from fdcache.transfer.execution import TransferExecution
+from fdcache.transfer.execution import HandoverTask
 from fdcache.transfer.links import Incoming
 from fdcache.transfer.messages import FromDecode
 from fdcache.transfer.prefill import (
@@ -200,7 +200,7 @@ class Publisher:
 class _Sending:
     """A send: what was marked as computed, by group."""
 
-    execution: TransferExecution
+    handover: HandoverTask
     task: PeerTask
     marked: list[int]
 
@@ -245,10 +245,10 @@ class Sends:
         with self._lock:
             return any(each.event is not None for each in self._parts)
 
-    def add(self, task: PeerTask, execution: TransferExecution) -> None:
+    def add(self, task: PeerTask, handover: HandoverTask) -> None:
         """Take a send, which is offered by ``offer``. Any thread may call it."""
         with self._lock:
-            self._sends[task.plan_id] = _Sending(execution, task, [0] * len(self._groups))
+            self._sends[task.plan_id] = _Sending(handover, task, [0] * len(self._groups))
             self._send_of[task.transfer] = task.plan_id
 
     def layer_computed(
@@ -285,7 +285,7 @@ class Sends:
         """Yield the state of what has not ended."""
         for plan_id, each in self._sends.items():
             blocks, complete = len(each.task.swap), self.side.is_complete(plan_id)
-            yield HandoverView(plan_id, "send", each.task.transfer, "", blocks, each.execution.age, complete)
+            yield HandoverView(plan_id, "send", each.task.transfer, "", blocks, each.handover.age, complete)
 
     def cancel_all(self, reason: str) -> None:
         """End every send, and tell the peers."""
@@ -349,17 +349,17 @@ class Sends:
         address = "" if peer is None else peer.identity.address
         ended = HandoverEnd(address, end.value, blocks * is_done)
         whole, moved = len(send.task.swap) * is_done, ended.blocks * self._planes.layout.payload_bytes
-        send.execution.finish(ended, whole, (), moved, error)
-        self._tally.record(send.execution.result())
+        send.handover.finish(ended, whole, (), moved, error)
+        self._tally.record(send.handover.execution.result())
 
     def granted(self, transfer: str) -> None:
         """Record that a peer has asked."""
         send = self._sends.get(self._send_of.get(transfer, 0))
         if send is not None:
-            send.execution.begin()
+            send.handover.begin()
 
     def slots_of(self, plan_id: int) -> Int32Array:
-        """Return the slots of a send."""
+        """Return the device slots that a send offers, in path order."""
         return self._sends[plan_id].task.swap.src_block_ids
 
     def sum_sources(self, reader: int, effect: ComputeSums) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from fdcache.service.client.connection import Connection
 from fdcache.tiers import storage_reads
 from tests.manager_world import Worlds
 from tests.native_build import build_once, make_driver
+from tests.object_help import Bucket, S3Server
 from tests.service_help import LocalService, local_service
 from tests.service_line import Line
 from tests.storage_engine import LAYOUT
@@ -38,6 +40,20 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
 def cuda_driver() -> Path:
     """The folder of the driver that stands in for a GPU's."""
     return build_once("driver", make_driver)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A server with the interface of S3."""
+    server = S3Server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, request: pytest.FixtureRequest) -> Bucket:
+    """A bucket of which each test has a folder of its own."""
+    return s3_server.bucket(hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16])
 
 
 @pytest.fixture

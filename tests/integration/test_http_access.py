@@ -231,7 +231,7 @@ class TestLimits:
             waiting = [lines.enter_context(web.line()) for _ in range(60)]
             until(lambda: "new clients are refused" in web.log[length:], "it takes no clients")
             until(lambda: "Too many open files" in web.log[length:], "it takes no connections")
-            for _ in range(200):
+            for _ in range(50):
                 assert not is_served(web.service.address)
             for each in waiting:
                 each.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -152,14 +152,14 @@ def test_host_slots_are_reported_free_only_after_the_call_has_ended(master: Mast
     queue.submit([given_up])
     queue.submit([later])
     assert later.done.wait(PATIENCE), "the thread continues with the next task"
-    assert later.result().results[0].failed.tolist() == [0]
+    assert later.result().failed.tolist() == [0]
     assert not given_up.done.query(), "its slot is still in use"
     closing = threading.Thread(target=queue.close)
     closing.start()
     master.kill()
     master.start()  # with a dead master a client takes ten seconds to leave
     assert given_up.done.wait(PATIENCE)
-    assert given_up.result().results[0].failed.tolist() == [0]
+    assert given_up.result().failed.tolist() == [0]
     closing.join(PATIENCE)
     assert not closing.is_alive()
     arena.close()

@@ -77,7 +77,7 @@ def test_a_connector_that_raises_fails_its_batches_and_nothing_else(tmp_path: Pa
     )
     queue.submit([failing])
     assert failing.done.wait(TIMEOUT)
-    (outcome,) = failing.result().results
+    outcome = failing.result()
     assert outcome.failed.tolist() == [0, 1]
     assert "RuntimeError: an error of its own" in str(outcome.error_message)
     queue.unregister(arena.table)
@@ -85,7 +85,7 @@ def test_a_connector_that_raises_fails_its_batches_and_nothing_else(tmp_path: Pa
     connector.raises = False
     queue.submit([missing])
     assert missing.done.wait(TIMEOUT)
-    assert missing.result().results[0].lost.tolist() == [0, 1], "it is asked again, and answers"
+    assert missing.result().lost.tolist() == [0, 1], "it is asked again, and answers"
     queue.close()
     assert queue.erasures_queued == 0
     assert queue.clear_error == "an error of its own"

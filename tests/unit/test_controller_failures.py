@@ -11,7 +11,11 @@ import pytest
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import ArenaRecords, DevicePlanes, Event, PlannedCopy
+from fdcache.devices.base import (
+    ArenaRecords,
+    DevicePlanes,
+    PlannedCopy,
+)
 from fdcache.devices.cpu import CpuDevice, CpuStream
 from fdcache.errors import (
     CacheNotReadyError,
@@ -30,7 +34,7 @@ from fdcache.metadata import (
     TransferReport,
 )
 from fdcache.settings.cache import CopySettings
-from fdcache.tasks import AsyncTaskHandler, CpuEvent, TransferStatus
+from fdcache.tasks import AsyncTaskHandler, CpuEvent, Event, TransferStatus
 from tests.faults import PausingDevice
 from tests.swaps import PATIENCE, Gate, Worker, block_hash, header_of, plan, swap, uniform_layout
 

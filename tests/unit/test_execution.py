@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fdcache.controller.execution import PlansInFlight
-from fdcache.devices.base import Event
+from fdcache.controller.submission import PlansInFlight
 from fdcache.devices.cpu import CpuDevice
-from fdcache.tasks import CpuEvent
+from fdcache.tasks import CpuEvent, Event
 
 
 class ForeignDevice(CpuDevice):

@@ -19,7 +19,7 @@ VERSIONS = [
     for each in PROJECT["classifiers"]
     if (found := re.fullmatch(r"Programming .* :: (3\.\d+)", each))
 ]
-OF_USERS = ("cuda12", "cuda13", "paddle", "paddle-gpu", "gpu", "mooncake", "nixl", "plot")
+OF_USERS = ("cuda12", "cuda13", "paddle", "paddle-gpu", "gpu", "mooncake", "object", "nixl", "plot")
 GPU_BUILDS_OF_PADDLE = {"3.11", "3.12"}
 
 

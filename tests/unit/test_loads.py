@@ -14,7 +14,6 @@ import pytest
 from fdcache.devices.base import (
     ArenaRecords,
     DevicePlanes,
-    Event,
     PlannedCopy,
     Stream,
     enqueue_each,
@@ -22,7 +21,7 @@ from fdcache.devices.base import (
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import DeviceError, PlanError
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport, TransferResult
-from fdcache.tasks import CpuEvent, TransferStatus
+from fdcache.tasks import CpuEvent, Event, TransferStatus
 from tests.swaps import PATIENCE, Gate, Worker, plan, swap, uniform_layout
 
 BLOCKS = 16

@@ -12,11 +12,11 @@ from fdcache.errors import StorageError
 from fdcache.integrations.mooncake.client import (
     CallLane,
     CallOverdueError,
-    CircuitBreaker,
     ClientOptions,
     LaneBlockedError,
 )
 from fdcache.integrations.mooncake.variables import MooncakeSettings
+from fdcache.storage.breaker import CircuitBreaker
 
 
 def test_the_configuration_file_goes_before_the_variables(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from fdcache import _core
 from fdcache.manager import Request
 from fdcache.manager.cost import NO_PRIORS
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.waits import Waits
+from fdcache.manager.matching import Waits
 from fdcache.settings.cache import LoadOrRecompute, PrefetchPolicy
 from fdcache.tiers.fetches import FetchTable, FetchTerms
 from fdcache.tiers.host import Reading

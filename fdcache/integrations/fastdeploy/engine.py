@@ -66,7 +66,7 @@ class PlanMark:
 
     @classmethod
     def of(cls, number: int) -> PlanMark:
-        """Return the mark of one plan."""
+        """Return the record for a batch that needs the plan with this number."""
         return cls([f"{_MARK}{number}"])
 
 

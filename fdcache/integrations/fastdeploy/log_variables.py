@@ -10,7 +10,7 @@ from fdcache.settings.variable import Component, EngineChoice, Group, OldType, v
 
 
 class LogLevel(StrEnum):
-    """Log level."""
+    """What FastDeploy writes into its logs."""
 
     INFO = "INFO"
     DEBUG = "DEBUG"

@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 from fdcache.errors import ConnectorNotFoundError, StorageError, StorageGoneError
 from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.settings.kinds import is_port, parse_list, parse_size
+from fdcache.storage.breaker import CircuitBreaker
 from fdcache.storage.connector import Outcome
 
 T = TypeVar("T")
@@ -205,44 +205,6 @@ def _connect(options: ClientOptions) -> Any:
 
 
 # --- deadlines ----------------------------------------------------------------------------------------------
-
-
-class CircuitBreaker:
-    """Closed until a failure; then open for ``retry_after`` seconds, after which one call at a time may try."""
-
-    def __init__(self, retry_after: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._retry_after = retry_after
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._reason: str | None = None
-        self._retry_at = 0.0
-
-    @property
-    def reason(self) -> str | None:
-        """The failure that opened the breaker; None while it is closed."""
-        return self._reason
-
-    def refuses(self) -> str | None:
-        """Return why a call must not be made now, or None when it may."""
-        with self._lock:
-            if self._reason is None:
-                return None
-            now = self._clock()
-            if now < self._retry_at:
-                return self._reason
-            self._retry_at = now + self._retry_after
-            return None
-
-    def succeeded(self) -> None:
-        """Close the breaker after a successful call."""
-        with self._lock:
-            self._reason = None
-
-    def failed(self, reason: str) -> None:
-        """Open the breaker."""
-        with self._lock:
-            self._reason = reason
-            self._retry_at = self._clock() + self._retry_after
 
 
 class CallOverdueError(Exception):

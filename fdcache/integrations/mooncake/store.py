@@ -22,7 +22,6 @@ from fdcache.errors import StorageGoneError
 from fdcache.integrations.mooncake.client import (
     CallLane,
     CallOverdueError,
-    CircuitBreaker,
     ClientOptions,
     LaneBlockedError,
     MooncakeClient,
@@ -35,6 +34,7 @@ from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.layout import KVLayout
 from fdcache.metadata import SLOT_HEADER_BYTES, HashArray
 from fdcache.settings.variable import Group
+from fdcache.storage.breaker import CircuitBreaker
 from fdcache.storage.connector import (
     BatchResult,
     ConnectorContext,
@@ -45,12 +45,11 @@ from fdcache.storage.connector import (
     StorageState,
     StorageStats,
 )
+from fdcache.storage.records import RecordCheck
 
 _LOOKUP_CHUNK = 1024
 _MOVE_CHUNK = 64
 """Most keys of one look-up, and most records of one transfer."""
-
-_WRITING, _READY = 1, 2
 
 _Moved = tuple[NDArray[np.uint8], NDArray[np.uint64], str | None]
 """Outcomes, checksums, and the message of the first failure."""
@@ -72,7 +71,7 @@ class MooncakeConnector:
         layout = context.layout
         self._layout = layout
         self._keys = _ObjectKeys(layout, context.rank or 0)
-        self._check = _RecordCheck(layout, verify=context.verify)
+        self._check = RecordCheck(layout, verify=context.verify)
         self._counters = StorageCounters()
         tier = context.settings
         self._client = MooncakeClient(
@@ -347,65 +346,6 @@ class _ObjectKeys:
         """Return the keys of every rank's record, block by block."""
         prefixes = [self.prefix(rank) for rank in range(self._ranks)]
         return [prefix + row.tobytes().hex() for row in hashes for prefix in prefixes]
-
-
-class _RecordCheck:
-    """Checks and stamps of host records and their headers. ``verify``: compare bytes with checksums, too."""
-
-    def __init__(self, layout: KVLayout, *, verify: bool) -> None:
-        self._layout = layout
-        self._verify = verify
-        self._offsets = [plane.offset for plane in layout.planes]
-        self._sizes = [plane.nbytes for plane in layout.planes]
-
-    def is_source(self, batch: RecordBatch, i: int, header: _core.SlotHeader) -> bool:
-        """Return True when a host record's header names block ``i`` of the batch and is ready."""
-        ready = header.state == _READY and header.generation == batch.host_generations[i]
-        return bool(ready) and self._belongs(header, batch.hashes[i].tobytes())
-
-    def is_intact(self, batch: RecordBatch, i: int, header: _core.SlotHeader) -> bool:
-        """Return True when the host record of block ``i`` has the bytes that ``header`` was stored with."""
-        if not self._belongs(header, batch.hashes[i].tobytes()):
-            return False
-        if not self._verify:
-            return True
-        record = batch.records.record(int(batch.host_slots[i]))
-        end = 0
-        for offset, size in zip(self._offsets, self._sizes, strict=True):
-            if record[end:offset].any():
-                return False
-            end = offset + size
-        checksum = _core.record_checksum(record, self._offsets, self._sizes)
-        return not record[end:].any() and checksum == header.payload_checksum
-
-    def stamp_writing(self, batch: RecordBatch, i: int) -> None:
-        """Mark the host record of block ``i`` as being overwritten."""
-        self._stamp(batch, i, _WRITING, 0)
-
-    def stamp_ready(self, batch: RecordBatch, i: int, checksum: int) -> None:
-        """Mark the host record of block ``i`` as complete."""
-        self._stamp(batch, i, _READY, checksum)
-
-    def _stamp(self, batch: RecordBatch, i: int, state: int, checksum: int) -> None:
-        header = _core.SlotHeader(
-            state,
-            int(batch.host_generations[i]),
-            batch.hashes[i].tobytes(),
-            batch.parents[i].tobytes(),
-            self._layout.fingerprint,
-            self._layout.payload_bytes,
-            checksum,
-        )
-        batch.records.set_header(int(batch.host_slots[i]), header)
-
-    def _belongs(self, header: _core.SlotHeader, block_hash: bytes) -> bool:
-        layout = self._layout
-        return (
-            header.is_valid
-            and header.hash == block_hash
-            and header.fingerprint == layout.fingerprint[:16]
-            and header.payload_bytes == layout.payload_bytes
-        )
 
 
 def _left(deadline: float) -> float:

@@ -58,7 +58,7 @@ class StepTimer:
         """The steps whose times have not been taken: the number, the start and the end of each."""
 
     def begin(self, number: int, *, on_gpu: bool) -> None:
-        """Begin a step."""
+        """Take the time before the work of a step is submitted."""
         self.number, self._start = number, _moment(on_gpu)
 
     def end(self, *, on_gpu: bool) -> None:

@@ -111,7 +111,7 @@ class Owners:
         self._tenants: OrderedDict[bytes, bytes] = OrderedDict()
 
     def add(self, block: bytes, tenant: str) -> None:
-        """Set the tenant of a block."""
+        """Remember whose block it is; beyond the limit the block that was named longest ago is forgotten."""
         self._tenants[block] = _key(tenant)
         self._tenants.move_to_end(block)
         if len(self._tenants) > self._limit:

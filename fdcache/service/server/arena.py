@@ -350,7 +350,7 @@ def _is_own_file(path: Path) -> bool:
 
 
 def arena_name(socket: Path) -> str:
-    """Return the name of the arena for a socket."""
+    """Return the part of the files' names that services at other sockets do not have."""
     return hashlib.sha256(str(socket).encode()).hexdigest()[:8]
 
 

@@ -440,7 +440,7 @@ class Clients(dict[int, RegisteredClient]):
         return client
 
     def of(self, namespace: Namespace) -> list[RegisteredClient]:
-        """Return the clients of a namespace."""
+        """Return the registered clients that share a namespace."""
         return [client for client in self.values() if client.namespace is namespace]
 
     def reap(self, timeout: float) -> None:

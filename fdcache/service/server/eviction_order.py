@@ -41,7 +41,7 @@ class OrderFile:
         return places
 
     def remove(self) -> None:
-        """Remove the file."""
+        """Remove the file, if it is there."""
         self._path.unlink(missing_ok=True)
 
 

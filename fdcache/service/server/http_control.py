@@ -60,7 +60,7 @@ class PrefixOrder(BaseModel):
 
     @property
     def prefix(self) -> Prefix:
-        """The prefix."""
+        """What the command line and clients name it by."""
         return Prefix(self.tokens, self.hashes, self.namespace, self.tenant, self.adapter, self.lookahead)
 
 

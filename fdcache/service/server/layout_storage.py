@@ -22,7 +22,8 @@ from fdcache.service.server.storage_opening import OpenedStorage
 from fdcache.service.wire.shared_memory import Extent
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageState
-from fdcache.storage.queue import StorageQueue, StorageTransfer
+from fdcache.storage.queue import StorageQueue
+from fdcache.tasks import Execution
 from fdcache.tiers.pool import PENDING, READY
 from fdcache.tiers.statistics import Counters, ReadTotals
 from fdcache.tiers.storage import StorageTier
@@ -86,10 +87,10 @@ class LayoutStorage:
         empty = RecordTable([], 1, self.layout.record_bytes, [], 0, ())
         self._records = [RankRecords(empty) for _ in opened.ranks]
         self.queues = [
-            StorageQueue(storage, records, rank, wake)
-            for rank, (storage, records) in enumerate(zip(opened.ranks, self._records, strict=True))
+            StorageQueue(storage, records, wake)
+            for storage, records in zip(opened.ranks, self._records, strict=True)
         ]
-        self._transfers: list[StorageTransfer] = []
+        self._executions: list[Execution] = []
         self._ledger = PlanLedger(len(opened.ranks), cache.plan_timeout)
         self._namespace: Namespace | None = None
         self._tier: StorageTier | None = None
@@ -174,19 +175,19 @@ class LayoutStorage:
         self._register_records()
         orders = self._tier.orders.take()
         tasks = self._ledger.send_storage(orders, time.monotonic())
-        for queue in self.queues:
+        for rank, queue in enumerate(self.queues):
             transfers = [queue.prepare(task) for task in tasks]
-            self._transfers += transfers
+            self._executions += [Execution(each.plan_id, rank, [each]) for each in transfers]
             queue.submit(transfers, cancelled=orders.cancelled, clear=orders.clear)
 
     def _take_reports(self) -> None:
-        ended: list[StorageTransfer] = []
-        running: list[StorageTransfer] = []
-        for transfer in self._transfers:
-            (running if transfer.pending_event() else ended).append(transfer)
-        self._transfers = running
-        for transfer in ended:
-            report = transfer.result()
+        ended: list[Execution] = []
+        running: list[Execution] = []
+        for execution in self._executions:
+            (running if execution.pending_event() else ended).append(execution)
+        self._executions = running
+        for execution in ended:
+            report = execution.result()
             self._count(report)
             for flight in self._ledger.record(report):
                 self._complete(flight)

@@ -43,13 +43,13 @@ class NotesFile:
         return self._thread.submit(self._load)
 
     def add(self, rows: list[Row]) -> None:
-        """Add rows."""
+        """Append rows, in a thread: the caller waits for no disk."""
         if rows:
             self.rows += len(rows)
             self._thread.submit(self._guarded, lambda: self._append(rows))
 
     def rewrite(self, rows: list[Row]) -> None:
-        """Replace the contents."""
+        """Replace the contents by rows, in the same thread."""
         self.rows = len(rows)
         self._thread.submit(self._guarded, lambda: self._rewrite(rows))
 

@@ -29,7 +29,7 @@ _ARGUMENTS = frozenset({"tier", "namespace", "tenant", "tenant_name", "older_tha
 
 
 class ResetTiers(StrEnum):
-    """Tiers to reset."""
+    """Tiers that a reset can name."""
 
     HOST = "host"
     STORAGE = "storage"

@@ -301,7 +301,7 @@ class RouterFeeds:
         self._faults: set[type[Exception]] = set()
 
     def of(self, layout: KVLayout) -> RouterFeed:
-        """Return the feed of a layout."""
+        """Return the feed of a layout, opened under a topic of its own at first."""
         feed = self._feeds.get(layout.fingerprint)
         if feed is None:
             topic = f"kv@{socket.gethostname()}@{layout.model}"

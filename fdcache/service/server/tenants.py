@@ -145,7 +145,7 @@ class Tenants:
         }
 
     def name_of(self, number: int) -> str:
-        """Return the name of the tenant with a number."""
+        """Return the tenant's name; ``?`` for a number that no tenant has."""
         return next((self.quotas.name(key) for key, its in self._numbers.items() if its == number), "?")
 
     def knows(self, key: bytes) -> bool:

@@ -392,7 +392,7 @@ _answer = msgspec.msgpack.Decoder(Answer)
 
 
 def encode_request(session: int, number: int, body: Request) -> bytes:
-    """Encode a request."""
+    """Return the bytes of a request of a session; answers repeat its number."""
     return _encoder.encode((VERSION, session, number, body))
 
 

@@ -1,0 +1,115 @@
+"""Connectors to buckets and shared folders for tests, and a server with the interface of S3."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fdcache.layout import KVLayout
+from fdcache.settings.cache import StorageTierSettings
+from fdcache.storage.connector import ConnectorContext
+from fdcache.storage.objects.catalogue import Catalogues
+from fdcache.storage.objects.connector import BucketConnector, FolderConnector
+from fdcache.storage.objects.variables import ObjectSettings
+
+KEY_ID, KEY = "AKIAKEYFORTESTS", "a-secret-key-of-the-tests"
+
+_SERVE = """
+import sys
+from werkzeug.serving import make_server
+from moto.server import DomainDispatcherApplication, create_backend_app
+import logging
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Where a bucket is."""
+
+    url: str
+    endpoint: str | None = None
+    key: str = KEY
+
+    @property
+    def settings(self) -> ObjectSettings:
+        if self.endpoint is None:
+            return ObjectSettings(url=self.url)
+        return ObjectSettings(
+            url=self.url, endpoint=self.endpoint, region="us-east-1", key_id=KEY_ID, key=self.key
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        given = {"FDCACHE_STORAGE": "object", "FDCACHE_OBJECT_URL": self.url}
+        if self.endpoint is not None:
+            given |= {
+                "FDCACHE_OBJECT_ENDPOINT": self.endpoint,
+                "FDCACHE_OBJECT_REGION": "us-east-1",
+                "FDCACHE_OBJECT_KEY_ID": KEY_ID,
+                "FDCACHE_OBJECT_KEY": self.key,
+            }
+        return given
+
+
+class S3Server:
+    """A server of moto in a process of its own, with an empty bucket."""
+
+    def __init__(self) -> None:
+        if find_spec("moto") is None or find_spec("flask_cors") is None:
+            pytest.skip("needs moto: pip install moto flask flask-cors")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self._process.stdout is not None
+        self.endpoint = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+        self.make("blocks")
+
+    def make(self, bucket: str) -> None:
+        request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")
+        with urllib.request.urlopen(request, timeout=60):
+            pass
+
+    def bucket(self, folder: str) -> Bucket:
+        return Bucket(f"s3://blocks/{folder}", self.endpoint)
+
+    def stop(self) -> None:
+        """Freeze the server: connections are accepted, and nothing is answered."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def context(
+    layout: KVLayout, rank: int | None, options: ObjectSettings | None = None, **tier: Any
+) -> ConnectorContext:
+    return ConnectorContext(layout, rank, StorageTierSettings(**{"retry_after": 0.2, **tier}), options)
+
+
+def open_folder(folder: Path, layout: KVLayout, rank: int | None = 0, **tier: Any) -> FolderConnector:
+    """Open a connector as a node of its own would."""
+    given = context(layout, rank, connector="shared", directory=folder, **tier)
+    return FolderConnector(given, catalogues=Catalogues())
+
+
+def open_bucket(bucket: Bucket, layout: KVLayout, rank: int | None = 0, **tier: Any) -> BucketConnector:
+    """Open a connector as a node of its own would."""
+    given = context(layout, rank, bucket.settings, connector="object", **tier)
+    return BucketConnector(given, catalogues=Catalogues())
