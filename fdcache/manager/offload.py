@@ -26,6 +26,7 @@ from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.host import HostService, HostTier
+from fdcache.tiers.pool import READY
 from fdcache.tiers.statistics import TierUsage
 
 
@@ -208,6 +209,15 @@ class OffloadManager(TierManager[OffloadRequest]):
         """
         with self._lock:
             return self._tiers.path_to(key)
+
+    def num_copied(self, keys: HashArray) -> int:
+        """Return how many leading blocks of a run the host tier has, or gets: this engine has copied them there.
+
+        A service makes such blocks findable a moment later, or drops them, as when a tenant is over its quota.
+        """
+        with self._lock:
+            there = self._host.index.contains(keys) == READY
+            return len(there) if there.all() else int(there.argmin())
 
     def leave_reads(self, request: OffloadRequest) -> None:
         """Have what is being read for a request read to its end, for requests to come."""

@@ -132,7 +132,7 @@ class PageClient:
                 if self._pages(asked.match.num_tokens) < len(above):
                     return 0
                 self._copy_out(keys, slots, above[-1].tobytes() if len(above) else ROOT, deadline)
-            return self._there(keys)
+            return self._there(keys, deadline)
         finally:
             self._storing.release()
 
@@ -200,8 +200,13 @@ class PageClient:
             self._manager.finish([request])
             self._manager.forget(slots)
 
-    def _there(self, keys: HashArray) -> int:
+    def _there(self, keys: HashArray, deadline: float) -> int:
+        """Return how many leading pages can be found, once a service has made those findable that it takes."""
         with self._reading(keys) as asked:
+            while self._pages(asked.match.num_tokens) < self._manager.num_copied(keys):
+                if not self._pause(deadline):
+                    break
+                asked.again()
             return self._pages(asked.match.num_tokens)
 
     def _waits_for_room(self) -> bool:
@@ -333,6 +338,7 @@ class _Asked:
 
     def again(self) -> None:
         """Look again. Keys that contradict those stored find nothing."""
+        self._manager.unmatch([self.request])  # its last answer would be kept
         try:
             self.match = self._manager.match(self.request, self.above * self._manager.layout.block_size)
         except HashingError as error:
