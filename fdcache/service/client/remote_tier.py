@@ -23,10 +23,10 @@ from fdcache.service.wire.protocol import (
     MAX_BLOCKS,
     MAX_PATHS,
     Ask,
-    Locate,
-    Located,
+    FindPath,
     Match,
     Matched,
+    PathFound,
     hashes_from,
     int32_from,
     int64_from,
@@ -190,8 +190,8 @@ class RemoteHostTier:
             return None
         self._connection.session = session.id
         try:
-            answer, _ = self._connection.call(Locate(block), self._timeout)
-            if not isinstance(answer, Located):
+            answer, _ = self._connection.call(FindPath(block), self._timeout)
+            if not isinstance(answer, PathFound):
                 raise ProtocolError(f"expected a path, got {type(answer).__name__}")
             return hashes_from(answer.hashes) if answer.there else None
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:

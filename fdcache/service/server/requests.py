@@ -20,14 +20,14 @@ from fdcache.service.wire.protocol import (
     Describe,
     Done,
     EndFetches,
+    FindPath,
     Hinted,
     Hints,
     LoadEnded,
-    Locate,
-    Located,
     Match,
     Matched,
     Missed,
+    PathFound,
     Prefetch,
     Publish,
     Published,
@@ -125,15 +125,15 @@ def _constant(on_device: int) -> OnDevice:
     return lambda hashes: on_device
 
 
-def locate(client: RegisteredClient, request: Locate) -> Located:
+def find_path(client: RegisteredClient, request: FindPath) -> PathFound:
     """Return the path to a block, so that a client that knows a prompt's end alone can have all of it read."""
     if len(hashes_from(request.block, "block")) != 1:
         raise ProtocolError("block: not one hash of 32 bytes")
     for pool in client.namespace.pools():
         path = pool.path_to(request.block)
         if path is not None and len(path) <= MAX_BLOCKS:
-            return Located(path.tobytes(), there=True)
-    return Located(b"", there=False)
+            return PathFound(path.tobytes(), there=True)
+    return PathFound(b"", there=False)
 
 
 def missed(client: RegisteredClient, request: Missed) -> Answer:

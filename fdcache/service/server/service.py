@@ -31,12 +31,12 @@ from fdcache.service.wire.protocol import (
     Done,
     EndFetches,
     Events,
+    FindPath,
     Granted,
     Heartbeat,
     Hinted,
     Hints,
     LoadEnded,
-    Locate,
     Match,
     Matched,
     Missed,
@@ -102,7 +102,7 @@ class Service:
         self.tools = ToolQueue(self._slices, self.totals)
         self._handlers: dict[type, Callable[..., Answer]] = {
             Match: self._match,
-            Locate: requests.locate,
+            FindPath: requests.find_path,
             Prefetch: self._prefetch,
             EndFetches: requests.end_fetches,
             Refill: self._refill,

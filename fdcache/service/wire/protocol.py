@@ -62,7 +62,7 @@ class Match(msgspec.Struct, frozen=True, tag="match"):
     fetches: bytes = b""
 
 
-class Locate(msgspec.Struct, frozen=True, tag="locate"):
+class FindPath(msgspec.Struct, frozen=True, tag="find_path"):
     """Ask for the path that leads to a block in the host tier or the local storage."""
 
     block: bytes
@@ -189,7 +189,7 @@ Request = (
     Register
     | Attach
     | Match
-    | Locate
+    | FindPath
     | Prefetch
     | EndFetches
     | Refill
@@ -248,7 +248,7 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
     states: bytes = b""
 
 
-class Located(msgspec.Struct, frozen=True, tag="located"):
+class PathFound(msgspec.Struct, frozen=True, tag="path_found"):
     """The hashes of the blocks above the block asked for, from the root on; none also if the block is not ``there``."""
 
     hashes: bytes
@@ -336,7 +336,7 @@ Answer = (
     Registered
     | Attached
     | Matched
-    | Located
+    | PathFound
     | Granted
     | Published
     | Hinted
