@@ -10,7 +10,7 @@ WORKERS ?= 3
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test again quick test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint format stubs size bench bench-peers dist wheel-test site clean
+.PHONY: demo demo-paddle gpu-extra test again quick test-chart test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint format stubs size bench bench-peers dist dist-test wheel-test site clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -51,6 +51,11 @@ quick: $(VENV)/.installed-test  ## the unit tests, in half a minute
 
 test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; skipped with the reason where its libraries are missing
 	$(BIN)/pytest -n $(WORKERS) -m 'not slow and not nightly' $(wildcard tests/integration/test_*mooncake*.py)
+
+# Helm's own code takes 255 MB, so it is no part of the other tests' packages.
+test-chart: $(VENV)/.installed-test  ## the Helm chart, linted and rendered
+	$(PIP) install --quiet --constraint constraints.txt helm-python-sdk
+	$(BIN)/pytest -n 0 tests/unit/test_chart.py
 
 # The environments take 3 GB each in the user's cache folder: make them with python -m tests.vllm.setup.
 test-vllm: $(VENV)/.installed-test  ## the connector in vLLM's own engine on the CPU; skipped with a line where vLLM is not set up
@@ -169,15 +174,17 @@ dist:  ## wheels, sdist, SBOM and checksums of the committed sources in dist/, t
 	build/release/tools/bin/python -m release $(DIST)
 
 # The objects of the last build serve again.
-wheel-test: $(VENV)/.installed-test  ## the wheel of this machine's compiler in an empty environment: its commands, its size, a replay
-	rm -rf build/wheel build/empty
-	PATH="$(abspath $(BIN)):$$PATH" $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
-	$(BIN)/python -m venv build/empty
-	$(BIN)/python -m release.trial build/empty build/wheel/fdcache-*.whl
+wheel-test: $(VENV)/.installed-test  ## a wheel of this machine's compiler for each CPython here, in an empty environment: commands, service, size
+	$(NATIVE_TOOLS) $(BIN)/python -m release.trial
+
+# As root. Nothing of dist/ is built again.
+dist-test:  ## the wheels of dist/ on machines without a compiler: fresh Debians, aarch64 emulated
+	$(PYTHON) -m release.roots dist/*.whl
 
 site: $(VENV)/.installed-test  ## the documentation as a site in build/site; every link and anchor is checked
 	$(PIP) install --quiet --constraint constraints.txt zensical
 	$(BIN)/python -m release.site
+	$(BIN)/pytest -q -n 0 tests/e2e/test_site.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -101,6 +102,12 @@ inline std::array<std::uint8_t, 16> fingerprint_of(const nb::bytes &value) {
 // Throws std::invalid_argument unless parallel arrays have the same length.
 inline void require_equal(std::size_t left, std::size_t right) {
     if (left != right) throw std::invalid_argument("parallel arrays differ in length");
+}
+
+// Throws nb::index_error for a slot that is not one of `num_blocks`.
+inline void require_slots(std::span<const std::int32_t> slots, std::int32_t num_blocks) {
+    if (std::ranges::any_of(slots, [&](auto slot) { return slot < 0 || slot >= num_blocks; }))
+        throw nb::index_error("slot out of range");
 }
 
 // Each adds one concept to the module; defined beside the concept.

@@ -951,11 +951,18 @@ class Tier(HostIndex):
         hashes: Annotated[
             NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
         ],
-    ) -> int:
+    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
         """
-        Remove entries and everything below them; return how many. Slots in use stay until they
-        are not.
+        Remove entries and blocks that are being copied, and everything below them; return their slots.
         """
+
+    def below(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """Return the slots that ``drop`` would remove."""
 
     def hold(
         self,
@@ -1087,12 +1094,13 @@ class Tier(HostIndex):
             NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
         ],
         hints: Sequence[tuple[HintKind, float, int, int, bool]],
-    ) -> list[tuple[HintAnswer, int, int]]:
+        sample: int = 0,
+    ) -> list[tuple[HintAnswer, int, int, bytes]]:
         """
         Take what a client says of blocks of one path, until their next use. A hint is (kind, seconds or
         a priority of 1 to 100, first block, block after the last, True: only of those that nobody else
-        has). The last one about a block holds. Return for each its answer, its first block and their
-        number.
+        has). The last one about a block holds. Return for each its answer, its first block, their
+        number, and if it keeps them the hashes of up to ``sample`` of them, from the last one on.
         """
 
     def hint_fates(
@@ -1810,6 +1818,11 @@ class Loads:
         """
         Put the next part of a load, up to block ``stop``, into the plan that is sent next. ``count`` of
         its blocks are copied, from ``offset`` of the plan's loads on.
+        """
+
+    def take_rest(self, load: Load) -> LoadPart:
+        """
+        Return the rest of a load as its last part, which ``send_part`` attaches to a plan.
         """
 
     def send(self, plan: int, is_ahead: bool) -> None:

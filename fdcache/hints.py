@@ -12,7 +12,7 @@ A request carries them in one of three forms, which ``read_hints`` takes from it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
@@ -110,11 +110,11 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
         """True if it is about a range of tokens."""
         return self.output or self.start > 0 or self.end is not None
 
-    def blocks(self, prompt_tokens: int, block_size: int) -> slice:
-        """Return the whole blocks of the request that it is about."""
-        start = prompt_tokens if self.output else self.start
-        end = None if self.end is None else self.end // block_size
-        return slice(-(-start // block_size), end)
+    def place(self, prompt_tokens: int, block_size: int, num_blocks: int) -> tuple[int, int]:
+        """Return the first block of the request that it is about, and the one after the last."""
+        start = -(-(prompt_tokens if self.output else self.start) // block_size)
+        stop = num_blocks if self.end is None else min(self.end // block_size, num_blocks)
+        return min(start, stop), stop
 
     @property
     def keeps(self) -> bool:
@@ -122,13 +122,12 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind not in (HintKind.ONCE, HintKind.RELEASE)
 
 
-class GivenHint(NamedTuple):
-    """A hint about blocks ``start`` to ``stop`` of the path of a request that has ended."""
+class GivenHints(NamedTuple):
+    """Hints of a request that has ended, each with its place in the path: first block, and the one after the last."""
 
     request_id: str
-    hint: Hint
-    start: int
-    stop: int
+    hints: Sequence[Hint]
+    places: Sequence[tuple[int, int]]
 
 
 class HintStatus(StrEnum):

@@ -85,25 +85,36 @@ class Spans:
             told = {"fdcache.status": status, **({"error.message": error} if error else {})}
             self.of_request("load", request_id, noted[0], {"fdcache.blocks": noted[1], **told})
 
-    def copied(self, report: TransferReport) -> None:
-        """Record the copies of a rank's report, as if each had ended now."""
+    def copied(self, report: TransferReport, read_for: Sequence[str] = ()) -> None:
+        """Record the copies of a rank's report, as if each had ended now.
+
+        ``read_for``: the requests that wait for its read from storage, which is below the first of them.
+        """
         now = time.time_ns()
         for result in report.results:
             if (name := _COPIES.get(result.purpose)) is not None and (
                 result.copied_bytes or len(result.failed)
             ):
+                requests = read_for if result.purpose is SwapPurpose.PREFETCH else ()
                 attributes = {
                     "fdcache.rank": report.rank,
                     "fdcache.bytes": result.copied_bytes,
                     "fdcache.failed_blocks": len(result.failed),
                 }
-                self._record(name, now - int(1e9 * result.seconds), now, attributes)
+                self._of_requests(name, now - int(1e9 * result.seconds), now, attributes, requests)
 
     def called(self, kind: str, began: int) -> None:
         """Record a call of the service, below the request whose match makes it."""
         requests: Sequence[str] = getattr(self._current, "requests", ())
-        attributes = {"fdcache.requests": list(requests)} if requests else {}
-        self._record(f"service.{kind}", began, time.time_ns(), attributes, requests[0] if requests else None)
+        self._of_requests(f"service.{kind}", began, time.time_ns(), {}, requests)
+
+    def _of_requests(
+        self, name: str, began: int, ended: int, attributes: Attributes, requests: Sequence[str]
+    ) -> None:
+        """Record a span for requests, below the first of them."""
+        if requests:
+            attributes = {**attributes, "fdcache.requests": list(requests)}
+        self._record(name, began, ended, attributes, requests[0] if requests else None)
 
     def _record(
         self, name: str, began: int, ended: int, attributes: Attributes, request_id: str | None = None
@@ -117,6 +128,11 @@ class Spans:
 
 spans: Spans | None = None
 """None while no spans are recorded: all that a hot path looks at."""
+
+
+def id_for_spans(request_id: str) -> str:
+    """Return the id for those who record spans of a request in its place; empty if there are none."""
+    return "" if spans is None else request_id
 
 
 def follow(target: TraceTarget, service_name: str) -> None:

@@ -159,8 +159,6 @@ def delete(server: str | None, prefix: Prefix, start: int, *, dry_run: bool, yes
         found = control.delete(prefix, start, dry_run=dry_run)
     verb = "would delete" if dry_run else "deleted"
     words = f"{verb} {found.deleted_host} blocks of the host tier and {found.deleted_storage} of storage"
-    if found.writing:
-        words += f"; {found.writing} are being written to storage: delete again once they are"
     _show(found, words, json)
 
 

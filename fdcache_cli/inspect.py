@@ -218,10 +218,11 @@ def explain(
 
 def storage(
     path: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
             metavar="PATH",
-            help="Directory of a local storage, or one of its files. Without it, the storage of a running service.",
+            help="Directory of a local storage, or one of its files; a shared folder; or a bucket, such as "
+            "s3://bucket/folder. Without it, the storage of a running service.",
         ),
     ] = None,
     server: ServerOption = None,
@@ -232,11 +233,12 @@ def storage(
         bool, typer.Option("--watch", help="Refresh the view of a service every second until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Show the storage of a running service, or with PATH the files of a local storage. Changes nothing.
+    """Show the storage of a running service, or with PATH the files or objects of a storage. Changes nothing.
 
     With PATH no service is needed, and the exit status is 1 if a record, a header or a file is damaged.
     """
-    from fdcache_cli.inspect_storage import show_files, show_service
+    from fdcache_cli.inspect_storage import show_files, show_objects, show_service
+    from fdcache_cli.stored_objects import is_object_store
 
     if path is None:
         if verify:
@@ -247,4 +249,7 @@ def storage(
         raise typer.BadParameter("it is for a service; PATH is read once", param_hint="--watch")
     if server is not None:
         raise typer.BadParameter("it is for a service; PATH is read without one", param_hint="--server")
-    show_files(path, verify, json_output)
+    if is_object_store(path):
+        show_objects(path, verify, json_output)
+    else:
+        show_files(Path(path), verify, json_output)

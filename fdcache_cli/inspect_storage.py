@@ -77,6 +77,46 @@ def show_files(path: Path, verify: bool, json: bool) -> None:
         raise typer.Exit(errors.FAILED)
 
 
+# --- objects -----------------------------------------------------------------------------------------------
+
+_OBJECTS_HEADER = ("NAMESPACE", "MODEL", "RANKS", "OBJECTS", "BLOCKS", "BYTES", "USED", "CORRUPT")
+
+
+def show_objects(place: str, verify: bool, json: bool) -> None:
+    """Show the objects of a bucket or a shared folder; exit with 1 if a record is damaged."""
+    from fdcache.service.wire.address import load_settings
+    from fdcache_cli.stored_objects import open_store, read_store
+
+    backend = open_store(place, load_settings({}))
+    with progress_bars() as advance:
+        found = read_store(backend, verify=verify, on_progress=advance)
+    if json:
+        output.print_json(found)
+    else:
+        checked = "all checked" if verify else "records not checked; --verify checks them"
+        output.print_line(
+            f"{found['place']}: {found['objects']:,} objects, {readable_size(found['bytes'])}, "
+            f"{found['corrupt_blocks']:,} corrupt ({checked})"
+        )
+        output.print_table(_OBJECTS_HEADER, [_objects_row(each) for each in found["namespaces"]])
+    if found["corrupt_blocks"]:
+        raise typer.Exit(errors.FAILED)
+
+
+def _objects_row(one: dict[str, Any]) -> tuple[str, ...]:
+    known = one["model"] is not None
+    return (
+        one["namespace"][:16],
+        f"{one['model']}@{one['revision']}" if known else "unknown",
+        f"{one['ranks']} of {one['tp_size']}" if known else str(one["ranks"]),
+        f"{one['objects']:,}",
+        f"{one['blocks']:,}" if known else "-",
+        readable_size(one["bytes"]),
+        f"{_age(one['newest_seconds'])} to {_age(one['oldest_seconds'])}",
+        f"{one['corrupt_blocks']:,}",
+    )
+
+
 def _print_files(path: Path, summary: dict[str, Any]) -> None:
     if not summary["namespaces"] and not summary["damaged_files"]:
         output.print_line(f"{path}: there are no storage files")

@@ -84,7 +84,7 @@ def serve(
             **_storage_arguments(storage, storage_size),
         }
     )
-    if storage_size is not None and settings.storage_tier.connector != "local":
+    if storage_size is not None and settings.storage_tier.connector not in ("local", "object", "shared"):
         raise typer.BadParameter(
             f"FDCACHE_STORAGE={settings.storage_tier.connector} keeps no files; give --storage DIR",
             param_hint="--storage-size",
@@ -195,10 +195,12 @@ def _web_rows(page: str, web: HttpServer) -> list[tuple[str, str]]:
 
 def _storage_row(settings: Settings) -> str:
     from fdcache.settings.kinds import format_size
+    from fdcache.storage.speed import measured_place
 
     tier = settings.storage_tier
     if not tier.is_on:
         return "none"
-    if tier.connector != "local":
-        return tier.connector
-    return f"{format_size(tier.size)} for each rank and layout in {tier.directory}"
+    if tier.connector == "local":
+        return f"{format_size(tier.size)} for each rank and layout in {tier.directory}"
+    place = measured_place(settings)
+    return tier.connector if place is None else f"{format_size(tier.size)} for all nodes in {place}"

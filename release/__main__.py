@@ -13,10 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from release.pythons import PYTHONS, ROOT, Python
 from release.sbom import write_checksums, write_sbom
-from release.wheels import MACHINES, ROOT, Python, committed_at, make_sdist, make_wheel
-
-PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
+from release.wheels import MACHINES, committed_at, make_sdist, make_wheel
 
 
 def main() -> None:
@@ -40,8 +39,8 @@ def main() -> None:
         old.unlink()
     sdist = make_sdist(folder)
     made = [sdist]
-    for python in filter(None, found.values()):
-        for machine in options.machine or MACHINES:
+    for machine in options.machine or MACHINES:
+        for python in filter(None, found.values()):
             say(f"{python.tag} for {machine}")
             made.append(make_wheel(sdist, python, machine, folder))
     write_sbom(folder / "fdcache.cdx.json", made, int(committed_at()))

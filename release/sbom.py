@@ -20,7 +20,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 from packageurl import PackageURL
 from packaging.requirements import Requirement
 
-from release.wheels import ROOT
+from release.pythons import ROOT
 
 _COMPILED_IN = (
     ("nanobind", "nanobind", "BSD-3-Clause"),

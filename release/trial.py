@@ -1,52 +1,135 @@
-"""Try a wheel in an empty environment: what its user does first, and what it takes.
+"""Try wheels in empty environments: what their user does first, and what they take.
 
-    python -m release.trial build/empty dist/fdcache-0.1.0-cp311-cp311-manylinux_2_28_x86_64.whl
+    python -m release.trial                # of this machine's compiler, for each CPython here
+    python -m release.trial dist/*.whl     # these, in the CPython that each is for
 
-Exits 1 if a command fails, or if wheel and dependencies together take more than 80 MB to download.
+Exits 1 if a command fails, or if wheel and dependencies take more disk than a release may.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-MOST_BYTES = 80_000_000
-SERVE = ("serve", "--check", "--host-memory", "16MiB")
+from release.pythons import PYTHONS, ROOT, Python
+
+WORK = ROOT / "build/trial"
+MOST_BYTES = 90_000_000
+"""Files as the distributions contain them; Python compiles them to a third more. numpy is 57 MB of it."""
+_PIP = ("-m", "pip", "--disable-pip-version-check")
 
 
-def main(environment: Path, wheel: Path) -> None:
-    """Install the wheel, nothing compiled, and run its commands away from the sources."""
+def main(wheels: list[Path]) -> None:
+    """Try these wheels, or one for each interpreter of this machine."""
+    for wheel in wheels:
+        tag = wheel.name.split("-")[2]
+        name = f"python3.{tag.removeprefix('cp3')}"
+        is_own = tag == f"cp3{sys.version_info.minor}"
+        program = sys.executable if is_own else getattr(Python.found(name), "program", None)
+        if program is None or not wheel.stem.endswith(platform.machine()):
+            say(f"{wheel.name}: skipped, {name} for that machine is not here")
+        else:
+            try_wheel(program, wheel.absolute())
+    for name in () if wheels else PYTHONS:
+        if (python := Python.found(name)) is None:
+            say(f"{name}: skipped, it is not here, or has no headers")
+        else:
+            try_wheel(python.program, build_wheel(python))
+
+
+def build_wheel(python: Python) -> Path:
+    """Build the wheel of the working tree for an interpreter; objects of its last build serve again."""
+    folder = WORK / f"wheel-{python.tag}"
+    shutil.rmtree(folder, ignore_errors=True)
+    program = python.environment(WORK / f"build-{python.tag}")
+    command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
+    subprocess.run([program, *_PIP, *command], check=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def try_wheel(python: str, wheel: Path) -> None:
+    """Install a wheel into an empty environment, nothing compiled, and run its commands away from the sources."""
+    environment = WORK / "empty"
+    shutil.rmtree(environment, ignore_errors=True)
+    subprocess.run([python, "-m", "venv", str(environment)], check=True)
+    install(environment, wheel)
+    program = environment / "bin/fdcache"
+    for words in ((), ("--version",), ("replay", "--workload", "chat")):
+        subprocess.run([program, *words], cwd=environment, check=True)
+    serve(program)
+
+
+def install(environment: Path, wheel: Path) -> None:
+    """Install a wheel with its dependencies, and say what that takes."""
     report = environment / "installed.json"
-    begun = time.monotonic()
-    install = ["install", "--quiet", "--only-binary", ":all:", "--report", str(report)]
+    command = ["install", "--quiet", "--only-binary", ":all:", "--report", str(report), str(wheel)]
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
-    run(environment, "pip", "--disable-pip-version-check", *install, *constraints, str(wheel))
-    seconds = time.monotonic() - begun
+    begun, used = time.monotonic(), _child_seconds()
+    subprocess.run([environment / "bin/python", *_PIP, *command, *constraints], cwd=environment, check=True)
+    seconds, used = time.monotonic() - begun, _child_seconds() - used
     installed = json.loads(report.read_text())["install"]
     names = {each["metadata"]["name"].lower() for each in installed}
     if names & {"torch", "paddlepaddle", "cupy-cuda12x", "cupy-cuda13x"}:
         raise SystemExit(f"an engine or a GPU came with the wheel: {sorted(names)}")
-    nbytes = sum(
-        path.stat().st_size for path in environment.rglob("*") if path.is_file() and "/pip/" not in str(path)
+    unpacked, compiled = _sizes(environment)
+    say(
+        f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB; with {len(names) - 1} dependencies "
+        f"{unpacked / 1e6:.0f} MB on disk and {compiled / 1e6:.0f} MB that Python compiled of it; "
+        f"{seconds:.1f} s, {used:.1f} of them of the processor"
     )
-    sys.stdout.write(
-        f"installed {len(names)} distributions in {seconds:.1f} s, {nbytes / 1e6:.0f} MB on disk\n"
-    )
-    if wheel.stat().st_size > MOST_BYTES:
-        raise SystemExit(f"{wheel.name} is larger than {MOST_BYTES // 1_000_000} MB")
-    for words in ((), ("--version",), SERVE, ("replay", "--workload", "chat")):
-        run(environment, "fdcache", *words)
+    if unpacked > MOST_BYTES:
+        raise SystemExit(f"{wheel.name} and its dependencies take more than {MOST_BYTES // 1_000_000} MB")
 
 
-def run(environment: Path, program: str, *words: str) -> None:
-    """Run a program of the environment; its failure is this one's."""
+def serve(program: Path) -> None:
+    """Start a service, give it the blocks of an engine, look inside, and end it."""
+    with tempfile.TemporaryDirectory(prefix="fdcache-") as folder:
+        environ = os.environ | {"FDCACHE_RUNTIME_DIR": f"{folder}/run", "FDCACHE_HTTP_ADDRESS": "127.0.0.1:0"}
+        environ |= {"FDCACHE_SERVER": f"ipc://{folder}/run/fdcache.sock"}
+        command = [str(program), "serve", "--host-memory", "64MiB", "--discard"]
+        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, cwd=folder) as service:
+            assert service.stdout is not None
+            for line in service.stdout:
+                sys.stdout.write(line)
+                if line.startswith("ready"):
+                    break
+            try:
+                for words in (("replay", "--workload", "chat", "--requests", "20"), ("inspect",)):
+                    subprocess.run([program, *words], env=environ, cwd=folder, check=True)
+            finally:
+                service.terminate()
+    if service.returncode != 0:
+        raise SystemExit(f"the service ended with {service.returncode}")
+
+
+def _sizes(environment: Path) -> tuple[int, int]:
+    """Return the bytes of what was installed, and of what Python compiled of it, without pip's own."""
+    sizes = [0, 0]
+    for path in environment.rglob("*"):
+        if path.is_file() and not {"pip", "setuptools", "pkg_resources"} & set(path.parts):
+            sizes[path.suffix == ".pyc"] += path.stat().st_size
+    return sizes[0], sizes[1]
+
+
+def _child_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def say(text: str) -> None:
+    """Print one line."""
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
-    subprocess.run([environment / "bin" / program, *words], cwd=environment, check=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute(), Path(sys.argv[2]).absolute())
+    main([Path(each) for each in sys.argv[1:]])

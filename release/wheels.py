@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 
 import ziglang
 
-ROOT = Path(__file__).parent.parent
+from release.pythons import ROOT, Python
+
 WORK = ROOT / "build" / "release"
 MACHINES = ("x86_64", "aarch64")
-_PLATFORM = "manylinux_2_28"
-_TOOLS = ("scikit-build-core", "nanobind")
-
-
-@dataclass(frozen=True, slots=True)
-class Python:
-    """Interpreter for which wheels are built, and the machine on which it runs."""
-
-    program: str
-    tag: str
-    machine: str
-
-    @classmethod
-    def found(cls, name: str) -> Python | None:
-        """Return the interpreter of this name, None without one, or without its headers."""
-        program = shutil.which(name)
-        if program is None:
-            return None
-        ask = (
-            "import json, os, platform, sys, sysconfig; print(json.dumps([sys.executable, "
-            "'cp%d%d' % sys.version_info[:2], platform.machine(), "
-            "os.path.exists(sysconfig.get_path('include') + '/Python.h')]))"
-        )
-        done = subprocess.run([program, "-c", ask], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            return None
-        path, tag, machine, has_headers = json.loads(done.stdout)
-        return cls(path, tag, machine) if has_headers else None
+_GLIBC = "2.28"
+_PLATFORM = f"manylinux_{_GLIBC.replace('.', '_')}"
+_ZIG = Path(ziglang.__file__).with_name("zig")
 
 
 def committed_at() -> str:
@@ -67,9 +42,11 @@ def make_sdist(folder: Path) -> Path:
 
 
 def make_wheel(sdist: Path, python: Python, machine: str, folder: Path) -> Path:
-    """Build the wheel of an interpreter for a machine, another than this one too, and check what it needs of it."""
-    name = f"{python.tag}-{machine}"
-    source, build, raw = WORK / "unpacked", WORK / name, WORK / "raw" / name
+    """Build the wheel of an interpreter for a machine, another than this one too, and check what it needs of it.
+
+    The sources lie where those of every other wheel do: a compiler cache compiles what does not know Python once.
+    """
+    source, build, raw = (WORK / name for name in ("unpacked", "build", "raw"))
     for each in (source, build, raw):
         shutil.rmtree(each, ignore_errors=True)
         each.mkdir(parents=True)
@@ -78,8 +55,9 @@ def make_wheel(sdist: Path, python: Python, machine: str, folder: Path) -> Path:
     (tree,) = source.iterdir()
     tag = python.tag.removeprefix("cp")
     environ = {
-        "FDCACHE_ZIG": str(Path(ziglang.__file__).with_name("zig")),
-        "FDCACHE_MACHINE": machine,
+        "FDCACHE_ZIG": str(_ZIG),
+        "FDCACHE_COMPILER": str(_compiler_for(machine)),
+        "CCACHE_COMPILERCHECK": f"string:{machine} {version('ziglang')}",
         "FDCACHE_SOURCE": str(tree),
         "FDCACHE_BUILD": str(build),
         "CMAKE_TOOLCHAIN_FILE": str(Path(__file__).with_name("zig.cmake")),
@@ -88,7 +66,8 @@ def make_wheel(sdist: Path, python: Python, machine: str, folder: Path) -> Path:
     }
     command = ["wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(raw)]
     command += ["--config-settings", f"build-dir={build}", str(tree)]
-    _run([str(_environment_of(python)), "-m", "pip", "--disable-pip-version-check", *command], environ)
+    program = python.environment(WORK / f"environment-{python.tag}")
+    _run([str(program), "-m", "pip", "--disable-pip-version-check", *command], environ)
     (wheel,) = raw.glob("*.whl")
     platform = ["--plat", f"{_PLATFORM}_{machine}", "--only-plat"]
     _run([sys.executable, "-m", "auditwheel", "repair", *platform, "--wheel-dir", str(folder), str(wheel)])
@@ -96,21 +75,19 @@ def make_wheel(sdist: Path, python: Python, machine: str, folder: Path) -> Path:
     return made
 
 
-def _environment_of(python: Python) -> Path:
-    """Return the interpreter of an environment with what a build needs, made once."""
-    folder = WORK / f"environment-{python.tag}"
-    if not (folder / "bin/python").exists():
-        _run([python.program, "-m", "venv", str(folder)])
-        install = ["install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), *_TOOLS]
-        _run([str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", *install])
-    return folder / "bin/python"
+def _compiler_for(machine: str) -> Path:
+    """Return a program that compiles for a machine. Its name tells a compiler cache how to talk to it."""
+    program = WORK / machine / "clang++"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec "{_ZIG}" c++ -target {machine}-linux-gnu.{_GLIBC} "$@"\n')
+    program.chmod(0o755)
+    return program
 
 
 def _run(command: list[str], environ: Mapping[str, str] | None = None) -> None:
-    inherited = {name: value for name, value in os.environ.items() if name != "CMAKE_CXX_COMPILER_LAUNCHER"}
     tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     same = {"PATH": tools, "SOURCE_DATE_EPOCH": committed_at(), "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    subprocess.run(command, env=inherited | same | dict(environ or {}), check=True, cwd=ROOT)
+    subprocess.run(command, env=os.environ | same | dict(environ or {}), check=True, cwd=ROOT)
 
 
 def _output(*command: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cupy
@@ -221,7 +221,7 @@ def keep_loads_in_order() -> None:
         driver.delay(20_000)
         for number in range(4):
             worker.controller.submit_swap_tasks(plan(2 + number, load=[(number, 11)]), COMPUTE)
-        executions = worker.controller._plans.in_flight.executions
+        executions: Mapping[int, object] = worker.controller._plans.in_flight.executions
         assert [isinstance(executions[each], _core.LaunchedPlan) for each in (2, 5)] == [True, False]
         reports: list[TransferReport] = []
         while len(reports) < 4:

@@ -106,7 +106,7 @@ class OffloadEngine:
             )
         cache = CacheSettings(write_policy=policy, **settings)
         self.manager = manager or OffloadManager(
-            cache, layout, storage=storage, clock=lambda: self.now, streams=streams
+            cache, layout, storage=storage, clock=lambda: self.now, loads_ahead=streams
         )
         self.devices = [device() for _ in range(layout.tp_size)]
         transfer = CopySettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)

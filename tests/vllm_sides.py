@@ -52,7 +52,7 @@ class Engine:
         }
         settings = Settings.load(environ=given | variables)
         self.events = EventTranslator()
-        self.manager = OffloadManager.from_settings(layout, self.events.enable(settings), streams=True)
+        self.manager = OffloadManager.from_settings(layout, self.events.enable(settings), loads_ahead=True)
         self.side = SchedulerSide(self.manager, self.events)
         self.worker = WorkerSide(settings, layout, 0)
         self.pages = {

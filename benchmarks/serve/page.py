@@ -37,7 +37,7 @@ while True:
 
 
 @contextmanager
-def serving(directory: str) -> Iterator[tuple[psutil.Process, str]]:
+def serving(directory: str, **more: str) -> Iterator[tuple[psutil.Process, str]]:
     """Run a service; yield its process and the address of its HTTP."""
     settings = {
         "FDCACHE_RUNTIME_DIR": directory,
@@ -45,6 +45,7 @@ def serving(directory: str) -> Iterator[tuple[psutil.Process, str]]:
         "FDCACHE_HOST_MEMORY": "64MiB",
         "FDCACHE_DISCARD": "1",
         "FDCACHE_HTTP_ADDRESS": "127.0.0.1:0",
+        **more,
     }
     command = [sys.executable, "-m", "fdcache_cli.main", "serve"]
     with subprocess.Popen(

@@ -1,11 +1,11 @@
-"""Run a part: ``python -m benchmarks.steps [waiting|requests|plans|spans|worker|all]``."""
+"""Run a part: ``python -m benchmarks.steps [waiting|requests|plans|hints|spans|worker|all]``."""
 
 from __future__ import annotations
 
 import sys
 
 from benchmarks.harness import run
-from benchmarks.steps import plans, requests, spans, waiting, worker
+from benchmarks.steps import hints, plans, requests, spans, waiting, worker
 
 if __name__ == "__main__":
-    sys.exit(run("steps", (waiting, requests, plans, spans, worker)))
+    sys.exit(run("steps", (waiting, requests, plans, hints, spans, worker)))

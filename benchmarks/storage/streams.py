@@ -169,7 +169,7 @@ class EngineBlocks:
     def __init__(
         self, cache: CacheSettings, storage: StorageTierSettings, step: float, *, streams: bool
     ) -> None:
-        self.manager = OffloadManager(cache, LAYOUT, storage=storage, streams=streams)
+        self.manager = OffloadManager(cache, LAYOUT, storage=storage, loads_ahead=streams)
         self.rank = Rank(self.manager, cache.device_blocks, storage, step)
 
     def store(self, number: int, blocks: int) -> None:

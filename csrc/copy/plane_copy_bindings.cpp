@@ -13,12 +13,6 @@ namespace {
 
 using Planes = std::vector<Plane>;
 
-// Throws nb::index_error for a slot that is not one of `num_blocks`.
-void check_slots(std::span<const std::int32_t> slots, std::int32_t num_blocks) {
-    if (std::ranges::any_of(slots, [&](auto slot) { return slot < 0 || slot >= num_blocks; }))
-        throw nb::index_error("slot out of range");
-}
-
 void check_same(const Planes &source, const Planes &target) {
     const bool same = std::ranges::equal(source, target, {}, &Plane::nbytes, &Plane::nbytes);
     if (!same) throw std::invalid_argument("the caches have other planes");
@@ -35,8 +29,8 @@ void bind_plane_copies(nb::module_ &module) {
             const std::shared_ptr<const Planes> sources = planes_of(source), targets = planes_of(target);
             check_same(*sources, *targets);
             require_equal(from.shape(0), to.shape(0));
-            check_slots(span_of(from), source_blocks);
-            check_slots(span_of(to), target_blocks);
+            require_slots(span_of(from), source_blocks);
+            require_slots(span_of(to), target_blocks);
             const PlaneRange range = range_of(sources->size(), first, last);
             const nb::gil_scoped_release release;
             copy_planes(*sources, span_of(from), *targets, span_of(to), range);
@@ -50,7 +44,7 @@ void bind_plane_copies(nb::module_ &module) {
         [](const PlanesRef &planes, std::int32_t num_blocks, const VectorIn<std::int32_t> &slots,
            std::size_t first, std::size_t last) {
             const std::shared_ptr<const Planes> table = planes_of(planes);
-            check_slots(span_of(slots), num_blocks);
+            require_slots(span_of(slots), num_blocks);
             const PlaneRange range = range_of(table->size(), first, last);
             std::vector<std::uint64_t> sums;
             {

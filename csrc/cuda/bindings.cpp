@@ -231,8 +231,9 @@ cuda::Kernels kernels_of(const std::vector<std::uintptr_t> &handles) {
     return {function(0), function(1), function(2), function(3), function(4)};
 }
 
-BoundSwapPlanes make_planes(const PlanesRef &table, cuda::Address chunks, std::vector<unsigned> first_chunk,
-                            std::int32_t num_blocks, nb::object owner) {
+BoundSwapPlanes make_swap_planes(const PlanesRef &table, cuda::Address chunks,
+                                 std::vector<unsigned> first_chunk, std::int32_t num_blocks,
+                                 nb::object owner) {
     const auto &planes = planes_of(table);
     if (first_chunk.size() != planes->size() + 1)
         throw std::invalid_argument("first_chunk and planes differ in length");
@@ -262,7 +263,7 @@ std::optional<BoundSwap> make_swap(const BoundDevice &device, nb::handle transfe
 
 namespace {
 
-void bind_batch(nb::module_ &module) {
+void bind_swap_batch(nb::module_ &module) {
     nb::class_<BoundSwapPlanes>(module, "CudaPlanes",
                                 "Planes of a device cache, and the table of their chunks on the GPU.")
         .def(
@@ -270,7 +271,7 @@ void bind_batch(nb::module_ &module) {
             [](BoundSwapPlanes *self, const PlanesRef &table, cuda::Address chunks,
                std::vector<unsigned> first_chunk, std::int32_t num_blocks, nb::object owner) {
                 new (self) BoundSwapPlanes(
-                    make_planes(table, chunks, std::move(first_chunk), num_blocks, std::move(owner)));
+                    make_swap_planes(table, chunks, std::move(first_chunk), num_blocks, std::move(owner)));
             },
             "table"_a, "chunks"_a, "first_chunk"_a, "num_blocks"_a, "owner"_a,
             "``chunks``, ``first_chunk``: of ``swap_chunks``. ``owner`` keeps the memory of both alive.");
@@ -320,7 +321,7 @@ void bind_cuda(nb::module_ &module) {
     bind_events(module);
     bind_registration(module);
     bind_submitter(module);
-    bind_batch(module);
+    bind_swap_batch(module);
     bind_launches(module);
     bind_peers(module);
 }

@@ -18,10 +18,9 @@
 namespace fdcache {
 namespace {
 
-void check_slots(std::span<const std::int32_t> slots, std::int32_t num_blocks) {
+void require_some_slots(std::span<const std::int32_t> slots, std::int32_t num_blocks) {
     if (slots.empty()) throw nb::index_error("no slots");
-    if (std::ranges::any_of(slots, [&](auto slot) { return slot < 0 || slot >= num_blocks; }))
-        throw nb::index_error("slot out of range");
+    require_slots(slots, num_blocks);
 }
 
 cuda::BlockTable table_of(std::uintptr_t host, cuda::Address device, std::size_t nbytes, std::size_t rows) {
@@ -29,7 +28,7 @@ cuda::BlockTable table_of(std::uintptr_t host, cuda::Address device, std::size_t
     return {reinterpret_cast<swap::Block *>(host), device};
 }
 
-void bind_memory(nb::module_ &module) {
+void bind_peer_memory(nb::module_ &module) {
     nb::class_<cuda::PeerMemory>(module, "CudaPeerMemory",
                                  "An allocation of another process, mapped until the object is deleted.")
         .def(
@@ -76,8 +75,8 @@ void bind_work(nb::module_ &module) {
             if (!std::ranges::equal(theirs, mine, {}, &Plane::nbytes, &Plane::nbytes))
                 throw std::invalid_argument("the caches have other planes");
             require_equal(places.shape(0), slots.shape(0));
-            check_slots(span_of(places), source.num_blocks);
-            check_slots(span_of(slots), target.num_blocks);
+            require_some_slots(span_of(places), source.num_blocks);
+            require_some_slots(span_of(slots), target.num_blocks);
             if (thread_blocks == 0 || threads == 0 || threads % 32 != 0 || threads > 1024)
                 throw std::invalid_argument("a grid has thread blocks of 32 to 1024 threads");
             const PlaneRange range = range_of(mine.size(), first, last);
@@ -97,7 +96,7 @@ void bind_work(nb::module_ &module) {
         [](const BoundDevice &device, std::uintptr_t stream, const BoundSwapPlanes &planes,
            const VectorIn<std::int32_t> &slots, std::size_t first, std::size_t last, std::uintptr_t host,
            cuda::Address table, std::size_t table_bytes) {
-            check_slots(span_of(slots), planes.num_blocks);
+            require_some_slots(span_of(slots), planes.num_blocks);
             const PlaneRange range = range_of(planes.planes->planes->size(), first, last);
             const auto memory = table_of(host, table, table_bytes, slots.shape(0));
             const nb::gil_scoped_release release;
@@ -122,7 +121,7 @@ void bind_work(nb::module_ &module) {
 }  // namespace
 
 void bind_peers(nb::module_ &module) {
-    bind_memory(module);
+    bind_peer_memory(module);
     bind_work(module);
 }
 

@@ -141,7 +141,7 @@ void bind_slots(nb::module_ &module) {
         "Return (first index, count) of the maximal runs of adjacent slots within one extent.");
 }
 
-void bind_planner(nb::module_ &module) {
+void bind_swap_planner(nb::module_ &module) {
     module.def(
         "choose_method",
         [](const cuda::SwapPolicy &policy, bool to_host, const PlanesRef &planes, std::size_t first,
@@ -194,7 +194,7 @@ void bind_planner(nb::module_ &module) {
 void bind_swap_plan(nb::module_ &module) {
     bind_policy(module);
     bind_slots(module);
-    bind_planner(module);
+    bind_swap_planner(module);
 }
 
 }  // namespace fdcache

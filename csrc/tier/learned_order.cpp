@@ -199,7 +199,7 @@ LearnedOrder::Comparison LearnedOrder::compare(const Block &block, bool is_found
 }
 
 // Data corrects what a hint says, through the class of its blocks; the budget bounds what it costs until
-// then.
+// then. Of a path only the deepest entry can be a leaf, which has a rank.
 HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint) {
     if (hint.keeps()) {
         const auto more = std::ranges::count_if(path, [this](Slot slot) { return !is_kept(blocks_[slot]); });
@@ -222,8 +222,8 @@ HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint) {
         kept_ -= is_kept(block);
         block.kind = kind;
         kept_ += is_kept(block);
-        rank_again(slot);
     }
+    if (!path.empty()) rank_again(path.front());
     return HintAnswer::kTaken;
 }
 

@@ -99,7 +99,7 @@ BlockList slice_of(const BlockList &list, const nb::slice &slice) {
     return part;
 }
 
-std::string text_of(const BlockList &list) {
+std::string text_of_list(const BlockList &list) {
     constexpr std::size_t kMost = 8;
     std::string text = "BlockList(" + std::to_string(list.slots.size()) + " blocks in slots [";
     for (std::size_t i = 0; i < std::min(list.slots.size(), kMost); ++i)
@@ -200,7 +200,7 @@ void bind_lists(nb::module_ &module) {
             "other"_a.none(), "Compare the contents.")
         .def("__hash__",
              [](const BlockList &) -> Py_hash_t { throw nb::type_error("unhashable type: 'BlockList'"); })
-        .def("__repr__", &text_of)
+        .def("__repr__", &text_of_list)
         .def("__getstate__", &state_of)
         .def("__setstate__", &set_state, "state"_a)
         .def_prop_ro("slots", column<std::int32_t>(&BlockList::slots), kOwned)

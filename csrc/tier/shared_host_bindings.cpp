@@ -18,7 +18,7 @@ namespace {
 
 using ReportFields = std::tuple<nb::bytes, std::optional<nb::bytes>, nb::bytes, nb::bytes, nb::bytes>;
 
-ReportFields fields_of(const HostReport &report) {
+ReportFields fields_of_report(const HostReport &report) {
     std::optional<nb::bytes> parents;
     if (!report.is_load) parents = vector_to_bytes(report.parents);
     return {vector_to_bytes(report.slots), parents, vector_to_bytes(report.hashes),
@@ -78,7 +78,7 @@ void bind_shared_host(nb::module_ &module) {
             "take_reports",
             [](SharedHost &self) {
                 std::vector<ReportFields> taken;
-                for (const HostReport &each : self.take_reports()) taken.push_back(fields_of(each));
+                for (const HostReport &each : self.take_reports()) taken.push_back(fields_of_report(each));
                 return taken;
             },
             "Return the copies and loads that ended and that the service has to be told of, in order:\n"

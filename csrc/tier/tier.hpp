@@ -210,9 +210,11 @@ class Tier : public HostIndex, public DeviceIndex {
     void set_tenant_limit(Tenant tenant, std::uint32_t most);
     // Number of entries by tenant.
     std::vector<std::uint32_t> tenant_entries() const;
-    // Removes entries and everything below them, and returns how many. Slots that are pinned or held are
-    // freed once they are not.
-    std::uint32_t drop(std::span<const Digest> hashes);
+    // Removes entries and pending blocks, and everything below them, and returns their slots. Slots that are
+    // pinned or held are freed once they are not.
+    std::vector<Slot> drop(std::span<const Digest> hashes);
+    // The slots that `drop` would remove.
+    std::vector<Slot> below(std::span<const Digest> hashes) const;
 
     // Reports copies into pending slots, parents first. Returns 1 for each that became READY.
     std::vector<std::uint8_t> complete(std::span<const Slot> slots, std::span<const std::uint8_t> copied,
@@ -361,6 +363,7 @@ class Tier : public HostIndex, public DeviceIndex {
     void evict_held_leaves(std::uint32_t enough, BlockList *evicted);
     Slot end_of_run(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const;
     bool fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const;
+    bool fill_ancestors(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const;
     std::size_t first_own(std::span<const Digest> hashes, std::span<const Slot> run) const;
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
                                  BlockList *evicted);
@@ -392,6 +395,7 @@ class Tier : public HostIndex, public DeviceIndex {
     void unlink_child(Slot parent, const Entry &child);
     void make_anonymous(Slot slot);
     std::vector<Slot> subtree(const std::vector<Slot> &named) const;
+    std::vector<Slot> subtrees_of(std::span<const Digest> hashes) const;
     void remove_subtrees(const std::vector<Slot> &doomed);
     void pin(Lease &lease, Slot slot);
     void pin_path(Lease &lease, std::span<const Slot> path, std::size_t known);

@@ -21,6 +21,30 @@
 namespace fdcache {
 namespace {
 
+// Calls `slots_of`, which walks the tier, with a copy of these hashes, while other threads run.
+template <typename SlotsOf>
+VectorOut<std::int32_t> without_gil(const HashesIn &hashes, SlotsOf &&slots_of) {
+    const auto given = digests_of(hashes);
+    const std::vector<Digest> copied(given.begin(), given.end());
+    std::vector<Slot> slots;
+    {
+        const nb::gil_scoped_release release;
+        slots = slots_of(std::span<const Digest>(copied));
+    }
+    return to_numpy<std::int32_t>(std::move(slots));
+}
+
+// Up to `most` of some hashes at equal distances, from the last one on.
+std::vector<Digest> sample_of(std::span<const Digest> hashes, std::size_t most) {
+    std::vector<Digest> sample;
+    if (!most || hashes.empty()) return sample;
+    const std::size_t step = (hashes.size() + most - 1) / most;
+    sample.reserve(most);
+    for (std::size_t left = hashes.size(); left; left -= std::min(left, step))
+        sample.push_back(hashes[left - 1]);
+    return sample;
+}
+
 // For calls that walk the whole tier. The others are short and keep the GIL, so that no thread changes the
 // arrays that they read.
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
@@ -249,14 +273,16 @@ void bind_tier(nb::module_ &module) {
         .def(
             "drop",
             [](Tier &tier, const HashesIn &hashes) {
-                const auto given = digests_of(hashes);
-                const std::vector<Digest> dropped(given.begin(), given.end());
-                const nb::gil_scoped_release release;
-                return tier.drop(dropped);
+                return without_gil(hashes, [&](auto given) { return tier.drop(given); });
             },
             "hashes"_a,
-            "Remove entries and everything below them; return how many. Slots in use stay until they\n"
-            "are not.")
+            "Remove entries and blocks that are being copied, and everything below them; return their slots.")
+        .def(
+            "below",
+            [](const Tier &tier, const HashesIn &hashes) {
+                return without_gil(hashes, [&](auto given) { return tier.below(given); });
+            },
+            "hashes"_a, "Return the slots that ``drop`` would remove.")
         .def(
             "hold", [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.hold(slots_of(slots)); },
             "slots"_a, "Keep slots while a copy reads them, without a change to the eviction order.")
@@ -369,22 +395,30 @@ void bind_tier(nb::module_ &module) {
         .def(
             "hint",
             [](Tier &tier, const HashesIn &hashes,
-               const std::vector<std::tuple<HintKind, double, std::size_t, std::size_t, bool>> &hints) {
+               const std::vector<std::tuple<HintKind, double, std::size_t, std::size_t, bool>> &hints,
+               std::size_t sample) {
                 std::vector<HintRange> ranges;
                 for (const auto &[kind, value, start, stop, own] : hints)
                     ranges.push_back({{kind, value}, start, stop, own});
-                std::vector<std::tuple<HintAnswer, std::uint32_t, std::uint32_t>> answers;
-                for (const auto &[answer, first, blocks] : tier.hint(digests_of(hashes), ranges))
-                    answers.emplace_back(answer, first, blocks);
+                const std::span<const Digest> path = digests_of(hashes);
+                std::vector<std::tuple<HintAnswer, std::uint32_t, std::uint32_t, nb::bytes>> answers;
+                const std::vector<HintTaken> taken = tier.hint(path, ranges);
+                for (std::size_t i = 0; i < taken.size(); ++i) {
+                    const auto &[answer, first, blocks] = taken[i];
+                    const bool has_sample = answer == HintAnswer::kTaken && ranges[i].hint.keeps();
+                    const auto some = sample_of(path.subspan(first, blocks), has_sample ? sample : 0);
+                    answers.emplace_back(answer, first, blocks,
+                                         nb::bytes(some.data(), some.size() * sizeof(Digest)));
+                }
                 return answers;
             },
-            "hashes"_a, "hints"_a,
+            "hashes"_a, "hints"_a, "sample"_a = 0,
             "Take what a client says of blocks of one path, until their next use. A hint is (kind, seconds "
             "or\n"
             "a priority of 1 to 100, first block, block after the last, True: only of those that nobody "
             "else\n"
-            "has). The last one about a block holds. Return for each its answer, its first block and their\n"
-            "number.")
+            "has). The last one about a block holds. Return for each its answer, its first block, their\n"
+            "number, and if it keeps them the hashes of up to ``sample`` of them, from the last one on.")
         .def(
             "hint_fates",
             [](const Tier &tier, const HashesIn &hashes) {

@@ -93,28 +93,40 @@ std::vector<HintTaken> Tier::hint(std::span<const Digest> hashes, std::span<cons
     std::size_t stop = 0;
     const Slot last = end_of_run(hashes, 0, stop);
     std::vector<Slot> run(stop);
-    if (last == kNoSlot || !fill_run(last, hashes, run)) return taken;
-    const std::size_t own = first_own(hashes, run);
-    std::vector<bool> has_hint(stop);
+    if (last == kNoSlot || !fill_ancestors(last, hashes, run)) return taken;
+    const bool is_own = std::ranges::any_of(hints, &HintRange::own);
+    const std::size_t own = is_own ? first_own(hashes, run) : 0;
+    std::vector<std::uint8_t> has_hint(stop);
     std::size_t left = stop;
-    std::vector<Slot> path;
+    make_room(path_, stop);
     order_->set_time(now_ms());
     for (std::size_t i = hints.size(); i-- > 0;) {
-        const auto &[hint, start, end, is_own] = hints[i];
-        const std::size_t first = is_own ? std::max(start, own) : start, after = std::min(end, stop);
+        const std::size_t first = hints[i].own ? std::max(hints[i].start, own) : hints[i].start;
+        const std::size_t after = std::min(hints[i].stop, stop);
         if (first >= after) continue;
-        path.clear();
+        path_.clear();
         for (std::size_t at = left ? after : first; at-- > first;)
-            if (!has_hint[at]) path.push_back(run[at]);
-        taken[i].answer = path.empty() ? HintAnswer::kReplaced : order_->hint(path, hint);
+            if (!has_hint[at]) path_.push_back(run[at]);
+        taken[i].answer = path_.empty() ? HintAnswer::kReplaced : order_->hint(path_, hints[i].hint);
         if (taken[i].answer != HintAnswer::kTaken) continue;
         taken[i] = {HintAnswer::kTaken, static_cast<std::uint32_t>(first),
-                    static_cast<std::uint32_t>(path.size())};
-        left -= path.size();
-        std::fill(has_hint.begin() + static_cast<std::ptrdiff_t>(first),
-                  has_hint.begin() + static_cast<std::ptrdiff_t>(after), true);
+                    static_cast<std::uint32_t>(path_.size())};
+        left -= path_.size();
+        std::fill_n(has_hint.begin() + static_cast<std::ptrdiff_t>(first), after - first, true);
     }
     return taken;
+}
+
+// Sets `run` to the entry `last` and those above it. Returns false unless they have the first and the last of
+// these hashes, and so all of them if the hashes are one path.
+bool Tier::fill_ancestors(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const {
+    if (entries_[last].depth + std::size_t{1} < run.size()) return false;
+    for (std::size_t i = run.size(); i-- > 0;) {
+        run[i] = last;
+        if (i) last = entries_[last].parent;
+        if (last >= kAhead) __builtin_prefetch(&entries_[last - kAhead]);
+    }
+    return digests_[run.front()] == hashes.front() && digests_[run.back()] == hashes[run.size() - 1];
 }
 
 // Returns the position of the first block of a run that nobody else has: no request runs on it, and no other

@@ -86,16 +86,25 @@ bool Tier::make_tenant_room(Tenant tenant, Slot parent) {
     return true;
 }
 
-std::uint32_t Tier::drop(std::span<const Digest> hashes) {
+std::vector<Slot> Tier::drop(std::span<const Digest> hashes) {
     std::lock_guard lock(mutex_);
+    std::vector<Slot> doomed = subtrees_of(hashes);
+    remove_subtrees(doomed);
+    return doomed;
+}
+
+std::vector<Slot> Tier::below(std::span<const Digest> hashes) const {
+    std::lock_guard lock(mutex_);
+    return subtrees_of(hashes);
+}
+
+std::vector<Slot> Tier::subtrees_of(std::span<const Digest> hashes) const {
     std::vector<Slot> named;
     for (const Digest &hash : hashes)
         if (const Slot slot = index_.find(hash); slot != kNoSlot) named.push_back(slot);
     std::sort(named.begin(), named.end());
     named.erase(std::unique(named.begin(), named.end()), named.end());
-    const std::uint32_t before = ready_;
-    remove_subtrees(subtree(named));
-    return before - ready_;
+    return subtree(named);
 }
 
 // The findable slots in `named` and everything below them, ascending. Walks all slots unless all are leaves.

@@ -278,14 +278,13 @@ class CacheController:
         if transfer is not None:
             transfer.layer_computed(layer, computed, compute_stream)
 
-    def connect_peers(self, addresses: Sequence[str], *, eagerly: bool | None = None) -> None:
+    def connect_peers(self, addresses: Sequence[str]) -> None:
         """Name a prefill instance that will be fetched from, by the address of each of its ranks.
 
-        ``eagerly``: connect now, by default if FD_ENABLE_PD_RDMA_EAGER_CONNECT is on; else the first fetch does. Does
-        nothing without ``open_transfer``.
+        Connects now if FD_ENABLE_PD_RDMA_EAGER_CONNECT is on; else the first fetch does. Does nothing without
+        ``open_transfer``.
         """
-        if eagerly is None:
-            eagerly = self._settings_in_force().value("FD_ENABLE_PD_RDMA_EAGER_CONNECT")
+        eagerly = self._settings_in_force().value("FD_ENABLE_PD_RDMA_EAGER_CONNECT")
         with self._lock:
             transfer = self._parts.transfer
         if transfer is not None and eagerly:

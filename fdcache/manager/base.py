@@ -12,22 +12,23 @@ from typing import Generic, Protocol, Self, TypeVar
 import msgspec
 
 from fdcache import tracing
-from fdcache._core import Loads
+from fdcache._core import DeviceContents, Loads
 from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager import story
+from fdcache.manager.cost import Priors
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome
-from fdcache.manager.tiers import Tiers
+from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
 from fdcache.service.wire.views import TreeNode
 from fdcache.settings import Settings, logs
-from fdcache.settings.cache import CacheSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
@@ -64,10 +65,10 @@ class KnownRequests(Protocol[RequestT_contra]):
 class TierManager(Generic[RequestT_contra]):
     """Base of ``CacheManager`` and ``OffloadManager``: all that does not depend on who owns the device cache.
 
-    A subclass makes its ``_tiers``, ``_requests`` and ``_choices``, then calls ``_begin``.
+    A subclass makes its ``_requests`` and ``_choices``, then calls ``_begin``. ``contents``: what the engine tells of
+    its own device cache, None for a device tier of the manager.
     """
 
-    _tiers: Tiers
     _requests: KnownRequests[RequestT_contra]
     _choices: LoadChoices
     _host: HostTier | None
@@ -76,9 +77,11 @@ class TierManager(Generic[RequestT_contra]):
         self,
         settings: CacheSettings,
         layout: KVLayout,
+        storage: StorageTierSettings | None,
         lookup: StorageConnector | None,
         clock: Callable[[], float],
         reuse_clock: Callable[[], float] | None,
+        contents: DeviceContents | None = None,
     ) -> None:
         self.settings = settings
         self.layout = layout
@@ -89,6 +92,12 @@ class TierManager(Generic[RequestT_contra]):
         self._hint_clock = reuse_clock or clock
         self._reuse_clock = None if self._hint_clock is time.monotonic else self._hint_clock
         self._must_look = True  # something may follow from what is not in the open plans
+        storage = storage or StorageTierSettings()
+        self._tiers = make_tiers(settings, layout, storage, lookup, self._counters, clock, contents)
+
+    def _make_choices(self, priors: Priors, *, streams: bool) -> LoadChoices:
+        mode = self.settings.load_or_recompute
+        return LoadChoices(mode, self.layout, self._clock, self._blocks_being_loaded, priors, streams=streams)
 
     def _begin(self, loads: Loads) -> None:
         """Make what every manager has beside its tiers and requests."""
@@ -202,9 +211,16 @@ class TierManager(Generic[RequestT_contra]):
         """Tell a service how this engine does, close the step and return its plans."""
         if self._service is None:
             return self._plans.close(None)
+        self._tell_device()
         self._service.report(self._figures)
         self._service.flush()
         return self._plans.close(self._service.plan_arena)
+
+    def _tell_device(self) -> None:
+        """Tell a service that asks for it which blocks came to and left the device tier, if the manager has one."""
+        events = self._tiers.device_events
+        if events is not None and self._service is not None and self._service.notes.is_wanted:
+            events.tell(self._service.notes)
 
     def _figures(self) -> bytes:
         return msgspec.json.encode(
@@ -224,6 +240,7 @@ class TierManager(Generic[RequestT_contra]):
             for request in ended:
                 if request.hints and not preempted:
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
+            self._tell_device()
         story.finished((request.request_id for request in ended), preempted=preempted)
 
     def _release(self, requests: list[RequestT_contra]) -> None:
@@ -259,7 +276,9 @@ class TierManager(Generic[RequestT_contra]):
         with self._lock:
             self._requests.forget_found("the cache was reset")
             self._must_look = True
-            return self._tiers.reset()
+            forgotten = self._tiers.reset()
+            self._tell_device()
+            return forgotten
 
     def _outcomes(self) -> list[LoadOutcome]:
         outcomes = self._requests.take_outcomes()
@@ -289,7 +308,7 @@ class TierManager(Generic[RequestT_contra]):
         with self._lock:
             self._choices.observe_prefill(chunks, seconds, waited=waited, steps=steps)
 
-    def hint(self, request: RequestT_contra, hints: Iterable[Hint]) -> list[HintOutcome]:
+    def hint(self, request: RequestT_contra, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         """Take hints about a request that has ended, such as that its session is over; return their outcomes.
 
         ::
@@ -304,7 +323,7 @@ class TierManager(Generic[RequestT_contra]):
             self._requests.prepare(request)
             return self._take_hints(request, hints)
 
-    def _take_hints(self, request: RequestT_contra, hints: Iterable[Hint]) -> list[HintOutcome]:
+    def _take_hints(self, request: RequestT_contra, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         self._must_look = True
         return self._hints.take(request.request_id, hints, request.block_hashes, request.num_prompt_tokens)
 

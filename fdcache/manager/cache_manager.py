@@ -14,12 +14,11 @@ from fdcache.manager import story
 from fdcache.manager.base import TierManager, lookup_for, requests_of, settings_for
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.hooks import HandoverHooks, HookedParts
-from fdcache.manager.load_choices import LoadChoices, calibrated_priors
+from fdcache.manager.load_choices import calibrated_priors
 from fdcache.manager.loads import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.requests import LiveRequests, Request
 from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, MatchStatus
-from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
@@ -80,26 +79,16 @@ class CacheManager(TierManager[Request]):
         loads_ahead: Callable[[], bool] | bool = True,
     ) -> None:
         layout.require_one_group("CacheManager")
-        super().__init__(settings, layout, lookup, clock, reuse_clock)
+        super().__init__(settings, layout, storage, lookup, clock, reuse_clock)
         self._state = ManagerState.RUNNING
         self._lookahead_tokens = settings.lookahead_tokens
-        counters = self._counters
-        tiers = self._tiers = make_tiers(
-            settings, layout, storage or StorageTierSettings(), lookup, counters, clock
-        )
+        tiers, counters = self._tiers, self._counters
         self._device = tiers.own_device
         self._requests = LiveRequests(settings, layout, tiers, counters)
         ahead = make_loads_ahead(
             layout, tiers, self._requests.loads, counters, lambda: self._plans.ahead, loads_ahead
         )
-        self._choices = LoadChoices(
-            settings.load_or_recompute,
-            layout,
-            clock,
-            self._blocks_being_loaded,
-            priors,
-            streams=ahead is not None,
-        )
+        self._choices = self._make_choices(priors, streams=ahead is not None)
         self._matcher = PrefixMatcher(
             settings, layout, tiers, self._requests, counters, clock, self._choices, ahead
         )
@@ -115,7 +104,6 @@ class CacheManager(TierManager[Request]):
         device_bytes: int | Callable[[], int] | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
-        reuse_clock: Callable[[], float] | None = None,
         loads_ahead: Callable[[], bool] | bool = True,
     ) -> CacheManager:
         """Make a manager from settings, by default those of the environment.
@@ -136,7 +124,6 @@ class CacheManager(TierManager[Request]):
                 storage=settings.storage_tier,
                 lookup=store,
                 clock=clock,
-                reuse_clock=reuse_clock,
                 priors=calibrated_priors(settings),
                 loads_ahead=loads_ahead,
             )
@@ -153,6 +140,7 @@ class CacheManager(TierManager[Request]):
             self._requests,
             self._counters,
             lambda: self.num_device_blocks,
+            self._choices.seconds_to_compute,
         )
 
     # --- a scheduler step ---------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fdcache.metadata import SwapPurpose, TransferReport, TransferResult
 from fdcache.settings import Settings
 from fdcache.settings.cache import LoadOrRecompute
 from fdcache.storage.calibration import load_storage_speed
+from fdcache.storage.speed import measured_place
 from fdcache.tiers.statistics import LoadDecision, LoadFigures, ReadTotals, SpeedFigures
 from fdcache.tiers.storage_reads import GROUP_SECONDS
 from fdcache.tiers.waiting_fetches import Wait
@@ -57,10 +58,10 @@ class _Open:
 
 
 def calibrated_priors(settings: Settings) -> Priors:
-    """Return the speeds that ``fdcache init`` has measured: of the link, and of the folder of local storage."""
+    """Return the speeds that ``fdcache init`` has measured: of the link, and of the storage."""
     folder = settings.transfer.calibration_dir
-    link, storage = calibrated_link(folder), settings.storage_tier
-    found = load_storage_speed(storage.directory, folder) if storage.connector == "local" else None
+    link, place = calibrated_link(folder), measured_place(settings)
+    found = None if place is None else load_storage_speed(place, folder)
     if found is None:
         return Priors(link)
     return Priors(link, found.bytes_per_second, found.latency_seconds)
@@ -232,6 +233,12 @@ class LoadChoices:
     def limit(self) -> LoadLimit | None:
         """``worth_loading`` while loads can be compared with computing, else None: all is loaded."""
         return self.worth_loading if self.decides_loads else None
+
+    def seconds_to_compute(self, cached_tokens: int, num_tokens: int) -> float | None:
+        """Return the expected seconds of computing a request beyond its first ``cached_tokens``; None if unknown."""
+        if not (self._is_auto and self.model.prefill.is_known):
+            return None
+        return float(self.model.prefill.seconds(float(cached_tokens), num_tokens))
 
     def worth_loading(
         self, request_id: str, num_tokens: int, on_device: int, on_host: int, last_block: bytes

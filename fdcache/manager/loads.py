@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from fdcache import _core
-from fdcache._core import CopyReservation, Load, Loads
+from fdcache._core import CopyReservation, Load, LoadPart, Loads
 from fdcache.errors import PlanError
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.requests import Request
+from fdcache.manager.requests import PeerSource, Request
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose
+from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
 from fdcache.plans.blocks import parents_of
 from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan
 from fdcache.tiers.host import Found, HostTier, find_only
@@ -81,6 +81,37 @@ class EngineLoad:
         return tuple(self.ids[self.load.planned - self.load.first :].tolist())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerRun:
+    """Blocks of a prompt of ``num_tokens`` tokens that a peer has, by their hashes. The last one need not be full."""
+
+    source: PeerSource
+    hashes: HashArray
+    num_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class EngineFetch:
+    """The last part of a load, which a peer has; see ``PlannedFetch``."""
+
+    run: PeerRun
+    loading: EngineLoad
+    part: LoadPart
+    slots: Int32Array
+    generations: UInt32Array
+    given_up: bool = False
+
+    @property
+    def source(self) -> PeerSource:
+        """The hand-over that is fetched."""
+        return self.run.source
+
+    @property
+    def is_waited_for(self) -> bool:
+        """False once the load has ended, as it does when its request has."""
+        return self.loading.load.is_in_flight and not self.given_up
+
+
 Look = Callable[[EngineLoad], tuple[Found, bool]]
 """Pins the blocks of a load that have been read since its last part; False if no others are waited for."""
 
@@ -97,6 +128,7 @@ class EngineLoads:
         self._loads = loads
         self._counters = counters
         self._by_number: dict[int, EngineLoad] = {}
+        self._fetches: list[EngineFetch] = []
 
     def plan(
         self, request: OffloadRequest, first: int, ids: Int32Array, run: Found, plan: OpenPlan
@@ -104,8 +136,27 @@ class EngineLoads:
         """Plan a load into ``ids`` of the ``run`` on the host, and of what follows it once that has been read."""
         load = self._loads.begin(first, first + len(ids))
         loading = self._by_number[load.number] = EngineLoad(request, ids, load, plan.after)
-        self._add_part(loading, run, plan)
+        if len(run):
+            self._add_part(loading, run, plan)
         return loading
+
+    def fetch_rest(self, loading: EngineLoad, run: PeerRun) -> None:
+        """Plan to fetch what no plan loads, as the last part of a load."""
+        slots, part = (
+            loading.ids[loading.load.planned - loading.load.first :],
+            self._loads.take_rest(loading.load),
+        )
+        self._fetches.append(EngineFetch(run, loading, part, slots, np.zeros(len(slots), np.uint32)))
+
+    def give_up_fetches(self, request: OffloadRequest) -> None:
+        """Do not ask a peer for what is planned for a request."""
+        for each in self._fetches:
+            each.given_up |= each.loading.request is request
+
+    def take_fetches(self) -> list[EngineFetch]:
+        """Return what is planned to be fetched from peers since the last call."""
+        fetches, self._fetches = self._fetches, []
+        return fetches
 
     def plan_parts(self, plan: OpenPlan, look: Look) -> None:
         """Plan to load what has been read since.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import SupportsIndex
 from uuid import uuid4
@@ -15,12 +15,12 @@ from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.base import TierManager, lookup_for, requests_of, settings_for
 from fdcache.manager.cost import NO_PRIORS, Priors
+from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.load_choices import LoadChoices, calibrated_priors
+from fdcache.manager.load_choices import calibrated_priors
 from fdcache.manager.loads import NO_BLOCK, device_ids_of, require_distinct, table_of
 from fdcache.manager.offloaded import OffloadedRequests, Tracked
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
-from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
@@ -50,7 +50,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     other types raise ``RequestStateError`` or ``PlanError`` naming them.
 
     ``settings`` to ``priors``: as for ``CacheManager``; the device blocks of the settings have no effect.
-    ``streams=True``: a match also promises blocks that are still being read from storage, once the first of them have
+    ``loads_ahead=True``: a match also promises blocks that are still being read from storage, once the first have
     come. ``load`` then loads those that are there, and each ``take_plans`` others, while the engine computes other
     requests: a request that loads is computed after its ``LoadOutcome``. It has no effect with several groups of
     layers, or with windows. Raises ``ConfigurationError`` without a host tier, and for windows with the write policy
@@ -70,42 +70,27 @@ class OffloadManager(TierManager[OffloadRequest]):
         clock: Callable[[], float] = time.monotonic,
         reuse_clock: Callable[[], float] | None = None,
         priors: Priors = NO_PRIORS,
-        streams: bool = False,
+        loads_ahead: bool = False,
     ) -> None:
-        super().__init__(settings, layout, lookup, clock, reuse_clock)
         if any(layout.windows) and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             raise ConfigurationError(
                 "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows a prefix has left the device in "
                 "part when it is reused, and could not be stored then; use write_through"
             )
-        counters = self._counters
         self._contents = DeviceContents()
-        tiers = self._tiers = make_tiers(
-            settings,
-            layout,
-            storage or StorageTierSettings(),
-            lookup,
-            counters,
-            clock,
-            self._contents,
-        )
+        super().__init__(settings, layout, storage, lookup, clock, reuse_clock, self._contents)
+        tiers = self._tiers
         if tiers.host is None or tiers.copies is None:
             raise ConfigurationError(
                 "an engine with a device cache of its own needs a host tier; set FDCACHE_HOST_MEMORY or FDCACHE_SERVER"
             )
         self._host, self._copies = tiers.host, tiers.copies
-        self._choices = LoadChoices(
-            settings.load_or_recompute,
-            layout,
-            clock,
-            self._blocks_being_loaded,
-            priors,
-            streams=streams,
-        )
+        self._choices = self._make_choices(priors, streams=loads_ahead)
         self._requests = OffloadedRequests(
-            settings, layout, self._host, counters, clock, self._choices, streams=streams
+            settings, layout, self._host, self._counters, clock, self._choices, streams=loads_ahead
         )
         self._loads = self._requests.native_loads
+        self._hooks: OffloadHooks | None = None
         self._looks_always = tiers.storage is not None or tiers.service is not None
         self._has_planned = False
         self._begin(self._loads)
@@ -118,8 +103,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         *,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
-        reuse_clock: Callable[[], float] | None = None,
-        streams: bool = False,
+        loads_ahead: bool = False,
     ) -> OffloadManager:
         """Make a manager from settings, by default those of the environment; see ``CacheManager.from_settings``.
 
@@ -134,10 +118,20 @@ class OffloadManager(TierManager[OffloadRequest]):
                 storage=settings.storage_tier,
                 lookup=store,
                 clock=clock,
-                reuse_clock=reuse_clock,
                 priors=calibrated_priors(settings),
-                streams=streams,
+                loads_ahead=loads_ahead,
             )
+
+    def attach_hooks(self, hooks: OffloadHooks) -> OffloadParts:
+        """Call these hooks from now on; return what they work with. ``EngineHandovers`` does so."""
+        with self._lock:
+            self._hooks = self._plans.hooks = hooks
+            self._requests.released = hooks.released
+        seconds = self._choices.seconds_to_compute
+        return OffloadParts(self._lock, self._requests, self._counters, self._look, seconds)
+
+    def _look(self) -> None:
+        self._must_look = True
 
     @property
     def store_room(self) -> int:
@@ -187,13 +181,12 @@ class OffloadManager(TierManager[OffloadRequest]):
                 coming = self._tokens(tracked.coming)
                 deferred = OffloadMatch(request.request_id, MatchStatus.DEFERRED, coming=coming)
                 return story.offload_matched(deferred, began)
-            tokens, stored = (
-                self._tokens(tracked.remaining),
-                self._tokens(tracked.from_storage + tracked.coming),
-            )
-            return story.offload_matched(
-                OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens, stored), began
-            )
+            tokens, theirs = self._tokens(tracked.remaining), 0
+            stored = self._tokens(tracked.from_storage + tracked.coming)
+            if tracked.peer is not None and tracked.from_peer:
+                theirs = tracked.peer.num_tokens - device_tokens - tokens
+            found = OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens + theirs, stored, theirs)
+            return story.offload_matched(found, began)
 
     def path_to(self, key: bytes) -> HashArray | None:
         """Return the keys of the blocks above one, from the beginning of its prompt on; None for an unknown block.
@@ -226,11 +219,13 @@ class OffloadManager(TierManager[OffloadRequest]):
                 self._requests.leave_fetch(tracked)
 
     def unmatch(self, requests: Iterable[OffloadRequest]) -> None:
-        """Unpin what ``match`` has found; reads from storage go on."""
+        """Unpin what ``match`` has found, and tell peers that nothing is fetched; reads from storage go on."""
         with self._lock:
             for request in requests_of(requests):
                 if (tracked := self._requests.get(request)) is not None:
                     self._requests.unpin(tracked)
+                if self._hooks is not None:
+                    self._hooks.unwanted(request)
 
     def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
         """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
@@ -249,11 +244,12 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             self._set_time()
             tracked = self._requests.get(request)
-            if tracked is None or not tracked.remaining or tracked.arena != self._requests.arena:
+            most = 0 if tracked is None else tracked.remaining + tracked.from_peer
+            if tracked is None or not most or tracked.arena != self._requests.arena:
                 self.unmatch([request])
                 return 0
             self._count_lookup(tracked)
-            ids = ids[: min(len(ids) // self.layout.num_groups * self.layout.num_groups, tracked.remaining)]
+            ids = ids[: min(len(ids) // self.layout.num_groups * self.layout.num_groups, most)]
             wanted = ids[ids != NO_BLOCK]
             if len(wanted):
                 self._give_away(wanted)
@@ -264,7 +260,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 stored = min(stored, planned)
                 self._counters.storage_hit_tokens += self._tokens(stored)
                 self._counters.host_hit_tokens += self._tokens(planned - stored)
-            self._requests.unpin(tracked)
+            self.unmatch([request])
             return len(ids) if len(wanted) else 0
 
     def offer(self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array) -> None:
@@ -329,7 +325,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         if self._copies.give_away(ids, self._contents, self._plans.open, self._plans.ledger):
             self._has_planned = True
 
-    def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> list[HintOutcome]:
+    def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         self._requests.prepare(request)
         return super()._take_hints(request, hints)
 
@@ -396,7 +392,8 @@ class OffloadManager(TierManager[OffloadRequest]):
             storage = self._tiers.storage
             has_copies = self._copies.has_work or (storage is not None and storage.writes.has_work)
             has_loads = self._loads.has_ended or bool(self._loads.open)
-            return bool(self._plans.unfinished) or has_copies or has_loads
+            has_handovers = self._hooks is not None and self._hooks.has_work
+            return bool(self._plans.unfinished) or has_copies or has_loads or has_handovers
 
     # --- the whole cache ----------------------------------------------------------------------------------
 

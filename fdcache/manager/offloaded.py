@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fdcache import _core
+from fdcache import _core, tracing
 from fdcache._core import DevicePath
 from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import EngineLoad, EngineLoads, device_ids_of
+from fdcache.manager.loads import EngineLoad, EngineLoads, PeerRun, device_ids_of
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, load_forms
@@ -34,8 +34,8 @@ class Tracked:
 
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
     slots refer to. ``coming`` blocks after them, or with nothing found after the device's, are being read from storage.
-    ``device_blocks`` is the number that the
-    engine had when it asked last, ``load`` the load whose outcome was not taken. ``keys`` are those of the records of
+    ``device_blocks`` is the number that the engine had when it asked last, ``load`` the load whose outcome was not taken. ``peer`` has what is neither on the
+    device nor below it, until that is fetched or declined. ``keys`` are those of the records of
     its pages; everything here counts records, of which a page has one for each group of layers.
     """
 
@@ -55,6 +55,7 @@ class Tracked:
         "limit",
         "load",
         "path",
+        "peer",
         "request",
         "start",
     )
@@ -73,6 +74,7 @@ class Tracked:
         self.fetch = 0
         self.path: DevicePath | None = None
         self.load: EngineLoad | None = None
+        self.peer: PeerRun | None = None
         self.counted_blocks = 0
         self.is_counted = False
         self.is_stale = False
@@ -88,6 +90,13 @@ class Tracked:
         if self.found is None:
             return 0
         return max(self.start + len(self.found) + self.coming - self.device_blocks, 0)
+
+    @property
+    def from_peer(self) -> int:
+        """Number of blocks after the remaining ones that a peer has. One alone is sooner computed."""
+        if self.found is None or self.peer is None or len(self.peer.hashes) - self.device_blocks < 2:
+            return 0
+        return max(len(self.peer.hashes) - self.device_blocks - self.remaining, 0)
 
     @property
     def from_storage(self) -> int:
@@ -146,6 +155,8 @@ class OffloadedRequests:
             _core.Tier(1), layout.block_size, layout.fingerprint, settings.lookahead_tokens
         )
         self._load_forms = load_forms(layout)
+        self.released: Callable[[OffloadRequest], None] | None = None
+        """Called with each request that ends, where blocks are handed over."""
         self.native_loads = self._hasher.loads
         self.loads = EngineLoads(layout, host, self.native_loads, counters)
 
@@ -173,6 +184,10 @@ class OffloadedRequests:
         tracked = self._tracked.get(request.request_id)
         return tracked if tracked is not None and tracked.request is request else None
 
+    def named(self, request_id: str) -> Tracked | None:
+        """Return the request of this id that has arrived and not ended."""
+        return self._tracked.get(request_id)
+
     def track(self, request: OffloadRequest) -> Tracked:
         """Return a request, which arrives now if it has not before. One with the same id ends."""
         if (tracked := self.get(request)) is not None:
@@ -187,6 +202,8 @@ class OffloadedRequests:
         tracked = self.get(request)
         if tracked is None:
             return
+        if self.released is not None:
+            self.released(request)
         del self._tracked[request.request_id]
         self.unpin(tracked)
         if tracked.load is not None:
@@ -256,7 +273,8 @@ class OffloadedRequests:
         if tracked.lease:
             self.pinned.add(tracked)
         tracked.deferred_since = None
-        self._choices.matched(tracked.request.request_id, tracked.device_blocks, tracked.remaining)
+        ahead = tracked.remaining + tracked.from_peer
+        self._choices.matched(tracked.request.request_id, tracked.device_blocks, ahead)
         return True
 
     def unpin(self, tracked: Tracked) -> None:
@@ -283,7 +301,7 @@ class OffloadedRequests:
         found, stop = self._look(tracked, hashes, start)
         if stop is not None:
             stop -= stop % self._cell
-            if len(found) and stop > start + len(found):
+            if len(found) and stop > start + len(found) and tracked.peer is None:
                 return found, stop - start - len(found)
         if stop is not None or (found.pending and self._deferred_for(tracked) < self._defer_timeout):
             self._host.index.release(found.lease)
@@ -344,6 +362,8 @@ class OffloadedRequests:
         """Return how many of the blocks found are worth loading, down to the reuse grid."""
         start, request = tracked.device_blocks, tracked.request
         limit = self._choices.limit
+        if tracked.peer is not None:  # which has what follows
+            return found
         if found and limit is not None and _begins_at_root(request):
             last = request.block_hashes[(start + found - 1) // self._groups].tobytes()
             found = limit(request.request_id, request.num_tokens, start, found, last)
@@ -370,7 +390,7 @@ class OffloadedRequests:
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:
-            tracked.fetch = self._fetches.number()
+            tracked.fetch = self._fetches.number(tracing.id_for_spans(tracked.request.request_id))
         return tracked.fetch
 
     def _deferred_for(self, tracked: Tracked) -> float:
@@ -386,7 +406,10 @@ class OffloadedRequests:
         run, first = tracked.take(len(ids)), tracked.device_blocks
         if tracked.coming and len(run) == len(ids):
             self.leave_fetch(tracked)
-        tracked.load = self.loads.plan(tracked.request, first, ids, run, plan)
+        tracked.load = loading = self.loads.plan(tracked.request, first, ids, run, plan)
+        if tracked.peer is not None and len(run) < len(ids):
+            self.loads.fetch_rest(loading, tracked.peer)
+            tracked.peer = None
         return len(run)
 
     def look(self, loading: EngineLoad) -> tuple[Found, bool]:

@@ -8,7 +8,7 @@ from fdcache import tracing
 from fdcache._core import InFlightPlan, Loads, PlanReports
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.hooks import HandoverHooks
+from fdcache.manager.hooks import PlanHooks
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import OpenPlan, PlanLedger
@@ -37,7 +37,7 @@ class Plans:
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
-        self.hooks: HandoverHooks | None = None
+        self.hooks: PlanHooks | None = None
         """Those of hand-overs, where there are some."""
 
         self._reports = self._make_reports()
@@ -128,8 +128,9 @@ class Plans:
     def apply(self, reports: list[TransferReport]) -> None:
         """Count reports. Raises ``PlanError`` before any report is counted."""
         if tracing.spans is not None:
+            reads = self._storage.reads if self._storage is not None else None
             for report in reports:
-                tracing.spans.copied(report)
+                tracing.spans.copied(report, reads.requests_of(report.plan_id) if reads is not None else ())
         counted = self._reports.count(reports)
         if counted.arrived:
             self._tiers.blocks_arrived(counted.arrived)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
+from fdcache import tracing
 from fdcache._core import (
     AdvanceResult,
     AllocationForms,
@@ -34,6 +36,10 @@ from fdcache.tiers.statistics import Counters
 
 Unanswered = tuple[int, int]
 """A request that a service has to be asked about: first block, and number of leading blocks."""
+
+
+NO_TOKEN = np.iinfo(np.int32).min
+"""In the hash of a block that is handed over and not full: no token has this id."""
 
 
 class Request(RequestState):
@@ -92,8 +98,6 @@ class Request(RequestState):
             max_cached_tokens,
         )
         self.tenant = tenant
-        if hints:
-            self.hints = hints
         if multimodal or adapter_id is not None:
             self._keys = (adapter_id, multimodal)
         if hints:
@@ -110,6 +114,31 @@ class Request(RequestState):
             multimodal=multimodal,
             lookahead=lookahead,
         )
+
+    def hashes_to(self, num_tokens: int, layout: KVLayout, lookahead: int) -> HashArray:
+        """Return the hashes of the blocks of the first ``num_tokens`` tokens, for a hand-over of all of them.
+
+        Those that no block of a tier has, as their block is not full or the tokens after it are unknown, are hashes of
+        blocks filled up with ``NO_TOKEN``.
+        """
+        size = layout.block_size
+        full = self.block_hashes[: max(num_tokens - lookahead, 0) // size]
+        start = len(full) * size
+        if start >= num_tokens:
+            return full
+        tail = np.full(-(-(num_tokens - start) // size) * size + lookahead, NO_TOKEN, np.int32)
+        tail[: num_tokens - start] = self.tokens[start:num_tokens]
+        adapter_id, multimodal = self._keys
+        rest = hash_blocks(
+            tail,
+            size,
+            parent=full[-1].tobytes() if len(full) else root_hash(layout.fingerprint, self.tenant),
+            start=start,
+            adapter_id=adapter_id,
+            multimodal=multimodal,
+            lookahead=lookahead,
+        )
+        return np.concatenate((full, rest))
 
     @property
     def note(self) -> PathNote:
@@ -208,7 +237,7 @@ class LiveRequests:
     def fetch_number(self, request: Request) -> int:
         """Return the number of the request's fetch from storage, the same until the request ends; 0 without one."""
         if self._fetches is not None and not request._fetch:
-            request._fetch = self._fetches.number()
+            request._fetch = self._fetches.number(tracing.id_for_spans(request.request_id))
         return request._fetch
 
     def may_prefetch(self, request: Request) -> bool:

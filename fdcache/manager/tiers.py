@@ -11,6 +11,7 @@ from fdcache._core import DeviceContents, InFlightPlan, SwapInFlight
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
+from fdcache.manager.device_events import DeviceEvents
 from fdcache.metadata import (
     EXTENT_BYTES,
     BlockNode,
@@ -23,7 +24,7 @@ from fdcache.metadata import (
 )
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.events import CacheEvent, events_of
+from fdcache.tiers.events import CacheEvent, EventSource, events_of
 from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
 from fdcache.tiers.host import HostCache, HostService, HostTier, LocalHostTier, complete_copies
 from fdcache.tiers.pool import ABSENT, HOST_SPARE, READY, BlockPool
@@ -47,6 +48,7 @@ class Tiers:
     storage: StorageTier | None
     copies: CopyOut | None
     device: BlockPool | None = None
+    device_events: DeviceEvents | None = None
 
     @property
     def fetches(self) -> Fetches | None:
@@ -145,14 +147,14 @@ class Tiers:
             self.storage.blocks_arrived(result.swap, result.copied)
 
     def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
-        """Make fetched blocks findable. Sent blocks stay what they are."""
+        """Make fetched blocks findable in a device tier. Sent blocks stay what they are."""
         for purpose, result in flight.swaps.items():
             counters.count_copies(purpose, result.num_copied, result.size)
             if purpose is SwapPurpose.FETCH:
-                assert self.device is not None
                 counters.blocks_corrupt_from_peer += int(np.count_nonzero(result.corrupt))
-                swap = result.swap
-                result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
+                if self.device is not None:
+                    slots = result.swap.dst_block_ids
+                    result.settle(self.device.complete(slots, result.flags, result.checksums))
 
     def reset_device(self) -> None:
         """Forget the blocks of the device cache and their queued backups."""
@@ -196,8 +198,12 @@ class Tiers:
 
     def take_events(self, block_size: int) -> Iterator[CacheEvent]:
         """Yield what entered and left each tier since the last call."""
-        for level, pool in self.pools.items():
-            yield from events_of(pool, level, block_size)
+        for level, source in self._event_sources().items():
+            yield from events_of(source, level, block_size)
+
+    def _event_sources(self) -> dict[CacheLevel, EventSource]:
+        events = self.device_events
+        return dict(self.pools) if events is None else self.pools | {CacheLevel.DEVICE: events}
 
     def path_to(self, block: bytes) -> HashArray | None:
         """Return the hashes of the blocks above one, from the root on; None if no tier with paths has it."""
@@ -254,7 +260,8 @@ def make_tiers(
     copies = None
     if host is not None and device is not None:
         copies = CopyOut(settings, device, host.index, counters, clock, displaced)
-    tiers = Tiers(host, storage, copies, pool)
+    events = DeviceEvents(pool, settings.event_buffer) if pool is not None else None
+    tiers = Tiers(host, storage, copies, pool, events)
     tiers.record_events(settings.event_buffer)
     return tiers
 

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from fdcache._core import BlockCopies, InFlightPlan, PlanTable, take_transfers
 from fdcache.metadata import (
     CacheSwapMetadata,
-    HashArray,
     Int32Array,
     PeerTask,
     StorageTask,
@@ -159,15 +158,6 @@ _STORAGE_GRACE = 1.0
 _PEER_GRACE = 1.0
 """Seconds after a fetch's timeout in which its report is in time."""
 _IS_GONE = "its process is gone"
-
-
-_ONES: HashArray = np.ones(4096, np.uint8)
-_ONES.flags.writeable = False
-
-
-def all_of(count: int) -> HashArray:
-    """Return the flags of blocks that were all copied, read-only."""
-    return _ONES[:count] if count <= len(_ONES) else np.ones(count, np.uint8)
 
 
 class PlanLedger(PlanTable):

@@ -1,4 +1,4 @@
-"""Speed of the storage folder: measured by ``fdcache init``, kept in a file, believed until reads are observed."""
+"""Speed of a storage: measured by ``fdcache init``, kept in a file, believed until reads are observed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ _PIECES = 17
 
 @dataclass(frozen=True, slots=True)
 class StorageSpeed:
-    """Bytes a second of large reads, and seconds of one small read, from the file system at ``folder``."""
+    """Bytes a second of large reads, and seconds of one small read, from the file system at ``folder``.
+
+    ``folder`` is the address of a bucket, too; ``device`` is 0 then.
+    """
 
     format: int
     folder: str
@@ -54,13 +57,17 @@ class StorageSpeed:
     bytes_per_second: float
     latency_seconds: float
 
-    def suits(self, folder: Path) -> bool:
-        """Return True if it was measured in this folder, on the file system that is there, by this version."""
+    def suits(self, place: Path | str) -> bool:
+        """Return True if it was measured at this place, on the file system that is there, by this version."""
         try:
-            device = folder.stat().st_dev
+            device = place.stat().st_dev if isinstance(place, Path) else 0
         except OSError:
             return False
-        return (self.format, self.folder, self.device) == (FORMAT, str(folder.resolve()), device)
+        return (self.format, self.folder, self.device) == (FORMAT, _text(place), device)
+
+
+def _text(place: Path | str) -> str:
+    return str(place.resolve()) if isinstance(place, Path) else place
 
 
 def measure_storage(folder: Path, *, threads: int = 16) -> StorageSpeed:
@@ -158,14 +165,14 @@ def _seconds_of_small_reads(descriptor: int, size: int) -> Iterator[float]:
 # --- the file -----------------------------------------------------------------------------------------------
 
 
-def _path(folder: Path, calibration_dir: Path) -> Path:
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+def _path(place: str, calibration_dir: Path) -> Path:
+    name = hashlib.sha256(place.encode()).hexdigest()[:16]
     return calibration_dir / "storage" / f"{name}.json"
 
 
 def save_storage_speed(speed: StorageSpeed, calibration_dir: Path) -> Path:
     """Write a measurement atomically; return its path."""
-    path = _path(Path(speed.folder), calibration_dir)
+    path = _path(speed.folder, calibration_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(speed), indent=2))
@@ -173,9 +180,9 @@ def save_storage_speed(speed: StorageSpeed, calibration_dir: Path) -> Path:
     return path
 
 
-def load_storage_speed(folder: Path, calibration_dir: Path) -> StorageSpeed | None:
-    """Return the measurement of a folder; None when it is missing, stale or unreadable."""
-    path = _path(folder, calibration_dir)
+def load_storage_speed(place: Path | str, calibration_dir: Path) -> StorageSpeed | None:
+    """Return the measurement of a folder or a bucket; None when it is missing, stale or unreadable."""
+    path = _path(_text(place), calibration_dir)
     try:
         found = msgspec.json.decode(path.read_bytes(), type=StorageSpeed)
     except FileNotFoundError:
@@ -183,7 +190,7 @@ def load_storage_speed(folder: Path, calibration_dir: Path) -> StorageSpeed | No
     except (OSError, *MALFORMED) as error:
         logger.warning("the storage's speed in %s cannot be read (%s); run `fdcache init`", path, error)
         return None
-    if not found.suits(folder):
+    if not found.suits(place):
         logger.warning(
             "the storage's speed in %s is of another file system or version; run `fdcache init`", path
         )

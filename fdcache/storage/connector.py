@@ -145,7 +145,11 @@ class StorageState(StrEnum):
 
 
 class StorageStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Snapshot of one rank's storage. Counts start when it is opened."""
+    """Snapshot of one rank's storage. Counts start when it is opened.
+
+    ``store_bytes`` and ``store_objects``: what all nodes store in the same place, as of this node's last look;
+    ``removed_objects``: what this node has removed of it, for want of room.
+    """
 
     name: str
     state: StorageState
@@ -165,6 +169,9 @@ class StorageStats(msgspec.Struct, frozen=True, kw_only=True):
     bad_slots: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+    store_bytes: int | None = None
+    store_objects: int | None = None
+    removed_objects: int = 0
 
 
 _COUNTED_AS = {

@@ -47,7 +47,7 @@ __all__ = ["PeerPlanes", "TransferConformance", "transfer_layout"]
 _TIMEOUT = 30.0
 
 
-def transfer_layout(num_layers: int = 3) -> KVLayout:
+def transfer_layout() -> KVLayout:
     """Return a small layout of several planes."""
     return KVLayout.uniform(
         block_size=16,
@@ -56,7 +56,7 @@ def transfer_layout(num_layers: int = 3) -> KVLayout:
         dtype="bfloat16",
         model="conformance",
         revision="1",
-        num_layers=num_layers,
+        num_layers=3,
     )
 
 

@@ -7,12 +7,12 @@ mirror of the tier starts again from empty.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 import msgspec
 
 from fdcache.metadata import CacheLevel
-from fdcache.tiers.host import HostTier
-from fdcache.tiers.pool import EVENT_CLEARED, EVENT_REMOVED, EVENT_STORED, BlockPool
+from fdcache.tiers.pool import EVENT_CLEARED, EVENT_REMOVED, EVENT_STORED
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
@@ -46,9 +46,16 @@ class EventsLost(msgspec.Struct, frozen=True, tag="lost"):
 CacheEvent = BlockStored | BlockRemoved | BlocksCleared | EventsLost
 
 
-def events_of(pool: BlockPool | HostTier, level: CacheLevel, block_size: int) -> Iterator[CacheEvent]:
+class EventSource(Protocol):
+    """What has events of a tier."""
+
+    def take_events(self) -> tuple[Any, Any, Any]:
+        """Return kinds, hashes and parents of the events since the last call."""
+
+
+def events_of(source: EventSource, level: CacheLevel, block_size: int) -> Iterator[CacheEvent]:
     """Return the tier's events since the last call, oldest first."""
-    kinds, hashes, parents = pool.take_events()
+    kinds, hashes, parents = source.take_events()
     for kind, block_hash, parent in zip(kinds.tolist(), hashes, parents, strict=True):
         if kind == EVENT_STORED:
             above = parent.tobytes()

@@ -17,6 +17,8 @@ from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
 from fdcache.tiers.storage_reads import StorageReads
 from fdcache.tiers.waiting_fetches import Fetch, ReadJudge, Wait
 
+_MOST_NAMES, _LONGEST_NAME = 65536, 1024
+
 OnDevice = Callable[[HashArray], int]
 """Returns how many leading blocks of a path the device has."""
 
@@ -44,8 +46,8 @@ class Fetches(Protocol):
     def is_on(self) -> bool:
         """True while there is a storage to read from."""
 
-    def number(self) -> int:
-        """Return a new number, or 0 where there is no storage."""
+    def number(self, request_id: str = "") -> int:
+        """Return a new number, or 0 where there is no storage. ``request_id``: whose spans the reads are to be."""
 
     def begin(
         self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
@@ -94,6 +96,7 @@ class FetchTable:
         self._keep_done = keep_done
         self._numbers = count(1)
         self._fetches: dict[int, Fetch] = {}
+        self._names: dict[int, str] = {}
         self._blocks = 0
 
     def __contains__(self, number: int) -> bool:
@@ -113,9 +116,18 @@ class FetchTable:
         """Number of fetches that pin blocks."""
         return sum(fetch.lease != 0 for fetch in self._fetches.values())
 
-    def number(self) -> int:
+    def number(self, request_id: str = "") -> int:
         """Return a new number. A client of a service chooses its own."""
-        return next(self._numbers)
+        number = next(self._numbers)
+        self.name(number, request_id)
+        return number
+
+    def name(self, number: int, request_id: str) -> None:
+        """Set whose spans the reads of a number are to be, before it begins; of too many the oldest are forgotten."""
+        if 0 < len(request_id) <= _LONGEST_NAME and number not in self._fetches:
+            self._names[number] = request_id
+            if len(self._names) > _MOST_NAMES:
+                del self._names[next(iter(self._names))]
 
     def begin(
         self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
@@ -127,7 +139,14 @@ class FetchTable:
         if self._most_blocks is not None and self._blocks + len(hashes) > self._most_blocks:
             return
         terms = self.terms
-        fetch = reads.begin(hashes, on_device, budget=terms.timeout, bandwidth=terms.bandwidth, judge=judge)
+        fetch = reads.begin(
+            hashes,
+            on_device,
+            budget=terms.timeout,
+            bandwidth=terms.bandwidth,
+            judge=judge,
+            request_id=self._names.pop(number, ""),
+        )
         if self._keep_done or not fetch.done:
             self._fetches[number] = fetch
             self._blocks += len(hashes)
@@ -173,6 +192,7 @@ class FetchTable:
 
     def end(self, number: int) -> None:
         """Forget the fetch; take back reads that no other request needs."""
+        self._names.pop(number, None)
         fetch = self._fetches.pop(number, None)
         if fetch is None:
             return

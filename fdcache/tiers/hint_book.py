@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from operator import itemgetter
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from fdcache._core import HintAnswer, HintFate
 from fdcache._core import HintKind as NativeKind
 from fdcache.errors import HintError
 from fdcache.groups import record_keys
-from fdcache.hints import EARLY_REASONS, GivenHint, Hint, HintKind, HintOutcome, HintStatus
+from fdcache.hints import EARLY_REASONS, GivenHints, Hint, HintKind, HintOutcome, HintStatus
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
 from fdcache.tiers.host import SharedHints
@@ -60,18 +60,53 @@ _BEST_FIRST = (
     HintAnswer.NOT_LEARNING,
 )
 _REPLACED = "later hints are about all its blocks"
+_HASH = 32
+"""Bytes of a hash."""
+
+Answer = tuple[HintAnswer, int, int, bytes]
+"""What a tier answers to a hint: with its first block, their number, and a sample of their hashes if it keeps them."""
+
+
+class TakenHints(Sequence[HintOutcome]):
+    """What tiers answered to the hints of a request; an outcome is made when it is asked for."""
+
+    __slots__ = ("_answers", "_given")
+
+    def __init__(self, given: GivenHints, answers: list[Answer]) -> None:
+        self._given = given
+        self._answers = answers
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    @overload
+    def __getitem__(self, index: int) -> HintOutcome: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[HintOutcome]: ...
+    def __getitem__(self, index: int | slice) -> HintOutcome | list[HintOutcome]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        answer, _, blocks, _ = self._answers[index]
+        hint = self._given.hints[index]
+        return HintOutcome(
+            request_id=self._given.request_id,
+            id=hint.id,
+            kind=hint.kind,
+            status=_STATUS[answer],
+            blocks=blocks,
+            reason=_REPLACED if answer == HintAnswer.REPLACED else "",
+        )
 
 
 @dataclass(slots=True, order=True)
 class _Open:
-    """A hint that was taken to keep ``blocks`` until ``due``; ``sample`` has the hashes of some of them."""
+    """The watched hints of a request: when each falls due and its position, the next one at the end."""
 
     due: float
     number: int
-    request_id: str = field(compare=False)
-    hint: Hint = field(compare=False)
-    blocks: int = field(compare=False)
-    sample: HashArray = field(compare=False)
+    given: GivenHints = field(compare=False)
+    answers: list[Answer] = field(compare=False)
+    watched: list[tuple[float, int]] = field(compare=False)
 
 
 class HintBook:
@@ -86,64 +121,59 @@ class HintBook:
         self._pools = pools
         self._clock = clock
         self._open: list[_Open] = []
+        self._num_watched = 0
         self._numbers = count()
         self._outcomes: deque[HintOutcome] = deque(maxlen=MOST_OUTCOMES)
         self.figures = figures
 
-    @property
-    def is_full(self) -> bool:
-        """True if no further hint is watched."""
-        return len(self._open) >= MOST_OPEN
-
-    def take(self, path: HashArray, given: Sequence[GivenHint]) -> list[HintOutcome]:
-        """Apply hints about blocks of one path, whose requests have ended; return the outcome of each as it is now.
+    def take(self, path: HashArray, given: GivenHints) -> Sequence[HintOutcome]:
+        """Apply hints about blocks of one path, whose request has ended; return the outcome of each as it is now.
 
         A block takes the last hint about it.
         """
         said = [
-            (_NATIVE[each.hint.kind], each.hint.value, each.start, each.stop, not each.hint.has_range)
-            for each in given
+            (_NATIVE[hint.kind], hint.value, start, stop, not hint.has_range)
+            for hint, (start, stop) in zip(given.hints, given.places, strict=True)
         ]
-        answers = [pool.hint(path, said) for pool in self._pools()] if len(path) else []
-        return [self._taken(path, each, [found[i] for found in answers]) for i, each in enumerate(given)]
+        pools = self._pools() if len(path) else ()
+        found: list[list[Answer]] = [pool.hint(path, said, SAMPLE) for pool in pools]
+        if not found:
+            answers: list[Answer] = [(HintAnswer.NO_BLOCK, 0, 0, b"")] * len(said)
+        elif len(found) == 1:
+            answers = found[0]
+        else:
+            answers = [min(each, key=_worse) for each in zip(*found, strict=True)]
+        self._watch(given, answers)
+        codes = [answer for answer, *_ in answers]
+        for code in set(codes):
+            self.figures.count(_STATUS[code], codes.count(code))
+        return TakenHints(given, answers)
 
-    def _taken(
-        self, path: HashArray, given: GivenHint, found: list[tuple[HintAnswer, int, int]]
-    ) -> HintOutcome:
-        answers = {answer for answer, *_ in found}
-        answer = next((each for each in _BEST_FIRST if each in answers), HintAnswer.NO_BLOCK)
-        hint, blocks = given.hint, 0
-        if answer == HintAnswer.TAKEN:
-            _, first, blocks = max((each for each in found if each[0] == answer), key=itemgetter(2))
-            if hint.keeps and not self.is_full:
-                due = self._clock() + (hint.seconds or _PRIORITY_SECONDS)
-                step = (blocks + SAMPLE - 1) // SAMPLE
-                sample = path[first : first + blocks][::-step].copy()  # with the last one, which goes first
-                heapq.heappush(
-                    self._open, _Open(due, next(self._numbers), given.request_id, hint, blocks, sample)
-                )
-        outcome = HintOutcome(
-            request_id=given.request_id,
-            id=hint.id,
-            kind=hint.kind,
-            status=_STATUS[answer],
-            blocks=blocks,
-            reason=_REPLACED if answer == HintAnswer.REPLACED else "",
-        )
-        self.figures.count(outcome)
-        return outcome
+    def _watch(self, given: GivenHints, answers: list[Answer]) -> None:
+        """Remember the hints that keep blocks, up to ``MOST_OPEN``, until their time is over."""
+        now = self._clock()
+        watched = [
+            (now + (given.hints[i].seconds or _PRIORITY_SECONDS), i)
+            for i, (*_, sample) in enumerate(answers)
+            if sample
+        ][: MOST_OPEN - self._num_watched]
+        if watched:
+            self._num_watched += len(watched)
+            watched.sort(reverse=True)
+            heapq.heappush(self._open, _Open(watched[-1][0], next(self._numbers), given, answers, watched))
 
     def waiting(self, hashes: HashArray) -> HashArray:
         """Return those of the blocks that are there and were not used since a hint about them."""
         waiting: HashArray = hashes[self._fates(hashes) == int(HintFate.WAITING)]
         return waiting
 
-    def forget(self, belongs: Callable[[str], bool]) -> None:
-        """Forget the hints of requests whose outcomes nothing asks for any more."""
-        self._open = [each for each in self._open if not belongs(each.request_id)]
+    def forget(self, request_id: str) -> None:
+        """Forget the hints of a request whose outcomes nothing asks for any more."""
+        self._open = [each for each in self._open if each.given.request_id != request_id]
+        self._num_watched = sum(len(each.watched) for each in self._open)
         heapq.heapify(self._open)
         self._outcomes = deque(
-            (each for each in self._outcomes if not belongs(each.request_id)), maxlen=MOST_OUTCOMES
+            (each for each in self._outcomes if each.request_id != request_id), maxlen=MOST_OUTCOMES
         )
 
     @property
@@ -156,16 +186,30 @@ class HintBook:
         if not self._open:
             return
         now = self._clock()
-        due: list[_Open] = []
+        due: list[tuple[GivenHints, int, Answer]] = []
         while self._open and self._open[0].due <= now and len(due) < MOST_SETTLED:
-            due.append(heapq.heappop(self._open))
+            due.append(self._take_next())
         if not due:
             return
-        fates = self._fates(np.concatenate([each.sample for each in due]))
-        ends = np.cumsum([len(each.sample) for each in due])
-        for each, found in zip(due, np.split(fates, ends[:-1]), strict=True):
-            self._outcomes.append(_settled(each, found))
-            self.figures.count(self._outcomes[-1])
+        samples = [np.frombuffer(sample, np.uint8).reshape(-1, _HASH) for *_, (*_, sample) in due]
+        fates = self._fates(np.concatenate(samples))
+        ends = np.cumsum([len(sample) for sample in samples])
+        for (given, i, (_, _, blocks, _)), found in zip(due, np.split(fates, ends[:-1]), strict=True):
+            outcome = _settled(given.request_id, given.hints[i], blocks, found)
+            self._outcomes.append(outcome)
+            self.figures.count(outcome.status, reason=outcome.reason)
+
+    def _take_next(self) -> tuple[GivenHints, int, Answer]:
+        """Return the hint that falls due first, by its position, with what was answered."""
+        request = self._open[0]
+        _, i = request.watched.pop()
+        self._num_watched -= 1
+        if request.watched:
+            request.due = request.watched[-1][0]
+            heapq.heapreplace(self._open, request)
+        else:
+            heapq.heappop(self._open)
+        return request.given, i, request.answers[i]
 
     def take_outcomes(self) -> list[HintOutcome]:
         """Return the outcomes of hints whose time is over, each once."""
@@ -182,16 +226,21 @@ class HintBook:
         return fates
 
 
-def _settled(given: _Open, fates: NDArray[np.uint8]) -> HintOutcome:
+def _worse(answer: Answer) -> tuple[int, int]:
+    """Return what is lowest for the best answer of several tiers."""
+    return _BEST_FIRST.index(answer[0]), -answer[2]
+
+
+def _settled(request_id: str, hint: Hint, blocks: int, fates: NDArray[np.uint8]) -> HintOutcome:
     evicted = int(np.count_nonzero(fates == int(HintFate.EVICTED)))
     gone = int(np.count_nonzero(fates == int(HintFate.GONE)))
-    lost = -(-(evicted + gone) * given.blocks // len(fates))
+    lost = -(-(evicted + gone) * blocks // len(fates))
     return HintOutcome(
-        request_id=given.request_id,
-        id=given.hint.id,
-        kind=given.hint.kind,
+        request_id=request_id,
+        id=hint.id,
+        kind=hint.kind,
         status=HintStatus.EVICTED_EARLY if lost else HintStatus.KEPT,
-        blocks=given.blocks,
+        blocks=blocks,
         lost=lost,
         reason="" if not lost else EARLY_REASONS[evicted < gone],
     )
@@ -215,26 +264,29 @@ class RequestHints:
 
     def take(
         self, request_id: str, hints: Iterable[Hint], hashes: HashArray, prompt_tokens: int
-    ) -> list[HintOutcome]:
+    ) -> Sequence[HintOutcome]:
         """Apply hints about a request that has ended, and return the outcome of each as it is now.
 
         That is the outcome in the tiers of this process, if there are any.
         """
-        given = [self._given(request_id, hint, len(hashes), prompt_tokens) for hint in hints]
-        if not given:
-            return []
-        self.figures.given += len(given)
+        hints = tuple(hints)
+        if not hints:
+            return ()
+        given = GivenHints(request_id, hints, self._places(hints, len(hashes), prompt_tokens))
+        self.figures.given += len(hints)
         path = record_keys(hashes, self._num_groups)
         sent = self._service.give(path, given) if self._service is not None else []
         for outcome in sent:
-            self.figures.count(outcome)
+            self.figures.count(outcome.status)
         return self._book.take(path, given) if self._book is not None else sent
 
-    def _given(self, request_id: str, hint: Hint, num_blocks: int, prompt_tokens: int) -> GivenHint:
-        if not isinstance(hint, Hint):
-            raise HintError(f"hints: {type(hint).__name__} is not a Hint")
-        start, stop, _ = hint.blocks(prompt_tokens, self._block_size).indices(num_blocks)
-        return GivenHint(request_id, hint, start * self._num_groups, stop * self._num_groups)
+    def _places(self, hints: Sequence[Hint], num_blocks: int, prompt_tokens: int) -> list[tuple[int, int]]:
+        for hint in hints:
+            if not isinstance(hint, Hint):
+                raise HintError(f"hints: {type(hint).__name__} is not a Hint")
+        groups = self._num_groups
+        places = [hint.place(prompt_tokens, self._block_size, num_blocks) for hint in hints]
+        return places if groups == 1 else [(start * groups, stop * groups) for start, stop in places]
 
     @property
     def has_open(self) -> bool:
@@ -253,5 +305,5 @@ class RequestHints:
             return own
         theirs = self._service.take_outcomes()
         for outcome in theirs:
-            self.figures.count(outcome)
+            self.figures.count(outcome.status, reason=outcome.reason)
         return own + theirs

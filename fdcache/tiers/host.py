@@ -18,7 +18,7 @@ import numpy as np
 
 from fdcache._core import CopyReservation, HostIndex, SwapInFlight
 from fdcache.errors import ConfigurationError, HashingError
-from fdcache.hints import GivenHint, HintOutcome
+from fdcache.hints import GivenHints, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
@@ -30,7 +30,7 @@ from fdcache.metadata import (
 from fdcache.plans.blocks import NO_BLOCKS, Blocks
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches, FetchTable
-from fdcache.tiers.pool import BlockPool
+from fdcache.tiers.pool import BlockPool, EventKinds
 from fdcache.tiers.statistics import Counters, ReadTotals, TierUsage, TrafficMeter
 
 
@@ -98,7 +98,7 @@ class Reading(msgspec.Struct, frozen=True):
 class SharedHints(Protocol):
     """Hints for tiers that belong to a service."""
 
-    def give(self, path: HashArray, given: Sequence[GivenHint]) -> list[HintOutcome]:
+    def give(self, path: HashArray, given: GivenHints) -> list[HintOutcome]:
         """Send hints about blocks of a path; return SENT for each, or why it cannot be sent."""
 
     def take_outcomes(self) -> list[HintOutcome]:
@@ -120,8 +120,15 @@ class SharedNotes(Protocol):
     def is_wanted(self) -> bool:
         """True while there is such a service."""
 
+    @property
+    def has_device(self) -> bool:
+        """True once the service was told of the device's blocks; False again for the next session."""
+
     def describe(self, hashes: HashArray, tokens: Int32Array, note: PathNote) -> None:
         """Describe the blocks of one path that are not described yet: those at its end."""
+
+    def tell_device(self, kinds: EventKinds, hashes: HashArray) -> None:
+        """Tell which blocks came to and left the device, in order."""
 
 
 class HostService(Protocol):

@@ -21,6 +21,7 @@ RESERVED, IS_READY, IS_PENDING, NO_PARENT = range(4)
 
 EVENT_STORED, EVENT_REMOVED, EVENT_CLEARED, EVENT_LOST = range(4)
 """Kinds of ``take_events``. The last two concern the whole tier."""
+EventKinds = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 MOST_BLOCKS = 2**31 - 1
 """Most blocks of a tier: slots are int32."""

@@ -9,7 +9,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from fdcache._core import CopyMeter, TierStats
-from fdcache.hints import HintOutcome, HintStatus
+from fdcache.hints import HintStatus
 from fdcache.metadata import SwapPurpose, TransferReport
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -342,12 +342,11 @@ class HintFigures(msgspec.Struct):
     outcomes: dict[str, int] = msgspec.field(default_factory=dict)
     evicted_early: dict[str, int] = msgspec.field(default_factory=dict)
 
-    def count(self, outcome: HintOutcome) -> None:
+    def count(self, status: HintStatus, number: int = 1, reason: str = "") -> None:
         """Count by status, and by reason what was evicted before its time."""
-        status = outcome.status
-        self.outcomes[status.value] = self.outcomes.get(status.value, 0) + 1
+        self.outcomes[status.value] = self.outcomes.get(status.value, 0) + number
         if status is HintStatus.EVICTED_EARLY:
-            self.evicted_early[outcome.reason] = self.evicted_early.get(outcome.reason, 0) + 1
+            self.evicted_early[reason] = self.evicted_early.get(reason, 0) + number
 
     def copy(self) -> HintFigures:
         """Return a snapshot."""

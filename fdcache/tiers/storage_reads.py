@@ -145,10 +145,12 @@ class StorageReads:
         budget: float,
         bandwidth: float,
         judge: ReadJudge | None = None,
+        request_id: str = "",
     ) -> Fetch:
         """Begin to read what is stored of a path; its request waits for ``budget`` seconds and the reads' bytes."""
         on_host = _leading(self._host.contains(hashes) == READY)
-        fetch = Fetch(hashes, on_device, on_host, on_host, self._clock() + budget, bandwidth, judge)
+        deadline = self._clock() + budget
+        fetch = Fetch(hashes, on_device, on_host, on_host, deadline, bandwidth, judge, request_id)
         self._advance(fetch)
         return fetch
 
@@ -221,6 +223,13 @@ class StorageReads:
     def is_reading(self, block_hash: bytes) -> bool:
         """Return True for a block that is being read."""
         return block_hash in self._by_block
+
+    def requests_of(self, plan_id: int) -> list[str]:
+        """Return the ids of the requests that a read in flight is for, as far as they are known."""
+        for read in self._reads.values():
+            if read.order.plan_id == plan_id:
+                return read.requests
+        return []
 
     def _leave(self, fetch: Fetch) -> None:
         for read in fetch.reads:
@@ -361,9 +370,8 @@ class StorageReads:
             return
         for first, read in reads:
             if first < worth:
-                read.waiters[fetch] = None
                 self._unneeded.pop(read, None)
-                fetch.reads.append(read)
+                _wait_for(read, fetch)
         start = min(end, worth)
         fetch.stop = max(fetch.stop, start)
         fetch.is_final = start == len(hashes) or self._index.run(hashes, start) == 0
@@ -412,10 +420,10 @@ class StorageReads:
             order = self._orders.add(
                 SwapPurpose.PREFETCH, blocks, slots[group], generations[group], self._timeout
             )
-            read = Read([row.tobytes() for row in blocks.hashes], order, int(slots[first]), {fetch: None})
+            read = Read([row.tobytes() for row in blocks.hashes], order, int(slots[first]))
             self._reads[read.slot] = read
             self._by_block.update(dict.fromkeys(read.hashes, read))
-            fetch.reads.append(read)
+            _wait_for(read, fetch)
         count = len(source)
         self._blocks_in_flight += count
         self._host.loading_from_storage.update(slots.tolist())
@@ -423,6 +431,13 @@ class StorageReads:
         fetch.deadline += count * self._block_bytes / fetch.bandwidth
         self._counters.blocks_requested_from_storage += count
         log.debug("read of %d blocks ordered, behind %d blocks in flight", count, fetch.ahead)
+
+
+def _wait_for(read: Read, fetch: Fetch) -> None:
+    read.waiters[fetch] = None
+    fetch.reads.append(read)
+    if fetch.request_id:
+        read.requests.append(fetch.request_id)
 
 
 def _leading(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:

@@ -55,7 +55,7 @@ class ReadJudge(Protocol):
 class Read:
     """A transfer of blocks into the host, the first of them into ``slot``, and the fetches that wait for it.
 
-    ``is_kept``: it goes on to its end, whoever waits for it.
+    ``is_kept``: it goes on to its end, whoever waits for it. ``requests``: ids of those that have waited for it.
     """
 
     hashes: list[bytes]
@@ -63,6 +63,7 @@ class Read:
     slot: int
     waiters: dict[Fetch, None] = field(default_factory=dict)
     is_kept: bool = False
+    requests: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,8 +73,8 @@ class Fetch:
     ``on_device`` returns how many leading blocks its device has; a read that ends there is not worth it. A wait for
     the fetch ends at ``deadline``, one second later for every ``bandwidth`` bytes that are read. Blocks that have come
     are pinned under ``lease`` until the request's match: ``pinned`` of them. ``is_final``: no others follow the reads
-    in flight. ``judge`` decides how much is read. The reads in flight began at ``since``, behind ``ahead`` blocks of
-    others.
+    in flight. ``judge`` decides how much is read. ``request_id``: for spans. The reads in flight began at ``since``,
+    behind ``ahead`` blocks of others.
     """
 
     hashes: HashArray
@@ -83,6 +84,7 @@ class Fetch:
     deadline: float
     bandwidth: float
     judge: ReadJudge | None = None
+    request_id: str = ""
     since: float = 0.0
     ahead: int = 0
     reads: list[Read] = field(default_factory=list)

@@ -38,7 +38,10 @@ from fdcache.transfer.prefill import Peer
 
 @dataclass(frozen=True, slots=True)
 class PeerFetch:
-    """Blocks that a decode plan reads: block ``first + i`` of the transfer, of hash i, into slot i."""
+    """Blocks that a decode plan reads: block ``first + i`` of the transfer, of hash i, into slot i.
+
+    Without slots it only keeps prefill from giving up the transfer, until it is cancelled.
+    """
 
     plan_id: int
     peer: Peer
@@ -48,6 +51,11 @@ class PeerFetch:
     hashes: HashArray
     slots: Int32Array
     timeout: float
+
+    @property
+    def is_hold(self) -> bool:
+        """True if nothing is read yet."""
+        return not len(self.slots)
 
 
 _MOST_DONE = 1024
@@ -123,6 +131,8 @@ class _State:
     """Reads in flight: number of the answer, blocks, planes."""
     limit: int = 0
     """Blocks from here on are lost: no read into them begins."""
+    unread: list[Ready] = field(default_factory=list)
+    """Parts whose reads wait until fewer slots are being read into."""
     last: Last | None = None
     sums: UInt64Array = field(default_factory=lambda: np.empty(0, np.uint64))
     summing: int = 0
@@ -137,7 +147,8 @@ class _State:
     @property
     def num_read(self) -> int:
         """Answers that need no read any more."""
-        return min((seq for seq, _, _ in self.reads.values()), default=self.next_seq)
+        unread = [ready.seq for ready in self.unread]
+        return min((*unread, *(seq for seq, _, _ in self.reads.values())), default=self.next_seq)
 
 
 class DecodeSide:
@@ -145,17 +156,30 @@ class DecodeSide:
 
     ``lease``: seconds for which prefill is asked to hold its blocks after each message. ``renew``: seconds between
     messages of a fetch that waits. Without ``verifies`` the sums are not compared. With ``acknowledges`` prefill is
-    told at once what was read, as it has no other room for what comes next.
+    told at once what was read, as it has no other room for what comes next. ``most_read``: slots of the fetches that
+    are being read at a time; one alone may have more. So many are held if peers stop.
     """
 
     def __init__(
-        self, num_planes: int, *, lease: float, renew: float, verifies: bool, acknowledges: bool = False
+        self,
+        num_planes: int,
+        *,
+        lease: float,
+        renew: float,
+        verifies: bool,
+        acknowledges: bool = False,
+        most_read: int | None = None,
     ) -> None:
         self._num_planes = num_planes
         self._lease_ms = int(lease * 1000)
         self._renew = renew
         self._verifies = verifies
         self._acknowledges = acknowledges
+        self._most_read = most_read
+        self._reading: dict[int, int] = {}
+        """Slots of the fetches of which a read has begun, by plan."""
+        self._waiting: OrderedDict[int, None] = OrderedDict()
+        """Fetches that wait to read, in order."""
         self._fetches: dict[int, _State] = {}
         self._by_transfer: dict[tuple[Peer, str, int], int] = {}
         self._by_read: dict[int, int] = {}
@@ -215,7 +239,8 @@ class DecodeSide:
     def cancel(self, plan_id: int, reason: str = "cancelled") -> None:
         """End the wait of a fetch. It is reported once its reads have ended. Idempotent."""
         if (state := self._fetches.get(plan_id)) is not None:
-            self._end(state, FetchEnd.CANCELLED, reason, EndReason.NOT_WANTED)
+            told = None if state.fetch.is_hold else EndReason.NOT_WANTED
+            self._end(state, FetchEnd.CANCELLED, reason, told)
 
     def read_ended(self, read_id: int, error: str | None) -> None:
         """Take the end of a read: nothing writes for it any more."""
@@ -261,11 +286,11 @@ class DecodeSide:
         elif message.seq == state.next_seq:
             self._take(state, message)
 
-    def peer_gone(self, peer: Peer, reason: str, end: FetchEnd = FetchEnd.PEER_GONE) -> None:
+    def peer_gone(self, peer: Peer, reason: str) -> None:
         """End the wait of every fetch from a peer. Reads in flight end by ``read_ended``, as always."""
         for state in list(self._fetches.values()):
             if state.fetch.peer == peer:
-                self._end(state, end, reason, None)
+                self._end(state, FetchEnd.PEER_GONE, reason, None)
 
     def repeat(self, peer: Peer) -> None:
         """Send a peer the state of each fetch at once: messages may have been lost with a connection."""
@@ -290,7 +315,7 @@ class DecodeSide:
         for state in list(self._fetches.values()):
             if state.end is not None:
                 continue
-            if now > state.deadline:
+            if now > state.deadline and not state.fetch.is_hold:
                 self._end(state, FetchEnd.TIMEOUT, "not handed over in time", EndReason.NOT_WANTED)
             elif now >= state.next_renewal:
                 self._tell(state, now)
@@ -299,7 +324,7 @@ class DecodeSide:
         """Ask, or renew the lease once the ask was answered."""
         fetch = state.fetch
         state.next_renewal = now + self._renew
-        if state.next_seq:
+        if state.next_seq or fetch.is_hold:
             message: AskForBlocks | Renew = Renew(
                 fetch.transfer, fetch.attempt, state.next_seq, state.num_read, self._lease_ms
             )
@@ -326,20 +351,59 @@ class DecodeSide:
                 EndReason.FAILED,
             )
             return
-        first = max(ready.first - state.fetch.first, 0)
-        last = min(ready.first + ready.count - state.fetch.first, state.limit)
-        if first >= last:
+        blocks, planes = self._wanted_of(state, ready)
+        if blocks.start >= blocks.stop:
             return
-        blocks, planes = slice(first, last), slice(ready.first_plane, ready.last_plane)
         if state.begun[blocks, planes].any():
             self._end(state, FetchEnd.FAILED, "prefill announced a plane twice", EndReason.FAILED)
             return
         state.begun[blocks, planes] = True
+        if self._may_read(state):
+            self._read(state, ready, blocks, planes)
+        else:
+            state.unread.append(ready)
+            self._waiting[state.fetch.plan_id] = None
+
+    def _may_read(self, state: _State) -> bool:
+        """Return True if reads of a fetch may begin now: those of peers that stop hold its slots."""
+        plan_id = state.fetch.plan_id
+        if plan_id not in self._reading:
+            taken = sum(self._reading.values())
+            if self._most_read is not None and taken and taken + state.size > self._most_read:
+                return False
+            self._reading[plan_id] = state.size
+        return True
+
+    def _read_waiting(self) -> None:
+        """Begin the reads that have waited and may begin now, in order."""
+        while self._waiting:
+            plan_id = next(iter(self._waiting))
+            state = self._fetches.get(plan_id)
+            if state is None or state.end is not None:
+                del self._waiting[plan_id]
+            elif self._may_read(state):
+                del self._waiting[plan_id]
+                unread, state.unread = state.unread, []
+                for ready in unread:
+                    self._read(state, ready, *self._wanted_of(state, ready))
+                self._advance(state)
+            else:
+                return
+
+    def _wanted_of(self, state: _State, ready: Ready) -> tuple[slice, slice]:
+        """Return the blocks and planes of a part that a fetch reads."""
+        first = max(ready.first - state.fetch.first, 0)
+        last = min(ready.first + ready.count - state.fetch.first, state.limit)
+        return slice(first, last), slice(ready.first_plane, ready.last_plane)
+
+    def _read(self, state: _State, ready: Ready, blocks: slice, planes: slice) -> None:
+        if blocks.start >= blocks.stop:  # given up meanwhile
+            return
         read_id = next(self._read_ids)
         state.reads[read_id] = (ready.seq, blocks, planes)
         self._by_read[read_id] = state.fetch.plan_id
-        fetch, take = state.fetch, last - first
-        skip = fetch.first + first - ready.first
+        fetch, take = state.fetch, blocks.stop - blocks.start
+        skip = fetch.first + blocks.start - ready.first
         self._effects.append(
             BeginRead(fetch.plan_id, read_id, fetch.peer, ready, skip, take, fetch.slots[blocks])
         )
@@ -351,7 +415,7 @@ class DecodeSide:
         if state.end is not None:
             self._report(state, 0)
             return
-        if state.summing:
+        if state.summing or state.unread:
             return
         if state.last is None:
             if state.limit == 0:
@@ -387,6 +451,7 @@ class DecodeSide:
         if state.end is not None:
             return
         state.end, state.error = end, error
+        state.unread = []
         fetch = state.fetch
         if reason is not None:
             self._effects.append(SendToPrefill(fetch.peer, End(fetch.transfer, fetch.attempt, reason)))
@@ -403,6 +468,8 @@ class DecodeSide:
             if len(self._done) > _MOST_DONE:
                 self._done.popitem(last=False)
         self._effects.append(FetchEnded(fetch.plan_id, state.end, whole, tuple(corrupt), state.error))
+        if self._reading.pop(fetch.plan_id, None) is not None:
+            self._read_waiting()
 
 
 def _leading(flags: NDArray[np.bool_]) -> int:

@@ -47,6 +47,7 @@ from fdcache.transfer.prefill import (
     SendMessage,
 )
 from fdcache.transfer.sends import Publisher, Sends
+from fdcache.transfer.shares import PlaceShares
 
 logger = logging.getLogger(__name__)
 
@@ -236,6 +237,7 @@ class TransferEndpoint:
             renew=self._settings.renew,
             verifies=options.verifies,
             acknowledges=self._connector.stats().places_total > 0,
+            most_read=int(self._settings.held * self._planes.num_blocks),
         )
         try:
             self._live = _open_live_file(self.address)
@@ -271,8 +273,9 @@ class TransferEndpoint:
         self._sends = Sends(
             self._planes, self._settings, self._sharing, self._groups, self._tally, self._links.incoming
         )
+        self._shares = PlaceShares(self._connector, self._planes.layout, self._settings.ring)
         self._publishers = [
-            Publisher(self._connector, side, self._sends.slots_of, pieces)
+            Publisher(self._connector, self._shares, side, self._sends.slots_of, pieces)
             for side, pieces in zip(self._sends.side.sides, self._sharing.readers, strict=True)
         ]
         self._fetches = PeerFetches(
@@ -406,7 +409,7 @@ class TransferEndpoint:
             case OfferEnded():
                 self._sends.end(effect.plan_id, effect.end, effect.error, effect.peer, effect.blocks)
             case PlacesRead():
-                self._connector.withdraw(effect.places)
+                self._shares.withdraw(effect.places)
             case BeginRead():
                 self._connector.read(self._fetches.order(effect))
             case ComputeTargetSums():

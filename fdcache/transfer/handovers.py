@@ -13,47 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import msgspec
-import numpy as np
-
 from fdcache._core import InFlightPlan
 from fdcache.errors import RequestStateError
 from fdcache.manager.cache_manager import CacheManager
 from fdcache.manager.requests import PeerSource, PlannedFetch, Request
-from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan, TransferReport
-from fdcache.plans.blocks import Blocks
-from fdcache.plans.ledger import OpenPlan, PlanLedger, make_swap
+from fdcache.metadata import HashArray, PeerTask, TransferPlan
 from fdcache.settings import Settings
-from fdcache.settings.peers import PeerSettings
-from fdcache.tiers.handovers import HandoverTally
-from fdcache.tiers.statistics import HandoverCount
-from fdcache.transfer.factory import require_connector
+from fdcache.transfer.handover_tasks import HandoverTasks, PeerTerms
 
-_TERMS = (
-    "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",
-    "PREFILL_CONTINUOUS_REQUEST_DECODE_RESOURCES",
-    "FD_EP_MAX_PREFETCH_TASK_NUM",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerTerms:
-    """Settings of hand-overs. ``wait``: seconds for which a send waits for a peer to ask.
-
-    ``keeps_asking``: a fetch that finds no room is tried again; without it prefill is told that it is not wanted.
-    ``most_ahead``: requests that should wait for peers at a time.
-    """
-
-    settings: PeerSettings
-    wait: float = 30.0
-    keeps_asking: bool = True
-    most_ahead: int = 8
-
-    @classmethod
-    def of(cls, settings: Settings) -> PeerTerms:
-        """Return the terms that the settings ask for."""
-        wait, keeps_asking, most = (settings.value(name) for name in _TERMS)
-        return cls(settings.peers_in_force, wait, keeps_asking, most)
+__all__ = ["Handovers", "PeerTerms"]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,25 +37,19 @@ class _Send:
     committed_tokens: int = 0
 
 
-class Handovers:
+class Handovers(HandoverTasks[_Send, PlannedFetch]):
     """The hand-overs of one manager. Sends keep the blocks of their request; fetches hold slots until their report.
 
     Calls are thread-safe, as a manager's are. Raises ``TransferNotFoundError`` for a connector that does not exist.
     """
 
     def __init__(self, manager: CacheManager, terms: PeerTerms) -> None:
-        require_connector(terms.settings)
-        self._terms = terms
-        self._tally = HandoverTally()
+        super().__init__(terms)
         self._unsent: list[_Send] = []
-        self._declined: list[PeerSource] = []
-        self._cancelled: list[int] = []
-        self._sends: dict[int, _Send] = {}
-        self._named: dict[str, _Send] = {}  # those that were not given up
-        self._fetches: dict[int, PlannedFetch] = {}
         self._below: dict[int, int] = {}  # fetch to the plan with the loads below it, while that is in flight
         self._stashed: dict[int, list[InFlightPlan]] = {}  # fetches that ended before that plan
         self._manager = parts = manager.attach_hooks(self)
+        self._lock, self._loads = parts.lock, parts.requests.loads
         self._layout, self._requests = parts.layout, parts.requests
         self._peer_layout = parts.layout.with_tp_size(terms.settings.peer_ranks or parts.layout.tp_size)
 
@@ -131,24 +93,12 @@ class Handovers:
             waiting = sum(each.is_waited_for for each in self._fetches.values())
             return max(max(self._terms.most_ahead, 1) - waiting, 0)
 
-    def decline(self, sources: Iterable[PeerSource]) -> None:
-        """Tell prefill instances that transfers are not wanted."""
-        with self._manager.lock:
-            self._declined += sources
-
     def end_transfers(self, requests: Iterable[Request]) -> None:
         """End the hand-overs of requests that are aborted or preempted, and tell the peers. Idempotent."""
         with self._manager.lock:
             self._manager.set_time()
             for request in requests:
                 self._end(request)
-
-    # --- hooks of the manager ---------------------------------------------------------------------------------
-
-    @property
-    def held_blocks(self) -> int:
-        """Slots of fetches that no request waits for any more."""
-        return sum(len(each.slots) for each in self._fetches.values() if not each.is_waited_for)
 
     # --- prefill ----------------------------------------------------------------------------------------------
 
@@ -159,10 +109,7 @@ class Handovers:
                 f"request {request.request_id!r} has {request.num_blocks} of the {count} blocks to hand over; allocate "
                 "them first"
             )
-        if transfer in self._named:
-            raise RequestStateError(
-                f"transfer {transfer!r} is being sent already; give each request a name of its own"
-            )
+        self._require_new(transfer)
         self._named[transfer] = send = _Send(request, transfer, delayed=request.is_loading)
         self._unsent.append(send)
         self._requests.begin_send(request)
@@ -178,8 +125,7 @@ class Handovers:
     # --- decode -----------------------------------------------------------------------------------------------
 
     def _fetch(self, request: Request, source: PeerSource) -> int:
-        allowed = self._terms.settings.held * self._manager.num_device_blocks()
-        if self.held_blocks > allowed:
+        if self._holds_too_much(self._manager.num_device_blocks()):
             self._manager.counters.fetches_skipped += 1
             count = 0
         else:
@@ -212,27 +158,12 @@ class Handovers:
 
     # --- plans ------------------------------------------------------------------------------------------------
 
-    def attach(self, plan: TransferPlan | None, ledger: PlanLedger, now: float) -> TransferPlan | None:
-        """Add the hand-overs to a plan, an empty one if there is none; return it."""
-        sends, fetches = self._due_sends(), self._requests.take_fetches()
-        tasks = [
-            *map(self._send_task, sends),
-            *(self._fetch_task(each.source, each) for each in fetches),
-            *(self._fetch_task(source) for source in self._declined),
-        ]
-        cancelled, self._cancelled, self._declined = tuple(self._cancelled), [], []
-        if not tasks and not cancelled:
-            return plan
-        numbered = ledger.send_peers(tasks, now)
-        for task, sent in zip(numbered, sends, strict=False):
-            self._sends[task.plan_id] = sent
-        plan = plan or ledger.send(OpenPlan(), now)
-        for task, fetch in zip(numbered[len(sends) :], fetches, strict=False):
-            self._fetches[task.plan_id] = fetch
-            self._requests.loads.send_part(task.plan_id, fetch.part)
-            if fetch.part.has_parts_below:  # without the blocks below it a fetched block has no parent
-                self._below[task.plan_id] = plan.plan_id
-        return msgspec.structs.replace(plan, peers=numbered, cancelled=plan.cancelled + cancelled)
+    def _due_fetches(self) -> list[PlannedFetch]:
+        return self._requests.take_fetches()
+
+    def _fetch_sent(self, task: PeerTask, fetch: PlannedFetch, plan: TransferPlan) -> None:
+        if fetch.part.has_parts_below:  # without the blocks below it a fetched block has no parent
+            self._below[task.plan_id] = plan.plan_id
 
     def stash(self, flight: InFlightPlan) -> bool:
         """Keep a fetch for ``take_stashed`` and return True if the load of the blocks below it is in flight."""
@@ -248,26 +179,6 @@ class Handovers:
         for fetch in [fetch for fetch, below in self._below.items() if below == plan_id]:
             del self._below[fetch]
         return self._stashed.pop(plan_id, [])
-
-    def ended(self, flight: InFlightPlan) -> None:
-        """End a hand-over that every rank has reported, and that is settled in the tier."""
-        task = flight.plan
-        if not isinstance(task, PeerTask):
-            return
-        if (sent := self._sends.pop(task.plan_id, None)) is not None:
-            self._requests.end_send(sent.request)
-            if self._named.get(sent.transfer) is sent:
-                del self._named[sent.transfer]
-        if self._fetches.pop(task.plan_id, None) is not None:
-            self._requests.loads.end(task.plan_id, flight.swaps[SwapPurpose.FETCH].flags, flight.errors)
-
-    def record(self, report: TransferReport) -> None:
-        """Count the hand-over that a rank has reported, if the report is of one."""
-        self._tally.record(report)
-
-    def counts(self) -> list[HandoverCount]:
-        """Return the hand-overs that have ended, by peer and result."""
-        return self._tally.counts()
 
     def committed(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Record the tokens of requests that have their KV."""
@@ -291,40 +202,24 @@ class Handovers:
         return due
 
     def _send_task(self, unsent: _Send) -> PeerTask:
-        request = unsent.request
-        hashes = request.block_hashes
-        count = len(hashes)
-        slots = np.ascontiguousarray(request.block_table[:count])
-        source = Blocks.of_path(hashes, 0, slots, np.zeros(count, np.uint32))
-        swap = make_swap(
-            SwapPurpose.SEND, source, np.arange(count, dtype=np.int32), np.zeros(count, np.uint32)
-        )
-        return PeerTask(
-            plan_id=0,
-            swap=swap,
-            transfer=unsent.transfer,
-            timeout=self._terms.wait,
-            computed=count if unsent.delayed else request.num_cached_tokens // self._layout.block_size,
-        )
+        request, hashes = unsent.request, unsent.request.block_hashes
+        cached = request.num_cached_tokens // self._layout.block_size
+        computed = len(hashes) if unsent.delayed else cached
+        return self._task_of_send(unsent.transfer, hashes, request.block_table[: len(hashes)], computed)
 
-    def _fetch_task(self, source: PeerSource, fetch: PlannedFetch | None = None) -> PeerTask:
-        hashes, first, peer_hashes = np.empty((0, 32), np.uint8), 0, b""
-        slots, generations = np.empty(0, np.int32), np.empty(0, np.uint32)
-        if fetch is not None:
-            slots, generations, first = fetch.slots, fetch.generations, fetch.part.first
-            hashes = fetch.request.block_hashes[: first + len(slots)]
-            if self._peer_layout is not self._layout:
-                theirs = fetch.request.hashes_for(self._peer_layout, self._manager.lookahead_tokens)
-                peer_hashes = theirs[first : first + len(slots)].tobytes()
-        positions = np.arange(first, first + len(slots), dtype=np.int32)
-        run = Blocks.of_path(hashes, first, positions, np.zeros(len(slots), np.uint32))
-        return PeerTask(
-            plan_id=0,
-            swap=make_swap(SwapPurpose.FETCH, run, slots, generations),
-            transfer=source.transfer,
-            timeout=self._terms.settings.timeout,
-            addresses=source.addresses,
-            attempt=source.attempt,
-            peer_hashes=peer_hashes,
-            wanted=fetch is not None and fetch.is_waited_for and not fetch.given_up,
-        )
+    def _send_ended(self, send: _Send) -> None:
+        self._requests.end_send(send.request)
+
+    def _seconds_to_compute(self, fetch: PlannedFetch) -> float | None:
+        """Prefill may begin to compute only now: it has as long as this instance would need, before its blocks come."""
+        first = fetch.part.first * self._layout.block_size
+        seconds = self._manager.seconds_to_compute(first, fetch.request.num_tokens)
+        return None if seconds is None else 2 * seconds
+
+    def _path_of(self, fetch: PlannedFetch) -> tuple[HashArray, bytes]:
+        first, stop = fetch.part.first, fetch.part.first + len(fetch.slots)
+        hashes, peer_hashes = fetch.request.block_hashes[:stop], b""
+        if self._peer_layout is not self._layout:
+            theirs = fetch.request.hashes_for(self._peer_layout, self._manager.lookahead_tokens)
+            peer_hashes = theirs[first:stop].tobytes()
+        return hashes, peer_hashes

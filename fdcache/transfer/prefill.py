@@ -199,14 +199,15 @@ class PrefillSide:
             self._effects.append(OfferEnded(offer.plan_id, SendEnd.FAILED, reason, ()))
             return
         self._over.pop(offer.transfer, None)
-        if self._ended.pop(offer.transfer, None) is not None:
+        waiting, ended = self._waiting.pop(offer.transfer, None), self._ended.pop(offer.transfer, None)
+        if ended is not None and (waiting is None or waiting.ask.attempt <= ended):
             self._effects.append(OfferEnded(offer.plan_id, SendEnd.NOT_WANTED, "not wanted by decode", ()))
             return
         computed = np.zeros((len(offer.slots), offer.num_planes), np.bool_)
         sums = np.zeros(len(offer.slots), np.uint64)
         self._sends[offer.plan_id] = _Send(offer, now + offer.wait, computed, computed.copy(), sums)
         self._by_transfer[offer.transfer] = offer.plan_id
-        if (waiting := self._waiting.pop(offer.transfer, None)) is not None:
+        if waiting is not None:
             self._grant(self._sends[offer.plan_id], waiting.peer, waiting.ask, now)
 
     def is_live(self, plan_id: int) -> bool:
@@ -308,6 +309,9 @@ class PrefillSide:
         elif answers.peer == peer and answers.attempt == ask.attempt:
             send.lease_end = now + _lease(ask.lease_ms)
             self._resend(answers, 0)
+        elif answers.peer != peer:
+            failed = Failed(ask.transfer, ask.attempt, "another decode instance reads this transfer")
+            self._effects.append(SendMessage(peer, failed))
 
     def _grant(self, send: _Send, peer: Peer, ask: AskForBlocks, now: float) -> None:
         wanted = np.frombuffer(ask.hashes, np.uint8).reshape(-1, 32)
@@ -363,6 +367,9 @@ class PrefillSide:
         plan_id = self._by_transfer.get(renew.transfer)
         send = None if plan_id is None else self._sends[plan_id]
         answers = None if send is None else send.answers
+        if send is not None and answers is None and not renew.received:  # decode will ask once it has room
+            send.lease_end = max(send.lease_end, now + _lease(renew.lease_ms))
+            return
         if send is None or answers is None or answers.peer != peer or answers.attempt != renew.attempt:
             if answers is None or answers.peer != peer or renew.attempt > answers.attempt:
                 failed = Failed(renew.transfer, renew.attempt, "prefill does not hold this transfer any more")

@@ -30,6 +30,7 @@ from fdcache.transfer.prefill import (
     PublishPart,
     SendEnd,
 )
+from fdcache.transfer.shares import PlaceShares
 
 
 class Readers:
@@ -129,11 +130,13 @@ class Publisher:
     def __init__(
         self,
         connector: TransferConnector,
+        shares: PlaceShares,
         side: PrefillSide,
         slots_of: Callable[[int], Int32Array],
         pieces: Pieces | None,
     ) -> None:
-        self._connector, self._side, self._slots_of, self._pieces = connector, side, slots_of, pieces
+        self._connector, self._shares = connector, shares
+        self._side, self._slots_of, self._pieces = side, slots_of, pieces
         self._wanted: deque[PublishPart] = deque()
         self._packing: deque[tuple[PublishPart, Part, tuple[int, ...]]] = deque()
 
@@ -169,7 +172,8 @@ class Publisher:
         head = part._replace(last=min(part.last, part.first + most))
         slots = self._slots_of(wanted.plan_id)[head.first : head.last]
         try:
-            places = self._connector.publish(slots, part.first_plane, part.last_plane, self._pieces)
+            planes = part.first_plane, part.last_plane
+            places = self._shares.publish(wanted.peer, slots, *planes, self._pieces)
         except DeviceError as error:
             self._side.cancel(wanted.plan_id, str(error))
             return True

@@ -74,6 +74,7 @@ def test_each_panel_shows_the_traffic_of_engines_that_die_and_of_a_service_that_
     engines = {
         "FDCACHE_SERVER": f"ipc://{tmp_path / 's'}/fdcache.sock",
         "FDCACHE_WRITE_POLICY": "write_through",
+        "FDCACHE_RPC_TIMEOUT": "10s",  # engines without a pause beside a browser, on two cores
     }
     with ExitStack() as stack:
         service = stack.enter_context(WebService(tmp_path / "s", **settings))

@@ -42,7 +42,9 @@ def storage_settings(folder: Path, **others: str) -> dict[str, str]:
     }
 
 
-def chat(service: ServiceProcess, *, ranks: int = 1, requests: int = 100, **tier: Any) -> Report:
+def chat(
+    service: ServiceProcess | LocalService, *, ranks: int = 1, requests: int = 100, **tier: Any
+) -> Report:
     options = {"prefetch_policy": PrefetchPolicy.WAIT_COMPLETE} | tier
     report = run_chat(
         small_config(

@@ -14,6 +14,7 @@ import pytest
 
 from fdcache.metadata import HashArray
 from fdcache.storage.connector import Outcome, StorageState
+from fdcache.storage.objects.backend import LAYOUT as LAYOUT_NAME
 from fdcache.storage.objects.connector import ObjectConnector
 from fdcache.testing.storage import KnownRecords, conformance_layout, path_of
 from tests.object_help import Bucket, open_bucket, open_folder
@@ -181,12 +182,16 @@ def test_nodes_keep_the_store_within_its_size_and_paths_lose_their_ends(
             )
 
 
+def files(folder: Path) -> list[Path]:
+    """The files of objects, and drafts of such."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LAYOUT_NAME)
+
+
 def damage(folder: Path, position: int, change: Callable[[bytes], bytes]) -> None:
     """Change the bytes of every object in a folder."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            content = path.read_bytes()
-            path.write_bytes(content[:position] + change(content[position:]))
+    for path in files(folder):
+        content = path.read_bytes()
+        path.write_bytes(content[:position] + change(content[position:]))
 
 
 @pytest.mark.parametrize(
@@ -255,11 +260,11 @@ def test_a_folder_that_is_not_mounted_is_not_made(tmp_path: Path, records: Known
 def test_what_a_dead_writer_left_goes_with_the_next_sweep(tmp_path: Path, records: KnownRecords) -> None:
     connector = open_folder(tmp_path, LAYOUT)
     store(connector, records, path_of(3, "draft"))
-    (stored,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    (stored,) = files(tmp_path)
     old, fresh = (stored.with_name(f"{stored.name}.node.{number}.draft") for number in (1, 2))
     for draft in (old, fresh):
         draft.write_bytes(b"half of an object")
     os.utime(old, (time.time() - 7200, time.time() - 7200))
     connector.room.sweep()
-    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == [stored, fresh]
+    assert files(tmp_path) == [stored, fresh]
     assert connector.room.objects == 1

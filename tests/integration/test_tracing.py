@@ -108,6 +108,13 @@ def test_backups_and_reads_of_storage_have_their_bytes_and_times(received: dict[
         assert all(span.start_time_unix_nano < span.end_time_unix_nano for span in spans)
 
 
+def test_a_read_of_storage_belongs_to_the_request_that_waits_for_it(received: dict[str, list[Any]]) -> None:
+    trace_id, parent_id = tracing.parent_ids("waits")
+    reads = named(received, "fdcache-serve", "storage.read")
+    assert {int.from_bytes(span.trace_id, "big") for span in reads} == {trace_id}
+    assert {int.from_bytes(span.parent_span_id, "big") for span in reads} == {parent_id}
+
+
 def test_nothing_is_recorded_or_loaded_unless_it_is_asked_for() -> None:
     script = (
         "import sys; from tests.traced_engine import *; from fdcache import tracing;"

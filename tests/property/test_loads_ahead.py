@@ -77,7 +77,7 @@ class Run:
         if oldest is not None:
             store.fails = fails
             store.allow(1)
-            assert oldest.wait(60)
+            assert oldest.done.wait(60)
             store.fails = False
 
     def other(self) -> None:

@@ -6,9 +6,10 @@ import json
 import socket
 import subprocess
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -36,8 +37,8 @@ class Prompt:
     tenant: str | None = None
 
 
-Found = tuple[int, int]
-"""Tokens found in the host tier, and in host tier or storage, from the start on."""
+Found = tuple[int, int, int]
+"""Tokens found on devices, there or in the host tier, and in any tier, from the start on."""
 
 
 class Indexer:
@@ -70,7 +71,7 @@ class Indexer:
         if prompt.tenant is not None:
             body["cache_salt"] = prompt.tenant
         found = self.call("/query", body)["instances"].get(str(worker))
-        return (0, 0) if found is None else (found["cpu"], found["disk"])
+        return (0, 0, 0) if found is None else (found["gpu"], found["cpu"], found["disk"])
 
 
 @contextmanager
@@ -101,7 +102,11 @@ def in_service(address: str, prompt: Prompt) -> Found:
     """Return what a service has of a prompt."""
     with Client(address) as client:
         found = Control(client).explain(Prefix(prompt.tokens, tenant=prompt.tenant))
-    tiers = [block.tier for block in found.blocks]
-    host = next((i for i, tier in enumerate(tiers) if tier != "host"), len(tiers))
-    known = next((i for i, tier in enumerate(tiers) if tier is None), len(tiers))
-    return host * BLOCK, known * BLOCK
+    places = [(bool(block.devices), block.tier == "host", block.tier is not None) for block in found.blocks]
+    device, host, known = (leading(each[i] for each in places) for i in range(3))
+    return device * BLOCK, max(device, host) * BLOCK, max(device, known) * BLOCK
+
+
+def leading(values: Iterable[bool]) -> int:
+    """Return how many are true before the first that is not."""
+    return sum(1 for _ in takewhile(bool, values))

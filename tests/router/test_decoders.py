@@ -78,19 +78,22 @@ def service(tmp_path: Path) -> Iterator[LocalService]:
 
 
 def captured(service: LocalService) -> list[Message]:
-    """Messages of a service whose tier gets blocks of a tenant and loses them."""
+    """Messages of a service whose tier gets blocks of a tenant and loses them, and whose engine ends."""
     subscriber = Subscriber(service.server.settings.server.kv_events)
+
+    def told(kind: str) -> set[str]:
+        return {each["medium"] for each in subscriber.receive() if each["type"] == kind}
+
     try:
         engine = Engine(service.address, device_blocks=32)
         until(subscriber.receive, "the subscriber is there")
         engine.serve(PROMPT, tenant="acme", adapter_id="chat")
-        until(lambda: any(each["type"] == "BlockStored" for each in subscriber.receive()), "blocks are told")
+        until(lambda: told("BlockStored") == {"CPU", "GPU"}, "blocks are told")
         hashes = service.ask("tree", limit=1000)
         service.ask("delete", namespace=hashes[0]["namespace"], hashes=[hashes[0]["hash"]])
-        until(
-            lambda: any(each["type"] == "BlockRemoved" for each in subscriber.receive()), "their end is told"
-        )
+        until(lambda: told("BlockRemoved") == {"CPU"}, "their end is told")
         engine.close()
+        until(lambda: told("BlockRemoved") == {"CPU", "GPU"}, "the end of the engine's is told")
         return subscriber.messages
     finally:
         subscriber.close()
@@ -106,8 +109,16 @@ def test_a_decoder_reads_every_field(name: str, python: Path, service: LocalServ
     )
     events = [event for batch in json.loads(done.stdout) for event in batch]
     assert events[0]["is"] == "AllBlocksCleared"
-    stored = [event for event in events if event["is"] == "BlockStored"]
-    (removed,) = (event for event in events if event["is"] == "BlockRemoved")
+    every = [event for event in events if event["is"] == "BlockStored"]
+    stored = [event for event in every if event["medium"] == "CPU"]
+    removed, left = (event for event in events if event["is"] == "BlockRemoved")
+    on_device = [event for event in every if event["medium"] == "GPU"]
+    assert left["medium"] == "GPU"
+    assert sorted(left["block_hashes"]) == sorted(removed["block_hashes"])
+    for field in ("token_ids", "block_hashes"):
+        assert [each for event in on_device for each in event[field]] == [
+            each for event in stored for each in event[field]
+        ]
     assert [token for event in stored for token in event["token_ids"]] == PROMPT[: BLOCKS * BLOCK]
     names = [name for event in stored for name in event["block_hashes"]]
     assert len(set(names)) == BLOCKS

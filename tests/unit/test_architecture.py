@@ -209,8 +209,27 @@ def test_importing_the_package_starts_nothing_and_loads_no_framework(imported: l
     assert not heavy & set(loaded)
 
 
+OF_COMMANDS_AND_SERVICE = {
+    "typer",
+    "click",
+    "rich",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "anyio",
+    "prometheus_client",
+    "opentelemetry",
+    "zmq",
+}
+
+
 def test_the_public_names_load_no_framework(imported: list[Any]) -> None:
     assert not {"paddle", "torch", "cupy", "jax", "matplotlib"} & set(imported[1])
+
+
+def test_the_public_names_load_no_package_of_the_command_line_or_the_service(imported: list[Any]) -> None:
+    assert {"numpy", "pydantic", "msgspec"} <= set(imported[1])
+    assert not OF_COMMANDS_AND_SERVICE & set(imported[1])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from fdcache.settings.kinds import parse_size
 from tests.unit.test_serve_manifests import BOOKKEEPING, check_probe
 from tests.unit.test_settings_docs import UID, settings_of
 
-helm = pytest.importorskip("helm_python.chart", reason="the chart is not tested: pip install helm-python-sdk")
+helm = pytest.importorskip(
+    "helm_python.chart", reason="the chart is not tested: make test-chart installs Helm"
+)
 CHART = Path(__file__).parents[2] / "examples/helm/fdcache"
 EVERYTHING = {
     "keys": {"secret": "keys"},

@@ -87,6 +87,11 @@ def test_the_envelope_may_be_the_engine_s_own_type() -> None:
         (envelope(fetch(block_hashes=[1 << 64])), "64 bits"),
         (envelope(fetch(block_hashes=[])), "block_hashes"),
         (envelope(fetch(block_hashes=["a"])), "block_hashes"),
+        (envelope(fetch(block_hashes=[True])), "block_hashes"),
+        (envelope(fetch(block_hashes=None)), "block_hashes"),
+        (envelope(fetch(source_control_endpoint="")), "source_control_endpoint"),
+        (envelope(fetch(source_control_endpoint=None)), "source_control_endpoint"),
+        (envelope(fetch(mode=None)), "mode"),
         (envelope(fetch(mode="move")), "mode 'copy'"),
         (envelope(fetch(no_retain=False)), "no_retain"),
         (envelope(fetch()), "2 blocks were not fetched: the memory of other nodes"),
@@ -145,4 +150,4 @@ def test_a_hint_that_contradicts_itself_is_refused() -> None:
     ],
 )
 def test_a_hint_is_about_the_whole_blocks_of_its_range(hint: Hint, blocks: range) -> None:
-    assert range(10)[hint.blocks(400, 64)] == blocks
+    assert range(*hint.place(400, 64, 10)) == blocks

@@ -27,7 +27,7 @@ class TestHostTier:
     def test_the_device_tier_evicts_first_what_the_host_holds(self, policy: WritePolicy) -> None:
         world = World(device=9, host=20, policy=policy, eviction=EvictionPolicy.LEARNED)
         device, host = world.manager._tiers.device, world.manager._tiers.host
-        assert isinstance(host, LocalHostTier)
+        assert isinstance(host, LocalHostTier) and device is not None
         device.set_clock(0)
         store(device, PATH)
         second = store(device, OTHER)

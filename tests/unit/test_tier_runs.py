@@ -95,7 +95,7 @@ def test_host_slots_lie_in_extents_and_device_slots_need_not() -> None:
     extent = EXTENT_BYTES // layout.record_bytes
     settings = CacheSettings(device_blocks=4 * extent, host_memory=4 * extent * (layout.record_bytes + 128))
     tiers = make_tiers(settings, layout, StorageTierSettings(), None, Counters(), time.monotonic)
-    assert isinstance(tiers.host, LocalHostTier)
+    assert isinstance(tiers.host, LocalHostTier) and tiers.device is not None
     pools: list[tuple[BlockPool, int]] = [(tiers.host, extent), (tiers.device, 1)]
     for tier, first in pools:
         lease = tier.open_lease()

@@ -192,9 +192,8 @@ def test_a_name_of_the_weights_stands_for_their_files_and_revision(tmp_path: Pat
             (FullAttentionSpec,),
             "4 layers do not divide into 3",
         ),
-        ({"kv_transfer_config__kv_role": "kv_producer"}, (FullAttentionSpec,), "'kv_producer'"),
     ],
-    ids=["dcp", "pcp", "pp", "role"],
+    ids=["dcp", "pcp", "pp"],
 )
 def test_what_cannot_be_right_is_refused_by_name(
     changed: dict[str, Any], kinds: tuple[type, ...], named: str

@@ -43,7 +43,7 @@ from fdcache.integrations.vllm.connector import FdcacheConnector
 from fdcache.integrations.vllm.events import EventTranslator, GroupKind, group_kinds
 from fdcache.integrations.vllm.keys import request_of
 from fdcache.integrations.vllm.metadata import WorkerReports
-from fdcache.integrations.vllm.scheduler import table_of
+from fdcache.integrations.vllm.running import table_of
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide, _Arrivals
 from fdcache.metadata import CacheLevel, TransferReport
@@ -320,7 +320,7 @@ def test_what_storage_held_at_the_start_is_told_once(tmp_path: Path) -> None:
     engine.side.restore([engine.worker.take_scan()])
     source = request("b")
     until(lambda: engine.side.matched(source, 0) == 2 * BLOCK or engine.step(), "the end of the reads")
-    assert engine.side.stored_tokens("b") == 2 * BLOCK
+    assert engine.side.sources_of("b", 2 * BLOCK) == (0, 2 * BLOCK, 0)
     engine.side.reset()
     engine.compute(request("c", list(range(50, 60))), [3, 4, 5], fill=8)
     engine.side.restore([engine.worker.take_scan()])

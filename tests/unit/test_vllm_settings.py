@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fdcache.errors import ConfigurationError
+from fdcache.errors import ConfigurationError, TransferNotFoundError
 from fdcache.integrations.vllm import settings
 from fdcache.machine.memory import available_memory
 from fdcache.settings import Source
@@ -114,7 +114,11 @@ def test_what_is_wrong_is_told_before_the_weights_are_loaded(extra: dict[str, ob
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ({"FDCACHE_TRANSFER": "ipc"}, "FDCACHE_TRANSFER .*no effect in vLLM"),
+        ({"FDCACHE_TRANSFER_LEASE": 5}, "FDCACHE_TRANSFER_LEASE .*no effect in vLLM"),
+        (
+            {"FDCACHE_TRANSFER": "ipc", "FDCACHE_TRANSFER_DIR": "/run"},
+            "FDCACHE_TRANSFER_DIR .*no effect in vLLM",
+        ),
         ({"FDCACHE_DEVICE_BLOCKS": 5}, "FDCACHE_DEVICE_BLOCKS .*no effect in vLLM"),
         ({"FDCACHE_ARENA_DIR": "/dev/shm"}, "FDCACHE_ARENA_DIR .*a setting of a service"),
         ({"FD_MAX_PREFETCH": "1"}, "FD_MAX_PREFETCH is no setting"),
@@ -136,7 +140,7 @@ def test_a_variable_without_effect_is_told_by_name_and_others_meant_for_a_servic
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, value in {
-        "FDCACHE_TRANSFER": "ipc",
+        "FDCACHE_TRANSFER_LEASE": "5",
         "FDCACHE_HOST_MEMORY": "1GiB",
         "FDCACHE_ARENA_DIR": "/run",
         "FDCACHE_DEVICE_BLOCKS": "1024",  # the default
@@ -148,8 +152,51 @@ def test_a_variable_without_effect_is_told_by_name_and_others_meant_for_a_servic
     assert [each.message for each in caplog.records] == [
         "FDCACHE_HOST_MEMORY (environment) has no effect beside FDCACHE_SERVER (kv_connector_extra_config): the "
         "service's counts",
-        "FDCACHE_TRANSFER (environment) has no effect in vLLM",
+        "FDCACHE_TRANSFER_LEASE (environment) has no effect in vLLM",
     ]
+
+
+@pytest.mark.parametrize(
+    ("role", "extra", "named"),
+    [
+        ("kv_producer", {}, "kv_role 'kv_producer' hands blocks over, and FDCACHE_TRANSFER is 'none'"),
+        ("kv_consumer", {}, "kv_role 'kv_consumer' hands blocks over, and FDCACHE_TRANSFER is 'none'"),
+        (
+            "kv_consumer",
+            {"FDCACHE_TRANSFER": "ipc", "FDCACHE_TRANSFER_ROLE": "prefill"},
+            "FDCACHE_TRANSFER_ROLE=prefill .*kv_role is 'kv_consumer'; unset it",
+        ),
+        ("kv_both", {"FDCACHE_TRANSFER": "pigeons"}, "FDCACHE_TRANSFER=pigeons: no such connector"),
+    ],
+)
+def test_a_role_of_which_nothing_would_come_is_refused_by_name(
+    role: str, extra: dict[str, object], named: str
+) -> None:
+    with pytest.raises((ConfigurationError, TransferNotFoundError), match=named):
+        check({"FDCACHE_HOST_MEMORY": "1GiB", **extra}, kv_transfer_config__kv_role=role)
+
+
+@pytest.mark.parametrize(
+    ("role", "part"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "mixed")]
+)
+def test_the_role_of_hand_overs_is_that_of_vllm(role: str, part: str) -> None:
+    extra: dict[str, object] = {"FDCACHE_HOST_MEMORY": "1GiB", "FDCACHE_TRANSFER": "ipc"}
+    made = check(extra, kv_transfer_config__kv_role=role)
+    assert settings.load_settings(made, 16).peers.role.value == part
+
+
+@pytest.mark.parametrize(
+    ("given", "third"), [("tcp://node-1:7000", "tcp://node-1:7004"), ("ipc:///run/kv", "ipc:///run/kv.4")]
+)
+def test_each_data_parallel_engine_has_addresses_of_its_own(given: str, third: str) -> None:
+    extra: dict[str, object] = {
+        "FDCACHE_HOST_MEMORY": "1GiB",
+        "FDCACHE_TRANSFER": "ipc",
+        "FDCACHE_TRANSFER_ADDRESS": given,
+        "FDCACHE_TRANSFER_KEY": "s" * 32,
+    }
+    made = check(extra, parallel_config__world_size=2, parallel_config__data_parallel_index=2)
+    assert settings.load_settings(made, 16).peers.address == third
 
 
 def test_without_host_memory_and_service_a_safe_part_of_the_memory_is_chosen_for_every_process() -> None:

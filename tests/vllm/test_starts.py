@@ -49,7 +49,7 @@ def in_multi(connector: dict[str, Any], **options: Any) -> dict[str, Any]:
     [
         (connector_config(FDCACHE_HOST_MEMROY="1GiB"), "FDCACHE_HOST_MEMROY"),
         (connector_config(FDCACHE_HOST_MEMORY="much"), "FDCACHE_HOST_MEMORY"),
-        (connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_TRANSFER="ipc"), "FDCACHE_TRANSFER"),
+        (connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_TRANSFER_LEASE=5), "FDCACHE_TRANSFER_LEASE"),
         (connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_SERVER="ipc:///s"), "beside FDCACHE_SERVER"),
         (connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_STORAGE="nosuch"), "FDCACHE_STORAGE=nosuch"),
         (_TRANSFER | {"kv_role": "kv_producer"}, "kv_role 'kv_producer'"),

@@ -92,9 +92,6 @@ def _unsupported_groups(
 
 
 def _unsupported(vllm_config: Any, transfer_config: Any) -> Iterator[tuple[str, str]]:
-    role = transfer_config.kv_role
-    if role != "kv_both":
-        yield f"kv_role {role!r} would only load or only store", "set it to 'kv_both'"
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:

@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from fdcache.errors import ConfigurationError
-from fdcache.hints import HintOutcome
 from fdcache.integrations.vllm.callers import configurations
 from fdcache.integrations.vllm.config import (
     layout_from_config,
@@ -28,8 +27,10 @@ from fdcache.integrations.vllm.config import (
     why_not_cached,
 )
 from fdcache.integrations.vllm.events import EventTranslator, group_kinds
+from fdcache.integrations.vllm.handover import EngineIdentity, PeerSide
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata, WorkerReports, WorkerStorage
-from fdcache.integrations.vllm.scheduler import SchedulerSide, table_of
+from fdcache.integrations.vllm.running import Finished, table_of
+from fdcache.integrations.vllm.scheduler import SchedulerSide
 from fdcache.integrations.vllm.settings import (
     check_settings,
     choose_failure_policy,
@@ -41,6 +42,7 @@ from fdcache.integrations.vllm.settings import (
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide
 from fdcache.manager import OffloadManager
+from fdcache.transfer.engine_handovers import EngineHandovers
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,10 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._events: EventTranslator | None = None
         if (reason := why_not_cached(vllm_config, kv_cache_config)) is not None:
+            if (kv_role := self._kv_transfer_config.kv_role) != "kv_both":
+                raise ConfigurationError(
+                    f"FdcacheConnector: kv_role {kv_role!r} hands blocks over, and {reason}"
+                )
             if role is KVConnectorRole.SCHEDULER:
                 logger.warning("blocks are neither stored nor loaded: %s", reason)
             return
@@ -91,9 +97,19 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                 is_shared = settings.storage_tier.connector not in (None, "local")
                 self._events = EventTranslator(kinds, is_shared=is_shared)
                 settings = self._events.enable(settings)
-            manager = OffloadManager.from_settings(layout, settings, streams=True)
+            manager = OffloadManager.from_settings(layout, settings, loads_ahead=True)
+            parallel = vllm_config.parallel_config
+            identity = EngineIdentity(
+                self._kv_transfer_config.engine_id,
+                parallel.tensor_parallel_size,
+                parallel.pipeline_parallel_size,
+            )
+            handovers = EngineHandovers.from_settings(manager, kv_cache_config.num_blocks, settings)
             self._scheduler = SchedulerSide(
-                manager, self._events, vllm_config.parallel_config.pipeline_parallel_size + 1
+                manager,
+                self._events,
+                parallel.pipeline_parallel_size + 1,
+                None if handovers is None else PeerSide(handovers, identity),
             )
             self._stats = StatsDelta(manager)
         else:
@@ -109,7 +125,9 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler which blocks this rank's storage holds at the start. vLLM asks again when it wakes up."""
-        return WorkerStorage(self._worker.take_scan()) if self._worker is not None else None
+        if (worker := self._worker) is None:
+            return None
+        return WorkerStorage(worker.take_scan(), worker.rank, worker.address)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Enqueue the step's copies, loads and stores alike.
@@ -139,9 +157,11 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             self._worker.computed()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose load has ended on this rank, well or not."""
-        received = self._worker.poll() if self._worker is not None else set()
-        return None, received or None
+        """Return the requests whose blocks this rank has handed over, and those whose load has ended, well or not."""
+        if self._worker is None:
+            return None, None
+        received = self._worker.poll()
+        return self._worker.take_sent() or None, received or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return what ``get_finished`` does, and the requests that vLLM has to compute from the beginning."""
@@ -166,8 +186,11 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: blocks that are not stored cost a later hit, so that preemption need not drop tokens in flight."""
-        return False
+        """True if blocks are handed over: a request that was preempted is computed again, so that it has them.
+
+        Blocks that are not stored cost a later hit, for which preemption need not drop tokens in flight.
+        """
+        return self._scheduler is not None and self._scheduler.peers is not None
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take vLLM's block pool, for its coldest blocks and for resets of the device cache."""
@@ -185,8 +208,13 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         self._restore(metadata.values())
 
     def _restore(self, metadata: Iterable[KVConnectorHandshakeMetadata]) -> None:
-        if self._scheduler is not None:
-            self._scheduler.restore(each.scan for each in metadata if isinstance(each, WorkerStorage))
+        if self._scheduler is None:
+            return
+        ranks = [each for each in metadata if isinstance(each, WorkerStorage)]
+        self._scheduler.restore(each.scan for each in ranks)
+        if self._scheduler.peers is not None:
+            addresses = {each.rank: each.address for each in ranks if each.address is not None}
+            self._scheduler.peers.learn_addresses(addresses)
 
     def on_new_request(self, request: Any) -> None:
         """Start to read the request's blocks from storage."""
@@ -211,14 +239,15 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                 self._scheduler.allocated(request, table, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Return how many of the tokens that are being loaded were in host memory, and how many in storage."""
+        """Return how many of the tokens that are being loaded were in host memory, in storage, and at a peer."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # since vLLM 0.33, which alone calls this
 
-        stored = 0
+        found = {CacheHitSource.HOST: num_external_tokens}
         if self._scheduler is not None:
             with self._scheduler.guarded("get_external_cache_hit_sources", follows_blocks=False):
-                stored = min(self._scheduler.stored_tokens(request.request_id), num_external_tokens)
-        found = {CacheHitSource.HOST: num_external_tokens - stored, CacheHitSource.DISK: stored}
+                tokens_of = self._scheduler.sources_of(request.request_id, num_external_tokens)
+                places = (CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.P2P)
+                found = dict(zip(places, tokens_of, strict=True))
         return {source: tokens for source, tokens in found.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -244,12 +273,18 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the request's last blocks. vLLM may reuse them at once. Outcomes of hints go to the client."""
-        outcomes: list[HintOutcome] = []
+        """Offer the request's last blocks. vLLM may reuse them at once, unless they are handed over.
+
+        The parameters of a hand-over, and the outcomes of hints, go to the client.
+        """
+        ended = Finished()
         if self._scheduler is not None:
             with self._scheduler.guarded("request_finished"):
-                outcomes = self._scheduler.finished(request, table_of(block_ids))
-        return False, {"hint_outcomes": msgspec.to_builtins(outcomes)} if outcomes else None
+                ended = self._scheduler.finished(request, table_of(block_ids))
+        told = dict(ended.handed_over or {})
+        if ended.hints:
+            told["hint_outcomes"] = msgspec.to_builtins(ended.hints)
+        return ended.handed_over is not None, told or None
 
     def has_pending_push_work(self) -> bool:
         """Return True while copies are in flight, so that vLLM goes on stepping."""

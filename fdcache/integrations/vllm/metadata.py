@@ -25,11 +25,13 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     uses.
     ``is_late``: a step has gone without its plan, this or the one before. Its blocks may be overwritten: plans are
     refused, and what earlier plans copy out of the device does not count. ``host_cache``: with the first step.
-    ``timed``: number under which workers report the step's seconds, 0 for none.
+    ``sends``: ids of the requests whose blocks are handed over, by the number of the hand-over. ``timed``: number under
+    which workers report the step's seconds, 0 for none.
     """
 
     plans: list[TransferPlan] = field(default_factory=list)
     loads: dict[int, dict[str, bool]] = field(default_factory=dict)
+    sends: dict[int, str] = field(default_factory=dict)
     unloaded: dict[str, list[int]] = field(default_factory=dict)
     unordered: set[int] = field(default_factory=set)
     is_late: bool = False
@@ -79,6 +81,11 @@ class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerStorage(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Blocks that one rank's local storage held at the start: an encoded ``StorageScan``, or None."""
+    """Blocks that one rank's local storage held at the start: an encoded ``StorageScan``, or None.
+
+    ``address``: at which the rank answers peers, None if it hands nothing over.
+    """
 
     scan: bytes | None = None
+    rank: int = 0
+    address: str | None = None

@@ -7,19 +7,20 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from fdcache.errors import FdcacheError
-from fdcache.hints import HintOutcome, read_hints
+from fdcache.hints import read_hints
 from fdcache.integrations.vllm.events import EventTranslator
+from fdcache.integrations.vllm.handover import PeerSide
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata
+from fdcache.integrations.vllm.running import Finished, HookGuard, Running, ids_of, table_of
 from fdcache.integrations.vllm.timing import StepTimes
-from fdcache.manager import NO_BLOCK, LoadOutcome, MatchStatus, OffloadManager, Request
-from fdcache.metadata import Int32Array, TransferPlan, TransferReport, decode_scan
+from fdcache.manager import NO_BLOCK, LoadOutcome, MatchStatus, OffloadManager
+from fdcache.metadata import Int32Array, PeerTask, SwapPurpose, TransferPlan, TransferReport, decode_scan
 from fdcache.settings.cache import WritePolicy
 
 logger = logging.getLogger(__name__)
@@ -34,45 +35,7 @@ _Tables = list["array[int]"]
 """Block tables of the requests of a step."""
 
 
-class _Running:
-    """A request between its arrival and its end. ``blocks`` is its block table while it has one, page by page.
-
-    The first ``offered`` pages are offered. ``load`` is the number of its load, 0 before. Nothing more is loaded or
-    offered for one that ``is_lost``.
-    """
-
-    __slots__ = (
-        "blocks",
-        "device_tokens",
-        "is_lost",
-        "known_hashes",
-        "load",
-        "offered",
-        "refused_hints",
-        "request",
-        "source",
-        "stored_tokens",
-    )
-
-    def __init__(self, source: Any, request: Request, refused_hints: Sequence[HintOutcome]) -> None:
-        self.source = source
-        self.request = request
-        self.refused_hints = refused_hints
-        self.blocks = array("i")
-        self.device_tokens = 0
-        self.known_hashes = 0
-        self.load = 0
-        self.is_lost = False
-        self.offered = 0
-        self.stored_tokens = 0
-
-    def has_table(self, blocks: Sequence[int]) -> None:
-        """Give the request another block table, of which nothing is offered."""
-        self.blocks = array("i", blocks)
-        self.offered = 0
-
-
-_Computed = tuple[_Running, int, int]
+_Computed = tuple[Running, int, int]
 """A scheduled request, with its tokens before and after the step."""
 
 
@@ -85,9 +48,17 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, manager: OffloadManager, events: EventTranslator | None = None, steps_in_flight: int = 2
+        self,
+        manager: OffloadManager,
+        events: EventTranslator | None = None,
+        steps_in_flight: int = 2,
+        peers: PeerSide | None = None,
     ) -> None:
-        """``steps_in_flight``: how many steps before the one being planned the device may not have finished."""
+        """``steps_in_flight``: how many steps before the one being planned the device may not have finished.
+
+        ``peers``: other engines, if blocks are handed over.
+        """
+        self.peers = peers
         self.manager = manager
         self._events = events
         self.inconsistencies = 0
@@ -101,7 +72,7 @@ class SchedulerSide:
             (window - 1 for _, window in self._windows), default=_BLOCKS_OF_OFFER * self._block_size
         )
         self._blocks_of_offer = max(min(shortest // self._block_size, _BLOCKS_OF_OFFER), 1)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._in_flight: deque[_Tables | None] = deque(maxlen=steps_in_flight)
         self._has_loads = False
         self._unordered: str | None = None
@@ -131,7 +102,7 @@ class SchedulerSide:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def arrived(self, source: Any) -> _Running | None:
+    def arrived(self, source: Any) -> Running | None:
         """Follow a request, and start to read its blocks from storage; None for one that is not cached."""
         known = self._running.get(source.request_id)
         if known is not None and known.source is source:
@@ -142,8 +113,10 @@ class SchedulerSide:
         if request is None:
             return None
         request.hints, refused = read_hints(source.request_id, extra_of(source))
-        known = self._running[source.request_id] = _Running(source, request, refused)
+        known = self._running[source.request_id] = Running(source, request, refused)
         self.manager.begin([request], whole_prompt=not self._windows)
+        if self.peers is not None:
+            self.peers.arrived(source, request)
         return known
 
     def matched(self, source: Any, device_tokens: int) -> int | None:
@@ -158,13 +131,16 @@ class SchedulerSide:
         # window would have to reach back one token more.
         is_worth_it = source.num_tokens - device_tokens > self._block_size and not self._windows
         found = self.manager.match(known.request, device_tokens, whole_prompt=is_worth_it)
-        known.stored_tokens = found.from_storage
+        known.stored_tokens, known.peer_tokens = found.from_storage, found.from_peer
         return None if found.status is MatchStatus.DEFERRED else found.num_tokens
 
-    def stored_tokens(self, request_id: str) -> int:
-        """Return how many of the tokens that were last found for a request came, or come, from storage."""
+    def sources_of(self, request_id: str, num_tokens: int) -> tuple[int, int, int]:
+        """Return how many of the tokens found for a request came, or come, from the host, from storage and a peer."""
         known = self._running.get(request_id)
-        return 0 if known is None else known.stored_tokens
+        stored, theirs = (0, 0) if known is None else (known.stored_tokens, known.peer_tokens)
+        stored = min(stored, num_tokens)
+        theirs = min(theirs, num_tokens - stored)
+        return num_tokens - stored - theirs, stored, theirs
 
     def allocated(self, source: Any, blocks: Sequence[int], num_tokens: int) -> None:
         """Record a request's block table; load ``num_tokens`` tokens beyond those that were on the device."""
@@ -174,7 +150,7 @@ class SchedulerSide:
                 self.manager.unmatch([known.request])
             return
         first = (known.device_tokens if known is not None else 0) // self._block_size * self._groups
-        count = num_tokens // self._block_size * self._groups
+        count = -(-num_tokens // self._block_size) * self._groups  # a peer's last block need not be full
         loaded = 0
         try:
             if known is not None:
@@ -196,16 +172,19 @@ class SchedulerSide:
                 self._unloaded[source.request_id] = list(blocks[first + loaded : first + count])
                 self._count("a load of %d blocks was promised, %d are there", count, loaded)
 
-    def finished(self, source: Any, blocks: Sequence[int]) -> list[HintOutcome]:
-        """Offer what a request has computed and not offered yet, and forget it; return the outcomes of its hints."""
+    def finished(self, source: Any, blocks: Sequence[int]) -> Finished:
+        """Offer what a request has computed and not offered yet, hand it over if it is to be, and forget it."""
         known = self._running.get(source.request_id)
         if known is None:
-            return []
+            return Finished()
+        handed_over: dict[str, Any] | None = None
         if known.source is source and blocks and known.blocks:
             known.blocks = array("i", blocks)
             self._offer(known, source.num_computed_tokens)
+            if self.peers is not None and not known.is_lost:
+                handed_over = self.peers.finished(source, known.request, blocks)
         self._forget(source.request_id)
-        return [*known.refused_hints, *known.request.hint_outcomes]
+        return Finished([*known.refused_hints, *known.request.hint_outcomes], handed_over)
 
     def _forget(self, request_id: str) -> None:
         self.manager.finish([self._running.pop(request_id).request])
@@ -258,7 +237,7 @@ class SchedulerSide:
             if num_tokens - start > self._block_size or self._has_enough(known, num_tokens):
                 self._offer(known, num_tokens, start)
 
-    def _has_enough(self, known: _Running, num_tokens: int) -> bool:
+    def _has_enough(self, known: Running, num_tokens: int) -> bool:
         """Return True if enough blocks were generated for an offer before the request ends."""
         whole = num_tokens // self._block_size
         return whole >= known.offered + self._blocks_of_offer or self._events is not None
@@ -271,7 +250,7 @@ class SchedulerSide:
         if self._is_shared:
             self._reset_device()
         if self._writes_back:
-            self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
+            self.manager.next_evicted(ids_of(self._coldest(self.manager.settings.clean_reserve)))
         if late := self.manager.expire():
             self._learn_ends(late)
         if plans := self.manager.take_plans(is_patient=is_patient):
@@ -289,12 +268,20 @@ class SchedulerSide:
     def _send(self, plans: Iterable[TransferPlan]) -> None:
         for plan in plans:
             self._made.plans.append(plan)
+            for task in plan.peers:
+                self._send_handover(task)
             if plan.loads is not None:
                 of_plan = self.manager.loads_of(plan.plan_id)
                 loads = self._made.loads[plan.plan_id] = {name: last for (name, _), last in of_plan.items()}
                 if loads.keys() == {self._unordered} and plan.evictions is None and plan.backups is None:
                     self._made.unordered.add(plan.plan_id)
         self._has_loads, self._unordered = False, None
+
+    def _send_handover(self, task: PeerTask) -> None:
+        if task.swap.purpose is SwapPurpose.SEND:
+            self._made.sends[task.plan_id] = task.transfer
+        elif waiting := self.manager.loads_of(task.plan_id):
+            self._made.loads[task.plan_id] = {name: last for (name, _), last in waiting.items()}
 
     def _is_used(self, table: Int32Array) -> bool:
         """Return True if a step in flight may use one of these blocks: a load into them has to wait for it.
@@ -305,7 +292,7 @@ class SchedulerSide:
             return True
         wanted = np.zeros(table.max(initial=0) + 1, bool)
         wanted[table] = True
-        for used in map(_ids, chain.from_iterable(tables or () for tables in self._in_flight)):
+        for used in map(ids_of, chain.from_iterable(tables or () for tables in self._in_flight)):
             if wanted[used[used < len(wanted)]].any():
                 return True
         return False
@@ -370,12 +357,12 @@ class SchedulerSide:
 
     def _evicted(self, blocks: Sequence[int]) -> None:
         """Tell which blocks the step gives to requests."""
-        ids = _ids(blocks)
+        ids = ids_of(blocks)
         self.manager.evicted(ids[ids != _NULL_BLOCK] if self._windows else ids)
 
     def _table(self, blocks: Sequence[int], computed: int = 0) -> Int32Array:
         """Return part of a block table without the blocks that vLLM may have given up before ``computed`` tokens."""
-        ids = _ids(blocks)
+        ids = ids_of(blocks)
         if self._windows:
             ids[ids == _NULL_BLOCK] = NO_BLOCK
         for group, window in self._windows:
@@ -383,7 +370,7 @@ class SchedulerSide:
             ids[group : outside * self._groups : self._groups] = NO_BLOCK
         return ids
 
-    def _offer(self, known: _Running, num_tokens: int, start: int = 0) -> None:
+    def _offer(self, known: Running, num_tokens: int, start: int = 0) -> None:
         """Offer whole blocks of known tokens: those that drafts or steps in flight add are offered later.
 
         ``start``: the tokens that the request had when its step was scheduled, 0 if vLLM has told the table since.
@@ -403,12 +390,12 @@ class SchedulerSide:
             self.manager.offer(known.request, num_tokens, table)
             known.offered = whole
 
-    def _learn_tokens(self, known: _Running, num_tokens: int) -> None:
+    def _learn_tokens(self, known: Running, num_tokens: int) -> None:
         have = known.request.num_tokens
         if num_tokens > have:
             known.request.append_tokens(known_tokens(known.source, have)[: num_tokens - have])
 
-    def _learn_hashes(self, known: _Running) -> None:
+    def _learn_hashes(self, known: Running) -> None:
         if self._events is not None:
             self.manager.prepare([known.request])
             hashes, theirs = known.request.block_hashes, known.source.block_hashes
@@ -483,13 +470,13 @@ class SchedulerSide:
         """Forget every block: vLLM does not tell a reset from new weights. Other engines keep theirs."""
         self.manager.weights_changed()
 
-    def guarded(self, hook: str, *, follows_blocks: bool = True) -> _Guard:
+    def guarded(self, hook: str, *, follows_blocks: bool = True) -> HookGuard:
         """Return a context in which an exception of a hook is logged and counted.
 
         vLLM ends at one, and computes what is not cached. The block tables may be wrong after one that
         ``follows_blocks``.
         """
-        return _Guard(self, hook, follows_blocks)
+        return HookGuard(self, hook, follows_blocks)
 
     def hook_failed(self, hook: str, *, follows_blocks: bool = True) -> None:
         """Count the exception that is being handled."""
@@ -500,36 +487,3 @@ class SchedulerSide:
         self.inconsistencies += 1
         if self.inconsistencies.bit_count() == 1:  # at most one line each time their number doubles
             logger.warning("inconsistency %d: " + message, self.inconsistencies, *values, exc_info=exc_info)
-
-
-def table_of(block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return a block table page by page: for each page a block of each group of layers."""
-    if len(block_ids) == 1:
-        return block_ids[0]
-    return [block for page in zip(*block_ids, strict=True) for block in page]
-
-
-class _Guard:
-    """The context of ``guarded``: a class, since each step enters several."""
-
-    __slots__ = ("_follows_blocks", "_hook", "_side")
-
-    def __init__(self, side: SchedulerSide, hook: str, follows_blocks: bool) -> None:
-        self._side = side
-        self._hook = hook
-        self._follows_blocks = follows_blocks
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._side.hook_failed(self._hook, follows_blocks=self._follows_blocks)
-        return True
-
-
-def _ids(blocks: Sequence[int]) -> Int32Array:
-    return np.array(blocks, np.int32)

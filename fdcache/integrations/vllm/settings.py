@@ -16,6 +16,8 @@ from fdcache.settings.sources import OWN_PREFIX
 from fdcache.settings.tree import GROUPS, KNOWN_NAMES, VARIABLES
 from fdcache.settings.variable import Component
 from fdcache.storage.factory import require_connector
+from fdcache.transfer.access import rank_address
+from fdcache.transfer.factory import require_connector as require_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +27,19 @@ _FOLDER, _HOST_MEMORY, _SERVER = "FDCACHE_STORAGE_DIR", "FDCACHE_HOST_MEMORY", "
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 _ACTS = {Component.EVERYWHERE, Component.MANAGER, Component.CONTROLLER, Component.STORAGE, Component.VLLM}
-_WITHOUT_EFFECT = {variable.name for variable in GROUPS["peers"]} | {
+_WITHOUT_EFFECT = {
     "FDCACHE_DEVICE_BLOCKS",
     "FDCACHE_DEVICE_MEMORY",
     "FDCACHE_EVENT_BUFFER",
     "FDCACHE_LAYER_TIMEOUT",
+    "FDCACHE_TRANSFER_DIR",
 }
-"""Settings of an engine that has its device cache from fdcache, waits for single layers, or hands blocks over."""
+"""Settings of an engine that has its device cache from fdcache, or waits for single layers."""
+
+_OF_PEERS = {variable.name for variable in GROUPS["peers"]}
+_TRANSFER, _ROLE, _ADDRESS = "FDCACHE_TRANSFER", "FDCACHE_TRANSFER_ROLE", "FDCACHE_TRANSFER_ADDRESS"
+_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "mixed"}
+"""vLLM's roles, and those of hand-overs."""
 
 _OF_SERVICE = (_HOST_MEMORY, "FDCACHE_EVICTION")
 """Settings that are those of the service where there is one."""
@@ -52,6 +60,8 @@ def check_settings(transfer_config: Any, top: Any, vllm_config: Any) -> None:
         settings = given_settings(transfer_config)
     _require_startable(settings)
     require_connector(settings.storage_tier, settings.connector_options)
+    require_transfer(settings.peers_in_force)
+    _require_role(transfer_config, settings)
     _require_agreement(vllm_config, settings)
     for name, wrong in _without_effect(settings):
         if settings.source(name) is Source.ARGUMENT:
@@ -85,10 +95,27 @@ def load_settings(vllm_config: Any, block_size: int) -> Settings:
         FDCACHE_RANKS=int(vllm_config.parallel_config.world_size),
         FDCACHE_WRITE_POLICY="write_through",
         FDCACHE_LOOKAHEAD_TOKENS=int(_has_drafts(vllm_config)),
+        FDCACHE_TRANSFER_ROLE=_ROLES[vllm_config.kv_transfer_config.kv_role],
     )
     _require_startable(settings)
+    _require_role(vllm_config.kv_transfer_config, settings)
     _require_agreement(vllm_config, settings)
-    return _with_own_folder(settings, getattr(vllm_config.parallel_config, "data_parallel_index", 0))
+    engine = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
+    return _with_own_address(_with_own_folder(settings, engine), engine)
+
+
+def _require_role(transfer_config: Any, settings: Settings) -> None:
+    """Raise an error for a role of which nothing would come."""
+    role = transfer_config.kv_role
+    if role != "kv_both" and not settings.peers.is_on:
+        raise ConfigurationError(
+            f"FdcacheConnector: kv_role {role!r} hands blocks over, and {_TRANSFER} is 'none'; set it to rdma, or to "
+            "ipc on one node with GPUs, or kv_role to 'kv_both'"
+        )
+    if settings.source(_ROLE) is not Source.DEFAULT and settings.peers.role.value != _ROLES[role]:
+        raise ConfigurationError(
+            f"{_ROLE}={settings.peers.role.value} ({settings.place(_ROLE)}): kv_role is {role!r}; unset it"
+        )
 
 
 def _has_drafts(vllm_config: Any) -> bool:
@@ -163,7 +190,9 @@ def _without_effect(settings: Settings) -> Iterator[tuple[str, str]]:
         if settings.cache.server is not None and name in _OF_SERVICE:
             server = f"{_SERVER} ({settings.place(_SERVER)})"
             yield name, f"{name} ({place}) has no effect beside {server}: the service's counts"
-        elif name in _WITHOUT_EFFECT and (is_own or settings.changed(name)):
+        elif name in (_WITHOUT_EFFECT if settings.peers.is_on else _WITHOUT_EFFECT | _OF_PEERS) and (
+            is_own or settings.changed(name)
+        ):
             yield name, f"{name} ({place}) has no effect in vLLM"
         elif is_own and not _ACTS.intersection(variable.used_in):
             whose = "a service" if name.startswith(OWN_PREFIX) else "another engine"
@@ -268,6 +297,16 @@ def _with_own_folder(settings: Settings, engine: int) -> Settings:
     folder = settings.storage_tier.directory / f"engine-{engine}"
     place = f"{settings.place(_FOLDER)}, with data_parallel_index {engine}"
     return settings.with_derived({_FOLDER: (Candidate(Source.DERIVED, _FOLDER, place, folder), folder)})
+
+
+def _with_own_address(settings: Settings, engine: int) -> Settings:
+    """Return the settings of one of several data parallel engines: each rank of each engine answers at its own port."""
+    address = settings.peers.address
+    if not engine or address is None:
+        return settings
+    first = rank_address(address, engine * settings.value("FDCACHE_RANKS"))
+    place = f"{settings.place(_ADDRESS)}, with data_parallel_index {engine}"
+    return settings.with_derived({_ADDRESS: (Candidate(Source.DERIVED, _ADDRESS, place, first), first)})
 
 
 def settings_in_force(settings: Settings) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,19 +33,15 @@ logger = logging.getLogger(__name__)
 
 
 class _Load(NamedTuple):
-    """Requests that wait for a plan."""
+    """Requests that wait for a plan, or for a hand-over, and the device blocks that it loads."""
 
     requests: Sequence[str]
-    plan: TransferPlan
-
-    @property
-    def blocks(self) -> Int32Array:
-        """The device blocks that it loads."""
-        return NO_BLOCKS if self.plan.loads is None else self.plan.loads.dst_block_ids
+    blocks: Int32Array
 
     def failed(self, report: TransferReport) -> list[int]:
         """Return the device blocks that were not loaded."""
-        results = [result.failed for result in report.results if result.purpose is SwapPurpose.LOAD]
+        arriving = (SwapPurpose.LOAD, SwapPurpose.FETCH)
+        results = [result.failed for result in report.results if result.purpose in arriving]
         if report.refused or not results:
             return list(map(int, self.blocks))
         return [int(block) for failed in results if len(failed) for block in self.blocks[failed]]
@@ -98,7 +94,7 @@ class WorkerSide:
     def __init__(self, settings: Settings, layout: KVLayout, rank: int) -> None:
         self._settings = settings
         self._layout = layout
-        self._rank = rank
+        self.rank = rank
         self._controller: CacheController | None = None
         self._loads: dict[int, _Load] = {}
         self._copies_out: dict[int, TransferPlan] = {}
@@ -108,12 +104,16 @@ class WorkerSide:
         self._arrivals = _Arrivals()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
+        self._sends: dict[int, str] = {}
+        self._sent: set[str] = set()
         self._on_gpu = False
         self._idle_stream: Any = None
         self._step_before: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         self.timer = StepTimer()
         self._scan: bytes | None = None
+        self.address: str | None = None
+        """At which this rank answers peers."""
 
     def register(
         self, tensors: Mapping[str, torch.Tensor], groups: Sequence[Sequence[str]], num_blocks: int
@@ -131,7 +131,7 @@ class WorkerSide:
         device = pages[0].device
         self._on_gpu = device.type == "cuda"
         controller = CacheController.from_settings(
-            self._layout, self._settings, rank=self._rank, device=lambda settings: device_of(device, settings)
+            self._layout, self._settings, rank=self.rank, device=lambda settings: device_of(device, settings)
         )
         self._controller = controller
         controller.register_kv_cache(pages)
@@ -141,6 +141,7 @@ class WorkerSide:
             controller.initialize_host_cache()
             scan = controller.open_storage()
             self._scan = None if scan is None else encode(scan)
+        self.address = controller.open_transfer(lookahead_tokens=self._settings.cache.lookahead_tokens)
 
     def take_scan(self) -> bytes | None:
         """Return which blocks this rank's storage held at the start, encoded; None but for the first call."""
@@ -172,13 +173,15 @@ class WorkerSide:
         self.attach(step.host_cache)
         if step.loads or step.unloaded:
             self._learn_loads(step)
+        self._sends |= step.sends
         if step.is_late:
             self._overwritten |= self._copies_out
         stream = self._current_stream() if self._on_gpu and step.plans else None
         for plan in step.plans:
             self._in_flight += len(plan.plan_ids)
-            if plan.plan_id in step.loads:
-                self._loads[plan.plan_id] = _Load(list(step.loads[plan.plan_id]), plan)
+            for number, blocks in _loaded_by(plan):
+                if number in step.loads:
+                    self._loads[number] = _Load(list(step.loads[number]), blocks)
             try:
                 if step.is_late:
                     controller.refuse(plan, "the step that it was made for went without it")
@@ -242,6 +245,8 @@ class WorkerSide:
         self._in_flight -= len(reports)
         for report in map(self._without_overwritten, reports):
             self.reports.append(report)
+            if (sent := self._sends.pop(report.plan_id, None)) is not None:
+                self._sent.add(sent)
             load = self._loads.pop(report.plan_id, None)
             if load is None:
                 continue
@@ -280,6 +285,11 @@ class WorkerSide:
         taken, self._failed = self._failed, set()
         return taken
 
+    def take_sent(self) -> set[str]:
+        """Return the requests of which this rank hands over no block any more since the last call."""
+        taken, self._sent = self._sent, set()
+        return taken
+
     def take_reports(self) -> list[TransferReport]:
         """Return the reports since the last call."""
         taken, self.reports = self.reports, []
@@ -289,6 +299,14 @@ class WorkerSide:
         """End the copies and free what this rank holds. Idempotent."""
         if self._controller is not None:
             self._controller.shutdown()
+
+
+def _loaded_by(plan: TransferPlan) -> Iterator[tuple[int, Int32Array]]:
+    """Yield the numbers of a plan and of its hand-overs, each with the device blocks that it loads."""
+    yield plan.plan_id, NO_BLOCKS if plan.loads is None else plan.loads.dst_block_ids
+    for task in plan.peers:
+        if task.swap.purpose is SwapPurpose.FETCH:
+            yield task.plan_id, task.swap.dst_block_ids
 
 
 def device_of(device: torch.device, settings: CopySettings) -> Device:

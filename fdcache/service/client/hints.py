@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from itertools import count
 
-from fdcache.hints import MOST_HINTS, GivenHint, Hint, HintOutcome, HintStatus
+from fdcache.hints import MOST_HINTS, GivenHints, Hint, HintOutcome, HintStatus
 from fdcache.metadata import HashArray
 from fdcache.service.client.session import Session
 from fdcache.service.client.session_keeper import SessionKeeper
@@ -31,23 +30,24 @@ class RemoteHints:
         self._waiting: OrderedDict[int, tuple[Session, str, Hint]] = OrderedDict()
         self._outcomes: deque[HintOutcome] = deque(maxlen=MOST_WAITING)
 
-    def give(self, path: HashArray, given: Sequence[GivenHint]) -> list[HintOutcome]:
+    def give(self, path: HashArray, given: GivenHints) -> list[HintOutcome]:
         """Send hints about blocks of a path, up to ``MOST_HINTS``; return SENT for each, or why it cannot be sent."""
         session = self._sessions.session
         if session is None:
             ignored = HintResult(0, HintStatus.IGNORED, reason=_NO_SERVICE)
-            return [_outcome(each.request_id, each.hint, ignored) for each in given]
-        outcomes = []
-        for first in range(0, len(given), MOST_HINTS):
-            part = [(next(self._numbers), each) for each in given[first : first + MOST_HINTS]]
-            for number, each in part:
-                self._waiting[number] = (session, each.request_id, each.hint)
-                if len(self._waiting) > MOST_WAITING:
-                    self._waiting.popitem(last=False)
-                outcomes.append(_outcome(each.request_id, each.hint, HintResult(number, HintStatus.SENT)))
-            stop = min(max(each.stop for _, each in part), MAX_BLOCKS)
-            hints = [_sent(number, each) for number, each in part]
-            self._sessions.outbox.add(session, Hints(path[:stop].tobytes(), hints))
+            return [_outcome(given.request_id, hint, ignored) for hint in given.hints]
+        outcomes, sent = [], []
+        for hint, place in zip(given.hints, given.places, strict=True):
+            number = next(self._numbers)
+            self._waiting[number] = (session, given.request_id, hint)
+            if len(self._waiting) > MOST_WAITING:
+                self._waiting.popitem(last=False)
+            outcomes.append(_outcome(given.request_id, hint, HintResult(number, HintStatus.SENT)))
+            sent.append(_sent(number, hint, *place))
+        for first in range(0, len(sent), MOST_HINTS):
+            part = sent[first : first + MOST_HINTS]
+            stop = min(max(each.stop for each in part), MAX_BLOCKS)
+            self._sessions.outbox.add(session, Hints(path[:stop].tobytes(), part))
         return outcomes
 
     def take_outcomes(self) -> list[HintOutcome]:
@@ -69,13 +69,12 @@ class RemoteHints:
         return taken
 
 
-def _sent(number: int, given: GivenHint) -> HintGiven:
-    hint = given.hint
+def _sent(number: int, hint: Hint, start: int, stop: int) -> HintGiven:
     return HintGiven(
         number=number,
         kind=hint.kind,
-        start=given.start,
-        stop=given.stop,
+        start=start,
+        stop=stop,
         seconds=hint.seconds,
         priority=hint.priority,
         whole=hint.has_range,

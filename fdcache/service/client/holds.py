@@ -21,6 +21,7 @@ class RemoteFetches:
         self._numbers = count(1)
         self._known: dict[int, Session] = {}
         self._left: set[int] = set()
+        self._names: dict[int, str] = {}
 
     @property
     def is_on(self) -> bool:
@@ -28,9 +29,18 @@ class RemoteFetches:
         session = self._sessions.session
         return session is not None and session.storage
 
-    def number(self) -> int:
+    def number(self, request_id: str = "") -> int:
         """Return a new number, or 0 when the service has no storage."""
-        return next(self._numbers) if self.is_on else 0
+        if not self.is_on:
+            return 0
+        number = next(self._numbers)
+        if request_id:
+            self._names[number] = request_id
+        return number
+
+    def names(self, numbers: Sequence[int]) -> list[str]:
+        """Return the ids of the requests with these numbers; nothing if none is known."""
+        return [self._names.get(number, "") for number in numbers] if self._names else []
 
     def begin(
         self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
@@ -44,7 +54,9 @@ class RemoteFetches:
         start = on_device(hashes)
         if start + len(session.runs.find(hashes, start)) < len(hashes):
             self._known[number] = session
-            self._sessions.outbox.add(session, Prefetch(number, start, hashes.tobytes()))
+            self._sessions.outbox.add(
+                session, Prefetch(number, start, hashes.tobytes(), self._names.get(number, ""))
+            )
 
     def storage_use(self, number: int) -> int:
         """Return 0 without a number, 1 if the service may read blocks for it, 2 if it does."""
@@ -69,6 +81,7 @@ class RemoteFetches:
 
     def end(self, number: int) -> None:
         """Make the service forget a request."""
+        self._names.pop(number, None)
         self._left.discard(number)
         session = self._known.pop(number, None)
         if session is not None:

@@ -9,14 +9,16 @@ import numpy as np
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.client.session import Session
 from fdcache.service.client.session_keeper import SessionKeeper
-from fdcache.service.wire.protocol import Describe
+from fdcache.service.wire.protocol import Describe, DeviceBlocks
 from fdcache.tiers.host import PathNote
+from fdcache.tiers.pool import EventKinds
 
 MOST_REMEMBERED = 1 << 17
 """Blocks that are known to be described; what is forgotten is described again."""
 _MOST_BLOCKS = 1024
 _MOST_TOKENS = 1 << 18
 """Of one message."""
+_MOST_EVENTS = 4096
 
 
 class BlockNotes:
@@ -25,6 +27,7 @@ class BlockNotes:
     def __init__(self, sessions: SessionKeeper) -> None:
         self._sessions = sessions
         self._session: Session | None = None
+        self._device_session: Session | None = None
         self._described: OrderedDict[bytes, None] = OrderedDict()
 
     @property
@@ -32,6 +35,21 @@ class BlockNotes:
         """True while there is a service that tells routers of its blocks."""
         session = self._sessions.session
         return session is not None and session.wants_notes
+
+    @property
+    def has_device(self) -> bool:
+        """True if this session was told of the device's blocks."""
+        return self._device_session is self._sessions.session
+
+    def tell_device(self, kinds: EventKinds, hashes: HashArray) -> None:
+        """Tell which blocks came to and left the device, in order; a session is told of all first."""
+        session = self._device_session = self._sessions.session
+        if session is None:
+            return
+        for start in range(0, len(kinds), _MOST_EVENTS):
+            some = slice(start, start + _MOST_EVENTS)
+            body = DeviceBlocks(kinds[some].tobytes(), hashes[some].tobytes())
+            self._sessions.outbox.add(session, body)
 
     def describe(self, hashes: HashArray, tokens: Int32Array, note: PathNote) -> None:
         """Describe the blocks of one path that this session has not described: those at its end."""

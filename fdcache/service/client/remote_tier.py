@@ -130,6 +130,7 @@ class RemoteHostTier:
             starts=np.array([start for _, start in paths], np.int32).tobytes(),
             hashes=b"".join(hashes.tobytes() for hashes, _ in paths),
             fetches=np.array(numbers, np.int64).tobytes() if any(numbers) else b"",
+            requests=self.fetches.names(numbers),
         )
         self._connection.session = session.id
         try:

@@ -123,6 +123,8 @@ class BlockViews:
                 block.left_host_at, _ = evictions.find(key)
             else:
                 block.left_at, block.reason = evictions.find(key)
+            if namespace.feed is not None:
+                block.devices = namespace.feed.on_devices(key)
             blocks.append(block)
         return blocks
 

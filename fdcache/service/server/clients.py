@@ -407,7 +407,7 @@ class Clients(dict[int, RegisteredClient]):
         """Make the clients of a namespace register again. They keep their slots until then."""
         for client in self.of(namespace):
             del self[client.session]
-            namespace.hints.forget(client.session)
+            namespace.forget_client(client.session)
             client.session = self._new_session()
             self[client.session] = client
 
@@ -420,7 +420,7 @@ class Clients(dict[int, RegisteredClient]):
     def remove(self, client: RegisteredClient) -> None:
         """End the session of a client that said goodbye or is proved dead."""
         client.release_all()
-        client.namespace.hints.forget(client.session)
+        client.namespace.forget_client(client.session)
         client.namespace.last_used = time.monotonic()
         del self[client.session]
 

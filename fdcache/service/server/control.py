@@ -345,7 +345,6 @@ class ControlCommands:
             dry_run=is_dry,
             deleted_host=host,
             deleted_storage=stored,
-            writing=storage.writing(hashes) if storage is not None else 0,
         )
 
     # --- quotas ---------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache.errors import HintError
-from fdcache.hints import MOST_HINTS, GivenHint, Hint, HintOutcome, HintStatus
+from fdcache.hints import MOST_HINTS, GivenHints, Hint, HintOutcome, HintStatus
 from fdcache.metadata import HashArray
 from fdcache.service.wire.protocol import HintGiven, HintResult, Hints, hashes_from
 from fdcache.tiers.hint_book import HintBook
@@ -44,7 +44,7 @@ class NamespaceHints:
         path = hashes_from(message.hashes)
         self.figures.given += len(message.hints)
         results: list[HintResult | None] = []
-        accepted: list[GivenHint] = []
+        accepted, places = list[Hint](), list[tuple[int, int]]()
         limit, kept = self._limit_of(path) if len(path) else None, np.zeros(len(path), np.bool_)
         for i, each in enumerate(message.hints):
             hint = _hint(each, is_extra=i >= MOST_HINTS)
@@ -59,9 +59,10 @@ class NamespaceHints:
                     reason = "half of the tenant's quota stays for hints already"
                     refused = self._refused(each, HintStatus.OVER_BUDGET, reason)
             if isinstance(hint, Hint) and refused is None:
-                accepted.append(GivenHint(f"{session}/{each.number}", hint, start, stop))
+                accepted.append(hint)
+                places.append((start, stop))
             results.append(refused)
-        outcomes = iter(self._book.take(path, accepted))
+        outcomes = iter(self._book.take(path, GivenHints(str(session), accepted, places)))
         if limit is not None and kept.any():
             self._kept[limit[0]].append(self._book.waiting(path[kept]))
         return [
@@ -70,7 +71,7 @@ class NamespaceHints:
         ]
 
     def _refused(self, given: HintGiven, status: HintStatus, reason: str) -> HintResult:
-        self.figures.count(HintOutcome(request_id="", kind=given.kind, status=status))
+        self.figures.count(status)
         return HintResult(given.number, status, reason=reason)
 
     def _has_room(self, tenant: int, most: int, hashes: HashArray) -> bool:
@@ -88,13 +89,12 @@ class NamespaceHints:
         """Return what became of hints whose time is over, by the session of their client."""
         results: dict[int, list[HintResult]] = {}
         for outcome in self._book.take_outcomes():
-            session, number = map(int, outcome.request_id.split("/"))
-            results.setdefault(session, []).append(_result(number, outcome))
+            results.setdefault(int(outcome.request_id), []).append(_result(int(outcome.id), outcome))
         return results
 
     def forget(self, session: int) -> None:
         """Forget the open hints of a client that has gone. What they said of blocks holds until its time is over."""
-        self._book.forget(lambda request_id: request_id.startswith(f"{session}/"))
+        self._book.forget(str(session))
 
 
 def _hint(given: HintGiven, *, is_extra: bool) -> Hint | str:
@@ -103,7 +103,8 @@ def _hint(given: HintGiven, *, is_extra: bool) -> Hint | str:
         if is_extra:
             raise HintError(f"a message may have {MOST_HINTS} hints")
         end = 1 if given.whole else None  # any range: the message has that of the blocks
-        return Hint(kind=given.kind, seconds=given.seconds, priority=given.priority, end=end)
+        number = str(given.number)
+        return Hint(kind=given.kind, seconds=given.seconds, priority=given.priority, end=end, id=number)
     except HintError as error:
         return str(error)
 

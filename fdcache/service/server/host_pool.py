@@ -92,7 +92,7 @@ class HostPool(BlockPool):
         with self._closed():
             return super().publish(lease, parents, hashes, slots, copied, checksums, tenants)
 
-    def drop(self, hashes: HashArray) -> int:
+    def drop(self, hashes: HashArray) -> Int32Array:
         """See ``Tier.drop``."""
         with self._closed():
             return super().drop(hashes)

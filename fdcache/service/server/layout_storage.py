@@ -19,12 +19,13 @@ from fdcache.plans.ledger import PlanLedger
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.router_feed import MOST_EVENTS, RouterFeed
 from fdcache.service.server.storage_opening import OpenedStorage
+from fdcache.service.server.stored_owners import StoredOwners
 from fdcache.service.wire.shared_memory import Extent
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageState
 from fdcache.storage.queue import StorageQueue
 from fdcache.tasks import Execution
-from fdcache.tiers.pool import PENDING, READY
+from fdcache.tiers.pool import READY
 from fdcache.tiers.statistics import Counters, ReadTotals
 from fdcache.tiers.storage import StorageTier
 from fdcache.tiers.storage_index import LocalIndex
@@ -94,6 +95,8 @@ class LayoutStorage:
         self._ledger = PlanLedger(len(opened.ranks), cache.plan_timeout)
         self._namespace: Namespace | None = None
         self._tier: StorageTier | None = None
+        self.owners = StoredOwners(self.index, settings.directory / f"fdcache-{self.id}.owners")
+        self.feed = feed
         if feed is not None and isinstance(self.index, LocalIndex):
             self.index.pool.record_events(MOST_EVENTS)
             feed.attach(CacheLevel.STORAGE, self.index.pool)
@@ -174,6 +177,9 @@ class LayoutStorage:
             return
         self._register_records()
         orders = self._tier.orders.take()
+        if self._namespace is not None:
+            writes = [each.swap for each in orders.orders if each.swap.purpose is SwapPurpose.STORE]
+            self.owners.writing(writes, self._namespace.tenants.roots)
         tasks = self._ledger.send_storage(orders, time.monotonic())
         for rank, queue in enumerate(self.queues):
             transfers = [queue.prepare(task) for task in tasks]
@@ -194,7 +200,8 @@ class LayoutStorage:
 
     def _count(self, report: TransferReport) -> None:
         if tracing.spans is not None:
-            tracing.spans.copied(report)
+            reads = self.reads
+            tracing.spans.copied(report, reads.requests_of(report.plan_id) if reads is not None else ())
         for result in report.results:
             moved = self.moved[result.purpose]
             moved.bytes += result.copied_bytes
@@ -287,25 +294,26 @@ class LayoutStorage:
             return bool((self.index.pool.contains(hashes) == READY).all())
         return not self.index.is_absent(hashes).any()
 
-    def writing(self, hashes: HashArray) -> int:
-        """Return how many of these blocks are being written."""
-        assert isinstance(self.index, LocalIndex), "a store of others is not asked"
-        return int((self.index.pool.contains(hashes) == PENDING).sum())
-
     def delete(self, hashes: HashArray) -> int:
-        """Forget these stored blocks and all that continue them, in the files too; return how many."""
+        """Forget these blocks and all that continue them, in the files too; return how many were stored.
+
+        Those that are being written are forgotten as well: their slots are emptied behind the writes.
+        """
         assert isinstance(self.index, LocalIndex), "a store of others keeps its blocks"
+        self.send()
         pool = self.index.pool
-        gone = pool.discard(pool.find(hashes).slots).slots
+        before = pool.stats().ready
+        gone = pool.drop(hashes)
         if len(gone):
             for queue in self.queues:
                 queue.erase(gone)
-        return len(gone)
+        return before - pool.stats().ready
 
     def close(self) -> None:
         """Wait for transfers that have begun, cancel the others, close files and connections."""
         for queue in self.queues:
             queue.close()
+        self.owners.close()
         self._take_reports()
         if not isinstance(self.index, LocalIndex):
             self.index.close()

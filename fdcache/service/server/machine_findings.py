@@ -29,8 +29,12 @@ from fdcache.service.server.preflight import (
 from fdcache.service.wire.address import default_runtime_dir, is_directory
 from fdcache.settings import Problem, Settings, Severity
 from fdcache.settings.kinds import format_size
-from fdcache.storage.calibration import load_storage_speed, measure_storage, save_storage_speed
+from fdcache.storage.calibration import load_storage_speed, save_storage_speed
+from fdcache.storage.objects.bucket import reach_bucket
+from fdcache.storage.objects.variables import ObjectSettings
+from fdcache.storage.speed import measure_place, measured_place
 
+_BUCKET_SECONDS = 5.0
 _DRIVERS = ((580, "cuda13"), (525, "cuda12"))
 """Oldest driver for each major version of CUDA, and the extra with CuPy for it."""
 
@@ -61,6 +65,7 @@ def examine(settings: Settings) -> list[Finding]:
         _runtime_directory(settings),
         _http(settings),
         _disk(settings),
+        *_bucket(settings),
     ]
 
 
@@ -169,23 +174,25 @@ def calibrations(settings: Settings) -> list[Finding]:
 
 
 def storage_speed(settings: Settings, *, measure: bool = False, force: bool = False) -> list[Finding]:
-    """Return how fast the folder of local storage was read, nothing without one.
+    """Return how fast the storage was read, nothing without a folder or a bucket.
 
     ``measure``: now, if that was not done there before; ``force``: in any case.
     """
-    tier, folder = settings.storage_tier, settings.transfer.calibration_dir
-    if tier.connector != "local" or not is_directory(tier.directory):
+    place, folder = measured_place(settings), settings.transfer.calibration_dir
+    if place is None or (isinstance(place, Path) and not is_directory(place)):
         return []
-    found = None if force else load_storage_speed(tier.directory, folder)
+    found = None if force else load_storage_speed(place, folder)
     if found is None and not measure:
-        hint = "the first reads are not compared with computing until `fdcache init` has measured this folder"
-        return [Finding("storage speed", f"{tier.directory}: not measured", hint=hint)]
+        hint = (
+            "the first reads are not compared with computing until `fdcache init` has measured this storage"
+        )
+        return [Finding("storage speed", f"{place}: not measured", hint=hint)]
     if found is None:
         try:
-            found = measure_storage(tier.directory, threads=min(tier.threads, 16))
+            found = measure_place(settings)
             save_storage_speed(found, folder)
         except (StorageError, OSError) as error:
-            return [Finding("storage speed", f"{tier.directory}: not measured", hint=str(error))]
+            return [Finding("storage speed", f"{place}: not measured", hint=str(error))]
     speed = f"{found.bytes_per_second / 1e9:.2f} GB/s, {1e3 * found.latency_seconds:.2f} ms for a small read"
     return [Finding("storage speed", f"{found.folder}: {speed}, measured {found.measured_at}")]
 
@@ -250,15 +257,29 @@ def _disk(settings: Settings) -> Finding:
     problems = list(check_storage(settings))
     problem = _first(each for each in problems if each.severity is Severity.ERROR)
     hint = _first(each for each in problems if each.severity is not Severity.ERROR)
-    if tier.connector == "local":
+    if tier.connector in ("local", "shared"):
         nearest = nearest_directory(tier.directory)
-        state = "" if nearest == tier.directory else ", created at the start"
+        later = ", created at the start" if tier.connector == "local" else ", not there"
+        state = "" if nearest == tier.directory else later
         found = f"{tier.directory}{state}, {_gib(shutil.disk_usage(nearest).free)} free"
     else:
         nearest = nearest_directory(settings.transfer.calibration_dir)
         storage = f"storage tier: {tier.connector}" if tier.is_on else "no storage tier"
         found = f"{nearest}, {_gib(shutil.disk_usage(nearest).free)} free, {storage}"
     return Finding("disk", found, problem, hint)
+
+
+def _bucket(settings: Settings) -> Iterator[Finding]:
+    """Yield whether the bucket of object storage answers. Without it a service starts, and asks again."""
+    group = settings.group(ObjectSettings)
+    if settings.storage_tier.connector != "object" or group.url is None:
+        return
+    try:
+        reach_bucket(group, min(settings.storage_tier.timeout, _BUCKET_SECONDS))
+    except StorageError as error:
+        yield Finding("bucket", f"{group.url}, does not answer", hint=f"{error}; see docs/nodes.md")
+    else:
+        yield Finding("bucket", f"{group.url}, answers")
 
 
 def _first(problems: Iterable[Problem]) -> str | None:

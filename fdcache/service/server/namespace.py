@@ -429,9 +429,10 @@ class Namespace:
         if self.tier is None or not len(hashes):
             return 0
         self.collect_events()
-        dropped = self.tier.drop(hashes)
+        before = self.tier.stats().ready
+        self.tier.drop(hashes)
         self.collect_events(MissReason.RESET)
-        return dropped
+        return before - self.tier.stats().ready
 
     def collect_events(self, reason: MissReason = MissReason.EVICTED) -> None:
         """Move the tier's events to the eviction log, with ``reason``, and to the queue for clients."""
@@ -451,6 +452,12 @@ class Namespace:
         if reason in (MissReason.EVICTED, MissReason.TENANT_QUOTA) and removed:
             self.on_evict(np.frombuffer(b"".join(removed), np.uint8).reshape(len(removed), 32))
         self.pending_events.append((kinds, hashes, parents))
+
+    def forget_client(self, session: int) -> None:
+        """Forget the open hints of a client that has gone, and what its device had."""
+        self.hints.forget(session)
+        if self.feed is not None:
+            self.feed.forget_device(session)
 
     def pools(self) -> list[BlockPool]:
         """Return its tiers that have slots: host, then local storage."""

@@ -198,15 +198,20 @@ def check_logs(settings: Settings) -> Iterator[Problem]:
 
 
 def check_storage(settings: Settings) -> Iterator[Problem]:
-    """Check the storage connector; for local storage also its directory, and warn of a disk that is too small."""
+    """Check the storage connector and its directory, and warn of a disk that is too small for local files."""
     tier = settings.storage_tier
     yield from _raised(
         settings, "FDCACHE_STORAGE", lambda: require_connector(tier, settings.connector_options)
     )
-    if tier.connector != "local":
+    if tier.connector not in ("local", "shared"):
         return
     if problem := _writable_problem(tier.directory):
         yield _error(settings, "FDCACHE_STORAGE_DIR", *problem)
+        return
+    if tier.connector == "shared":
+        if not is_directory(tier.directory):
+            wrong = f"{tier.directory} is not there, and fdcache does not make a folder that nodes share"
+            yield _error(settings, "FDCACHE_STORAGE_DIR", wrong, "make it once, in the shared file system")
         return
     stored = sum(path.stat().st_blocks * 512 for path in tier.directory.glob("fdcache-*") if path.is_file())
     if shutil.disk_usage(nearest_directory(tier.directory)).free + stored < tier.size:

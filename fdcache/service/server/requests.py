@@ -18,6 +18,7 @@ from fdcache.service.wire.protocol import (
     NOT_FETCHED,
     Answer,
     Describe,
+    DeviceBlocks,
     Done,
     EndFetches,
     FindPath,
@@ -40,6 +41,7 @@ from fdcache.service.wire.protocol import (
 )
 from fdcache.service.wire.views import MissReason
 from fdcache.tiers.fetches import OnDevice
+from fdcache.tiers.pool import EVENT_CLEARED
 
 _STORED, _DROPPED = 0, 3
 _NO_NUMBERS = np.empty(0, np.int64)
@@ -73,6 +75,8 @@ def match(client: RegisteredClient, request: Match, *, paused: bool, may_read: b
     slots, generations = [], []
     end = 0
     client.lookups += len(counts)
+    for number, request_id in zip(numbers.tolist(), request.requests, strict=False):
+        client.fetches.name(number, request_id)
     for i, (size, start) in enumerate(zip(counts.tolist(), starts.tolist(), strict=True)):
         lengths.append(0)
         first, end = end, end + size
@@ -154,6 +158,7 @@ def prefetch(client: RegisteredClient, request: Prefetch) -> None:
     hashes = hashes_from(request.hashes)
     if request.number < 1 or not 0 <= request.start <= len(hashes):
         raise ProtocolError("number is below 1, or start does not fit the hashes")
+    client.fetches.name(request.number, request.request)
     client.fetches.begin(request.number, hashes, _constant(request.start))
 
 
@@ -168,6 +173,17 @@ def describe(client: RegisteredClient, request: Describe) -> Answer:
     """Take what routers are to be told of blocks; nothing without routers."""
     if (feed := client.namespace.feed) is not None:
         feed.describe(request)
+    return Done()
+
+
+def device_blocks(client: RegisteredClient, request: DeviceBlocks) -> Answer:
+    """Take which blocks a client's device has; nothing without routers."""
+    hashes = hashes_from(request.hashes)
+    kinds = uint8_from(request.kinds, "kinds", len(hashes))
+    if (kinds > EVENT_CLEARED).any():
+        raise ProtocolError("kinds: only 0, 1 and 2 are sent")
+    if (feed := client.namespace.feed) is not None:
+        feed.device_events(client.session, kinds, hashes)
     return Done()
 
 

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fdcache.hashing import TENANT_BYTES
+import numpy as np
+
+from fdcache.hashing import NO_TENANT, TENANT_BYTES
+from fdcache.metadata import HashArray
 from fdcache.service.server.arguments import ArgumentError, Arguments, choice, number, select_namespaces
 from fdcache.service.server.clients import RegisteredClient
 from fdcache.service.server.layout_storage import LayoutStorage
@@ -25,6 +28,7 @@ from fdcache.tiers.storage_index import LocalIndex
 _DRAIN_SECONDS = 2.0
 """Look-ups stay empty that long after each request to drain, so an operator who went away delays nothing."""
 _MAX_SECONDS = 1e12
+_NO_HASHES: HashArray = np.empty((0, 32), np.uint8)
 _ARGUMENTS = frozenset({"tier", "namespace", "tenant", "tenant_name", "older_than", "in_flight", "dry_run"})
 
 
@@ -73,15 +77,21 @@ class CheckedReset:
         storages = (
             _select_storages(service, arguments) if tiers in {ResetTiers.STORAGE, ResetTiers.ALL} else []
         )
-        if storages and tenant is not None:
+        if tenant == NO_TENANT and storages:
             raise ArgumentError(
-                "tenant: storage does not keep the tenants of its blocks; reset tier host, or a whole namespace"
+                "tenant: stored blocks of no tenant are those of all; reset a whole namespace"
+            )
+        if tenant is not None and not all(isinstance(each.index, LocalIndex) for each in storages):
+            raise ArgumentError(
+                "tenant: other services use this storage too, and it does not keep the tenants of its blocks; "
+                "reset tier host, or a whole namespace"
             )
         namespaces = select_namespaces(service, arguments, required=not storages)
-        if tenant is not None and not any(each.tenants.knows(tenant) for each in namespaces):
+        is_known = any(each.tenants.knows(tenant) for each in namespaces) if tenant is not None else True
+        if tenant is not None and not is_known and not any(each.owners.knows(tenant) for each in storages):
             raise ArgumentError(
                 f"tenant: no namespace knows {arguments.get('tenant_name', tenant.hex())!r}; "
-                "`fdcache inspect tenants` lists those with blocks"
+                "`fdcache inspect tenants` lists those with blocks in host tiers"
             )
         return cls(
             tiers,
@@ -155,31 +165,52 @@ def reset(service: Service, arguments: Arguments) -> ResetView:
                 namespace.draining_until = time.monotonic() + _DRAIN_SECONDS if answer.in_flight else 0.0
         if answer.in_flight and not order.dry_run:
             return answer
-    answer.storage = _reset_storages(order)
+    # The owners of blocks are those of both tiers: what was read from storage has none in the host tier.
+    owned = _owned(service, order)
     if order.has_host:
-        answer.host = [_reset_host(service, clients, namespace, order) for namespace in order.namespaces]
+        answer.host = [
+            _reset_host(service, clients, namespace, order, owned) for namespace in order.namespaces
+        ]
+    answer.storage = _reset_storages(order, owned)
+    if order.tenant is not None and not order.older_than and not order.dry_run:
+        feeds = [each.feed for each in order.namespaces] + [each.feed for each in order.storages]
+        for feed in feeds:
+            if feed is not None:
+                feed.forget_tenant(order.tenant)
     if order.has_devices:
         answer.device = [_reset_device(client, order) for client in clients]
     return answer
 
 
-def _reset_storages(order: CheckedReset) -> list[StorageResetView]:
+def _owned(service: Service, order: CheckedReset) -> HashArray:
+    """Return the blocks below the root that belong to the tenant of a reset, if there is one."""
+    if (key := order.tenant) is None:
+        return _NO_HASHES
+    below = [service.storage_of(namespace) for namespace in order.namespaces]
+    storages = [*order.storages, *(each for each in below if each is not None)]
+    roots = [each.owners.rooted(key) for each in storages]
+    return np.concatenate([_NO_HASHES, *roots, *(each.tenants.rooted(key) for each in order.namespaces)])
+
+
+def _reset_storages(order: CheckedReset, owned: HashArray) -> list[StorageResetView]:
     """Forget stored blocks; their files are erased in the background."""
     if order.older_than and not all(isinstance(each.index, LocalIndex) for each in order.storages):
         raise ArgumentError(
             "older_than: a storage that other services use too keeps no ages; leave it out, or reset tier host"
         )
-    return [_reset_storage(storage, order) for storage in order.storages]
+    return [_reset_storage(storage, order, owned) for storage in order.storages]
 
 
-def _reset_storage(storage: LayoutStorage, order: CheckedReset) -> StorageResetView:
+def _reset_storage(storage: LayoutStorage, order: CheckedReset, owned: HashArray) -> StorageResetView:
     index = storage.index
     if not isinstance(index, LocalIndex):
         if not order.dry_run:
             storage.reset()
         return StorageResetView(storage.id, None, None)
     stored = index.pool.stats()
-    if order.older_than:
+    if order.tenant is not None:
+        blocks = _reset_stored_of_tenant(storage, order, owned)
+    elif order.older_than:
         slots = storage.idle_slots(order.older_than)
         blocks = len(slots) + stored.orphans if order.dry_run else storage.forget(slots)
     else:
@@ -187,12 +218,27 @@ def _reset_storage(storage: LayoutStorage, order: CheckedReset) -> StorageResetV
     return StorageResetView(storage.id, blocks, blocks * storage.layout.record_bytes * storage.layout.tp_size)
 
 
+def _reset_stored_of_tenant(storage: LayoutStorage, order: CheckedReset, owned: HashArray) -> int:
+    """Forget the stored blocks of a tenant, or those unused for long. Return how many."""
+    assert isinstance(storage.index, LocalIndex), "checked before"
+    slots = storage.index.pool.below(owned)
+    if order.older_than:
+        slots = slots[np.isin(slots, storage.idle_slots(order.older_than))]
+    if order.dry_run:
+        return len(slots)
+    return storage.forget(slots) if order.older_than else storage.delete(owned)
+
+
 def _reset_host(
-    service: Service, clients: Sequence[RegisteredClient], namespace: Namespace, order: CheckedReset
+    service: Service,
+    clients: Sequence[RegisteredClient],
+    namespace: Namespace,
+    order: CheckedReset,
+    owned: HashArray,
 ) -> HostResetView:
     stats = namespace.tier.stats() if namespace.tier is not None else None
     if order.is_partial:
-        blocks = _reset_part(namespace, order)
+        blocks = _reset_part(namespace, order, owned)
     elif order.dry_run:
         blocks = stats.ready if stats else 0
     else:
@@ -205,19 +251,21 @@ def _reset_host(
     return HostResetView(namespace.id, blocks, blocks * namespace.slot_bytes, in_use)
 
 
-def _reset_part(namespace: Namespace, order: CheckedReset) -> int:
+def _reset_part(namespace: Namespace, order: CheckedReset, owned: HashArray) -> int:
     """Forget the blocks of a tenant, or those unused for long, with their descendants. Return how many."""
-    tier, tenants = namespace.tier, namespace.tenants
-    owner = tenants.number(order.tenant) if order.tenant is not None else None
-    if tier is None or (order.tenant is not None and owner is None):
+    tier = namespace.tier
+    if tier is None:
         return 0
-    if order.older_than or not owner:
-        hashes = tier.idle(order.older_than, owner).hashes
+    if order.tenant in (None, NO_TENANT):
+        hashes = tier.idle(order.older_than, None if order.tenant is None else 0).hashes
+    elif order.older_than:
+        idle = tier.idle(order.older_than)
+        hashes = idle.hashes[np.isin(idle.slots, tier.below(owned))]
+    elif order.dry_run:
+        return len(tier.below(owned))
     else:
-        hashes = tenants.rooted(order.tenant or b"")
-    if order.dry_run:
-        return len(hashes) if order.older_than or owner is None else int(tier.tenant_entries()[owner])
-    return namespace.drop(hashes)
+        hashes = owned
+    return len(hashes) if order.dry_run else namespace.drop(hashes)
 
 
 def _reset_device(client: RegisteredClient, order: CheckedReset) -> DeviceResetView:

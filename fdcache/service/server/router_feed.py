@@ -1,9 +1,10 @@
-"""RouterFeed: tells routers of the blocks that a layout has in the host tier and in local storage."""
+"""RouterFeed: tells routers of the blocks that a layout has on devices, in the host tier and in local storage."""
 
 from __future__ import annotations
 
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 
 from fdcache.errors import ProtocolError
+from fdcache.hashing import tenant_key
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray
 from fdcache.service.server.event_publisher import EventPublisher, EventStream
@@ -28,12 +30,14 @@ from fdcache.service.wire.router_events import (
     fields_of,
     runs_of,
 )
-from fdcache.tiers.pool import ABSENT, EVENT_REMOVED, EVENT_STORED, READY, BlockPool
+from fdcache.tiers.pool import ABSENT, EVENT_CLEARED, EVENT_REMOVED, EVENT_STORED, READY, BlockPool
 
 log = logging.getLogger("fdcache.service.server")
 
 MOST_EVENTS = 1 << 18
 """Events of storage between two calls; of more, all blocks are told anew."""
+MOST_ON_DEVICE = 1 << 20
+"""Blocks of one client's device; of further ones routers are not told."""
 _SLACK = 65536
 """Notes of blocks that are in no tier, before they are dropped."""
 _AT_ONCE = 4096
@@ -95,8 +99,11 @@ class RouterFeed:
         self._file = file
         self._notes: dict[bytes, bytes] = {}
         self._to_sweep: list[bytes] = []
+        self._deleted: set[bytes] = set()  # keys of tenants whose notes are to go
         self._origins: dict[tuple[str | None, str | None], Origin] = {}
-        self._tiers = {level: _Tier(level) for level in (CacheLevel.HOST, CacheLevel.STORAGE)}
+        self._tiers = {level: _Tier(level) for level in MEDIUM}
+        self._devices: dict[int, set[bytes]] = {}  # what each client has, by its session
+        self._holders: Counter[bytes] = Counter()  # clients with each block
         self._loading: Future[dict[bytes, bytes]] | None = file.load()
         self._stream: EventStream = publisher.stream(topic, self.snapshot)
 
@@ -129,31 +136,49 @@ class RouterFeed:
         for tier in self._tiers.values():
             if tier.pool is not None and (tier.pool.contains(wanted) == READY).any():
                 self.tell_anew(tier.level)
+        if any(key in self._holders for key in keys):
+            self.tell_anew(CacheLevel.DEVICE)
 
     def _keys_of(self, pages: Iterable[bytes]) -> Iterator[bytes]:
         for page in pages:
             yield from (bytes(byte ^ mark for byte in page) if mark else page for mark in range(self._groups))
 
+    def forget_tenant(self, key: bytes) -> None:
+        """Drop the notes of a tenant's blocks that are in no tier, from the file too, in the next calls of ``work``."""
+        self._deleted.add(key)
+
     def _sweep(self) -> None:
-        """Drop the notes of blocks that are in no tier, some at a time, once the file has many rows too many."""
+        """Drop the notes of blocks that are in no tier, some at a time.
+
+        That is due once the file has many rows too many; or for a tenant whose blocks were deleted, for these alone.
+        """
         resident = sum(len(tier.blocks) for tier in self._tiers.values())
         is_known = self._loading is None and not (
             self._has_storage and self._tiers[CacheLevel.STORAGE].pool is None  # it is being opened
         )
-        if not self._to_sweep and is_known and self._file.rows > 2 * resident + _SLACK:
+        if self._deleted and is_known and not self._to_sweep:
+            self._to_sweep = list(self._notes)
+        elif not self._to_sweep and is_known and self._file.rows > 2 * resident + _SLACK:
             self._to_sweep = list(self._notes)[: -_SLACK // 2]  # the newest are perhaps about to be stored
         if not self._to_sweep:
             return
         some, self._to_sweep = self._to_sweep[-_AT_ONCE:], self._to_sweep[:-_AT_ONCE]
         pages = np.frombuffer(b"".join(some), np.uint8).reshape(-1, 32)
-        gone = np.ones(len(pages), np.bool_)
+        gone = np.array([page not in self._holders for page in some], np.bool_)
         for tier in self._tiers.values():
             if tier.pool is not None:
                 gone &= tier.pool.contains(pages) == ABSENT
         for i in np.flatnonzero(gone).tolist():
-            self._notes.pop(some[i], None)
+            if not self._deleted or self._is_deleted(some[i]):
+                self._notes.pop(some[i], None)
         if not self._to_sweep:
+            self._deleted.clear()
             self._file.rewrite(list(self._notes.items()))
+
+    def _is_deleted(self, page: bytes) -> bool:
+        note = self._notes.get(page)
+        salt = _decode(note).salt if note is not None else None
+        return salt is not None and tenant_key(salt) in self._deleted
 
     # --- tiers ----------------------------------------------------------------------------------------------
 
@@ -166,7 +191,8 @@ class RouterFeed:
     def tell_anew(self, level: CacheLevel) -> None:
         """Tell all blocks, those of one tier as its pool has them now."""
         tier = self._tiers[level]
-        tier.blocks = {}
+        if level is not CacheLevel.DEVICE:
+            tier.blocks = {}
         if tier.pool is not None:
             every = tier.pool.starting_with(b"")
             tier.blocks = {row.tobytes(): None for row in tier.pool.ancestry(every.slots).hashes}
@@ -177,12 +203,15 @@ class RouterFeed:
         if (kinds > EVENT_REMOVED).any():  # cleared, or lost
             self.tell_anew(level)
             return
+        self._change(level, kinds.tolist(), [row.tobytes() for row in hashes])
+
+    def _change(self, level: CacheLevel, codes: list[int], every: list[bytes]) -> None:
+        """Publish which blocks came to a tier and left it, in order."""
         tier, changes = self._tiers[level], list[Change]()
-        codes = kinds.tolist()
         ends = [*(i for i in range(1, len(codes)) if codes[i] != codes[i - 1]), len(codes)]
         first = 0
         for end in ends:
-            keys = [row.tobytes() for row in hashes[first:end]]
+            keys = every[first:end]
             if codes[first] == EVENT_STORED:
                 tier.blocks |= dict.fromkeys(keys)
                 changes.append((self._stored, keys))
@@ -192,6 +221,54 @@ class RouterFeed:
                 changes.append((self._removed, keys))
             first = end
         self._stream.publish(lambda: [event for tell, keys in changes for event in tell(level, keys)])
+
+    # --- devices --------------------------------------------------------------------------------------------
+
+    def device_events(self, session: int, kinds: Any, hashes: HashArray) -> None:
+        """Take which blocks came to and left the device of a client.
+
+        Routers are told when the first client has a block, and when the last one has it no more.
+        """
+        own = self._devices.setdefault(session, set())
+        codes, keys = list[int](), list[bytes]()
+        for kind, key in zip(kinds.tolist(), (row.tobytes() for row in hashes), strict=True):
+            if kind == EVENT_STORED and key not in own and len(own) < MOST_ON_DEVICE:
+                own.add(key)
+                self._holders[key] += 1
+                is_told = self._holders[key] == 1
+            elif kind == EVENT_REMOVED and key in own:
+                own.remove(key)
+                is_told = self._is_last(key)
+            else:
+                is_told = False
+            if is_told:
+                codes.append(kind)
+                keys.append(key)
+            if kind == EVENT_CLEARED and own:
+                gone = [each for each in own if self._is_last(each)]
+                own.clear()
+                codes += [EVENT_REMOVED] * len(gone)
+                keys += gone
+        if codes:
+            self._change(CacheLevel.DEVICE, codes, keys)
+
+    def forget_device(self, session: int) -> None:
+        """Forget what the device of a client had that has gone."""
+        gone = [key for key in self._devices.pop(session, ()) if self._is_last(key)]
+        if gone:
+            self._change(CacheLevel.DEVICE, [EVENT_REMOVED] * len(gone), gone)
+
+    def on_devices(self, key: bytes) -> int:
+        """Return how many clients have a block on their device."""
+        return self._holders.get(key, 0)
+
+    def _is_last(self, key: bytes) -> bool:
+        """Count a client less for a block; return True if none is left."""
+        self._holders[key] -= 1
+        if self._holders[key]:
+            return False
+        del self._holders[key]
+        return True
 
     def work(self) -> None:
         """Take the notes that were read from the file, and the events of storage."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,16 +11,12 @@ import numpy as np
 from fdcache.errors import ProtocolError
 from fdcache.hashing import NO_TENANT, TENANT_BYTES, tenant_key
 from fdcache.metadata import HashArray, UInt32Array
+from fdcache.service.server.owners_file import HASH_BYTES, OwnersFile
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import ABSENT, BlockPool
 
-log = logging.getLogger("fdcache.service.server")
-
-_HASH_BYTES = 32
-_ROW = _HASH_BYTES + TENANT_BYTES
 _NO_LIMIT = 2**32 - 1
 _FIRST_SWEEP = 4096  # from that many tenants on, numbers of tenants without blocks are reused
-_SLACK = 4096  # obsolete rows before the file is rewritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +60,12 @@ class Tenants:
 
     def __init__(self, quotas: Quotas, path: Path) -> None:
         self.quotas = quotas
-        self._path = path
         self._numbers: dict[bytes, int] = {NO_TENANT: 0}
         self.roots: dict[bytes, bytes] = {}
         self._free_numbers: list[int] = []
         self._sweep_at = _FIRST_SWEEP
         self._storable = 0
-        self._file = -1
-        self._rows = 0
+        self._file = OwnersFile(path, self.roots)
 
     @property
     def limited(self) -> bool:
@@ -158,23 +149,20 @@ class Tenants:
 
     def rooted(self, key: bytes) -> HashArray:
         """Return the blocks of a tenant below the root."""
-        found = b"".join(root for root, owner in self.roots.items() if owner == key)
-        return np.frombuffer(found, np.uint8).reshape(-1, _HASH_BYTES)
+        return blocks_of(key, self.roots)
 
     # --- owners of blocks ---------------------------------------------------------------------------------
 
     def note(self, parents: HashArray, hashes: HashArray, keys: bytes, arrived: np.ndarray) -> None:
         """Record the owners of blocks that arrived, before these can be found."""
-        rows = []
+        rows: dict[bytes, bytes] = {}
         rooted = np.flatnonzero(~parents.any(axis=1)).tolist() if keys else []
         for position, at in enumerate(rooted):
             key = keys[TENANT_BYTES * position : TENANT_BYTES * (position + 1)]
             root = hashes[at].tobytes()
             if arrived[at] and key != NO_TENANT and self.roots.get(root) != key:
-                self.roots[root] = key
-                rows.append(root + key)
-        if rows:
-            self._write(b"".join(rows), len(rows))
+                self.roots[root] = rows[root] = key
+        self._file.add(rows)
 
     def remove_blocks(self, blocks: Iterable[bytes]) -> None:
         """Forget blocks that left the tier."""
@@ -192,49 +180,24 @@ class Tenants:
         """Forget all blocks."""
         self.roots.clear()
 
-    def _write(self, data: bytes, rows: int) -> None:
-        """Add rows to the file. A full disk is logged: after a restart these blocks count for no tenant."""
-        try:
-            if self._file < 0 or self._rows + rows > 2 * len(self.roots) + _SLACK:
-                self._rewrite()
-                return
-            if os.write(self._file, data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            log.warning("%s: the owners of %d blocks are not kept: %s", self._path, rows, error)
-            self.close()  # the next rows write it as a whole
-        else:
-            self._rows += rows
-
     def keep_file(self) -> None:
         """Write the file again if others removed it. Raises ``OSError``."""
-        if self._file >= 0 and not self._path.exists():
-            self._rewrite()
-
-    def _rewrite(self) -> None:
-        self.close()
-        fresh = self._path.with_name(self._path.name + ".new")
-        fresh.write_bytes(b"".join(root + key for root, key in self.roots.items()))
-        fresh.rename(self._path)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self._rows = len(self.roots)
+        self._file.keep()
 
     def restore(self) -> dict[bytes, bytes]:
         """Return the owners of blocks below the root, as the earlier service wrote them."""
-        try:
-            data = self._path.read_bytes()
-        except OSError:
-            return {}
-        rows = (data[at : at + _ROW] for at in range(0, len(data) - _ROW + 1, _ROW))
-        return {row[:_HASH_BYTES]: row[_HASH_BYTES:] for row in rows}
+        return self._file.load()
 
     def close(self) -> None:
         """Close the file, which stays."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
     def remove(self) -> None:
         """Remove the file."""
-        self.close()
-        self._path.unlink(missing_ok=True)
+        self._file.remove()
+
+
+def blocks_of(key: bytes, owners: Mapping[bytes, bytes]) -> HashArray:
+    """Return the blocks that belong to a tenant."""
+    found = b"".join(block for block, owner in owners.items() if owner == key)
+    return np.frombuffer(found, np.uint8).reshape(-1, HASH_BYTES)

@@ -350,6 +350,11 @@ def _storage_view(storage: LayoutStorage) -> NamespaceStorageView:
         orphans=pool.orphans if pool else 0,
         evictions=pool.evictions if pool else 0,
         restored_blocks=storage.restored,
+        store_bytes=max((rank.store_bytes for rank in ranks if rank.store_bytes is not None), default=None),
+        store_objects=max(
+            (rank.store_objects for rank in ranks if rank.store_objects is not None), default=None
+        ),
+        removed_objects=sum(rank.removed_objects for rank in ranks),
         queued_blocks=storage.queued,
         reading_blocks=storage.blocks_in_flight(SwapPurpose.PREFETCH),
         writing_blocks=storage.blocks_in_flight(SwapPurpose.STORE),

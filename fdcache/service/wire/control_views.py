@@ -52,7 +52,6 @@ class DeleteView(PrefixView, kw_only=True):
     dry_run: bool
     deleted_host: Annotated[int, shown("Blocks deleted from the host tier.")]
     deleted_storage: Annotated[int, shown("Blocks deleted from storage.")]
-    writing: Annotated[int, shown("Blocks that are being written to storage; delete again once they are.")]
 
 
 class MoveView(PrefixView, kw_only=True):

@@ -89,6 +89,7 @@ class Watch:
 
     def __init__(self, live: Live) -> None:
         self.live = live
+        self._has_file = not _is_missing(Path(live.path))  # in a container of its own it may be elsewhere
         self._pidfd = _open_pidfd(live)
         self._poller: select.poll | None = None
         if self._pidfd >= 0:
@@ -111,7 +112,9 @@ class Watch:
         if self._poller is not None and self._poller.poll(0):
             return True
         path = Path(self.live.path)
-        return _is_locked(path) is False if self._poller is None else _is_missing(path)
+        if self._poller is None:
+            return _is_locked(path) is False
+        return self._has_file and _is_missing(path)
 
     def remove_file(self) -> None:
         """Remove the live file of a dead process and stop watching."""

@@ -52,7 +52,8 @@ class Match(msgspec.Struct, frozen=True, tag="match"):
     """Look up paths: ``counts[i]`` hashes each, of which those before ``starts[i]`` are not looked up.
 
     ``runs``, int64, holds the client's numbers for what is pinned of each path, new ones above 0. ``fetches``, int64,
-    holds its numbers of the requests whose blocks may be read from storage; 0: none.
+    holds its numbers of the requests whose blocks may be read from storage; 0: none. ``requests``: their ids, for
+    spans; empty if none are recorded.
     """
 
     runs: bytes
@@ -60,6 +61,7 @@ class Match(msgspec.Struct, frozen=True, tag="match"):
     starts: bytes
     hashes: bytes
     fetches: bytes = b""
+    requests: list[str] = []
 
 
 class FindPath(msgspec.Struct, frozen=True, tag="find_path"):
@@ -69,11 +71,15 @@ class FindPath(msgspec.Struct, frozen=True, tag="find_path"):
 
 
 class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
-    """Start to read the stored part of the path of request ``number``; its first ``start`` blocks are on the device."""
+    """Start to read the stored part of the path of request ``number``; its first ``start`` blocks are on the device.
+
+    ``request``: its id, for spans; empty if none are recorded.
+    """
 
     number: int
     start: int
     hashes: bytes
+    request: str = ""
 
 
 class EndFetches(msgspec.Struct, frozen=True, tag="end_fetches"):
@@ -102,6 +108,16 @@ class Describe(msgspec.Struct, frozen=True, tag="describe"):
     tenant: str | None = None
     adapter: str | None = None
     items: list[tuple[int, int, str]] = []
+
+
+class DeviceBlocks(msgspec.Struct, frozen=True, tag="device_blocks"):
+    """Tell which blocks came to and left the client's device, in order, for a service that tells routers of them.
+
+    Kinds are those of ``Events``; 2 clears what was told before, 3 is not sent.
+    """
+
+    kinds: bytes
+    hashes: bytes
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
@@ -194,6 +210,7 @@ Request = (
     | EndFetches
     | Refill
     | Describe
+    | DeviceBlocks
     | Publish
     | Missed
     | LoadEnded

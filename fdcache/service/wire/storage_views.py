@@ -172,6 +172,29 @@ class NamespaceStorageView(StoredBlocks, kw_only=True):
     state: Annotated[str, shown("One of ready, full, read_only and off.", column="state")]
     error: Annotated[str | None, shown("Last error of the storage.")] = None
     restored_blocks: Annotated[int, shown("Blocks that were stored before the service started.")] = 0
+    store_bytes: Annotated[
+        int | None,
+        shown(
+            "Bytes that all nodes store in the bucket or shared folder, as of this node's last look.",
+            gauge("fdcache_storage_store_bytes"),
+            column="in store",
+            unit=Unit.BYTES,
+        ),
+    ] = None
+    store_objects: Annotated[
+        int | None,
+        shown(
+            "Objects that all nodes store there, as of this node's last look.",
+            gauge("fdcache_storage_store_objects"),
+        ),
+    ] = None
+    removed_objects: Annotated[
+        int,
+        shown(
+            "Objects that this node has removed there for want of room.",
+            counter("fdcache_storage_removed_objects"),
+        ),
+    ] = 0
     erasures_queued: Annotated[
         int,
         shown("Resets that the files have not followed yet.", gauge("fdcache_storage_queued_erasures")),

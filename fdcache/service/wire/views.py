@@ -406,7 +406,10 @@ class BlockView(msgspec.Struct):
 
 
 class ExplainedBlock(msgspec.Struct):
-    """A block of a prompt: in tier ``host`` or ``storage``, or None with the reason why it is in neither."""
+    """A block of a prompt: in tier ``host`` or ``storage``, or None with the reason why it is in neither.
+
+    ``devices``: how many engines have it on their device, as far as they tell a service that tells routers.
+    """
 
     position: int
     hash: str
@@ -418,6 +421,7 @@ class ExplainedBlock(msgspec.Struct):
     left_host_at: float | UnsetType | None = UNSET
     reason: str | UnsetType = UNSET
     left_at: float | UnsetType | None = UNSET
+    devices: int | UnsetType = UNSET
 
 
 class ExplainView(msgspec.Struct):

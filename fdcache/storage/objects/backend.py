@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 ROOT = "fdcache"
 """First part of every object's name."""
 
+LAYOUT = "layout.json"
+"""Last part of the name of an object with the JSON text of a layout, beside the ranks' objects."""
+
 Buffer = bytes | memoryview
 """Bytes that were read."""
 

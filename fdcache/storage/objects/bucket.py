@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fdcache.errors import ConnectorNotFoundError, StorageError
 from fdcache.storage.objects.backend import (
+    ROOT,
     ObjectExistsError,
     ObjectMissingError,
     Stored,
@@ -60,6 +61,19 @@ def require_bucket(settings: ObjectSettings) -> str:
             f"FDCACHE_OBJECT_URL: {url or 'unset'}: object storage needs an address such as s3://bucket/folder"
         )
     return url
+
+
+def reach_bucket(settings: ObjectSettings, timeout: float) -> None:
+    """Ask for an object that is not there. Raises ``StorageError`` if the bucket does not answer, or refuses."""
+    bucket = Bucket(settings, timeout)
+    try:
+        bucket.read(f"{ROOT}/none", 0, 1)
+    except ObjectMissingError:
+        pass
+    except StoreFailedError as error:
+        raise StorageError(str(error)) from None
+    finally:
+        bucket.close()
 
 
 class Bucket:

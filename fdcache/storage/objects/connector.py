@@ -24,7 +24,14 @@ from fdcache.storage.connector import (
     StorageState,
     StorageStats,
 )
-from fdcache.storage.objects.backend import ROOT, ObjectBackend, ObjectMissingError
+from fdcache.storage.objects.backend import (
+    LAYOUT,
+    ROOT,
+    ObjectBackend,
+    ObjectExistsError,
+    ObjectMissingError,
+    StoreFailedError,
+)
 from fdcache.storage.objects.bucket import Bucket, require_bucket
 from fdcache.storage.objects.calls import CallPool
 from fdcache.storage.objects.catalogue import CATALOGUES, Catalogues, Pack
@@ -41,9 +48,9 @@ from fdcache.storage.records import RecordCheck
 _VERSION = 1
 
 
-def rank_prefix(fingerprint: bytes, rank: int, ranks: int) -> str:
-    """Return what the names of a rank's objects begin with."""
-    return f"{ROOT}/{_VERSION}/{fingerprint.hex()}/{rank}of{ranks}/"
+def layout_prefix(fingerprint: bytes) -> str:
+    """Return what the names of a layout's objects begin with."""
+    return f"{ROOT}/{_VERSION}/{fingerprint.hex()}/"
 
 
 class ObjectConnector:
@@ -73,11 +80,15 @@ class ObjectConnector:
         self._pool = CallPool(tier.threads, f"fdcache-{name}")
         self._ranks = [self._locator(context, rank, catalogues) for rank in range(layout.tp_size)]
         self.room = Room(backend, tier.size, self._own.catalogue.forget)
+        self._layout = layout
+        self._has_layout = False
         self._closed = False
+        if context.rank is not None:
+            self.room.look()
 
     def _locator(self, context: ConnectorContext, rank: int, catalogues: Catalogues) -> Locator:
         layout = context.layout
-        prefix = rank_prefix(layout.fingerprint, rank, layout.tp_size)
+        prefix = f"{layout_prefix(layout.fingerprint)}{rank}of{layout.tp_size}/"
         return Locator(
             self._backend,
             self._pool,
@@ -145,17 +156,29 @@ class ObjectConnector:
             return refused
         judge = partial(self._judge, timeout=timeout)
         write = BatchWrite(batch, self._backend, self._objects, self._check, judge)
-        write.run(self._pool, self._own, self._most_records, time.monotonic() + timeout, cancel)
+        deadline = time.monotonic() + timeout
+        write.run(self._pool, self._own, self._most_records, deadline, cancel)
         if write.used or write.nbytes:
             self._health.answered()
         if write.nbytes:
             self._health.wrote()
             self.room.wrote(write.nbytes)
+            if not self._has_layout:
+                self._pool.results([self._store_layout], deadline)
         elif self._health.is_full:
             self.room.is_short()
         self._mark_used(write.used)
         result = BatchResult(write.outcomes, write.checksums, error=write.error)
         return self._counted(result, write.nbytes, writing=True)
+
+    def _store_layout(self) -> None:
+        """Store the layout, for those who look into the store without an engine."""
+        name = layout_prefix(self._layout.fingerprint) + LAYOUT
+        text = np.frombuffer(self._layout.to_json().encode(), np.uint8)
+        with suppress(StoreFailedError):
+            with suppress(ObjectExistsError):
+                self._backend.create(name, text)
+            self._has_layout = True
 
     def _refusal(self, *, writing: bool) -> str | None:
         if self._closed:
@@ -270,7 +293,14 @@ class ObjectConnector:
             state = StorageState.FULL if health.is_full else StorageState.READ_ONLY
         else:
             state = StorageState.READY
-        return self._counters.stats(self.name, state, health.reason)
+        return self._counters.stats(
+            self.name,
+            state,
+            health.reason,
+            store_bytes=self.room.bytes,
+            store_objects=self.room.objects,
+            removed_objects=self.room.removed,
+        )
 
     def close(self) -> None:
         """Make no further calls. One that hangs is left behind: it has no host memory."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from fdcache.settings.kinds import readable_size
-from fdcache.storage.objects.backend import ROOT, ObjectBackend, Stored, StoreFailedError
+from fdcache.storage.objects.backend import LAYOUT, ROOT, ObjectBackend, Stored, StoreFailedError
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,11 @@ class Room:
         self._work: SimpleQueue[list[str] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    def look(self) -> None:
+        """Sweep soon."""
+        with self._lock:
+            self._ask_for_sweep()
+
     def wrote(self, nbytes: int) -> None:
         """Count bytes that this node has stored."""
         with self._lock:
@@ -104,7 +109,7 @@ class Room:
             self._asked = False
             written, short = self._written, self._is_short
             self._is_short = False
-        stored = list(self._backend.stored(f"{ROOT}/"))
+        stored = [each for each in self._backend.stored(f"{ROOT}/") if not each.name.endswith(f"/{LAYOUT}")]
         total = sum(each.size for each in stored)
         limit = min(self._size, total - 1) if short else self._size
         self.interval = interval_of(stored)

@@ -1,0 +1,263 @@
+"""Route OpenAI's API to prefill and decode engines of vLLM with FdcacheConnector.
+
+    python -m examples.openai_router --prefill http://node-1:8100 http://node-2:8100 --decode http://node-3:8200
+
+A request goes to the prefill engine with the least to do, which answers with one token and the parameters of the
+hand-over, and with these to a decode engine. An engine that fails costs time and no request: another one is asked, and
+without any prefill engine decode computes the prompt. An engine that decode has lost in the middle of a stream ends it.
+
+    GET  /health            200 while a decode engine answers
+    GET  /engines           role, state and requests in flight of each engine
+    POST /engines/drain     ?url=...: no new requests; /engines/resume takes it back
+
+Needs httpx beside fdcache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+log = logging.getLogger("openai_router")
+
+_CHECK_SECONDS, _CHECK_TIMEOUT, _CONNECT_TIMEOUT = 2.0, 5.0, 5.0
+_ASKED = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_OF_DECODE = ("stream", "stream_options", "min_tokens", "max_completion_tokens", "n", "best_of")
+"""Fields that would make prefill answer with more than a token."""
+
+
+@dataclass(eq=False)
+class Engine:
+    """An engine and what the router knows of it."""
+
+    url: str
+    role: str
+    is_up: bool = True
+    is_draining: bool = False
+    in_flight: int = 0
+
+    @property
+    def is_usable(self) -> bool:
+        """True if it takes requests."""
+        return self.is_up and not self.is_draining
+
+
+class RefusedError(Exception):
+    """An engine has answered that the request is wrong: it is for no other engine either."""
+
+    def __init__(self, answer: httpx.Response) -> None:
+        super().__init__(str(answer.status_code))
+        self.answer = answer
+
+
+class Router:
+    """Chooses engines, and tries others when one fails."""
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+        urls = {"prefill": prefill, "decode": decode}
+        self.engines = [Engine(url.rstrip("/"), role) for role, of_role in urls.items() for url in of_role]
+        timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self.client = httpx.AsyncClient(timeout=timeout, limits=limits)
+
+    def engine(self, url: str) -> Engine:
+        """Return the engine at an address. Raises ``HTTPException``."""
+        found = next((each for each in self.engines if each.url == url.rstrip("/")), None)
+        if found is None:
+            raise HTTPException(404, f"no engine at {url}")
+        return found
+
+    def choose(self, role: str, tried: Sequence[Engine]) -> Engine | None:
+        """Return the engine of a role with the least to do that was not tried yet."""
+        usable = [each for each in self.engines if each.role == role and each.is_usable and each not in tried]
+        return min(usable, key=lambda each: each.in_flight, default=None)
+
+    async def check(self) -> None:
+        """Ask every engine for its health, for ever."""
+        while True:
+            await asyncio.gather(*(self._check(each) for each in self.engines))
+            await asyncio.sleep(_CHECK_SECONDS)
+
+    async def _check(self, engine: Engine) -> None:
+        try:
+            answer = await self.client.get(f"{engine.url}/health", timeout=_CHECK_TIMEOUT)
+            is_up = answer.status_code < 500
+        except httpx.HTTPError:
+            is_up = False
+        if is_up != engine.is_up:
+            log.warning("%s engine %s is %s", engine.role, engine.url, "up" if is_up else "down")
+        engine.is_up = is_up
+
+    def failed(self, engine: Engine, reason: object) -> None:
+        """Ask an engine for nothing until it is healthy again."""
+        log.warning("%s engine %s failed: %s", engine.role, engine.url, reason)
+        engine.is_up = False
+
+    async def prefill(
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> dict[str, Any] | None:
+        """Compute a prompt; return the parameters for decode, None if no engine has computed it.
+
+        Raises ``RefusedError``.
+        """
+        asked = {name: value for name, value in body.items() if name not in _OF_DECODE}
+        asked |= {"max_tokens": 1, "kv_transfer_params": {**(body.get("kv_transfer_params") or {}), **_ASKED}}
+        tried: list[Engine] = []
+        while (engine := self.choose("prefill", tried)) is not None:
+            tried.append(engine)
+            engine.in_flight += 1
+            try:
+                answer = await self.client.post(f"{engine.url}{path}", json=asked, headers=headers)
+                if 400 <= answer.status_code < 500:
+                    raise RefusedError(answer)
+                answer.raise_for_status()
+                parameters: dict[str, Any] | None = answer.json().get("kv_transfer_params")
+            except (httpx.HTTPError, ValueError) as error:
+                self.failed(engine, error)
+            else:
+                return parameters
+            finally:
+                engine.in_flight -= 1
+        return None
+
+    @asynccontextmanager
+    async def decode(
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> AsyncIterator[httpx.Response]:
+        """Open the answer of a decode engine, of another if one fails before it answers.
+
+        Raises ``HTTPException`` without any.
+        """
+        tried: list[Engine] = []
+        while (engine := self.choose("decode", tried)) is not None:
+            tried.append(engine)
+            engine.in_flight += 1
+            try:
+                request = self.client.build_request("POST", f"{engine.url}{path}", json=body, headers=headers)
+                try:
+                    answer = await self.client.send(request, stream=True)
+                except httpx.HTTPError as error:
+                    self.failed(engine, error)
+                    continue
+                if answer.status_code >= 500 and self.choose("decode", tried) is not None:
+                    await answer.aclose()
+                    self.failed(engine, answer.status_code)
+                    continue
+                try:
+                    yield answer
+                finally:
+                    await answer.aclose()
+                return
+            finally:
+                engine.in_flight -= 1
+        raise HTTPException(503, "no decode engine answers")
+
+    async def answer(self, path: str, request: Request) -> Response:
+        """Answer a request of a client."""
+        body = await request.json()
+        headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
+        if (key := request.headers.get("Authorization")) is not None:
+            headers["Authorization"] = key
+        try:
+            parameters = await self.prefill(path, body, headers)
+        except RefusedError as refused:
+            return Response(refused.answer.content, refused.answer.status_code, media_type="application/json")
+        if parameters:
+            body["kv_transfer_params"] = parameters
+        opened = self.decode(path, body, headers)
+        answer = await opened.__aenter__()
+
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                async for piece in answer.aiter_raw():
+                    yield piece
+            finally:  # also when the client has gone: decode then aborts the request
+                await opened.__aexit__(None, None, None)
+
+        kept = {
+            name: value
+            for name, value in answer.headers.items()
+            if name in ("content-type", "content-encoding")
+        }
+        return StreamingResponse(pieces(), answer.status_code, kept)
+
+
+def make_app(prefill: Sequence[str], decode: Sequence[str]) -> FastAPI:
+    """Return the application of a router."""
+    router = Router(prefill, decode)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        checks = asyncio.create_task(router.check())
+        yield
+        checks.cancel()
+        await router.client.aclose()
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await router.answer("/v1/completions", request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await router.answer("/v1/chat/completions", request)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        if (engine := router.choose("decode", ())) is None:
+            raise HTTPException(503, "no decode engine answers")
+        answer = await router.client.get(f"{engine.url}/v1/models")
+        return Response(answer.content, answer.status_code, media_type="application/json")
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if router.choose("decode", ()) is not None else 503)
+
+    @app.get("/engines")
+    async def engines() -> Response:
+        return JSONResponse([{**vars(each), "is_usable": each.is_usable} for each in router.engines])
+
+    @app.post("/engines/{action}")
+    async def drain(action: str, url: str) -> Response:
+        if action not in ("drain", "resume"):
+            raise HTTPException(404, "drain or resume")
+        engine = router.engine(url)
+        engine.is_draining = action == "drain"
+        return JSONResponse({**vars(engine), "is_usable": engine.is_usable})
+
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until a signal."""
+    parser = argparse.ArgumentParser(prog="python -m examples.openai_router")
+    parser.add_argument("--prefill", nargs="+", required=True, metavar="URL")
+    parser.add_argument("--decode", nargs="+", required=True, metavar="URL")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO)
+    uvicorn.run(make_app(options.prefill, options.decode), host=options.host, port=options.port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Prefill and decode in two engines: the request parameters of vLLM's own protocol, which routers pass on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fdcache.manager import Request
+from fdcache.manager.requests import PeerSource
+from fdcache.settings.peers import TransferRole
+from fdcache.transfer.engine_handovers import EngineHandovers
+
+logger = logging.getLogger(__name__)
+
+ADDRESSES = "remote_addresses"
+"""Parameter with the address of each rank of the prefill instance: routers pass on what they do not know."""
+
+_WHOLE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """What an engine tells of itself."""
+
+    engine_id: str
+    tp_size: int
+    pp_size: int
+
+
+class PeerSide:
+    """What a prefill engine returns for its requests, and what a decode engine fetches for its own.
+
+    ``addresses``: of the own ranks, from their handshake.
+    """
+
+    def __init__(self, handovers: EngineHandovers, identity: EngineIdentity) -> None:
+        self._handovers = handovers
+        self._identity = identity
+        self._addresses: dict[int, str] = {}
+        self._strange = 0
+
+    def learn_addresses(self, addresses: Mapping[int, str]) -> None:
+        """Take the addresses at which ranks answer peers."""
+        self._addresses |= addresses
+
+    def arrived(self, source: Any, request: Request) -> None:
+        """Take note of the prefill engine that has computed a request, if its parameters name one."""
+        params = source.kv_transfer_params
+        if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+            return
+        if self._handovers.role is TransferRole.PREFILL:
+            return
+        addresses, transfer = params.get(ADDRESSES), params.get("remote_request_id")
+        is_named = isinstance(addresses, list) and all(isinstance(each, str) for each in addresses)
+        if not (is_named and addresses and isinstance(transfer, str)):
+            self._strange += 1
+            if self._strange.bit_count() == 1:
+                logger.warning(
+                    "kv_transfer_params of request %s name no engine with FdcacheConnector (%s, remote_request_id): "
+                    "its prompt is computed, as of %d such requests",
+                    source.request_id,
+                    ADDRESSES,
+                    self._strange,
+                )
+            return
+        self._handovers.fetch(request, PeerSource(transfer, tuple(addresses)))
+
+    def finished(self, source: Any, request: Request, blocks: Sequence[int]) -> dict[str, Any] | None:
+        """Hand over the prompt of a request that has ended; return the parameters for the decode engine.
+
+        None if nothing is handed over: the router did not ask for it, or the request was aborted.
+        """
+        params, num_tokens = source.kv_transfer_params, source.num_prompt_tokens
+        if not isinstance(params, dict) or not params.get("do_remote_decode"):
+            return None
+        if self._handovers.role is TransferRole.DECODE:
+            return None
+        size = self._handovers.block_size
+        is_whole = source.status.name in _WHOLE and source.num_computed_tokens >= num_tokens
+        if not is_whole or num_tokens <= size or not self._addresses:
+            return None
+        count = self._handovers.send(request, source.request_id, num_tokens, np.array(blocks, np.int32))
+        own, addresses = self._identity, [self._addresses[rank] for rank in sorted(self._addresses)]
+        host, port = _host_and_port(addresses[0])
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(blocks[:count])],
+            "remote_engine_id": own.engine_id,
+            "remote_request_id": source.request_id,
+            "remote_host": host,
+            "remote_port": port,
+            "remote_num_tokens": num_tokens,
+            "tp_size": own.tp_size,
+            "pp_size": own.pp_size,
+            "dcp_size": 1,
+            "transfer_mode": "pull",
+            ADDRESSES: addresses,
+        }
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Return what routers log of an address; a socket of this machine has no port."""
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    return (host, int(port)) if scheme == "tcp" else ("localhost", 0)

@@ -1,0 +1,212 @@
+"""Hand-overs of an engine that owns its device cache, on the scheduler's side.
+
+    manager = OffloadManager.from_settings(layout, settings)
+    handovers = EngineHandovers.from_settings(manager, num_device_blocks, settings)   # None with FDCACHE_TRANSFER=none
+    handovers.send(request, name, num_tokens, block_table)    # prefill, once they are computed
+    handovers.fetch(request, source)                          # decode, when the request arrives
+
+A match then promises the whole prompt: what the tiers below the device have is loaded, and the rest is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fdcache.errors import ConfigurationError, RequestStateError
+from fdcache.manager.keyed import OffloadRequest
+from fdcache.manager.loads import EngineFetch, PeerRun, table_of
+from fdcache.manager.offload import OffloadManager
+from fdcache.manager.requests import PeerSource, Request
+from fdcache.metadata import HashArray, Int32Array, PeerTask
+from fdcache.settings import Settings
+from fdcache.settings.peers import TransferRole
+from fdcache.transfer.handover_tasks import HandoverTasks, PeerTerms
+
+
+@dataclass(slots=True, eq=False)
+class _Send:
+    """Blocks that the engine keeps until every rank has reported them."""
+
+    request: OffloadRequest
+    transfer: str
+    hashes: HashArray
+    slots: Int32Array
+
+
+class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
+    """The hand-overs of one ``OffloadManager``.
+
+    ``num_device_blocks``: those of the engine. Calls are thread-safe. Raises ``TransferNotFoundError`` for a connector
+    that does not exist, ``ConfigurationError`` for layouts of several groups of layers, or with windows.
+    """
+
+    def __init__(self, manager: OffloadManager, terms: PeerTerms, num_device_blocks: int) -> None:
+        super().__init__(terms)
+        if manager.layout.windows:
+            raise ConfigurationError(
+                f"FDCACHE_TRANSFER={terms.settings.connector}: layers of several groups, or with sliding windows, are "
+                "not handed over; unset it"
+            )
+        self._manager = manager
+        self._num_device_blocks = num_device_blocks
+        self._unsent: list[_Send] = []
+        self._unheld: dict[str, OffloadRequest] = {}  # that wait to fetch, without a hold yet
+        self._holds: dict[str, int] = {}
+        self._held_by: dict[int, str] = {}
+        parts = manager.attach_hooks(self)
+        self._lock, self._requests, self._wake = parts.lock, parts.requests, parts.wake
+        self._loads, self._counters = parts.requests.native_loads, parts.counters
+        self._computing = parts.seconds_to_compute
+
+    @classmethod
+    def from_settings(
+        cls, manager: OffloadManager, num_device_blocks: int, settings: Settings | None = None
+    ) -> EngineHandovers | None:
+        """Return those of a manager, None with FDCACHE_TRANSFER=none. ``settings``: by default the environment's."""
+        terms = PeerTerms.of(settings or Settings.load())
+        return cls(manager, terms, num_device_blocks) if terms.settings.is_on else None
+
+    # --- calls of the engine ----------------------------------------------------------------------------------
+
+    def send(self, request: Request, transfer: str, num_tokens: int, device_ids: Int32Array) -> int:
+        """Hand over the blocks of a request's first ``num_tokens`` tokens under this name; return their number.
+
+        The steps before the next plan compute them; the last one need not be full. The engine keeps them until
+        every rank has reported the task of this name, also after ``finish``. Raises ``RequestStateError`` for a table
+        without these blocks, or a name that another send has.
+        """
+        with self._lock:
+            self._requests.prepare(request)
+            hashes = request.hashes_to(num_tokens, self._manager.layout, self._lookahead)
+            slots = table_of(device_ids)[: len(hashes)]
+            if len(slots) < len(hashes) or request.num_tokens < num_tokens:
+                raise RequestStateError(
+                    f"request {request.request_id!r} has {len(slots)} of the {len(hashes)} blocks to hand over"
+                )
+            self._require_new(transfer)
+            self._named[transfer] = send = _Send(request, transfer, hashes, slots)
+            self._unsent.append(send)
+            self._wake()
+            return len(hashes)
+
+    def fetch(self, request: Request, source: PeerSource) -> int:
+        """Take note where a request that has arrived fetches the blocks that it lacks; return how many its prompt has.
+
+        Return 0 if it may fetch none, and tell the peer. The next ``load`` fetches; without one, ``unmatch`` and
+        ``finish`` tell the peer.
+        """
+        with self._lock:
+            self.unwanted(request)
+            self._requests.prepare(request)
+            if self._holds_too_much(self._num_device_blocks):
+                self._counters.fetches_skipped += 1
+                self.decline([source])
+                return 0
+            hashes = request.hashes_to(request.num_tokens, self._manager.layout, self._lookahead)
+            self._requests.track(request).peer = PeerRun(source, hashes, request.num_tokens)
+            self._unheld[request.request_id] = request
+            self._wake()
+            return len(hashes)
+
+    def decline(self, sources: Iterable[PeerSource]) -> None:
+        """Tell prefill instances that transfers are not wanted."""
+        with self._lock:
+            super().decline(sources)
+            self._wake()
+
+    def end(self, request: OffloadRequest) -> None:
+        """End the hand-overs of a request, and tell the peers. Idempotent."""
+        with self._lock:
+            self._unsent = [each for each in self._unsent if each.request is not request]
+            self._cancelled += [number for number, each in self._sends.items() if each.request is request]
+            self._named = {name: each for name, each in self._named.items() if each.request is not request}
+            self.released(request)
+
+    @property
+    def role(self) -> TransferRole:
+        """Part of this engine in hand-overs."""
+        return TransferRole(self._terms.settings.role)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block. A prompt of one is sooner computed."""
+        return self._manager.layout.block_size
+
+    @property
+    def _lookahead(self) -> int:
+        return self._manager.settings.lookahead_tokens
+
+    # --- hooks of the manager ---------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """True if the next plan has a hand-over to begin or to end."""
+        return bool(self._unsent or self._declined or self._cancelled or self._unheld)
+
+    def unwanted(self, request: OffloadRequest) -> None:
+        """Tell the peer that a request fetches nothing."""
+        tracked = self._requests.get(request)
+        if tracked is not None and tracked.peer is not None:
+            self.decline([tracked.peer.source])
+            tracked.peer = None
+        self._drop_hold(request)
+
+    def released(self, request: OffloadRequest) -> None:
+        """End what a request fetches, or would fetch, as it ends."""
+        self.unwanted(request)
+        for number, each in self._fetches.items():
+            if each.loading.request is request and not each.given_up:
+                each.given_up = True
+                self._cancelled.append(number)
+        self._requests.loads.give_up_fetches(request)
+        self._wake()
+
+    # --- plans ------------------------------------------------------------------------------------------------
+
+    def _due_sends(self) -> list[_Send]:
+        due, self._unsent = self._unsent, []
+        return due
+
+    def _send_task(self, send: _Send) -> PeerTask:
+        return self._task_of_send(send.transfer, send.hashes, send.slots, computed=len(send.hashes))
+
+    def _due_fetches(self) -> list[EngineFetch]:
+        fetches = self._requests.loads.take_fetches()
+        for each in fetches:
+            self._drop_hold(each.loading.request)
+        return fetches
+
+    def _seconds_to_compute(self, fetch: EngineFetch) -> float | None:
+        return self._computing(fetch.part.first * self.block_size, fetch.run.num_tokens)
+
+    def _path_of(self, fetch: EngineFetch) -> tuple[HashArray, bytes]:
+        return fetch.run.hashes, b""
+
+    # --- holds: prefill keeps its blocks while a request waits for room ----------------------------------------
+
+    def _due_holds(self) -> list[tuple[PeerSource, str]]:
+        waiting, self._unheld = self._unheld, {}
+        found = ((name, self._requests.get(request)) for name, request in waiting.items())
+        return [
+            (each.peer.source, name) for name, each in found if each is not None and each.peer is not None
+        ]
+
+    def _hold_sent(self, plan_id: int, request_id: str) -> None:
+        self._holds[request_id] = plan_id
+        self._held_by[plan_id] = request_id
+
+    def _drop_hold(self, request: OffloadRequest) -> None:
+        self._unheld.pop(request.request_id, None)
+        if (plan_id := self._holds.pop(request.request_id, None)) is not None:
+            del self._held_by[plan_id]
+            self._cancelled.append(plan_id)
+
+    def _hold_ended(self, plan_id: int) -> None:
+        """Fetch nothing any more: prefill has told that it has no such transfer, or does not answer."""
+        if (request_id := self._held_by.pop(plan_id, None)) is None:
+            return
+        del self._holds[request_id]
+        tracked = self._requests.named(request_id)
+        if tracked is not None:
+            tracked.peer = None

@@ -1,0 +1,110 @@
+"""What a service knows of the devices of its engines, for routers: who has a block, and what is gone with an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fdcache.manager import device_events
+from fdcache.metadata import CacheLevel
+from fdcache.service.client.connection import Client
+from fdcache.service.client.control import Control, Prefix
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers.events import BlocksCleared, BlockStored, EventsLost
+from tests.service_engine import PROMPT, Engine
+from tests.service_help import TIMEOUT, LocalService, local_service, until
+
+BLOCKS = 10
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[LocalService]:
+    with local_service(tmp_path, FDCACHE_KV_EVENTS="tcp://127.0.0.1:*") as running:
+        yield running
+
+
+def on_devices(service: LocalService, tokens: list[int] = PROMPT) -> list[int]:
+    """Return how many devices have each block of a prompt, as the command line shows it."""
+    with Client(service.address) as client:
+        return [int(block.devices or 0) for block in Control(client).explain(Prefix(tokens)).blocks]
+
+
+def engine_with_events(address: str, capacity: int) -> Engine:
+    settings = CacheSettings(
+        server=address,
+        device_blocks=32,
+        write_policy=WritePolicy.WRITE_THROUGH,
+        rpc_timeout=TIMEOUT,
+        event_buffer=capacity,
+    )
+    return Engine(address, settings=settings)
+
+
+def of_device(engine: Engine) -> list[Any]:
+    return [event for event in engine.manager.take_events() if event.tier is CacheLevel.DEVICE]
+
+
+def test_a_block_is_on_the_devices_of_those_engines_that_have_it(service: LocalService) -> None:
+    first, second = Engine(service.address), Engine(service.address)
+    first.serve(PROMPT)
+    until(lambda: on_devices(service) == [1] * BLOCKS, "one engine has the blocks")
+    second.serve(PROMPT[:21])
+    until(lambda: on_devices(service) == [2] * 5 + [1] * 5, "the other has some of them, too")
+    first.close()
+    until(lambda: on_devices(service) == [1] * 5 + [0] * 5, "those of the first are gone")
+    second.manager.reset_cache()
+    until(lambda: on_devices(service) == [0] * BLOCKS, "a reset is told without a further step")
+    second.close()
+
+
+def test_a_new_session_tells_all_blocks_again(service: LocalService) -> None:
+    engine = Engine(service.address)
+    engine.serve(PROMPT)
+    until(lambda: on_devices(service) == [1] * BLOCKS, "the engine has the blocks")
+    (namespace,) = service.service.namespaces.values()
+    service.service.clients.end_sessions(namespace)
+
+    def is_told() -> bool:
+        engine.manager.take_plans()
+        return on_devices(service) == [1] * BLOCKS
+
+    until(lambda: on_devices(service) == [0] * BLOCKS, "the former session ended")
+    until(is_told, "the new one tells them")
+    engine.close()
+
+
+def test_blocks_beyond_the_buffer_are_told_anew(
+    service: LocalService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_events, "_MOST_TOLD", 4)
+    engine = Engine(service.address)
+    engine.serve(PROMPT[:5])
+    engine.serve(PROMPT)
+    until(lambda: on_devices(service) == [1] * BLOCKS, "all blocks are known")
+    engine.close()
+
+
+def test_the_engine_has_its_own_events_beside_the_service(service: LocalService) -> None:
+    engine = engine_with_events(service.address, 64)
+    engine.serve(PROMPT)
+    until(lambda: on_devices(service) == [1] * BLOCKS, "the service knows the blocks")
+    events = of_device(engine)
+    assert [type(event) for event in events] == [BlockStored] * BLOCKS
+    assert events[0].parent_hash is None
+    assert [event.parent_hash for event in events[1:]] == [event.block_hash for event in events[:-1]]
+    assert of_device(engine) == []
+    engine.manager.reset_cache()
+    assert of_device(engine) == [BlocksCleared(CacheLevel.DEVICE)]
+    engine.close()
+
+
+def test_an_engine_that_does_not_take_its_events_is_told_that_they_are_lost(service: LocalService) -> None:
+    engine = engine_with_events(service.address, 4)
+    engine.serve(PROMPT[:5])
+    engine.serve(PROMPT)
+    until(lambda: on_devices(service) == [1] * BLOCKS, "the service knows the blocks")
+    assert of_device(engine) == [EventsLost(CacheLevel.DEVICE)]
+    engine.close()

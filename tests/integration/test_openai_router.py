@@ -1,0 +1,188 @@
+"""The router over HTTP, between engines that answer as vLLM does and note what they were asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from examples import openai_router
+from examples.openai_router import make_app
+from tests.service_help import until
+
+
+class Served:
+    """An application at a port of this machine, in a thread."""
+
+    def __init__(self, app: FastAPI, port: int = 0) -> None:
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(("127.0.0.1", port))
+        self.port = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
+        self.thread.start()
+        until(lambda: self.server.started, "a server")
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        self.server.should_exit = True
+        self.thread.join()
+        self.socket.close()
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class StandIn:
+    """An engine: what it was asked, and the status with which it answers."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.status = name, 200
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.app = FastAPI()
+        self.app.get("/health")(self.health)
+        self.app.get("/v1/models")(self.models)
+        self.app.post("/v1/completions")(self.complete)
+
+    async def health(self) -> Response:
+        """Answer that it is healthy."""
+        return Response()
+
+    async def models(self) -> Response:
+        """Answer with the own name."""
+        return JSONResponse({"served_by": self.name})
+
+    async def complete(self, request: Request) -> Response:
+        """Answer as prefill or decode, by what is asked."""
+        body = await request.json()
+        self.asked.append(body)
+        self.headers.append(dict(request.headers))
+        if self.status != 200:
+            return JSONResponse({"error": self.name}, self.status)
+        parameters = body.get("kv_transfer_params") or {}
+        if parameters.get("do_remote_decode"):
+            handed_over = {
+                "do_remote_prefill": True,
+                "remote_addresses": ["a"],
+                "remote_engine_id": self.name,
+            }
+            return JSONResponse({"kv_transfer_params": handed_over})
+        if not body.get("stream"):
+            return JSONResponse({"by": self.name, "from": parameters.get("remote_engine_id")})
+
+        async def pieces() -> AsyncIterator[str]:
+            for number in range(3):
+                yield f"data: {json.dumps(number)}\n\n"
+                await asyncio.sleep(0.01)
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+class Deployment:
+    """Two engines of each role, and a router."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.prefill, self.decode = [StandIn("p0"), StandIn("p1")], [StandIn("d0"), StandIn("d1")]
+        self.served = {
+            each.name: stack.enter_context(Served(each.app)) for each in (*self.prefill, *self.decode)
+        }
+        urls = [[self.served[each.name].url for each in of_role] for of_role in (self.prefill, self.decode)]
+        self.router = stack.enter_context(Served(make_app(*urls)))
+        self.client = stack.enter_context(httpx.Client(base_url=self.router.url, timeout=60.0))
+
+    def ask(self, **fields: Any) -> httpx.Response:
+        """Ask for a completion."""
+        body = {"model": "m", "prompt": "x", "max_tokens": 9, **fields}
+        return self.client.post("/v1/completions", json=body, headers={"Authorization": "Bearer key"})
+
+    def state(self, name: str) -> dict[str, Any]:
+        """Return what the router knows of an engine."""
+        engines = self.client.get("/engines").json()
+        found: dict[str, Any] = next(each for each in engines if each["url"] == self.served[name].url)
+        return found
+
+
+@pytest.fixture
+def deployed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
+    monkeypatch.setattr(openai_router, "_CHECK_SECONDS", 0.05)
+    with ExitStack() as stack:
+        yield Deployment(stack)
+
+
+def test_prefill_answers_with_a_token_and_decode_with_its_parameters(deployed: Deployment) -> None:
+    answer = deployed.ask(min_tokens=4, n=2).json()
+    (prefill,) = [each for each in deployed.prefill if each.asked]
+    (decode,) = [each for each in deployed.decode if each.asked]
+    assert answer == {"by": decode.name, "from": prefill.name}
+    assert prefill.asked[0]["max_tokens"] == 1
+    assert not {"stream", "min_tokens", "n"} & prefill.asked[0].keys()
+    assert (decode.asked[0]["max_tokens"], decode.asked[0]["min_tokens"]) == (9, 4)
+    assert decode.asked[0]["kv_transfer_params"]["remote_addresses"] == ["a"]
+    assert prefill.headers[0]["authorization"] == decode.headers[0]["authorization"] == "Bearer key"
+    assert prefill.headers[0]["x-request-id"] == decode.headers[0]["x-request-id"]
+
+
+def test_a_stream_is_passed_on(deployed: Deployment) -> None:
+    answer = deployed.ask(stream=True, stream_options={"include_usage": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.text == "data: 0\n\ndata: 1\n\ndata: 2\n\n"
+    assert deployed.client.get("/v1/models").json()["served_by"] in ("d0", "d1")
+    until(
+        lambda: not any(deployed.state(name)["in_flight"] for name in deployed.served), "the end of requests"
+    )
+
+
+def test_engines_that_fail_cost_no_request_and_come_back(deployed: Deployment) -> None:
+    deployed.prefill[0].status = 500
+    deployed.served["d0"].close()
+    assert [deployed.ask().json() for _ in range(3)] == [{"by": "d1", "from": "p1"}] * 3
+    deployed.prefill[1].status = 500
+    assert deployed.ask().json() == {"by": "d1", "from": None}, "decode computes the prompt"
+    deployed.prefill[0].status = deployed.prefill[1].status = 200
+    until(lambda: deployed.state("p0")["is_up"] and deployed.state("p1")["is_up"], "healthy engines")
+    assert deployed.ask().json()["from"] in ("p0", "p1")
+    with Served(deployed.decode[0].app, deployed.served["d0"].port):
+        until(lambda: deployed.state("d0")["is_up"], "an engine that was started again")
+        deployed.served["d1"].close()
+        assert deployed.ask().json()["by"] == "d0"
+        assert deployed.client.get("/health").status_code == 200
+    until(lambda: deployed.ask().status_code == 503, "no decode engine")
+    assert deployed.client.get("/health").status_code == 503
+
+
+def test_a_wrong_request_is_for_no_other_engine(deployed: Deployment) -> None:
+    for each in deployed.prefill:
+        each.status = 400
+    answer = deployed.ask()
+    assert answer.status_code == 400
+    assert answer.json()["error"] in ("p0", "p1")
+    assert sum(len(each.asked) for each in deployed.prefill) == 1
+    assert not any(each.asked for each in deployed.decode)
+
+
+def test_an_engine_that_is_drained_gets_no_requests(deployed: Deployment) -> None:
+    for name in ("p0", "d1"):
+        drained = deployed.client.post("/engines/drain", params={"url": deployed.served[name].url})
+        assert drained.json()["is_usable"] is False
+    assert [deployed.ask().json() for _ in range(3)] == [{"by": "d0", "from": "p1"}] * 3
+    deployed.client.post("/engines/resume", params={"url": deployed.served["d1"].url})
+    deployed.client.post("/engines/drain", params={"url": deployed.served["d0"].url})
+    assert deployed.ask().json()["by"] == "d1"
+    assert deployed.client.post("/engines/drain", params={"url": "http://nobody"}).status_code == 404
+    assert deployed.client.post("/engines/other", params={"url": "http://nobody"}).status_code == 404
