@@ -34,9 +34,9 @@ class Tracked:
 
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
     slots refer to. ``coming`` blocks after them, or with nothing found after the device's, are being read from storage.
-    ``device_blocks`` is the number that the engine had when it asked last, ``load`` the load whose outcome was not taken. ``peer`` has what is neither on the
-    device nor below it, until that is fetched or declined. ``keys`` are those of the records of
-    its pages; everything here counts records, of which a page has one for each group of layers.
+    ``device_blocks`` is the number that the engine had when it asked last, ``load`` the load whose outcome was not
+    taken. ``peer`` has what is neither on the device nor below it, until that is fetched or declined. ``keys`` are
+    those of the records of its pages; everything here counts records, of which a page has one for each group of layers.
     """
 
     __slots__ = (

@@ -6,8 +6,6 @@ request asked for; its id is 0. Field names and tags are part of the format.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -498,11 +496,3 @@ def _array(data: bytes, field: str, dtype: np.dtype, count: int | None) -> NDArr
     if count is not None and len(data) != count * dtype.itemsize:
         raise ProtocolError(f"{field}: {len(data) // dtype.itemsize} items where {count} are needed")
     return np.frombuffer(data, dtype)
-
-
-def to_number(value: Any) -> float:
-    """Return a client's own figure as a float; 0 for what is no number, or too large for one."""
-    try:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
-    except OverflowError:
-        return 0.0
