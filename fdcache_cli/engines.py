@@ -46,6 +46,16 @@ ENGINES = {
             """'{"kv_connector": "FdcacheConnector", "kv_role": "kv_both"}'""",
         ),
         Engine(
+            "sglang",
+            "SGLang",
+            ("sglang",),
+            ("0.5.23",),
+            "sglang serve --model-path MODEL --enable-hierarchical-cache --hicache-write-policy "
+            "write_through --hicache-storage-backend dynamic --hicache-storage-backend-extra-config "
+            """'{"backend_name": "fdcache", "module_path": "fdcache.integrations.sglang.storage", "class_name": """
+            """"FdcacheStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": true}'""",
+        ),
+        Engine(
             "fastdeploy",
             "FastDeploy",
             ("fastdeploy-gpu", "fastdeploy-cpu", "fastdeploy"),

@@ -24,7 +24,7 @@ def init(
     *,
     engine: Annotated[
         str | None,
-        typer.Option(metavar="ENGINE", help="vllm, fastdeploy, or own for one that embeds fdcache."),
+        typer.Option(metavar="ENGINE", help="vllm, sglang, fastdeploy, or own for one that embeds fdcache."),
     ] = None,
     model: Annotated[
         str | None,

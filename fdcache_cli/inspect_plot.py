@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fdcache.errors import ConfigurationError
-from fdcache.service.wire.client_views import HIT_TIERS, ClientFigures, ClientView, TransferView
-from fdcache.service.wire.protocol import to_number
+from fdcache.service.wire.client_views import HIT_TIERS, ClientFigures, ClientView, TransferView, to_number
 from fdcache.service.wire.views import NamedTenantView, NamespaceView, ReuseView, TreeNode
 from fdcache.settings.kinds import printable
 

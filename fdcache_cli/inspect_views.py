@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fdcache.service.wire.client_views import ClientFigures, ClientView, TransferView
-from fdcache.service.wire.protocol import to_number
+from fdcache.service.wire.client_views import ClientFigures, ClientView, TransferView, to_number
 from fdcache.service.wire.views import NamedTenantView, NamespaceView, TiersView
 from fdcache.settings.kinds import readable_size
 from fdcache_cli import inspect_plot, output

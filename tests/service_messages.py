@@ -39,6 +39,7 @@ ANSWERS: dict[str, str] = {
     "register": "registered",
     "attach": "attached",
     "match": "matched",
+    "find_path": "path_found",
     "prefetch": "done",
     "end_fetches": "done",
     "refill": "granted",
@@ -60,6 +61,7 @@ _HASHES, _INT32, _INT64 = "32 bytes each", "int32 each", "int64 each"
 _UINT8, _UINT32, _UINT64 = "uint8 each", "uint32 each", "uint64 each"
 ITEMS: dict[str, str] = {
     "hashes": _HASHES,
+    "block": "32 bytes",
     "parents": _HASHES,
     "first": _HASHES,
     "fingerprint": "32 bytes",
@@ -96,6 +98,7 @@ REQUESTS: list[protocol.Request] = [
     protocol.Register(b"{}", _LIVE, "engine"),
     protocol.Attach(0, _LIVE),
     protocol.Match(_ONE64, _ONE32, bytes(4), _HASH, bytes(8)),
+    protocol.FindPath(_HASH),
     protocol.Prefetch(1, 0, _HASH),
     protocol.EndFetches([1]),
     protocol.Refill(64),
@@ -113,6 +116,7 @@ REPLIES: list[protocol.Answer] = [
     protocol.Registered(SESSION, _GEOMETRY, 64, "/arena/ring-7", storage=True),
     protocol.Attached(_GEOMETRY, _HASH),
     protocol.Matched(_ONE64, _ONE32, _ONE32, _ONE32, b"", bytes(8), b"\1"),
+    protocol.PathFound(_HASH, there=True),
     protocol.Granted(_ONE32, _ONE32, 64),
     protocol.Published(_HASH, b"\0"),
     protocol.Hinted([HintResult(1, HintStatus.KEPT, blocks=1)]),

@@ -30,7 +30,7 @@ class KeyedRequest:
     The run may begin anywhere in a prompt. ``parent`` is the key of the block before it: 32 zero bytes for a run from
     the beginning, None where the engine does not know it. Numbers of tokens count from the first key on. A run without
     a known parent is loaded like any other; it is stored below those of its blocks that the host tier has. Only runs
-    from the beginning are read from storage.
+    from the beginning are read from storage: ``OffloadManager.path_to`` finds it.
 
     ``hints`` and ``hint_outcomes``: as for ``Request``; all blocks count as prompt.
 

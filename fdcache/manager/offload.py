@@ -22,11 +22,12 @@ from fdcache.manager.loads import NO_BLOCK, device_ids_of, require_distinct, tab
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.manager.tracked import Tracked
-from fdcache.metadata import Int32Array, TransferPlan
+from fdcache.metadata import HashArray, Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.host import HostService, HostTier
+from fdcache.tiers.pool import READY
 from fdcache.tiers.statistics import TierUsage
 
 
@@ -185,13 +186,45 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked.forget_device()
             if not self._requests.match(tracked, device_tokens, whole_prompt):
                 self._counters.deferred_lookups += 1
-                return story.offload_matched(OffloadMatch(request.request_id, MatchStatus.DEFERRED), began)
+                coming = self._tokens(tracked.coming)
+                deferred = OffloadMatch(request.request_id, MatchStatus.DEFERRED, coming=coming)
+                return story.offload_matched(deferred, began)
             tokens, theirs = self._requests.tokens(tracked, tracked.remaining), 0
             stored = min(self._tokens(tracked.from_storage + tracked.coming), tokens)
             if tracked.peer is not None and tracked.from_peer:
                 theirs = tracked.peer.num_tokens - device_tokens - tokens
             found = OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens + theirs, stored, theirs)
             return story.offload_matched(found, began)
+
+    def path_to(self, key: bytes) -> HashArray | None:
+        """Return the keys of the blocks above one, from the beginning of its prompt on; None for an unknown block.
+
+        ::
+
+            above = manager.path_to(tail[0].tobytes())
+            request = KeyedRequest("chat-1", np.concatenate((above, tail)), layout.block_size)
+
+        So an engine that knows the keys of a tail alone has it read from storage, with ``len(above)`` blocks on its
+        device. The host tier and local storage are asked, those of a service in one round trip. A store that others
+        use, too, does not tell its paths.
+        """
+        with self._lock:
+            return self._tiers.path_to(key)
+
+    def num_copied(self, keys: HashArray) -> int:
+        """Return how many leading blocks of a run the host tier has, or gets: this engine has copied them there.
+
+        A service makes such blocks findable a moment later, or drops them, as when a tenant is over its quota.
+        """
+        with self._lock:
+            there = self._host.index.contains(keys) == READY
+            return len(there) if there.all() else int(there.argmin())
+
+    def leave_reads(self, request: OffloadRequest) -> None:
+        """Have what is being read for a request read to its end, for requests to come."""
+        with self._lock:
+            if (tracked := self._requests.get(request)) is not None:
+                self._requests.leave_fetch(tracked)
 
     def unmatch(self, requests: Iterable[OffloadRequest]) -> None:
         """Unpin what ``match`` has found, and tell peers that nothing is fetched; reads from storage go on."""

@@ -284,6 +284,7 @@ class OffloadedRequests:
                 return found, stop - start - len(found)
         if stop is not None or (found.pending and self._deferred_for(tracked) < self._defer_timeout):
             self._host.index.release(found.lease)
+            tracked.coming = 0 if stop is None else max(stop - start, 0)
             return None
         self._unpin_fetch(tracked)
         count = self._worth_loading(tracked, len(found))
@@ -316,7 +317,7 @@ class OffloadedRequests:
     def _arrived(self, hashes: HashArray, start: int, wait: Wait) -> tuple[Found, int]:
         """Pin what has come of a path of which no more is read than ``wait`` says; return where its reads end."""
         if not wait.is_last:
-            return NOTHING, start
+            return NOTHING, max(wait.stop, start)
         pinned = self._pin_all(hashes[: wait.arrived], start)
         read = range(min(max(wait.first - start, 0), len(pinned)), len(pinned))
         return Found(pinned.lease, pinned.blocks, fetched=read), wait.stop
@@ -399,7 +400,7 @@ class OffloadedRequests:
         """Plan to load the blocks found into these device blocks; return how many of them are planned now."""
         run, first = tracked.take(len(ids)), tracked.device_blocks
         if tracked.coming and len(run) == len(ids):
-            self._leave_fetch(tracked)
+            self.leave_fetch(tracked)
         tracked.load = loading = self.loads.plan(tracked.request, first, ids, run, plan)
         loading.pages = range(tracked.device_pages, tracked.end)
         if tracked.peer is not None and len(run) < len(ids):
@@ -416,10 +417,10 @@ class OffloadedRequests:
         if stop is None:
             self._unpin_fetch(tracked)
         elif load.planned + len(found) == load.stop:
-            self._leave_fetch(tracked)
+            self.leave_fetch(tracked)
         return found, stop is not None
 
-    def _leave_fetch(self, tracked: Tracked) -> None:
+    def leave_fetch(self, tracked: Tracked) -> None:
         """Wait for no read any more, as the load needs no other block; what is being read is read to its end."""
         if self._fetches is not None and tracked.fetch:
             self._fetches.leave(tracked.fetch, keep=True)

@@ -56,7 +56,8 @@ class OffloadMatch(msgspec.Struct, frozen=True):
 
     DEFERRED: the next block is on its way to the host tier; ask again in a later step. ``num_tokens``: whole blocks;
     ``from_storage`` of them were read from storage for this request. ``from_peer``: those that a peer hands over, after
-    the others; the last of them need not fill a block.
+    the others; the last of them need not fill a block. ``coming``: tokens beyond the device's that the host tier has
+    once the reads in flight for a deferred request have ended, if they end well.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class OffloadMatch(msgspec.Struct, frozen=True):
     num_tokens: int = 0
     from_storage: int = 0
     from_peer: int = 0
+    coming: int = 0
 
 
 class AllocationFailure(StrEnum):

@@ -15,11 +15,12 @@ class Tracked:
     """A request between its arrival and its end.
 
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
-    slots refer to. ``coming`` blocks after them are being read from storage. ``device_blocks`` is the number that the
-    engine had when it asked last, ``load`` the load whose outcome was not taken. ``peer`` has what is neither on the
-    device nor below it, until that is fetched or declined. ``keys`` are those of the records of
-    its pages; everything here counts records, of which a page has some for each group of layers. ``end``: in a layout
-    with states, the pages at whose end are those that were found, or that are read from storage; 0 for none.
+    slots refer to. ``coming`` blocks after them, or with nothing found after the device's, are being read from storage.
+    ``device_blocks`` is the number that the engine had when it asked last, ``load`` the load whose outcome was not
+    taken. ``peer`` has what is neither on the device nor below it, until that is fetched or declined. ``keys`` are
+    those of the records of its pages; everything here counts records, of which a page has some for each group of
+    layers. ``end``: in a layout with states, the pages at whose end are those that were found, or that are read from
+    storage; 0 for none.
     """
 
     __slots__ = (

@@ -49,7 +49,7 @@ class DeploymentSettings(Group):
         None,
         "Name of the weights, such as llama-3-8b@v2: engines with the same name share blocks, and a later start finds "
         "them. Give other weights another name. Unset, their files tell.",
-        used_in=(Component.VLLM,),
+        used_in=(Component.VLLM, Component.SGLANG),
     )
 
 

@@ -48,6 +48,7 @@ class Component(StrEnum):
     REPLAY = "replay"
     FASTDEPLOY = "FastDeploy adapter"
     VLLM = "vLLM connector"
+    SGLANG = "SGLang storage"
     PADDLE = "Paddle engine"
     INIT = "init"
     COMMANDS = "inspect, reset"

@@ -163,6 +163,9 @@ class HostService(Protocol):
         ``fetches``: the number of each path's fetch from storage, 0 for none.
         """
 
+    def path_to(self, block: bytes) -> HashArray | None:
+        """Return the hashes of the blocks above one, from the root on; None for a block that is not there."""
+
     def own(self, block: bytes, tenant: str) -> None:
         """Assign a first block of paths, and all blocks below it, to a tenant."""
 

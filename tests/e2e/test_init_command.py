@@ -137,7 +137,7 @@ class TestTheSettingsOfAnEngine:
     def test_an_unknown_engine_is_refused(self, tmp_path: Path) -> None:
         done = run_init("--engine", "vlm", **home(tmp_path))
         assert done.returncode == 2
-        assert "none of vllm, fastdeploy, own" in done.stderr
+        assert "none of vllm, sglang, fastdeploy, own" in done.stderr
 
     def test_the_last_line_starts_the_engine_with_the_settings(self, tmp_path: Path) -> None:
         options = ("--engine", "vllm", "--model", "/models/a b", "--host-memory", "1GiB")
@@ -151,6 +151,14 @@ class TestTheSettingsOfAnEngine:
         found = Settings.load(environ={"FDCACHE_ENV_FILE": str(file)})
         assert found.cache.host_memory == 1 << 30
         assert found.storage_tier.directory == tmp_path / "blocks"
+
+    def test_the_line_of_sglang_names_the_storage_and_its_options(self, tmp_path: Path) -> None:
+        done = run_init("--engine", "sglang", "--model", "m", "--host-memory", "1GiB", **home(tmp_path))
+        words = shlex.split(done.stdout.splitlines()[-1].strip())
+        extra = json.loads(words[-1])
+        storage = (Path(__file__).parents[2] / (extra["module_path"].replace(".", "/") + ".py")).read_text()
+        assert f"class {extra['class_name']}(" in storage
+        assert extra["interface_v1"] == 1 and extra["hicache_storage_pass_prefix_keys"] is True
 
     def test_with_a_service_the_engine_has_its_address_alone(self, tmp_path: Path) -> None:
         options = ("--engine", "fastdeploy", "--host-memory", "64MiB", "--service", "--json")
@@ -175,7 +183,7 @@ class TestTheSettingsOfAnEngine:
         answers = f"vlm\nvllm\n/models/llama\n2GiB\n{tmp_path}/blocks\ny\n"
         status, seen, output = on_terminal("init", answer=answers)
         assert status == 0, seen
-        assert "'vlm' is none of vllm, fastdeploy, own" in seen
+        assert "'vlm' is none of vllm, sglang, fastdeploy, own" in seen
         serve, engine = (line.strip() for line in output.splitlines()[-2:])
         assert serve.startswith(
             f"fdcache serve --host-memory 2GiB --storage {tmp_path}/blocks/ --storage-size "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fdcache.errors import ConfigurationError
-from fdcache.integrations.vllm.weights import digest_of
+from fdcache.integrations.weights import digest_of
 
 _LARGE = 300 << 20
 """Bytes of weights of which only a part is read; most of them are zeros that take no room on the disk."""

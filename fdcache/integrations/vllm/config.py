@@ -12,7 +12,7 @@ from typing import Any
 from fdcache.errors import ConfigurationError
 from fdcache.groups import CacheGroup, page_of, require_served
 from fdcache.integrations.vllm.pages import group_of, pages_of, plane_bytes, words_for
-from fdcache.integrations.vllm.weights import digest_of, has_weights
+from fdcache.integrations.weights import digest_of, has_weights
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 

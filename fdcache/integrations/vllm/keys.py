@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fdcache.hashing import MultimodalItem
-from fdcache.integrations.vllm.weights import digest_of
+from fdcache.integrations.weights import digest_of
 from fdcache.manager import Request
 
 

@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.tiering.base import TIER_LABEL, JobResult, SecondaryTier
 
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.vllm.settings import extra_settings
-from fdcache.integrations.vllm.weights import digest_of
+from fdcache.integrations.weights import digest_of
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.metadata import HashArray

@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from fdcache.hints import EARLY_REASONS, HintStatus
-from fdcache.service.wire.client_views import HIT_TIERS, LOAD_CHOICES, ClientFigures, ClientView
-from fdcache.service.wire.protocol import to_number
+from fdcache.service.wire.client_views import HIT_TIERS, LOAD_CHOICES, ClientFigures, ClientView, to_number
 from fdcache.service.wire.records import fields
 from fdcache.service.wire.storage_views import LoadingView, NamespaceStorageView, StorageTotals, StorageView
 from fdcache.service.wire.views import (

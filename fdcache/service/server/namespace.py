@@ -94,7 +94,7 @@ class Namespace:
         self.order = OrderFile(Path(f"{self.geometry.directory}/{self.geometry.prefix}.order"))
         self.stored_in: BlockPool | None = None
         """The slots of its local storage, if it has any."""
-        self.hints = NamespaceHints(self._pools, self._tenant_limit)
+        self.hints = NamespaceHints(self.pools, self._tenant_limit)
         self.history.totals.hints = self.hints.figures
         self.unverified: set[int] = set()
         """Slots recovered from an earlier service whose checksums no load has verified yet; see ``set_unverified``."""
@@ -459,7 +459,8 @@ class Namespace:
         if self.feed is not None:
             self.feed.forget_device(session)
 
-    def _pools(self) -> list[BlockPool]:
+    def pools(self) -> list[BlockPool]:
+        """Return its tiers that have slots: host, then local storage."""
         return [pool for pool in (self.tier, self.stored_in) if pool is not None]
 
     def _tenant_limit(self, hashes: HashArray) -> tuple[int, int] | None:

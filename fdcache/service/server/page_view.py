@@ -17,7 +17,7 @@ from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.service import Service
 from fdcache.service.server.slices import in_batches
 from fdcache.service.server.trends import Trends
-from fdcache.service.wire.client_views import ClientFigures, ClientView
+from fdcache.service.wire.client_views import ClientFigures, ClientView, to_number
 from fdcache.service.wire.page_views import (
     ShownClient,
     ShownNamespace,
@@ -26,7 +26,6 @@ from fdcache.service.wire.page_views import (
     ShownTenant,
     TrendRow,
 )
-from fdcache.service.wire.protocol import to_number
 from fdcache.service.wire.storage_views import StorageView
 from fdcache.service.wire.views import MissReason, NamespaceView
 from fdcache.tiers.statistics import HintFigures

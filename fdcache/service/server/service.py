@@ -32,6 +32,7 @@ from fdcache.service.wire.protocol import (
     Done,
     EndFetches,
     Events,
+    FindPath,
     Granted,
     Heartbeat,
     Hinted,
@@ -102,6 +103,7 @@ class Service:
         self.tools = ToolQueue(self._slices, self.totals)
         self._handlers: dict[type, Callable[..., Answer]] = {
             Match: self._match,
+            FindPath: requests.find_path,
             Prefetch: self._prefetch,
             EndFetches: requests.end_fetches,
             Refill: self._refill,

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from fdcache.service.wire.protocol import to_number
 from fdcache.service.wire.records import Unit, gauge, shown
 from fdcache.tiers.reuse import ReuseReport
 from fdcache.tiers.statistics import HandoverCount, HintFigures, LoadDecision
@@ -175,3 +174,11 @@ class TransferView(msgspec.Struct):
     held_blocks: Any = 0
     copied: dict[str, CopiedView] = {}
     handovers: list[HandoverCount] = []
+
+
+def to_number(value: Any) -> float:
+    """Return a client's own figure as a float; 0 for what is no number, or too large for one."""
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    except OverflowError:
+        return 0.0

@@ -6,8 +6,6 @@ request asked for; its id is 0. Field names and tags are part of the format.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +19,7 @@ from fdcache.service.wire.shared_memory import Geometry
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.statistics import Count, ReadTotals, Traffic
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME = 8 << 20
 """Limit of a message in bytes."""
 MAX_PATHS = 4096
@@ -62,6 +60,12 @@ class Match(msgspec.Struct, frozen=True, tag="match"):
     hashes: bytes
     fetches: bytes = b""
     requests: list[str] = []
+
+
+class FindPath(msgspec.Struct, frozen=True, tag="find_path"):
+    """Ask for the path that leads to a block in the host tier or the local storage."""
+
+    block: bytes
 
 
 class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
@@ -199,6 +203,7 @@ Request = (
     Register
     | Attach
     | Match
+    | FindPath
     | Prefetch
     | EndFetches
     | Refill
@@ -256,6 +261,13 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
     unverified: bytes
     fetched: bytes = b""
     states: bytes = b""
+
+
+class PathFound(msgspec.Struct, frozen=True, tag="path_found"):
+    """The hashes of the blocks above the block asked for, from the root on; none also if the block is not ``there``."""
+
+    hashes: bytes
+    there: bool
 
 
 NOT_FETCHED, FETCHED, FETCHING, FETCHING_LAST = range(4)
@@ -339,6 +351,7 @@ Answer = (
     Registered
     | Attached
     | Matched
+    | PathFound
     | Granted
     | Published
     | Hinted
@@ -483,11 +496,3 @@ def _array(data: bytes, field: str, dtype: np.dtype, count: int | None) -> NDArr
     if count is not None and len(data) != count * dtype.itemsize:
         raise ProtocolError(f"{field}: {len(data) // dtype.itemsize} items where {count} are needed")
     return np.frombuffer(data, dtype)
-
-
-def to_number(value: Any) -> float:
-    """Return a client's own figure as a float; 0 for what is no number, or too large for one."""
-    try:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
-    except OverflowError:
-        return 0.0
