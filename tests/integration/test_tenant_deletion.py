@@ -42,7 +42,14 @@ def serving(folder: Path, **more: str) -> Iterator[tuple[LocalService, Engine]]:
     with local_service(folder, **settings(folder, **more)) as service:
         engine = Engine(service.address)
         until(lambda: service.ask("stats")["state"] == "ready", "the files are open")
-        until(lambda: service.ask("storage")["layouts"], "the storage of the engine's layout is open")
+        layouts = service.service.storage.layouts
+        until(
+            lambda: (
+                layouts
+                and all(each.reads is not None and each.reads.is_open for each in list(layouts.values()))
+            ),
+            "the storage of the engine's layout is open",
+        )
         yield service, engine
         engine.close()
 
