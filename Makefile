@@ -180,6 +180,7 @@ dist-test:  ## the wheels of dist/ on machines without a compiler: fresh Debians
 site: $(VENV)/.installed-test  ## the documentation as a site in build/site; every link and anchor is checked
 	$(PIP) install --quiet --constraint constraints.txt zensical
 	$(BIN)/python -m release.site
+	$(BIN)/pytest -q -n 0 tests/e2e/test_site.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

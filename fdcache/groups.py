@@ -1,14 +1,21 @@
-"""Groups of a hybrid model's layers, and the keys of their records.
+"""Groups of a model's layers, what each needs of the tokens before, and the keys of their records.
 
-Layers of a group share block tables. All groups have blocks of the same size in tokens and in bytes, which the engine
-takes from one pool of device blocks. A page is the blocks of all groups for the same tokens, and a prefix of pages is
-one path of records: those of the first page, in the order of the groups, then those of the next.
+Layers of a group share block tables. The engine takes the blocks of all groups from one pool of device blocks, so that
+they have the same bytes; in tokens their sizes may differ. A page is a number of tokens that is a multiple of them all.
+It has a record for each of its blocks: those of the first group, in order, then those of the next. A prefix of pages is
+one path of records: those of the first page, then those of the next.
+
+A state is what a layer keeps instead of tokens, as state-space layers do: it stands for all tokens before a position,
+and is useless at any other. Only some pages have states at their end. Those of a page, one record for each group of
+such layers, are a path of their own below the page's last record: they come and go without the pages after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from math import lcm
 
 import numpy as np
 
@@ -16,46 +23,81 @@ from fdcache.errors import UnsupportedLayoutError
 from fdcache.metadata import HashArray
 
 
+class Reach(StrEnum):
+    """What a layer needs of the tokens before the one that it computes."""
+
+    ALL = "all"
+    LAST = "last"
+    """The last ones: a sliding window, itself included."""
+    CHUNK = "chunk"
+    """Those since the last multiple of a number of tokens: chunked local attention."""
+    STATE = "state"
+    """A state that stands for all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share block tables. ``kind`` is the engine's word for them, such as "sliding window".
+    """Layers that share block tables: ``block_size`` tokens of a block, and what they need of the tokens before.
 
-    ``window``: tokens that they attend to, 0 for all; None for layers of another kind, such as state-space layers.
+    ``tokens``: of a window or a chunk, 0 for other reaches.
     """
 
-    kind: str
-    num_layers: int
     block_size: int
-    window: int | None = 0
+    reach: Reach = Reach.ALL
+    tokens: int = 0
+
+    @property
+    def is_state(self) -> bool:
+        """True for layers that keep states."""
+        return self.reach is Reach.STATE
+
+    @property
+    def is_limited(self) -> bool:
+        """True for layers whose blocks the engine gives up when tokens are beyond their reach."""
+        return self.reach in (Reach.LAST, Reach.CHUNK)
+
+    def blocks_beyond(self, num_tokens: int) -> int:
+        """Return how many leading blocks are of no use for the token after ``num_tokens``."""
+        if self.reach is Reach.LAST:
+            return max(num_tokens - self.tokens + 1, 0) // self.block_size
+        return num_tokens // self.tokens * self.tokens // self.block_size if self.reach is Reach.CHUNK else 0
 
 
-def windows_of(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
-    """Return ``KVLayout.windows`` for these groups.
-
-    Raises ``UnsupportedLayoutError`` naming the groups of a model that fdcache cannot serve, and the remedy: layers of
-    other kinds than full and sliding-window attention, and groups whose blocks have different sizes.
-    """
-    windows = [group.window for group in groups if group.window is not None]
-    if groups and len(windows) == len(groups) and len({group.block_size for group in groups}) == 1:
-        return () if windows == [0] else tuple(windows)
-    listed = "; ".join(
-        f"{group.kind}: {group.num_layers} layers, blocks of {group.block_size} tokens" for group in groups
-    )
-    raise UnsupportedLayoutError(
-        f"the model's cache has {len(groups)} groups ({listed or 'no layers'}); fdcache serves groups of full and "
-        "sliding-window attention whose blocks have the same size. Let the engine keep all layers in one group of "
-        "full attention (vLLM: --disable-hybrid-kv-cache-manager), or serve this model without fdcache"
-    )
+def page_of(groups: Sequence[CacheGroup]) -> int:
+    """Return the tokens of the smallest page of these groups."""
+    return lcm(*(group.block_size for group in groups))
 
 
-def record_keys(hashes: HashArray, num_groups: int) -> HashArray:
-    """Return the keys of the records of these pages: one for each group, the last of which is the page's hash.
+def record_keys(hashes: HashArray, num_records: int) -> HashArray:
+    """Return the keys of the records of these pages: ``num_records`` for each, the last of which is the page's hash.
 
     Since a host tier is closed under prefixes, a page whose hash is found is there in all groups.
     """
-    if num_groups == 1:
-        return hashes
-    keys = np.repeat(hashes, num_groups, axis=0)
-    marks = np.arange(num_groups - 1, -1, -1, dtype=np.uint8)
+    return hashes if num_records == 1 else _marked(hashes, np.arange(num_records - 1, -1, -1, dtype=np.uint8))
+
+
+def state_keys(hashes: HashArray, num_records: int, num_states: int) -> HashArray:
+    """Return the keys of the states at the end of these pages, of ``num_records`` each: ``num_states`` for each."""
+    first = num_records + num_states - 1
+    return _marked(hashes, np.arange(first, num_records - 1, -1, dtype=np.int64).astype(np.uint8))
+
+
+def _marked(hashes: HashArray, marks: HashArray) -> HashArray:
+    keys = np.repeat(hashes, len(marks), axis=0)
     keys ^= np.tile(marks, len(hashes))[:, np.newaxis]
     return keys
+
+
+def require_served(kinds: Sequence[tuple[str, CacheGroup | None]]) -> None:
+    """Raise ``UnsupportedLayoutError`` that names the groups of a model if one is of a kind that is not served.
+
+    ``kinds``: of each group the engine's words for it, and None for a kind that fdcache does not know.
+    """
+    if kinds and all(group is not None for _, group in kinds):
+        return
+    listed = "; ".join(kind for kind, _ in kinds)
+    raise UnsupportedLayoutError(
+        f"the model's cache has {len(kinds)} groups ({listed or 'no layers'}), and fdcache knows attention to all "
+        "tokens, to a window or a chunk of them, and states that are kept at the ends of blocks; serve this model "
+        "without fdcache"
+    )

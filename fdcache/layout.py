@@ -8,24 +8,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Required, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Required, TypedDict, Unpack
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
+from fdcache.groups import CacheGroup
+from fdcache.layout_format import canonical, from_fields, groups_from_json, plane_from_json
 from fdcache.layout_planes import PLANE_ALIGNMENT, Plane, PlaneKind, PlaneSpec, require_int
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    pass
 
 RECORD_ALIGNMENT = 4096
 """A record's size is a multiple of this many bytes."""
 
-MOST_GROUPS = 255
-"""Groups of layers that a layout may have."""
-
-_FINGERPRINT_TAG = b"fdcache.layout.1"
+MOST_RECORDS = 255
+"""Records that a page may have, the states at its end among them."""
 
 _KIND_ORDER = {kind: position for position, kind in enumerate(PlaneKind)}
 
@@ -42,7 +42,7 @@ class LayoutOptions(TypedDict, total=False):
     num_draft_layers: int
     tp_size: int
     draft_block_ratio: float
-    windows: tuple[int, ...]
+    groups: tuple[CacheGroup, ...]
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ class KVLayout:
     Args:
         model: name of the model. With ``revision`` it names the weights.
         revision: version of the weights.
-        block_size: tokens of a block.
+        block_size: tokens of a block, or with ``groups`` of a page.
         num_layers: main layers.
         num_draft_layers: draft layers, numbered after the main ones.
         planes: planes ordered by layer, then kind, which is their order in the record.
         record_bytes: size of a record, a multiple of ``RECORD_ALIGNMENT``.
         tp_size: tensor-parallel ranks; all have the same layout.
         draft_block_ratio: blocks of a draft layer's device plane per block of a main layer's.
-        windows: for each group of layers with block tables of its own the tokens that they attend to, 0 for all; empty
-            for one group that attends to all. A block then has the layers of one group, and ``num_layers`` are those of
-            the largest.
+        groups: the groups of layers with block tables of their own; empty for one that attends to all tokens. A block
+            then has the layers of one group, and ``num_layers`` are those of the largest. ``block_size`` is a multiple
+            of the block sizes of all, and a group of states has a block for each page.
 
     Raises:
         LayoutError: a field is out of range; the message names it.
@@ -84,7 +84,7 @@ class KVLayout:
     record_bytes: int
     tp_size: int = 1
     draft_block_ratio: float = 1.0
-    windows: tuple[int, ...] = ()
+    groups: tuple[CacheGroup, ...] = ()
 
     def __post_init__(self) -> None:
         _require_text("model", self.model)
@@ -94,21 +94,35 @@ class KVLayout:
         require_int("num_draft_layers", self.num_draft_layers, least=0)
         require_int("record_bytes", self.record_bytes, least=1)
         require_int("tp_size", self.tp_size, least=1)
-        self._check_windows()
+        self._check_groups()
         ratio = self.draft_block_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 <= ratio < math.inf:
             raise LayoutError(f"draft_block_ratio must be a finite number of at least 1, got {ratio!r}")
         self._check_planes()
 
-    def _check_windows(self) -> None:
-        if not isinstance(self.windows, tuple):
-            raise LayoutError(f"windows must be a tuple of ints, got {self.windows!r}")
-        for position, window in enumerate(self.windows):
-            require_int(f"windows[{position}]", window, least=0)
-        if self.windows == (0,):
-            raise LayoutError("windows: (0,) is one group that attends to all tokens; use ()")
-        if len(self.windows) > MOST_GROUPS:
-            raise UnsupportedLayoutError(f"windows: {len(self.windows)} groups are more than {MOST_GROUPS}")
+    def _check_groups(self) -> None:
+        if not isinstance(self.groups, tuple) or not all(
+            isinstance(each, CacheGroup) for each in self.groups
+        ):
+            raise LayoutError(f"groups must be a tuple of CacheGroup, got {self.groups!r}")
+        for position, group in enumerate(self.groups):
+            where = f"groups[{position}]"
+            require_int(f"{where}.block_size", group.block_size, least=1)
+            require_int(f"{where}.tokens", group.tokens, least=int(group.is_limited))
+            if group.tokens and not group.is_limited:
+                raise LayoutError(
+                    f"{where}.tokens must be 0 for the reach {group.reach!r}, got {group.tokens}"
+                )
+            if self.block_size % group.block_size or (group.is_state and group.block_size != self.block_size):
+                raise LayoutError(
+                    f"{where}: a page of {self.block_size} tokens must be a multiple of its blocks of "
+                    f"{group.block_size} tokens, and for states equal to them"
+                )
+        if self.groups == (CacheGroup(self.block_size),):
+            raise LayoutError("groups: one group that attends to all tokens; use ()")
+        records = sum(self.block_size // group.block_size for group in self.groups)
+        if records > MOST_RECORDS:
+            raise UnsupportedLayoutError(f"groups: {records} records of a page are more than {MOST_RECORDS}")
 
     def _check_planes(self) -> None:
         if not isinstance(self.planes, tuple) or not all(isinstance(plane, Plane) for plane in self.planes):
@@ -198,17 +212,50 @@ class KVLayout:
         """Number of main and draft layers."""
         return self.num_layers + self.num_draft_layers
 
+    @cached_property
+    def page_groups(self) -> tuple[int, ...]:
+        """The group of each record of a page, in order, but for states."""
+        sizes = [
+            (at, self.block_size // each.block_size) for at, each in self._ordered_groups if not each.is_state
+        ]
+        return tuple(at for at, blocks in sizes for _ in range(blocks))
+
+    @cached_property
+    def state_groups(self) -> tuple[int, ...]:
+        """The groups that keep states: a page may have one record of each at its end, all of them or none."""
+        return tuple(at for at, each in self._ordered_groups if each.is_state)
+
+    @cached_property
+    def record_groups(self) -> tuple[int, ...]:
+        """The group of each record that a page may have, by the mark of its key: see ``fdcache.groups``."""
+        return self.page_groups[::-1] + self.state_groups[::-1]
+
     @property
-    def num_groups(self) -> int:
-        """Number of groups of layers: a page of tokens has a block, and a record, for each."""
-        return max(len(self.windows), 1)
+    def _ordered_groups(self) -> list[tuple[int, CacheGroup]]:
+        return list(enumerate(self.groups or (CacheGroup(self.block_size),)))
+
+    @property
+    def page_records(self) -> int:
+        """Number of records that every page has."""
+        return len(self.page_groups)
+
+    @property
+    def num_states(self) -> int:
+        """Number of records that a page with states has at its end."""
+        return len(self.state_groups)
+
+    @property
+    def has_gaps(self) -> bool:
+        """True if the engine gives up blocks of a prefix that it goes on to use."""
+        return any(group.is_limited for group in self.groups)
 
     def require_one_group(self, user: str) -> None:
-        """Raise ``UnsupportedLayoutError`` for several groups of layers or windows, which ``user`` does not serve."""
-        if self.windows:
+        """Raise ``UnsupportedLayoutError`` for groups of layers, which ``user`` does not serve."""
+        if self.groups:
             raise UnsupportedLayoutError(
-                f"windows {self.windows}: {user} serves one group of layers that attend to all tokens; "
-                "use an OffloadManager, or let the engine keep all layers in one group"
+                f"groups {', '.join(f'{each.reach}/{each.block_size}' for each in self.groups)}: {user} serves one "
+                "group of layers that attend to all tokens; use an OffloadManager, or let the engine keep all layers "
+                "in one group"
             )
 
     @property
@@ -249,14 +296,14 @@ class KVLayout:
         It separates the keys of different models and layouts. All ranks of an engine have the same one: rank, device
         strides and the number of draft blocks are not part of it.
         """
-        return hashlib.sha256(b"".join(_canonical(self))).digest()
+        return hashlib.sha256(b"".join(canonical(self))).digest()
 
     def to_json(self) -> str:
-        """Return the layout as a JSON object with the fields of this class; ``group`` is the number of ``windows``."""
+        """Return the layout as a JSON object with the fields of this class; ``group`` is the number of ``groups``."""
         data = asdict(self)
-        windows = data.pop("windows")
-        data["group"] = len(windows)
-        return json.dumps(data | {"windows": windows} if windows else data)
+        groups = data.pop("groups")
+        data["group"] = len(groups)
+        return json.dumps(data | {"groups": groups} if groups else data)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> KVLayout:
@@ -266,12 +313,12 @@ class KVLayout:
         except (ValueError, RecursionError) as error:
             raise LayoutError(f"layout: not JSON: {error}") from error
         if isinstance(data, dict):
-            data["windows"] = _windows_from_json(data)
+            data["groups"] = groups_from_json(data)
         if isinstance(data, dict) and isinstance(data.get("planes"), list):
             data["planes"] = tuple(
-                _plane_from_json(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
+                plane_from_json(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
             )
-        return _from_fields(cls, data, "layout")
+        return from_fields(cls, data, "layout")
 
     @classmethod
     def build(
@@ -285,14 +332,39 @@ class KVLayout:
         num_draft_layers: int = 0,
         tp_size: int = 1,
         draft_block_ratio: float = 1.0,
-        windows: tuple[int, ...] = (),
+        groups: tuple[CacheGroup, ...] = (),
     ) -> KVLayout:
         """Return a layout in which every layer, draft layers too, has the planes ``specs``, packed on the device."""
         layers = require_int("num_layers", num_layers, least=1)
         layers += require_int("num_draft_layers", num_draft_layers, least=0)
+        return cls.of_layers(
+            [specs] * layers,
+            model=model,
+            revision=revision,
+            block_size=block_size,
+            num_draft_layers=num_draft_layers,
+            tp_size=tp_size,
+            draft_block_ratio=draft_block_ratio,
+            groups=groups,
+        )
+
+    @classmethod
+    def of_layers(
+        cls,
+        layers: Sequence[Sequence[PlaneSpec]],
+        *,
+        model: str,
+        revision: str,
+        block_size: int,
+        num_draft_layers: int = 0,
+        tp_size: int = 1,
+        draft_block_ratio: float = 1.0,
+        groups: tuple[CacheGroup, ...] = (),
+    ) -> KVLayout:
+        """Return a layout with the planes of each layer, the last ``num_draft_layers`` of the draft, packed."""
         planes: list[Plane] = []
         end = 0
-        for layer in range(layers):
+        for layer, specs in enumerate(layers):
             for spec in specs:
                 offset = _align(end, PLANE_ALIGNMENT)
                 planes.append(Plane(layer, *spec, spec.nbytes, offset, spec.nbytes))
@@ -301,13 +373,13 @@ class KVLayout:
             model=model,
             revision=revision,
             block_size=block_size,
-            num_layers=num_layers,
+            num_layers=len(layers) - num_draft_layers,
             num_draft_layers=num_draft_layers,
             planes=tuple(planes),
             record_bytes=_align(end, RECORD_ALIGNMENT),
             tp_size=tp_size,
             draft_block_ratio=draft_block_ratio,
-            windows=windows,
+            groups=groups,
         )
 
     @classmethod
@@ -369,33 +441,8 @@ class KVLayout:
 # --- helpers ------------------------------------------------------------------------------------------------
 
 
-_Record = TypeVar("_Record", bound="DataclassInstance")
-
-
 def _align(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
-
-
-def _canonical(layout: KVLayout) -> Iterator[bytes]:
-    """Yield the encoding that the fingerprint is taken of."""
-
-    def number(value: int) -> bytes:
-        return value.to_bytes(8, "little")
-
-    def text(value: str) -> bytes:
-        data = value.encode()
-        return number(len(data)) + data
-
-    yield _FINGERPRINT_TAG
-    yield text(layout.model) + text(layout.revision)
-    yield number(layout.block_size) + number(layout.num_layers) + number(layout.num_draft_layers)
-    yield number(layout.tp_size) + number(len(layout.windows)) + number(layout.record_bytes)
-    yield number(len(layout.planes))
-    for plane in layout.planes:
-        yield number(plane.layer) + text(plane.kind.value) + text(plane.dtype)
-        yield number(len(plane.shape)) + b"".join(map(number, plane.shape))
-        yield number(plane.nbytes) + number(plane.offset)
-    yield b"".join(map(number, layout.windows))
 
 
 def _require_text(name: str, value: object) -> None:
@@ -406,35 +453,3 @@ def _require_text(name: str, value: object) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise LayoutError(f"{name} must be text that UTF-8 can encode, got {value!r}") from error
-
-
-def _windows_from_json(data: dict[str, Any]) -> Any:
-    """Return the windows, and remove their number. Raises ``LayoutError`` if that is missing or another one."""
-    if "group" not in data:
-        raise LayoutError("layout: missing group")
-    number, windows = data.pop("group"), data.get("windows", [])
-    if not isinstance(windows, list) or number != len(windows):
-        raise LayoutError(f"layout: group must be the number of windows, got {number!r} for {windows!r}")
-    return tuple(windows)
-
-
-def _plane_from_json(data: Any, where: str) -> Plane:
-    """Read a plane from a JSON object. Raises ``LayoutError`` with ``where`` it is in the document."""
-    if isinstance(data, dict):
-        if data.get("kind") in [kind.value for kind in PlaneKind]:
-            data["kind"] = PlaneKind(data["kind"])
-        if isinstance(data.get("shape"), list):
-            data["shape"] = tuple(data["shape"])
-    return _from_fields(Plane, data, where)
-
-
-def _from_fields(record: type[_Record], data: Any, where: str) -> _Record:
-    """Return a record made from exactly its fields. Raises ``LayoutError`` for unknown or missing ones."""
-    if not isinstance(data, dict):
-        raise LayoutError(f"{where}: must be an object with the fields of {record.__name__}")
-    names = {field.name for field in fields(record)}
-    if missing := sorted(names - data.keys()):
-        raise LayoutError(f"{where}: missing {', '.join(missing)}")
-    if unknown := sorted(data.keys() - names):
-        raise LayoutError(f"{where}: unknown {', '.join(unknown)}")
-    return record(**data)

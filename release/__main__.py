@@ -39,8 +39,8 @@ def main() -> None:
         old.unlink()
     sdist = make_sdist(folder)
     made = [sdist]
-    for python in filter(None, found.values()):
-        for machine in options.machine or MACHINES:
+    for machine in options.machine or MACHINES:
+        for python in filter(None, found.values()):
             say(f"{python.tag} for {machine}")
             made.append(make_wheel(sdist, python, machine, folder))
     write_sbom(folder / "fdcache.cdx.json", made, int(committed_at()))

@@ -20,6 +20,12 @@ import fdcache
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "build" / "site-source"
+SITE = ROOT / "build" / "site"
+_SHIM = Path(__file__).with_name("vendor") / "iframe-worker.js"
+_SHIM_ELSEWHERE = "https://unpkg.com/iframe-worker/shim"
+_LOADED_ELSEWHERE = re.compile(
+    r"<(?:script|img|iframe|link rel=\"stylesheet\")[^>]* (?:src|href)=\"?https?:[^>]*>"
+)
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".env": "sh", "": "dockerfile"}
 
 
@@ -128,7 +134,20 @@ def main() -> None:
     done = subprocess.run(
         [zensical, "build", "--strict", "--clean", "-f", "mkdocs.yml"], cwd=ROOT, check=False
     )
+    if done.returncode == 0:
+        keep_at_home()
     sys.exit(done.returncode)
+
+
+def keep_at_home() -> None:
+    """Let the pages load nothing from elsewhere: search in files without a server takes its program from the site."""
+    shutil.copy(_SHIM, SITE / "assets/javascripts")
+    for page in SITE.rglob("*.html"):
+        home = "../" * (len(page.relative_to(SITE).parts) - 1)
+        text = page.read_text().replace(_SHIM_ELSEWHERE, f"{home}assets/javascripts/{_SHIM.name}")
+        page.write_text(text)
+        if found := _LOADED_ELSEWHERE.search(text):
+            sys.exit(f"{page.relative_to(SITE)} loads from elsewhere: {found[0]}")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,11 @@ def _sizes(environment: Path) -> tuple[int, int]:
     """Return the bytes of what was installed, and of what Python compiled of it, without pip's own."""
     sizes = [0, 0]
     for path in environment.rglob("*"):
-        if path.is_file() and not {"pip", "setuptools", "pkg_resources"} & set(path.parts):
+        if (
+            path.is_file()
+            and not path.is_symlink()
+            and not {"pip", "setuptools", "pkg_resources"} & set(path.parts)
+        ):
             sizes[path.suffix == ".pyc"] += path.stat().st_size
     return sizes[0], sizes[1]
 

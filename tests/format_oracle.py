@@ -157,6 +157,11 @@ def oracle_fingerprint(layout: dict[str, Any]) -> bytes:
         data += struct.pack("<Q", plane["layer"]) + text(plane["kind"]) + text(plane["dtype"])
         data += struct.pack(f"<{1 + len(plane['shape'])}Q", len(plane["shape"]), *plane["shape"])
         data += struct.pack("<QQ", plane["nbytes"], plane["offset"])
-    windows = layout.get("windows", [])
-    data += struct.pack(f"<{len(windows)}Q", *windows)
+    groups = layout.get("groups", [])
+    for group in groups:
+        data += struct.pack("<Q", group["tokens"] if group["reach"] == "last" else 0)
+    plain = ("all", "last")
+    if any(each["reach"] not in plain or each["block_size"] != layout["block_size"] for each in groups):
+        for group in groups:
+            data += text(group["reach"]) + struct.pack("<QQ", group["block_size"], group["tokens"])
     return hashlib.sha256(data).digest()

@@ -12,7 +12,7 @@ import pytest
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import ArenaRecords, DevicePlanes, PlannedCopy
 from fdcache.devices.cpu import CpuDevice
-from fdcache.groups import record_keys
+from fdcache.groups import record_keys, state_keys
 from fdcache.layout import KVLayout
 from fdcache.manager import NO_BLOCK, LoadOutcome, OffloadManager, Request
 from fdcache.manager.keyed import OffloadRequest
@@ -172,7 +172,12 @@ class OffloadEngine:
 
     def keys(self, request: OffloadRequest) -> HashArray:
         """Return the keys of the records of a request's pages."""
-        return record_keys(request.block_hashes, self.layout.num_groups)
+        return record_keys(request.block_hashes, self.layout.page_records)
+
+    def state_keys(self, request: OffloadRequest, pages: int) -> HashArray:
+        """Return the keys of the states at the end of this many pages, none without states."""
+        shape = self.layout.page_records, self.layout.num_states
+        return state_keys(request.block_hashes[pages - 1 : pages], *shape)
 
     def fill(self, block_id: int, block_hash: bytes | None) -> None:
         for rank, tensors in enumerate(self.tensors):
@@ -183,9 +188,13 @@ class OffloadEngine:
 
     def holds(self, request: OffloadRequest, ids: Sequence[int], first: int = 0) -> bool:
         """Return True if the device blocks have the bytes of the request's blocks from ``first`` on."""
+        return self.hold_keys(ids, self.keys(request)[first:])
+
+    def hold_keys(self, ids: Sequence[int], keys: HashArray) -> bool:
+        """Return True if the device blocks have the bytes of the blocks with these keys."""
         return all(
             np.array_equal(tensor[int(block_id)].reshape(-1).view(np.uint8), plane)
-            for block_id, key in zip(ids, self.keys(request)[first:], strict=False)
+            for block_id, key in zip(ids, keys, strict=False)
             if block_id != NO_BLOCK
             for rank, tensors in enumerate(self.tensors)
             for tensor, plane in zip(tensors, expected(self.layout, key.tobytes(), rank), strict=True)

@@ -75,5 +75,6 @@ class Wire:
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)  # what is sent to a process that is dead or stopped holds up no test
         socket.setsockopt(zmq.RECONNECT_IVL, 5)
         return socket

@@ -75,3 +75,12 @@ def kv_config(*kinds: type) -> Any:
         for i, kind in enumerate(kinds)
     ]
     return SimpleNamespace(kv_cache_groups=groups, num_blocks=10)
+
+
+def placed(given: Any) -> Any:
+    """Tell where the layers of a configuration lie, as vLLM does: those of each group over those of the others."""
+    given.kv_cache_tensors = [
+        SimpleNamespace(layers=group.layer_names, offset=0, layer_stride=655360, block_stride=65536)
+        for group in given.kv_cache_groups
+    ]
+    return given

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
+from fdcache.groups import CacheGroup, Reach
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports
 from fdcache.integrations.vllm.scheduler import SchedulerSide
@@ -29,7 +30,7 @@ BLOCK, BLOCKS, PAGE = 4, 32, 64
 LAYOUT = KVLayout.build(
     [PlaneSpec(PlaneKind.KEY, "uint8", (PAGE,))], model="m", revision="r", block_size=BLOCK, num_layers=2
 )
-WINDOWS = replace(LAYOUT, windows=(0, 6))
+WINDOWS = replace(LAYOUT, groups=(CacheGroup(BLOCK), CacheGroup(BLOCK, Reach.LAST, 6)))
 init_none_hash(sha256)
 HASHER = get_request_block_hasher(BLOCK, sha256)
 
@@ -58,7 +59,7 @@ class Engine:
         self.pages = {
             name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8, device=device) for name in ("0", "1")
         }
-        self.worker.register(self.pages, [list(self.pages)], BLOCKS)
+        self.worker.register(list(self.pages.values()))
         self.steps: list[StepMetadata] = []
 
     def close(self) -> None:
@@ -107,17 +108,17 @@ class Engine:
     def compute(self, source: Request, blocks: list[int], fill: int) -> None:
         """Compute and finish a request."""
         assert self.side.matched(source, 0) == 0
-        self.side.allocated(source, blocks, 0)
+        self.side.allocated(source, (blocks,), 0)
         self.step(self.admit(source, blocks), fill)
         source.num_computed_tokens = source.num_tokens
-        self.side.finished(source, blocks)
+        self.side.finished(source, (blocks,))
         self.settle()
 
     def load(self, source: Request, blocks: list[int]) -> int | None:
         """Load what is there of a request; return the number of tokens."""
         found = self.side.matched(source, 0)
         if found:
-            self.side.allocated(source, blocks, found)
+            self.side.allocated(source, (blocks,), found)
             assert self.arrived() == {source.request_id}
         return found
 

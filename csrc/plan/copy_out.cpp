@@ -130,7 +130,9 @@ void CopyOut::clear() {
     awaited_.clear();
 }
 
-void CopyOut::ended(std::span<const Slot> sources) { device_.unhold(sources); }
+void CopyOut::ended(std::span<const Slot> sources) {
+    device_.unhold(sources);
+}
 
 std::size_t CopyOut::queued(const HostIndex &target) {
     take_offered(target);

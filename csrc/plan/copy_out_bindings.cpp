@@ -168,9 +168,8 @@ void bind_planner(nb::module_ &module) {
             "slots"_a, "Queue blocks ahead of all and whatever their hits.")
         .def("clear", &CopyOut::clear, "Forget what is queued, and what an engine has told of its device.")
         .def(
-            "ended",
-            [](CopyOut &self, const Ids &slots) { self.ended(slots_of(slots)); },
-            "slots"_a, "Record the end of copies out of these device slots.")
+            "ended", [](CopyOut &self, const Ids &slots) { self.ended(slots_of(slots)); }, "slots"_a,
+            "Record the end of copies out of these device slots.")
         .def(
             "queued", [](CopyOut &self, HostIndex &target) { return self.queued(target); }, "target"_a,
             "Return the number of blocks that wait for a plan.")

@@ -377,7 +377,7 @@ class TierManager(Generic[RequestT_contra]):
         """
         with self._lock:
             self._requests.prepare(request)
-            return self._tiers.find(record_keys(request.block_hashes, self.layout.num_groups))
+            return self._tiers.find(record_keys(request.block_hashes, self.layout.page_records))
 
     def hottest_blocks(self, limit: int) -> list[TreeNode]:
         """Return the hottest blocks of this process's own host tier, each with its ancestors, parents first."""

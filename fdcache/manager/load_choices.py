@@ -85,7 +85,7 @@ class LoadChoices:
         *,
         streams: bool = False,
     ) -> None:
-        groups = self._groups = layout.num_groups
+        groups = self._groups = layout.page_records + layout.num_states
         self.model = CostModel(
             block_size=layout.block_size / groups,
             block_bytes=layout.payload_bytes,
@@ -94,7 +94,7 @@ class LoadChoices:
             priors=priors,
             streams=streams,
             read_seconds=GROUP_SECONDS,
-            windows=[window / layout.block_size for window in layout.windows],
+            windows=[_window_of(layout, group) for group in layout.record_groups] if layout.groups else (),
         )
         self._is_auto = mode is LoadOrRecompute.AUTO
         self._clock = clock
@@ -395,3 +395,9 @@ class LoadChoices:
 
 def _speed(link: LinkSpeed) -> SpeedFigures:
     return SpeedFigures(latency_seconds=link.latency, bytes_per_second=link.bandwidth)
+
+
+def _window_of(layout: KVLayout, group: int) -> float:
+    """Return how many pages, of those to be loaded, have a record of the group that is needed; 0 for all."""
+    given = layout.groups[group]
+    return 1.0 if given.is_state else given.tokens / layout.block_size

@@ -67,13 +67,14 @@ def require_distinct(ids: Int32Array) -> None:
 class EngineLoad:
     """A load of a request into the device blocks ``ids`` of the engine, some of which may be ``NO_BLOCK``.
 
-    ``after``: plans in flight that copy out what the device blocks held.
+    ``after``: plans in flight that copy out what the device blocks held. ``pages``: those that are loaded.
     """
 
     request: OffloadRequest
     ids: Int32Array
     load: Load
     after: tuple[int, ...]
+    pages: range = range(0)
 
     @property
     def unplanned(self) -> tuple[int, ...]:
@@ -123,7 +124,7 @@ class EngineLoads:
     """
 
     def __init__(self, layout: KVLayout, host: HostTier, loads: Loads, counters: Counters) -> None:
-        self._page_tokens, self._groups = layout.block_size, layout.num_groups
+        self._page_tokens, self._groups = layout.block_size, max(layout.page_records, 1)
         self._host = host
         self._loads = loads
         self._counters = counters

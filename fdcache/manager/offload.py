@@ -9,7 +9,7 @@ from typing import SupportsIndex
 from uuid import uuid4
 
 from fdcache._core import DeviceContents, DevicePath
-from fdcache.errors import ConfigurationError, RequestStateError
+from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager import story
@@ -19,8 +19,9 @@ from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import calibrated_priors
 from fdcache.manager.loads import NO_BLOCK, device_ids_of, require_distinct, table_of
-from fdcache.manager.offloaded import OffloadedRequests, Tracked
+from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
+from fdcache.manager.tracked import Tracked
 from fdcache.metadata import Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
@@ -51,8 +52,8 @@ class OffloadManager(TierManager[OffloadRequest]):
     ``settings`` to ``priors``: as for ``CacheManager``; the device blocks of the settings have no effect.
     ``loads_ahead=True``: a match also promises blocks that are still being read from storage, once the first have
     come. ``load`` then loads those that are there, and each ``take_plans`` others, while the engine computes other
-    requests: a request that loads is computed after its ``LoadOutcome``. It has no effect with several groups of
-    layers, or with windows. Raises ``ConfigurationError`` without a host tier, and for windows with the write policy
+    requests: a request that loads is computed after its ``LoadOutcome``. It has no effect with groups of layers.
+    Raises ``ConfigurationError`` without a host tier, and for windows with the write policy
     ``write_through_selective``.
     """
 
@@ -71,7 +72,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         priors: Priors = NO_PRIORS,
         loads_ahead: bool = False,
     ) -> None:
-        if any(layout.windows) and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+        if layout.has_gaps and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             raise ConfigurationError(
                 "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows a prefix has left the device in "
                 "part when it is reused, and could not be stored then; use write_through"
@@ -86,7 +87,14 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._host, self._copies = tiers.host, tiers.copies
         self._choices = self._make_choices(priors, streams=loads_ahead)
         self._requests = OffloadedRequests(
-            settings, layout, self._host, self._counters, clock, self._choices, streams=loads_ahead
+            settings,
+            layout,
+            self._host,
+            self._counters,
+            clock,
+            self._choices,
+            streams=loads_ahead,
+            stored=tiers.storage.has if tiers.storage is not None else None,
         )
         self._loads = self._requests.native_loads
         self._hooks: OffloadHooks | None = None
@@ -178,8 +186,8 @@ class OffloadManager(TierManager[OffloadRequest]):
             if not self._requests.match(tracked, device_tokens, whole_prompt):
                 self._counters.deferred_lookups += 1
                 return story.offload_matched(OffloadMatch(request.request_id, MatchStatus.DEFERRED), began)
-            tokens, theirs = self._tokens(tracked.remaining), 0
-            stored = self._tokens(tracked.from_storage + tracked.coming)
+            tokens, theirs = self._requests.tokens(tracked, tracked.remaining), 0
+            stored = min(self._tokens(tracked.from_storage + tracked.coming), tokens)
             if tracked.peer is not None and tracked.from_peer:
                 theirs = tracked.peer.num_tokens - device_tokens - tokens
             found = OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens + theirs, stored, theirs)
@@ -197,8 +205,9 @@ class OffloadManager(TierManager[OffloadRequest]):
     def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
         """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
 
-        With several groups of layers ``device_ids`` has one device block of each group for each page, in the order of
-        the layout's ``windows``; ``NO_BLOCK`` stands for a block that the engine does not need.
+        With groups of layers ``device_ids`` has for each page the device blocks of its records, in the order of the
+        layout's ``page_groups``; ``NO_BLOCK`` stands for a block that the engine does not need. With states it has
+        the blocks of all pages found, then one for each of ``state_groups``: fewer load nothing.
 
         The device blocks count as given away, as by ``evicted``. The load ends with a ``LoadOutcome`` of ``apply`` or
         ``expire``. Return 0 if nothing was found, or it was unpinned since by ``expire``, a reset or the end of the
@@ -206,7 +215,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         listed twice.
         """
         layout = self.layout
-        ids = device_ids_of(device_ids, with_none=any(layout.windows))
+        ids = device_ids_of(device_ids, with_none=layout.has_gaps)
         require_distinct(ids)
         with self._lock:
             self._set_time()
@@ -216,7 +225,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                 self.unmatch([request])
                 return 0
             self._count_lookup(tracked)
-            ids = ids[: min(len(ids) // self.layout.num_groups * self.layout.num_groups, most)]
+            ids = ids[: self._requests.loadable(tracked, len(ids), most)]
             wanted = ids[ids != NO_BLOCK]
             if len(wanted):
                 self._give_away(wanted)
@@ -225,8 +234,11 @@ class OffloadManager(TierManager[OffloadRequest]):
                 self._has_planned = True
                 story.load_planned(request.request_id, planned)
                 stored = min(stored, planned)
-                self._counters.storage_hit_tokens += self._tokens(stored)
-                self._counters.host_hit_tokens += self._tokens(planned - stored)
+                from_storage = self._tokens(stored)
+                self._counters.storage_hit_tokens += from_storage
+                self._counters.host_hit_tokens += max(
+                    self._requests.tokens(tracked, planned) - from_storage, 0
+                )
             self.unmatch([request])
             return len(ids) if len(wanted) else 0
 
@@ -235,8 +247,9 @@ class OffloadManager(TierManager[OffloadRequest]):
 
         Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
         block table: the next plan may copy them. Repeated offers extend the first; one with nothing new is cheap. With
-        several groups of layers the table is as for ``load``, with ``NO_BLOCK`` for blocks that the engine has given
-        up: a page is stored if the host tier has those already. Raises ``PlanError`` for ids of no device block.
+        groups of layers the table is that of the pages, as for ``load``, with ``NO_BLOCK`` for blocks that the engine
+        has given up: a page is stored if the host tier has those already. Raises ``PlanError`` for ids of no device
+        block.
         """
         num_tokens = _count("num_tokens", num_tokens)
         table = table_of(device_ids)
@@ -252,6 +265,28 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))
             if not start and self._service is not None:
                 self._own(self._service, request, path)
+
+    def offer_states(
+        self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, above: int = NO_BLOCK
+    ) -> None:
+        """Offer the states after the first ``num_tokens`` tokens, one device block for each of ``state_groups``.
+
+        Call it once these tokens are offered. ``above``: the device block of the last record of their pages, without
+        which the states are stored only if the host tier has that record already. States in the middle of a page, and
+        those of a layout without states, are of no use. Raises ``PlanError`` for ids of no device block, or another
+        number of them.
+        """
+        num_tokens, ids = _count("num_tokens", num_tokens), device_ids_of(device_ids)
+        if len(ids) != self.layout.num_states:
+            raise PlanError(
+                f"device_ids: {len(ids)} device blocks for the {self.layout.num_states} states of a page"
+            )
+        with self._lock:
+            tracked = self._requests.track(request)
+            path = self._requests.states_below(tracked, num_tokens, ids, above)
+            if path is not None:
+                self._count_lookup(tracked)
+                self._contents.offered(path, len(path) - len(ids), 0)
 
     @staticmethod
     def _own(service: HostService, request: OffloadRequest, path: DevicePath) -> None:
@@ -301,11 +336,11 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked.is_counted = True
             self._counters.lookups += 1
             self._counters.lookup_tokens += tracked.request.num_tokens
-            self._counters.device_hit_tokens += self._tokens(tracked.device_blocks)
+            self._counters.device_hit_tokens += tracked.device_pages * self.layout.block_size
 
     def _tokens(self, num_records: int) -> int:
-        """Return the tokens of this many records, of which a page has one for each group of layers."""
-        return num_records // self.layout.num_groups * self.layout.block_size
+        """Return the tokens of this many records of pages."""
+        return num_records // max(self.layout.page_records, 1) * self.layout.block_size
 
     # --- plans and reports --------------------------------------------------------------------------------
 

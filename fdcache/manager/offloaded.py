@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
 from fdcache import _core, tracing
@@ -13,10 +14,12 @@ from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import EngineLoad, EngineLoads, PeerRun, device_ids_of
+from fdcache.manager.loads import EngineLoad, EngineLoads, device_ids_of
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, load_forms
+from fdcache.manager.states import StatePaths, StoredMask
+from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.blocks import ROOT
 from fdcache.plans.ledger import OpenPlan
@@ -27,94 +30,6 @@ from fdcache.tiers.waiting_fetches import Wait
 
 _ASK_AGAIN = 0.1
 """Seconds for which the answer that nothing was found is kept: others may store the blocks meanwhile."""
-
-
-class Tracked:
-    """A request between its arrival and its end.
-
-    ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
-    slots refer to. ``coming`` blocks after them are being read from storage. ``device_blocks`` is the number that the
-    engine had when it asked last, ``load`` the load whose outcome was not taken. ``peer`` has what is neither on the
-    device nor below it, until that is fetched or declined. ``keys`` are those of the records of
-    its pages; everything here counts records, of which a page has one for each group of layers.
-    """
-
-    __slots__ = (
-        "arena",
-        "asked_at",
-        "coming",
-        "counted_blocks",
-        "deferred_since",
-        "device_blocks",
-        "fetch",
-        "found",
-        "found_at",
-        "is_counted",
-        "is_stale",
-        "keys",
-        "limit",
-        "load",
-        "path",
-        "peer",
-        "request",
-        "start",
-    )
-
-    def __init__(self, request: OffloadRequest) -> None:
-        self.request = request
-        self.keys: HashArray = np.empty((0, 32), np.uint8)
-        self.found: Found | None = None
-        self.start = 0
-        self.coming = 0
-        self.limit = 0
-        self.arena: str | None = None
-        self.asked_at = self.found_at = 0.0
-        self.device_blocks = 0
-        self.deferred_since: float | None = None
-        self.fetch = 0
-        self.path: DevicePath | None = None
-        self.load: EngineLoad | None = None
-        self.peer: PeerRun | None = None
-        self.counted_blocks = 0
-        self.is_counted = False
-        self.is_stale = False
-
-    @property
-    def lease(self) -> int:
-        """The lease of ``found``, 0 without one."""
-        return self.found.lease if self.found is not None else 0
-
-    @property
-    def remaining(self) -> int:
-        """Number of blocks beyond those on the device that were found or are coming."""
-        if self.found is None:
-            return 0
-        return max(self.start + len(self.found) + self.coming - self.device_blocks, 0)
-
-    @property
-    def from_peer(self) -> int:
-        """Number of blocks after the remaining ones that a peer has. One alone is sooner computed."""
-        if self.found is None or self.peer is None or len(self.peer.hashes) - self.device_blocks < 2:
-            return 0
-        return max(len(self.peer.hashes) - self.device_blocks - self.remaining, 0)
-
-    @property
-    def from_storage(self) -> int:
-        """How many of the remaining blocks that were found were read from storage for the request."""
-        if self.found is None:
-            return 0
-        first = self.device_blocks - self.start
-        return max(self.found.fetched.stop - max(self.found.fetched.start, first), 0)
-
-    def take(self, count: int) -> Found:
-        """Return the first ``count`` of the remaining blocks, as far as they were found."""
-        assert self.found is not None
-        first = self.device_blocks - self.start
-        return Found(self.found.lease, self.found.blocks.select(slice(first, first + count)))
-
-    def forget_device(self) -> None:
-        """Forget what was offered: a request that is matched has no blocks."""
-        self.path = None
 
 
 class OffloadedRequests:
@@ -133,20 +48,23 @@ class OffloadedRequests:
         choices: LoadChoices,
         *,
         streams: bool = False,
+        stored: StoredMask | None = None,
     ) -> None:
         self._counters = counters
         self._choices = choices
-        self._streams = streams and not layout.windows
+        self._streams = streams and not layout.groups
         self._caches_prefixes = settings.enable_prefix_caching
         self._defer_timeout = settings.defer_timeout
         self._pin_timeout = settings.plan_timeout
         self._block_size = layout.block_size
-        self._groups = layout.num_groups
-        self._has_windows = any(layout.windows)
+        self._records = layout.page_records
+        self._units = layout.page_records + layout.num_states
+        self._has_gaps = layout.has_gaps
+        self._states = StatePaths(layout, host, stored) if layout.num_states else None
         self._host = host
         self._fetches = host.fetches
         self._waits = Waits(choices, clock, host)
-        self._cell = ReuseLimit(settings, layout.block_size).cell * layout.num_groups
+        self._cell = ReuseLimit(settings, layout.block_size).cell * max(layout.page_records, 1)
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
         self.pinned: set[Tracked] = set()
@@ -216,11 +134,11 @@ class OffloadedRequests:
     def _keys(self, tracked: Tracked) -> HashArray:
         """Return the keys of the records of a request's pages."""
         hashes = tracked.request.block_hashes
-        if self._groups == 1:
+        if self._records == 1:
             return hashes
-        have = len(tracked.keys) // self._groups
+        have = len(tracked.keys) // self._records if self._records else len(hashes)
         if have < len(hashes):
-            tracked.keys = np.concatenate((tracked.keys, record_keys(hashes[have:], self._groups)))
+            tracked.keys = np.concatenate((tracked.keys, record_keys(hashes[have:], self._records)))
         return tracked.keys
 
     def forget_found(self, reason: str) -> None:
@@ -250,14 +168,22 @@ class OffloadedRequests:
     def begin_fetch(self, tracked: Tracked, whole: bool) -> None:
         """Start to read from storage what a request that has arrived will need."""
         if self._may_fetch(tracked) and self._may_load(tracked):
-            hashes, number = self._matchable(tracked, whole), self._fetch_number(tracked)
-            self._waits.begin(tracked.request, number, hashes, lambda _: tracked.device_blocks)
+            hashes = self._matchable(tracked, whole)
+            if self._states is not None:
+                ends = self._states.ends(hashes, 0)
+                if not ends:
+                    return
+                tracked.end, hashes = ends[0], self._states.path(hashes, ends[0])
+            self._waits.begin(
+                tracked.request, self._fetch_number(tracked), hashes, lambda _: tracked.device_blocks
+            )
 
     def match(self, tracked: Tracked, device_tokens: int, whole: bool) -> bool:
         """Find and pin what can be loaded; return False if the request has to ask later."""
         tracked.asked_at = self._clock()
         size = self._block_size
-        tracked.device_blocks = device_tokens // size * self._groups
+        tracked.device_pages = device_tokens // size
+        tracked.device_blocks = tracked.device_pages * self._records
         if device_tokens % size or not self._may_load(tracked):
             self.unpin(tracked)
             return True
@@ -265,7 +191,11 @@ class OffloadedRequests:
         if self._is_kept(tracked, len(hashes)):
             return True
         self.unpin(tracked)
-        found = self._find(tracked, hashes)
+        found = (
+            self._find(tracked, hashes)
+            if self._states is None
+            else self._find_end(tracked, hashes, self._states)
+        )
         if found is None:
             return False
         (tracked.found, tracked.coming), tracked.start = found, tracked.device_blocks
@@ -276,6 +206,19 @@ class OffloadedRequests:
         ahead = tracked.remaining + tracked.from_peer
         self._choices.matched(tracked.request.request_id, tracked.device_blocks, ahead)
         return True
+
+    def tokens(self, tracked: Tracked, num_records: int) -> int:
+        """Return the tokens that the first of the remaining records stand for: with states all of them, or none."""
+        if self._states is None:
+            return num_records // self._records * self._block_size
+        is_whole = num_records and num_records >= tracked.remaining
+        return (tracked.end - tracked.device_pages) * self._block_size if is_whole else 0
+
+    def loadable(self, tracked: Tracked, num_ids: int, most: int) -> int:
+        """Return how many device blocks of ``num_ids`` a load of what was found can fill, at most ``most``."""
+        if self._states is not None:
+            return tracked.remaining if num_ids >= tracked.remaining else 0
+        return min(num_ids // self._records * self._records, most)
 
     def unpin(self, tracked: Tracked) -> None:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
@@ -288,7 +231,42 @@ class OffloadedRequests:
         is_same = tracked.found is not None and tracked.arena == self.arena and not tracked.coming
         if is_same and not tracked.lease and tracked.asked_at - tracked.found_at >= _ASK_AGAIN:
             return False
+        if self._states is not None and tracked.lease:
+            is_same &= tracked.start == tracked.device_blocks and tracked.device_pages < tracked.end
         return is_same and tracked.start <= tracked.device_blocks and tracked.limit == limit
+
+    def _find_end(self, tracked: Tracked, hashes: HashArray, states: StatePaths) -> tuple[Found, int] | None:
+        """Return what the host tier has of the longest prefix at whose end it has states; None to ask later.
+
+        Of a prefix that is not whole nothing is of use.
+        """
+        most = len(hashes)
+        for pages in states.ends(hashes, tracked.device_pages):
+            if pages > most:
+                continue
+            path = states.path(hashes, pages)
+            self._aim(tracked, pages)
+            answer = self._find(tracked, path)
+            if answer is None:
+                return None
+            found = answer[0]
+            is_whole = len(found) == len(path) - tracked.device_blocks
+            if is_whole and self._is_end_worth_loading(tracked):
+                return found, 0
+            self._host.index.release(found.lease)
+            if is_whole:
+                return NOTHING, 0
+            most = (tracked.device_blocks + len(found)) // self._records if self._records else pages - 1
+        tracked.end = 0
+        return NOTHING, 0
+
+    def _aim(self, tracked: Tracked, pages: int) -> None:
+        """Read from storage what belongs to a prefix of this many pages: another one is wanted no longer."""
+        if tracked.end != pages:
+            tracked.end = pages
+            if tracked.fetch and self._fetches is not None:
+                self._fetches.end(tracked.fetch)
+                tracked.fetch = 0
 
     def _find(self, tracked: Tracked, hashes: HashArray) -> tuple[Found, int] | None:
         """Return what the host tier has, and how many blocks after it are coming; None to ask later.
@@ -300,7 +278,8 @@ class OffloadedRequests:
             return NOTHING, 0
         found, stop = self._look(tracked, hashes, start)
         if stop is not None:
-            stop -= stop % self._cell
+            if self._states is None:
+                stop -= stop % self._cell
             if len(found) and stop > start + len(found) and tracked.peer is None:
                 return found, stop - start - len(found)
         if stop is not None or (found.pending and self._deferred_for(tracked) < self._defer_timeout):
@@ -358,16 +337,31 @@ class OffloadedRequests:
             self._host.fetch_table.unpin(tracked.fetch)
 
     def _worth_loading(self, tracked: Tracked, found: int) -> int:
-        """Return how many of the blocks found are worth loading, down to the reuse grid."""
+        """Return how many of the blocks found are worth loading, down to the reuse grid; with states all of them."""
         start, request = tracked.device_blocks, tracked.request
+        if self._states is not None:
+            return found
         limit = self._choices.limit
         if tracked.peer is not None:  # which has what follows
             return found
         if found and limit is not None and _begins_at_root(request):
-            last = request.block_hashes[(start + found - 1) // self._groups].tobytes()
+            last = request.block_hashes[(start + found - 1) // self._records].tobytes()
             found = limit(request.request_id, request.num_tokens, start, found, last)
         end = start + found
         return max(end - end % self._cell - start, 0)
+
+    def _is_end_worth_loading(self, tracked: Tracked) -> bool:
+        """Return True if the pages up to the states found are on the reuse grid, and are not sooner computed."""
+        request, limit = tracked.request, self._choices.limit
+        if tracked.end % max(self._cell // max(self._records, 1), 1):
+            return False
+        if limit is None or not _begins_at_root(request):
+            return True
+        start, found = (
+            each * self._units for each in (tracked.device_pages, tracked.end - tracked.device_pages)
+        )
+        last = request.block_hashes[tracked.end - 1].tobytes()
+        return limit(request.request_id, request.num_tokens, start, found, last) == found
 
     def _may_fetch(self, tracked: Tracked) -> bool:
         return _begins_at_root(tracked.request) and self._fetches is not None and self._fetches.is_on
@@ -378,14 +372,15 @@ class OffloadedRequests:
         return allowed and not tracked.is_stale and tracked.load is None
 
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
-        """Return the keys that a match may find."""
-        request, keys = tracked.request, self._keys(tracked)
+        """Return the keys that a match may find; with states the hashes of the pages."""
+        request = tracked.request
+        keys = self._keys(tracked) if self._states is None else request.block_hashes
         if isinstance(request, KeyedRequest):
             return keys
         most = request.num_tokens - (not whole)
         if request.max_cached_tokens is not None:
             most = min(most, request.max_cached_tokens)
-        return keys[: max(most, 0) // self._block_size * self._groups]
+        return keys[: max(most, 0) // self._block_size * (self._records if self._states is None else 1)]
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:
@@ -406,6 +401,7 @@ class OffloadedRequests:
         if tracked.coming and len(run) == len(ids):
             self._leave_fetch(tracked)
         tracked.load = loading = self.loads.plan(tracked.request, first, ids, run, plan)
+        loading.pages = range(tracked.device_pages, tracked.end)
         if tracked.peer is not None and len(run) < len(ids):
             self.loads.fetch_rest(loading, tracked.peer)
             tracked.peer = None
@@ -451,7 +447,10 @@ class OffloadedRequests:
                 request.device_only |= load.is_overdue or not load.is_revoked
                 self._choices.matched(request.request_id, load.first, load.arrived - load.first)
         outcome: LoadOutcome = load.outcome(self._load_forms, request.request_id, loading.unplanned)
-        return outcome
+        if self._states is None:
+            return outcome
+        pages = loading.pages.stop if load.is_confirmed else loading.pages.start
+        return msgspec.structs.replace(outcome, recompute_from=pages * self._block_size)
 
     def offer(
         self, tracked: Tracked, num_tokens: int, device_ids: Int32Array
@@ -459,22 +458,54 @@ class OffloadedRequests:
         """Return the path of a request on the device with the position of its first new block; None for none."""
         request, path = tracked.request, tracked.path
         start = 0 if path is None else len(path)
-        stop = min(num_tokens // self._block_size, len(device_ids) // self._groups) * self._groups
+        stop = min(num_tokens // self._block_size * self._records, len(device_ids))
         if tracked.load is not None:
             stop = min(stop, tracked.load.load.first)
-        if stop <= start or tracked.is_stale or not (self._caches_prefixes and request.use_cache):
+        if stop <= start or not self._may_offer(tracked):
             return None
         self.prepare(request, keeps_gil=True)
         hashes = self._keys(tracked)
         stop = min(stop, len(hashes))
         if stop <= start:
             return None
-        ids = device_ids_of(device_ids[start:stop], with_none=self._has_windows)
+        stop -= stop % self._records
+        ids = device_ids_of(device_ids[start:stop], with_none=self._has_gaps)
         if path is None:
             parent = request.parent if isinstance(request, KeyedRequest) else ROOT
             path = tracked.path = DevicePath(parent)
         path.extend(hashes, ids)
         return path, start
+
+    def _may_offer(self, tracked: Tracked) -> bool:
+        return not tracked.is_stale and self._caches_prefixes and tracked.request.use_cache
+
+    def states_below(
+        self, tracked: Tracked, num_tokens: int, device_ids: Int32Array, above: int
+    ) -> DevicePath | None:
+        """Return the path of the states at the end of a prefix, the first block of which is ``above``; None for none.
+
+        ``above``: the device block of the last record of its pages, -1 if the engine does not have it.
+        """
+        request, pages = tracked.request, num_tokens // self._block_size
+        if self._states is None or num_tokens % self._block_size or not pages or not self._may_offer(tracked):
+            return None
+        if tracked.load is not None and pages > tracked.load.pages.start:
+            return None
+        self.prepare(request, keeps_gil=True)
+        hashes = request.block_hashes
+        if pages > len(hashes):
+            return None
+        keys = self._states.keys_below(hashes, pages)
+        if not self._records:
+            path = DevicePath(ROOT)
+            path.extend(keys, device_ids)
+            return path
+        path = DevicePath(None)
+        path.extend(
+            np.concatenate((hashes[pages - 1 : pages], keys)),
+            np.concatenate(([above], device_ids)).astype(np.int32),
+        )
+        return path
 
 
 def _require_request(request: object) -> None:

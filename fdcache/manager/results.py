@@ -153,5 +153,10 @@ def load_forms(layout: KVLayout) -> LoadForms:
     """Return how the native side tells of the ends of loads."""
     status = LoadStatus
     return LoadForms(
-        LoadOutcome, status.CONFIRMED, status.FAILED, status.OVERDUE, layout.block_size, layout.num_groups
+        LoadOutcome,
+        status.CONFIRMED,
+        status.FAILED,
+        status.OVERDUE,
+        layout.block_size,
+        max(layout.page_records, 1),
     )

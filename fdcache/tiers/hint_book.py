@@ -260,7 +260,7 @@ class RequestHints:
         self._book = HintBook(lambda: pools, clock, self.figures) if pools else None
         self._service = service
         self._block_size = layout.block_size
-        self._num_groups = layout.num_groups
+        self._num_records = layout.page_records
 
     def take(
         self, request_id: str, hints: Iterable[Hint], hashes: HashArray, prompt_tokens: int
@@ -274,7 +274,7 @@ class RequestHints:
             return ()
         given = GivenHints(request_id, hints, self._places(hints, len(hashes), prompt_tokens))
         self.figures.given += len(hints)
-        path = record_keys(hashes, self._num_groups)
+        path = record_keys(hashes, self._num_records)
         sent = self._service.give(path, given) if self._service is not None else []
         for outcome in sent:
             self.figures.count(outcome.status)
@@ -284,9 +284,9 @@ class RequestHints:
         for hint in hints:
             if not isinstance(hint, Hint):
                 raise HintError(f"hints: {type(hint).__name__} is not a Hint")
-        groups = self._num_groups
+        records = self._num_records
         places = [hint.place(prompt_tokens, self._block_size, num_blocks) for hint in hints]
-        return places if groups == 1 else [(start * groups, stop * groups) for start, stop in places]
+        return places if records == 1 else [(start * records, stop * records) for start, stop in places]
 
     @property
     def has_open(self) -> bool:

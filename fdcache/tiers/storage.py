@@ -259,6 +259,10 @@ class StorageTier:
         """The slots of local storage; None for a store of others."""
         return self.index.pool if isinstance(self.index, LocalIndex) else None
 
+    def has(self, hashes: HashArray) -> Mask:
+        """Return a mask of the blocks that are stored or being written, as far as this process knows."""
+        return ~self.index.is_absent(hashes)
+
     def restore(self, scans: Sequence[StorageScan]) -> int:
         """Enter the blocks of the ranks' files; none while a reset may not have reached every file."""
         if not isinstance(self.index, LocalIndex):

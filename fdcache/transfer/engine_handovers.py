@@ -43,7 +43,7 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
 
     def __init__(self, manager: OffloadManager, terms: PeerTerms, num_device_blocks: int) -> None:
         super().__init__(terms)
-        if manager.layout.windows:
+        if manager.layout.groups:
             raise ConfigurationError(
                 f"FDCACHE_TRANSFER={terms.settings.connector}: layers of several groups, or with sliding windows, are "
                 "not handed over; unset it"

@@ -176,6 +176,11 @@ class PrefillSide:
         return len(self._sends)
 
     @property
+    def num_waiting(self) -> int:
+        """Asks for transfers that are not offered yet."""
+        return len(self._waiting)
+
+    @property
     def blocks_held(self) -> int:
         """Blocks of all offers."""
         return sum(len(send.offer.slots) for send in self._sends.values())

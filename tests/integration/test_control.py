@@ -38,7 +38,8 @@ def service(shared: tuple[LocalService, Engine]) -> LocalService:
     running, engine = shared
     for pin in Control(running.client).pins():
         Control(running.client).unpin(pin.pin or 0)
-    running.ask("reset", tier="all")
+    for tier in ("host", "storage"):  # an order to reset the device would come with a later heartbeat
+        running.ask("reset", tier=tier)
     engine.manager.reset_cache()
     engine.await_stock()
     engine.serve(PROMPT)

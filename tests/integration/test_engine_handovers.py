@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fdcache.errors import ConfigurationError, RequestStateError
+from fdcache.groups import CacheGroup, Reach
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.manager import MatchStatus, OffloadManager, Request
@@ -196,9 +197,8 @@ def test_mistakes_are_named(pair: tuple[Engine, Engine]) -> None:
 
 def test_layouts_with_windows_are_refused() -> None:
     planes = [PlaneSpec(PlaneKind.KEY, "uint8", (64,))]
-    layout = KVLayout.build(
-        planes, model="m", revision="1", block_size=BLOCK, num_layers=2, windows=(0, 2 * BLOCK)
-    )
+    groups = (CacheGroup(BLOCK), CacheGroup(BLOCK, Reach.LAST, 2 * BLOCK))
+    layout = KVLayout.build(planes, model="m", revision="1", block_size=BLOCK, num_layers=2, groups=groups)
     manager = OffloadManager(CacheSettings(host_memory=1 << 20, write_policy="write_through"), layout)
     with pytest.raises(ConfigurationError, match=r"FDCACHE_TRANSFER=ipc: .*sliding windows"):
         EngineHandovers(manager, PeerTerms(PeerSettings(connector="ipc")), DEVICE_BLOCKS)

@@ -227,9 +227,14 @@ class TestLimits:
         with Client(web.service.address, timeout=TIMEOUT) as engine, ExitStack() as lines:
             assert engine.ask("stats")["state"] == "ready"
             lines.callback(resource.prlimit, web.process.pid, resource.RLIMIT_NOFILE, former)
-            resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE, (web.process.num_fds(), former[1]))
-            waiting = [lines.enter_context(web.line()) for _ in range(60)]
+            set_limit = partial(resource.prlimit, web.process.pid, resource.RLIMIT_NOFILE)
+            set_limit((web.process.num_fds() * 9 // 8, former[1]))
             until(lambda: "new clients are refused" in web.log[length:], "it takes no clients")
+            for _ in range(10):
+                assert not is_served(web.service.address)
+                assert engine.ask("stats")["state"] == "ready", "clients that it has are served"
+            set_limit((web.process.num_fds(), former[1]))
+            waiting = [lines.enter_context(web.line()) for _ in range(60)]
             until(lambda: "Too many open files" in web.log[length:], "it takes no connections")
             for _ in range(50):
                 assert not is_served(web.service.address)

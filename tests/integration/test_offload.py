@@ -9,6 +9,7 @@ import pytest
 
 from examples import offloading
 from fdcache.errors import ConfigurationError, PlanError
+from fdcache.groups import CacheGroup, Reach
 from fdcache.manager import (
     KeyedRequest,
     LoadStatus,
@@ -29,6 +30,7 @@ from tests.service_help import TIMEOUT, LocalService, local_service, until
 from tests.storage_help import path_hashes, storage_layout
 from tests.swaps import uniform_layout
 
+STATE = CacheGroup(BLOCK, Reach.STATE)
 STORED = storage_layout(block_size=BLOCK, num_layers=2)
 
 
@@ -416,3 +418,49 @@ def test_the_example_finds_its_prompts_below_the_device(
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "first again: 64 tokens on the device, 32 below"
     assert lines[3] == "first: 0 tokens on the device, 96 below"
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [(STATE, CacheGroup(BLOCK)), (STATE,), (CacheGroup(BLOCK // 2, Reach.LAST, 6), CacheGroup(BLOCK))],
+)
+def test_groups_and_states_of_one_engine_are_found_by_another(
+    tmp_path: Path, groups: tuple[CacheGroup, ...]
+) -> None:
+    with local_service(tmp_path) as service:
+        layout = uniform_layout(block_size=BLOCK, num_layers=2, groups=groups)
+        records, states = layout.page_records, layout.num_states
+        first, second = (
+            OffloadEngine(server=service.address, rpc_timeout=TIMEOUT, layout=layout, device_blocks=32)
+            for _ in range(2)
+        )
+        await_slots(first)
+        request, other = Request("a", prompt(1, 2, 3)), Request("b", prompt(1, 2, 3, 4))
+        table = list(range(3 * records))
+        first.manager.begin([request])
+        first.manager.prepare([request])
+        first.compute(request, table)
+        first.manager.offer(request, 3 * BLOCK, ids(*table))
+        kept = list(range(20, 20 + states))
+        for block, key in zip(kept, first.state_keys(request, 3), strict=True):
+            first.fill(block, key.tobytes())
+        if states:
+            first.manager.offer_states(request, 3 * BLOCK, ids(*kept), table[-1] if table else -1)
+        first.settle()
+        first.manager.finish([request])
+
+        def is_found() -> bool:
+            second.now += 1  # an answer is kept for a moment
+            return second.manager.match(other, 0).num_tokens == 3 * BLOCK
+
+        until(is_found, "the blocks of the other engine")
+        into = list(range(3 * records + states))
+        assert second.manager.load(other, ids(*into)) == len(into)
+        second.step()
+        (outcome,) = second.collect()
+        assert outcome.status is LoadStatus.CONFIRMED
+        assert second.holds(other, into[: 3 * records])
+        assert second.hold_keys(into[3 * records :], second.state_keys(other, 3))
+        second.manager.finish([other])
+        first.close()
+        second.close()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fdcache.errors import ProtocolError
-from fdcache.groups import record_keys
+from fdcache.groups import CacheGroup, Reach, record_keys
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel
 from fdcache.service.server import router_feed
@@ -53,8 +53,10 @@ def snapshot(feed: RouterFeed) -> list[Any]:
 
 
 def test_a_page_of_two_groups_is_told_for_each(publisher: EventPublisher, tmp_path: Path) -> None:
-    shape = dataclasses.replace(layout(), windows=(0, 64))
-    assert shape.num_groups == 2
+    shape = dataclasses.replace(
+        layout(), groups=(CacheGroup(layout().block_size), CacheGroup(layout().block_size, Reach.LAST, 64))
+    )
+    assert shape.page_records == 2
     feed, hashes = feed_of(publisher, tmp_path / "a.notes", shape), path_hashes(3)
     feed.describe(described(hashes, items=[(BLOCK + 1, 2, "picture")]))
     feed.tier_events(CacheLevel.HOST, np.full(6, EVENT_STORED, np.uint8), record_keys(hashes, 2))

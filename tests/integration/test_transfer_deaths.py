@@ -45,9 +45,15 @@ def test_sums_that_wait_when_prefill_is_killed_under_a_read_disturb_nothing(
     assert transfer is not None
     connector = transfer.endpoint._connector
     assert isinstance(connector, GatedConnector)
-    last_read, killed = threading.Event(), threading.Event()
-    last_plane = LAYOUT.num_planes
-    GATE.fails = lambda _, order: order.last_plane == last_plane and not last_read.wait()
+    third_read, last_read, killed = threading.Event(), threading.Event(), threading.Event()
+
+    def wait(_: object, order: Any) -> bool:
+        if order.last_plane != LAYOUT.num_planes:
+            return False
+        third_read.set()
+        return not last_read.wait()
+
+    GATE.fails = wait
     poll, sums = connector.poll, LocalPlanes.sums
 
     def kill(*arguments: Any) -> Any:
@@ -57,9 +63,10 @@ def test_sums_that_wait_when_prefill_is_killed_under_a_read_disturb_nothing(
         return sums(*arguments)
 
     # Two reads end at once: the peer is killed between their sums, and under the third read.
-    monkeypatch.setattr(
-        connector, "poll", lambda: poll() if killed.is_set() or len(connector._ended) > 1 else []
-    )
+    def have_ended() -> bool:
+        return killed.is_set() or (third_read.is_set() and len(connector._ended) > 1)
+
+    monkeypatch.setattr(connector, "poll", lambda: poll() if have_ended() else [])
     monkeypatch.setattr(LocalPlanes, "sums", kill)
     world.peer.ask("send", "r", 1, BLOCKS)
     request = world.fetch("r", 1)

@@ -5,6 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fdcache.groups import CacheGroup, Reach
 from fdcache.layout import RECORD_ALIGNMENT, KVLayout
 from fdcache.layout_planes import DTYPE_BYTES, PLANE_ALIGNMENT
 from tests.format_oracle import oracle_fingerprint
@@ -19,9 +20,21 @@ common = st.fixed_dictionaries(
         "num_draft_layers": st.integers(0, 2),
         "tp_size": st.integers(1, 8),
         "draft_block_ratio": st.floats(1, 8),
-        "windows": st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple).filter(lambda each: each != (0,)),
     }
 )
+
+
+@st.composite
+def groups_of(draw: st.DrawFn, block_size: int) -> tuple[CacheGroup, ...]:
+    sizes = [each for each in range(1, block_size + 1) if block_size % each == 0]
+    found = []
+    for reach in draw(st.lists(st.sampled_from(Reach), max_size=4)):
+        tokens = draw(st.integers(1, 1 << 40)) if reach in (Reach.LAST, Reach.CHUNK) else 0
+        size = block_size if reach is Reach.STATE else draw(st.sampled_from(sizes[-3:]))
+        found.append(CacheGroup(size, reach, tokens))
+    return () if found == [CacheGroup(block_size)] else tuple(found)
+
+
 heads = st.fixed_dictionaries({"kv_heads": st.integers(1, 4), "head_dim": st.integers(1, 130)})
 dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 
@@ -29,6 +42,7 @@ dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 @st.composite
 def layouts(draw: st.DrawFn) -> KVLayout:
     options: dict[str, Any] = draw(common)
+    options["groups"] = draw(groups_of(options["block_size"]))
     head_options: dict[str, Any] = draw(heads)
     match draw(st.sampled_from(["uniform", "mla", "block_fp8"])):
         case "uniform":
@@ -70,7 +84,7 @@ def test_fields_of_the_record_change_the_fingerprint(layout: KVLayout, data: st.
         {"model": layout.model + "x"},
         {"revision": layout.revision + "x"},
         {"model": layout.model + layout.revision[:1], "revision": layout.revision[1:] or "x"},
-        {"block_size": layout.block_size + 1},
+        {"block_size": layout.block_size + 1, "groups": ()},
         {"tp_size": layout.tp_size + 1},
         {"record_bytes": layout.record_bytes + RECORD_ALIGNMENT},
         {"num_layers": layout.num_layers + 1, "num_draft_layers": layout.num_draft_layers - 1},

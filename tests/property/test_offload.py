@@ -1,7 +1,8 @@
 """OffloadManager under random interleavings: an engine like vLLM's scheduler, and an oracle of hashes and bytes.
 
 The engine owns its device blocks: it hands them over in the middle of copies, preempts, aborts, and asks repeatedly.
-With several groups of layers it gives blocks back as they leave their window. Every record of the host tier, and every
+With groups of layers it gives blocks back as they are beyond a group's reach, and with states it keeps those at the
+ends of the pages where a step ended. Every record of the host tier, and every
 block that a step reads, must hold what its hash stands for.
 """
 
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from fdcache.groups import CacheGroup, Reach
 from fdcache.manager import NO_BLOCK, LoadOutcome, LoadStatus, MatchStatus, Request
 from fdcache.metadata import CacheSwapMetadata, TransferPlan, TransferReport
 from fdcache.settings.cache import WritePolicy
@@ -28,12 +30,41 @@ from tests.swaps import uniform_layout
 DEVICE_BLOCKS = 12
 CHUNK = 10
 
+FULL, HALVES, STATE = CacheGroup(BLOCK), CacheGroup(BLOCK // 2), CacheGroup(BLOCK, Reach.STATE)
+
+
+def window(tokens: int, block: int = BLOCK) -> CacheGroup:
+    return CacheGroup(block, Reach.LAST, tokens)
+
+
+MODELS = [
+    (window(6),),
+    (FULL, window(6)),
+    (FULL, FULL),
+    (FULL, window(4), window(9)),
+    (window(5, BLOCK // 2), FULL),
+    (window(7), HALVES),
+    (CacheGroup(BLOCK, Reach.CHUNK, 2 * BLOCK), FULL),
+    (CacheGroup(BLOCK // 2, Reach.CHUNK, 6), window(3, BLOCK // 4), FULL),
+    (STATE, STATE, FULL),
+    (STATE,),
+    (HALVES, STATE),
+    (STATE, window(6)),
+]
+"""Layers as models have them: a window alone; Gemma 3; MiMo-V2; Gemma 4; Llama 4; Jamba; Mamba; and worse."""
+
+
+def _records(groups: tuple[CacheGroup, ...]) -> int:
+    """Return the records of a page, those of states included."""
+    return sum(BLOCK // group.block_size for group in groups) or 1
+
 
 @dataclass
 class Sequence:
     """A request of the engine: its block table, page by page, and the number of tokens that have KV.
 
-    ``loading`` are the device blocks of its load. One that ``aborted`` keeps them until the load has ended.
+    ``states`` are the blocks of the states after them, if they end a page. ``loading`` are the device blocks of its
+    load, those of states last. One that ``aborted`` keeps them until the load has ended.
     """
 
     request: Request
@@ -41,6 +72,7 @@ class Sequence:
     prompt: list[int]
     table: list[int] = field(default_factory=list)
     computed: int = 0
+    states: list[int] = field(default_factory=list)
     loading: list[int] | None = None
     aborted: bool = False
 
@@ -94,7 +126,7 @@ class Engine:
         *,
         ignores_after: bool = False,
         host_blocks: int = 14,
-        windows: tuple[int, ...] = (),
+        groups: tuple[CacheGroup, ...] = (),
         skew: int = 0,
         head_dim: int = 8,
         ranks: int = 1,
@@ -102,14 +134,12 @@ class Engine:
     ) -> None:
         self.random = random.Random(seed)
         self.failures = 0.0
-        self.windows = windows or (0,)
-        self.groups = len(self.windows)
         self.skew = skew
         self.offload = OffloadEngine(
             layout=uniform_layout(
-                block_size=BLOCK, num_layers=2, head_dim=head_dim, windows=windows, tp_size=ranks
+                block_size=BLOCK, num_layers=2, head_dim=head_dim, groups=groups, tp_size=ranks
             ),
-            device_blocks=DEVICE_BLOCKS * self.groups,
+            device_blocks=DEVICE_BLOCKS * max(_records(groups), 1),
             host_blocks=host_blocks,
             policy=policy,
             device=lambda: GatedDevice(self.failing),
@@ -118,11 +148,14 @@ class Engine:
             **options,
         )
         self.manager = self.offload.manager
+        self.layout = self.offload.layout
+        self.groups, self.num_states = self.layout.page_records, self.layout.num_states
+        blocks = DEVICE_BLOCKS * max(_records(groups), 1)
         for device in self.gated:
             device.is_gated = True
         self.ignores_after = ignores_after
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(DEVICE_BLOCKS * self.groups))
-        self.uses = [0] * DEVICE_BLOCKS * self.groups
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
+        self.uses = [0] * blocks
         self.content: dict[int, bytes] = {}
         self.cached: dict[bytes, int] = {}
         self.waiting: list[Sequence] = []
@@ -135,6 +168,7 @@ class Engine:
         self.outcomes = self.planned_loads = 0
         self.names = 0
         self.given: list[int] = []
+        self.former_states: list[tuple[Sequence, list[int]]] = []
         self.waited_for = 0
         self.wrong = 0
         self.strays = 0
@@ -177,24 +211,37 @@ class Engine:
         for block in reversed(sequence.table):
             if block != NO_BLOCK:
                 self.give_back(block)
+        self.release_states(sequence)
         sequence.table, sequence.computed = [], 0
+
+    def release_states(self, sequence: Sequence) -> None:
+        for block in sequence.states:
+            self.give_back(block)
+        sequence.states = []
 
     def is_outside(self, index: int, tokens: int) -> bool:
         """Return True if nothing after the first ``tokens`` tokens reads entry ``index`` of a block table."""
-        page, group = divmod(index, self.groups)
-        window = self.windows[group]
-        return bool(window) and (page + 1) * BLOCK <= tokens - window + 1 + self.skew
+        if not self.layout.groups:
+            return False
+        page, record = divmod(index, self.groups)
+        of_page = self.layout.page_groups
+        group = self.layout.groups[of_page[record]]
+        number = page * of_page.count(of_page[record]) + record - of_page.index(of_page[record])
+        return number < group.blocks_beyond(tokens + self.skew)
 
-    def local_hit(self, request: Request) -> list[int]:
+    def local_hit(self, request: Request) -> tuple[int, list[int]]:
+        """Return the pages that are on the device with their states, and their blocks."""
         keys = self.offload.keys(request)
         for pages in range((request.num_tokens - 1) // BLOCK, 0, -1):
+            if any(key.tobytes() not in self.cached for key in self.offload.state_keys(request, pages)):
+                continue
             hit = [
                 NO_BLOCK if self.is_outside(i, pages * BLOCK) else self.cached.get(keys[i].tobytes())
                 for i in range(pages * self.groups)
             ]
             if None not in hit:
-                return [block for block in hit if block is not None]
-        return []
+                return pages, [block for block in hit if block is not None]
+        return 0, []
 
     # --- a step -------------------------------------------------------------------------------------------
 
@@ -218,13 +265,18 @@ class Engine:
         for sequence, tokens in scheduled:
             whole = np.array(sequence.table, np.int32)
             self.manager.offer(sequence.request, tokens, whole)
+            if sequence.states:
+                above = sequence.table[tokens // BLOCK * self.groups - 1] if self.groups else NO_BLOCK
+                self.manager.offer_states(
+                    sequence.request, tokens, np.array(sequence.states, np.int32), above
+                )
         self.run(plans, scheduled)
         self.end_preempted()
 
     def admit(self, sequence: Sequence) -> None:
         request = sequence.request
-        hit = self.local_hit(request)
-        tokens = len(hit) // self.groups * BLOCK
+        pages, hit = self.local_hit(request)
+        tokens = pages * BLOCK
         found = self.manager.match(request, tokens)
         if found.status is MatchStatus.DEFERRED:
             return
@@ -233,20 +285,24 @@ class Engine:
         outside = [self.is_outside(i, reused) for i in range(-(-end // BLOCK) * self.groups)]
         kept = [block for block, is_outside in zip(hit, outside, strict=False) if not is_outside]
         new = outside[len(hit) :].count(False)
-        room = len(self.free) - sum(block in self.free for block in kept)
-        if new > room or self.random.random() < 0.2:  # asked again in the next step
+        states: Any = [] if found.num_tokens else self.offload.state_keys(request, pages)
+        kept_states = [self.cached[key.tobytes()] for key in states]
+        new_states = self.num_states if found.num_tokens else 0
+        room = len(self.free) - sum(block in self.free for block in {*kept, *kept_states})
+        if new + new_states > room or self.random.random() < 0.2:  # asked again in the next step
             return
         self.waiting.remove(sequence)
-        for block in kept:
+        for block in [*kept, *kept_states]:
             self.share(block)
         blocks = iter([*kept, *self.take(new)])
         sequence.table = [NO_BLOCK if is_outside else next(blocks) for is_outside in outside]
         sequence.computed = tokens
+        sequence.states = kept_states + self.take(new_states)
         if not found.num_tokens:
             self.manager.unmatch([request])
             self.running.append(sequence)
             return
-        sequence.loading = sequence.table[len(hit) :]
+        sequence.loading = sequence.table[len(hit) :] + sequence.states
         loading = np.array(sequence.loading, np.int32)
         assert self.manager.load(request, loading) == len(loading)
         self.planned_loads += 1
@@ -264,14 +320,19 @@ class Engine:
                     self.give_back(block)
                     sequence.table[i] = NO_BLOCK
             tokens = min(sequence.computed + CHUNK, sequence.request.num_tokens)
-            missing = -(-tokens // BLOCK) * self.groups - len(sequence.table)
-            while missing > len(self.free) and sequence in self.running:
+            if self.num_states and tokens // BLOCK * BLOCK > sequence.computed:
+                tokens -= tokens % BLOCK
+            missing = max(-(-tokens // BLOCK) * self.groups - len(sequence.table), 0)
+            states = self.num_states if tokens % BLOCK == 0 else 0
+            while missing + states > len(self.free) and sequence in self.running:
                 victim = self.running.pop()
                 scheduled = [each for each in scheduled if each[0] is not victim]
                 self.release(victim)
                 self.waiting.insert(0, victim)
             if sequence in self.running:
-                sequence.table += self.take(max(missing, 0))
+                sequence.table += self.take(missing)
+                self.former_states.append((sequence, sequence.states))
+                sequence.states = self.take(states)
                 scheduled.append((sequence, tokens))
         return scheduled
 
@@ -284,15 +345,23 @@ class Engine:
             self.open()
         for counter in counters:
             counter.wait_all()
+        former = {id(sequence): states for sequence, states in self.former_states}
         for sequence, tokens in scheduled:
-            self.compute(sequence, tokens)
+            self.compute(sequence, tokens, former[id(sequence)])
+        for _, states in self.former_states:
+            for block in states:
+                self.give_back(block)
+        self.former_states.clear()
         for sequence, tokens in scheduled:
             if tokens == sequence.request.num_tokens:
                 self.accept(sequence)
 
-    def compute(self, sequence: Sequence, tokens: int) -> None:
+    def compute(self, sequence: Sequence, tokens: int, former: list[int]) -> None:
         request, keys = sequence.request, self.offload.keys(sequence.request)
         whole = sequence.computed // BLOCK * self.groups
+        if former:
+            before = self.offload.state_keys(request, sequence.computed // BLOCK)
+            self.wrong += not self.offload.hold_keys(former, before)
         self.wrong += not self.offload.holds(request, sequence.table[:whole])
         self.wrong += any(
             block == NO_BLOCK and not self.is_outside(i, sequence.computed - self.skew)
@@ -302,11 +371,22 @@ class Engine:
             block = sequence.table[index]
             is_whole = (index // self.groups + 1) * BLOCK <= tokens
             row = keys[index].tobytes() if is_whole else None
-            self.offload.fill(block, row)
-            if row is not None:
-                self.content[block] = row
-                self.cached.setdefault(row, block)
+            if block != NO_BLOCK:
+                self.offload.fill(block, row)
+                self.keep(block, row)
+        if sequence.states:
+            for block, key in zip(
+                sequence.states, self.offload.state_keys(request, tokens // BLOCK), strict=True
+            ):
+                self.offload.fill(block, key.tobytes())
+                self.keep(block, key.tobytes())
         sequence.computed = tokens
+
+    def keep(self, block: int, row: bytes | None) -> None:
+        """Enter a block into the engine's own prefix cache."""
+        if row is not None:
+            self.content[block] = row
+            self.cached.setdefault(row, block)
 
     def accept(self, sequence: Sequence) -> None:
         if sequence.request.num_tokens < sequence.goal:
@@ -348,9 +428,8 @@ class Engine:
             numbers = [number for _, number in self.manager.loads_of(plan.plan_id)]
             self.plans.sent(plan, numbers, len(self.offload.ranks))
             if plan.loads is not None:
-                waited_for = {
-                    block for number in numbers if number in self.loads for block in self.loads[number].table
-                }
+                waiting = [self.loads[number] for number in numbers if number in self.loads]
+                waited_for = {block for each in waiting for block in [*each.table, *each.states]}
                 self.strays += len(set(plan.loads.dst_block_ids.tolist()) - waited_for)
         return plans
 
@@ -359,19 +438,23 @@ class Engine:
         sequence = self.loads.pop(outcome.load)
         assert sequence.request.request_id == outcome.request_id
         assert sequence.loading is not None
-        first = len(sequence.table) - len(sequence.loading)
+        first = len(sequence.table) + len(sequence.states) - len(sequence.loading)
         planned = len(sequence.loading) - len(outcome.unplanned)
         assert sequence.loading[planned:] == list(outcome.unplanned)
-        good = outcome.recompute_from // BLOCK * self.groups - first
+        pages = outcome.recompute_from // BLOCK
+        is_whole = outcome.status is LoadStatus.CONFIRMED
+        good = pages * self.groups - first + (self.num_states if is_whole else 0)
         assert 0 <= good <= len(sequence.loading)
-        assert (good == len(sequence.loading)) == (outcome.status is LoadStatus.CONFIRMED)
-        self.wrong += not self.offload.holds(sequence.request, sequence.loading[:good], first)
-        for index, block in enumerate(sequence.loading[:good], first):
-            if block != NO_BLOCK:
-                row = self.offload.keys(sequence.request)[index].tobytes()
-                self.content[block] = row
-                self.cached.setdefault(row, block)
-        is_whole = good == len(sequence.loading)
+        assert (good == len(sequence.loading)) == is_whole
+        keys = np.concatenate(
+            (
+                self.offload.keys(sequence.request)[: pages * self.groups][first:],
+                self.offload.state_keys(sequence.request, pages),
+            )
+        )
+        self.wrong += not self.offload.hold_keys(sequence.loading[:good], keys[:good])
+        for block, key in zip(sequence.loading[:good], keys, strict=False):
+            self.keep(block, key.tobytes() if block != NO_BLOCK else None)
         if outcome.status is LoadStatus.OVERDUE:
             self.hold_late(sequence.loading[:planned], outcome.load)
         sequence.loading = None
@@ -388,7 +471,9 @@ class Engine:
             del sequence.table[first + planned :]
             for block in outcome.unplanned:
                 self.give_back(block)
-        if any(self.windows) and not is_whole:  # what is left would need blocks outside of the windows
+        if (
+            self.layout.has_gaps or self.num_states
+        ) and not is_whole:  # what is left would need what is not there
             self.release(sequence)
             self.waiting.insert(0, sequence)
             return
@@ -502,12 +587,12 @@ def test_no_block_of_any_tier_has_wrong_bytes_and_nothing_stays_pinned(
     seed=st.integers(0, 2**32),
     policy=st.sampled_from([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK]),
     host=st.sampled_from([10, 28, 80]),
-    windows=st.sampled_from([(6,), (0, 6), (0, 0), (0, 4, 9)]),
+    groups=st.sampled_from(MODELS),
 )
-def test_groups_of_layers_read_right_bytes_in_all_blocks_of_their_windows(
-    seed: int, policy: WritePolicy, host: int, windows: tuple[int, ...]
+def test_groups_of_layers_read_right_bytes_in_all_blocks_that_they_reach(
+    seed: int, policy: WritePolicy, host: int, groups: tuple[CacheGroup, ...]
 ) -> None:
-    engine = Engine(seed, policy, host_blocks=host, windows=windows)
+    engine = Engine(seed, policy, host_blocks=host, groups=groups)
     play(engine, 120)
     assert engine.close() == 0
 
@@ -515,7 +600,20 @@ def test_groups_of_layers_read_right_bytes_in_all_blocks_of_their_windows(
 def test_an_engine_that_gives_back_a_block_too_early_is_caught() -> None:
     wrong = 0
     for seed in range(4):
-        engine = Engine(seed, WritePolicy.WRITE_THROUGH, host_blocks=28, windows=(0, 6), skew=BLOCK)
+        engine = Engine(seed, WritePolicy.WRITE_THROUGH, host_blocks=28, groups=(FULL, window(6)), skew=BLOCK)
+        play(engine, 120, accidents=False)
+        wrong += engine.close()
+    assert wrong
+
+
+def test_an_engine_that_offers_a_state_of_another_position_is_caught() -> None:
+    wrong = 0
+    for seed in range(4):
+        engine = Engine(seed, WritePolicy.WRITE_THROUGH, host_blocks=28, groups=(FULL, STATE))
+        offer = engine.manager.offer_states
+        engine.manager.offer_states = lambda request, tokens, ids, above, offer=offer: offer(  # type: ignore[method-assign,assignment,misc]
+            request, max(tokens - BLOCK, BLOCK), ids, above
+        )
         play(engine, 120, accidents=False)
         wrong += engine.close()
     assert wrong

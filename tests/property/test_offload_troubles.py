@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import ConfigurationError
+from fdcache.groups import CacheGroup
 from fdcache.manager import LoadOutcome
 from fdcache.metadata import TransferReport
 from fdcache.settings.cache import CopySettings, WritePolicy
 from fdcache.tiers import storage_reads
 from tests.offload_engine import BLOCK
-from tests.property.test_offload import ACTIONS, Engine, Sequence
+from tests.property.test_offload import ACTIONS, FULL, HALVES, MODELS, STATE, Engine, Sequence, window
 from tests.seeds import budget
 from tests.swaps import PATIENCE
 
@@ -136,7 +137,7 @@ class Troubled(Engine):
 
     def end_load(self, outcome: LoadOutcome) -> None:
         sequence = self.loads[outcome.load]
-        first = (len(sequence.table) - len(sequence.loading or ())) // self.groups * BLOCK
+        first = sequence.computed
         super().end_load(outcome)
         if outcome.load in self.rootless:  # the blocks above have gone, and all that was loaded
             assert outcome.recompute_from == first
@@ -220,12 +221,12 @@ def test_no_block_of_any_rank_has_wrong_bytes_and_every_load_ends_once(
     seed=st.integers(0, 2**32),
     policy=st.sampled_from([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK]),
     host=st.sampled_from([10, 28, 80]),
-    windows=st.sampled_from([(6,), (0, 6), (0, 4, 9)]),
+    groups=st.sampled_from(MODELS),
 )
 def test_groups_of_layers_survive_the_same(
-    seed: int, policy: WritePolicy, host: int, windows: tuple[int, ...]
+    seed: int, policy: WritePolicy, host: int, groups: tuple[CacheGroup, ...]
 ) -> None:
-    engine = Troubled(seed, policy, host_blocks=host, ranks=2, windows=windows)
+    engine = Troubled(seed, policy, host_blocks=host, ranks=2, groups=groups)
     play(engine, 120)
     assert engine.close() == 0
 
@@ -237,13 +238,22 @@ def test_groups_of_layers_survive_the_same(
     host=st.sampled_from([9, 14, 30]),
     ranks=st.sampled_from([1, 2]),
     streams=st.booleans(),
+    groups=st.sampled_from([(), (), (window(5, BLOCK // 2), FULL), (HALVES, STATE), (STATE, STATE)]),
 )
 def test_storage_and_a_restart_survive_the_same(
-    seed: int, policy: WritePolicy, host: int, ranks: int, streams: bool
+    seed: int, policy: WritePolicy, host: int, ranks: int, streams: bool, groups: tuple[CacheGroup, ...]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage_reads, "MOST_GROUP_BYTES", 1)  # each read brings one block
         for life in range(2):
-            engine = Stored(seed + life, policy, Path(folder), host_blocks=host, ranks=ranks, streams=streams)
+            engine = Stored(
+                seed + life,
+                policy,
+                Path(folder),
+                host_blocks=host,
+                ranks=ranks,
+                streams=streams,
+                groups=groups,
+            )
             play(engine, 120)
             assert engine.close() == 0

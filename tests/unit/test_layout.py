@@ -6,17 +6,21 @@ from typing import Any
 import pytest
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
-from fdcache.groups import CacheGroup, windows_of
+from fdcache.groups import CacheGroup, Reach, require_served
 from fdcache.layout import KVLayout
-from fdcache.layout_planes import Plane, PlaneKind
+from fdcache.layout_planes import Plane, PlaneKind, PlaneSpec
 from tests.format_oracle import doc_vectors, oracle_fingerprint
+
+SIZE = 64
+FULL, STATE = CacheGroup(SIZE), CacheGroup(SIZE, Reach.STATE)
+WINDOW = CacheGroup(SIZE, Reach.LAST, 64)
 
 
 def uniform(**changes: Any) -> KVLayout:
     options: dict[str, Any] = {
         "model": "org/model",
         "revision": "main",
-        "block_size": 64,
+        "block_size": SIZE,
         "num_layers": 2,
         "kv_heads": 2,
         "head_dim": 128,
@@ -120,10 +124,13 @@ def test_small_planes_are_aligned_and_the_record_is_padded() -> None:
         ({"draft_block_ratio": 0.5}, "draft_block_ratio must be a finite number of at least 1"),
         ({"draft_block_ratio": float("inf")}, "draft_block_ratio"),
         ({"draft_block_ratio": float("nan")}, "draft_block_ratio"),
-        ({"windows": (0, -1)}, r"windows\[1\] must be at least 0"),
-        ({"windows": (0,)}, r"use \(\)"),
-        ({"windows": (4,) * 256}, "256 groups are more than 255"),
-        ({"windows": [0, 4]}, "windows must be a tuple"),
+        ({"groups": (FULL, CacheGroup(SIZE, Reach.LAST))}, r"groups\[1\].tokens must be at least 1"),
+        ({"groups": (CacheGroup(SIZE, tokens=4),)}, r"groups\[0\].tokens must be 0 for the reach"),
+        ({"groups": (FULL, CacheGroup(SIZE - 1))}, r"groups\[1\]: a page of \d+ tokens must be a multiple"),
+        ({"groups": (CacheGroup(1, Reach.STATE),)}, "for states equal to them"),
+        ({"groups": (FULL,)}, r"use \(\)"),
+        ({"groups": (WINDOW,) * 256}, "256 records of a page are more than 255"),
+        ({"groups": [FULL, WINDOW]}, "groups must be a tuple of CacheGroup"),
     ],
 )
 def test_bad_field_is_named(change: dict[str, Any], message: str) -> None:
@@ -200,8 +207,12 @@ def test_layers_without_keys_are_unsupported() -> None:
     [
         (lambda data: data.pop("tp_size"), "layout: missing tp_size"),
         (lambda data: data.pop("group"), "layout: missing group"),
-        (lambda data: data.update(group=1), r"number of windows, got 1 for \[\]"),
-        (lambda data: data.update(group=2, windows="04"), "number of windows"),
+        (lambda data: data.update(group=1), r"number of groups, got 1 for \[\]"),
+        (lambda data: data.update(group=2, groups="04"), "number of groups"),
+        (
+            lambda data: data.update(group=1, groups=[{"block_size": 16}]),
+            r"groups\[0\]: missing reach, tokens",
+        ),
         (lambda data: data.update(rank=1), "layout: unknown rank"),
         (lambda data: data["planes"][1].pop("nbytes"), r"planes\[1\]: missing nbytes"),
         (lambda data: data["planes"][0].update(color="red"), r"planes\[0\]: unknown color"),
@@ -267,33 +278,84 @@ def test_each_rank_by_itself_has_a_layout_of_its_own() -> None:
         layout.of_rank(2)
 
 
-FULL = CacheGroup("full attention", 6, 16)
-WINDOW = CacheGroup("sliding window of 4096", 26, 16, window=4096)
-STATE = CacheGroup("state-space layers", 4, 16, window=None)
-COARSE = CacheGroup("sliding window of 64", 6, 32, window=64)
-
-
 @pytest.mark.parametrize(
-    ("groups", "windows"),
-    [([FULL], ()), ([WINDOW], (4096,)), ([FULL, WINDOW, WINDOW], (0, 4096, 4096)), ([FULL, FULL], (0, 0))],
+    ("groups", "of_page", "states"),
+    [
+        ((), (0,), ()),
+        ((WINDOW,), (0,), ()),
+        ((FULL, WINDOW, WINDOW), (0, 1, 2), ()),
+        ((CacheGroup(SIZE // 2, Reach.LAST, 64), FULL), (0, 0, 1), ()),
+        ((STATE, STATE, FULL), (2,), (0, 1)),
+        ((STATE,), (), (0,)),
+    ],
 )
-def test_groups_of_full_and_sliding_window_attention_are_served(
-    groups: list[CacheGroup], windows: tuple[int, ...]
+def test_a_page_has_records_for_the_blocks_of_each_group(
+    groups: tuple[CacheGroup, ...], of_page: tuple[int, ...], states: tuple[int, ...]
 ) -> None:
-    assert windows_of(groups) == windows
-    layout = uniform(windows=windows)
-    assert layout.num_groups == len(groups)
+    layout = uniform(groups=groups)
+    assert (layout.page_groups, layout.state_groups) == (of_page, states)
+    assert layout.record_groups == (*reversed(of_page), *reversed(states))
     assert KVLayout.from_json(layout.to_json()) == layout
 
 
-def test_windows_separate_fingerprints() -> None:
-    given: list[tuple[int, ...]] = [(), (64,), (0, 64), (0, 32), (64, 0), (0, 64, 64)]
-    assert len({uniform(windows=each).fingerprint for each in given}) == len(given)
-    assert "windows" not in json.loads(uniform().to_json())
+def test_groups_separate_fingerprints() -> None:
+    given: list[tuple[CacheGroup, ...]] = [
+        (),
+        (WINDOW,),
+        (FULL, WINDOW),
+        (FULL, CacheGroup(SIZE, Reach.LAST, 32)),
+        (WINDOW, FULL),
+        (FULL, WINDOW, WINDOW),
+        (FULL, CacheGroup(SIZE, Reach.CHUNK, 64)),
+        (FULL, CacheGroup(SIZE // 2, Reach.LAST, 64)),
+        (FULL, STATE),
+        (STATE,),
+    ]
+    assert len({uniform(groups=each).fingerprint for each in given}) == len(given)
+    assert "groups" not in json.loads(uniform().to_json())
 
 
-@pytest.mark.parametrize("groups", [[FULL, STATE], [STATE], [FULL, COARSE], []])
-def test_other_models_are_refused_by_name_with_the_remedy(groups: list[CacheGroup]) -> None:
-    with pytest.raises(UnsupportedLayoutError, match="--disable-hybrid-kv-cache-manager") as refused:
-        windows_of(groups)
-    assert all(f"{group.kind}: {group.num_layers} layers" in str(refused.value) for group in groups)
+@pytest.mark.parametrize(
+    ("group", "tokens", "beyond"),
+    [
+        (FULL, 1000, 0),
+        (STATE, 1000, 0),
+        (CacheGroup(4, Reach.LAST, 6), 5, 0),
+        (CacheGroup(4, Reach.LAST, 6), 9, 1),
+        (CacheGroup(4, Reach.LAST, 6), 12, 1),
+        (CacheGroup(4, Reach.LAST, 6), 13, 2),
+        (CacheGroup(4, Reach.CHUNK, 8), 7, 0),
+        (CacheGroup(4, Reach.CHUNK, 8), 8, 2),
+        (CacheGroup(4, Reach.CHUNK, 8), 15, 2),
+        (CacheGroup(4, Reach.CHUNK, 6), 6, 1),
+    ],
+)
+def test_blocks_beyond_the_reach_of_the_next_token_are_of_no_use(
+    group: CacheGroup, tokens: int, beyond: int
+) -> None:
+    assert group.blocks_beyond(tokens) == beyond
+
+
+def test_a_group_that_is_not_known_is_refused_with_all_groups_of_the_model() -> None:
+    require_served([("full", FULL), ("window", WINDOW)])
+    with pytest.raises(
+        UnsupportedLayoutError, match=r"2 groups \(full; other\).*serve this model without fdcache"
+    ):
+        require_served([("full", FULL), ("other", None)])
+    with pytest.raises(UnsupportedLayoutError, match="no layers"):
+        require_served([])
+
+
+def test_planes_of_layers_may_have_any_shape() -> None:
+    sizes = [[100, 30], [64], [5000]]
+    kinds = (PlaneKind.KEY, PlaneKind.INDEXER)
+    layout = KVLayout.of_layers(
+        [[PlaneSpec(kind, "uint8", (size,)) for kind, size in zip(kinds, each)] for each in sizes],  # noqa: B905
+        model="m",
+        revision="r",
+        block_size=16,
+        num_draft_layers=1,
+    )
+    assert (layout.num_layers, layout.num_draft_layers) == (2, 1)
+    assert [(plane.layer, plane.nbytes) for plane in layout.planes] == [(0, 100), (0, 30), (1, 64), (2, 5000)]
+    assert KVLayout.from_json(layout.to_json()) == layout

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fdcache.errors import ConfigurationError, PlanError, UnsupportedLayoutError
-from fdcache.groups import record_keys
+from fdcache.groups import CacheGroup, Reach, record_keys
 from fdcache.hints import Hint, HintKind
 from fdcache.manager import NO_BLOCK, CacheManager, LoadStatus, MatchStatus, OffloadManager, Request
 from fdcache.metadata import CacheLevel, CacheSwapMetadata
@@ -18,7 +18,9 @@ from fdcache.settings.cache import CacheSettings, EvictionPolicy, WritePolicy
 from tests.offload_engine import BLOCK, OffloadEngine, ids, prompt
 from tests.swaps import uniform_layout
 
-LAYOUT = uniform_layout(block_size=BLOCK, num_layers=2, windows=(0, 2 * BLOCK))
+LAYOUT = uniform_layout(
+    block_size=BLOCK, num_layers=2, groups=(CacheGroup(BLOCK), CacheGroup(BLOCK, Reach.LAST, 2 * BLOCK))
+)
 """A group that attends to all tokens, and one that attends to two blocks."""
 
 GONE = NO_BLOCK
@@ -238,7 +240,7 @@ def test_device_blocks_may_be_missing_only_with_windows() -> None:
 
 def test_other_engines_and_policies_refuse_windows_by_name() -> None:
     settings: Any = {"device_blocks": 8, "host_memory": 1 << 20}
-    with pytest.raises(UnsupportedLayoutError, match=r"windows \(0, 8\): CacheManager"):
+    with pytest.raises(UnsupportedLayoutError, match="groups all/4, last/4: CacheManager"):
         CacheManager(CacheSettings(**settings), LAYOUT)
     selective = CacheSettings(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, **settings)
     with pytest.raises(ConfigurationError, match="FDCACHE_WRITE_POLICY"):

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from fdcache.errors import ConfigurationError, UnsupportedLayoutError
+from fdcache.groups import CacheGroup, Reach
 from fdcache.integrations.vllm import config, keys, settings
 from fdcache.layout import KVLayout
 from fdcache.manager import OffloadManager
-from tests.vllm_configs import FullAttentionSpec, MambaSpec, SlidingWindowSpec, kv_config, vllm_config
+from tests.vllm_configs import FullAttentionSpec, MambaSpec, SlidingWindowSpec, kv_config, placed, vllm_config
 
 
 @pytest.fixture(autouse=True)
@@ -203,52 +204,80 @@ def test_what_cannot_be_right_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("kinds", "windows"),
+    ("kinds", "groups"),
     [
-        ((FullAttentionSpec, SlidingWindowSpec), (0, 128)),
-        ((SlidingWindowSpec,), (128,)),
+        ((FullAttentionSpec, SlidingWindowSpec), (CacheGroup(16), CacheGroup(16, Reach.LAST, 128))),
+        ((SlidingWindowSpec,), (CacheGroup(16, Reach.LAST, 128),)),
         ((FullAttentionSpec,), ()),
     ],
     ids=["groups", "window", "full"],
 )
-def test_groups_of_full_and_sliding_window_attention_have_one_block_each(
-    kinds: tuple[type, ...], windows: tuple[int, ...]
+def test_each_group_of_layers_needs_what_its_kind_reaches(
+    kinds: tuple[type, ...], groups: tuple[CacheGroup, ...]
 ) -> None:
-    layout = config.layout_from_config(vllm_config(), kv_config(*kinds))
-    assert layout.windows == windows
+    layout = config.layout_from_config(vllm_config(), placed(kv_config(*kinds)))
+    assert layout.groups == groups
     assert layout.num_layers == 4 // len(kinds)
 
 
 def test_a_block_has_the_layers_of_the_largest_group() -> None:
     given = kv_config(FullAttentionSpec, SlidingWindowSpec)
     given.kv_cache_groups[1].layer_names.pop()
-    assert config.layout_from_config(vllm_config(), given).num_layers == 2
+    assert config.layout_from_config(vllm_config(), placed(given)).num_layers == 2
 
 
-def test_a_cache_with_layers_of_another_kind_is_refused_by_name() -> None:
-    named = "2 groups .*FullAttentionSpec: 2 layers.*MambaSpec: 2 layers.*--disable-hybrid-kv-cache-manager"
+def test_blocks_of_unequal_size_in_tokens_make_a_page_of_several() -> None:
+    given = placed(kv_config(FullAttentionSpec, SlidingWindowSpec))
+    given.kv_cache_groups[0].kv_cache_spec.block_size = 32
+    layout = config.layout_from_config(vllm_config(), given)
+    assert (layout.block_size, layout.page_groups) == (32, (0, 1, 1))
+
+
+@pytest.mark.parametrize("spec", [{"mamba_cache_mode": "none"}, {"prefix_cacheable": False}], ids=str)
+def test_a_cache_with_layers_of_a_kind_that_is_not_kept_is_refused_by_name(spec: dict[str, Any]) -> None:
+    given = placed(kv_config(FullAttentionSpec, MambaSpec))
+    vars(given.kv_cache_groups[1].kv_cache_spec).update({"mamba_cache_mode": "align"} | spec)
+    named = "2 groups .*FullAttentionSpec: 2 layers.*MambaSpec: 2 layers.*serve this model without fdcache"
     with pytest.raises(UnsupportedLayoutError, match=named):
-        config.layout_from_config(vllm_config(), kv_config(FullAttentionSpec, MambaSpec))
+        config.layout_from_config(vllm_config(), given)
 
 
-def test_pages_of_different_sizes_are_refused_by_name() -> None:
+def test_states_at_the_ends_of_blocks_are_served() -> None:
+    given = placed(kv_config(FullAttentionSpec, MambaSpec))
+    given.kv_cache_groups[1].kv_cache_spec.mamba_cache_mode = "align"
+    layout = config.layout_from_config(vllm_config(), given)
+    assert layout.groups == (CacheGroup(16), CacheGroup(16, Reach.STATE))
+    assert (layout.page_groups, layout.state_groups) == ((0,), (1,))
+
+
+def test_layers_that_lie_over_each_other_are_one_plane_of_the_largest() -> None:
+    """vLLM packs the layers of a block side by side: here two of 100 bytes, and a group with one of 150."""
     given = kv_config(FullAttentionSpec, SlidingWindowSpec)
-    given.kv_cache_groups[1].kv_cache_spec.page_size_bytes = 32768
-    with pytest.raises(ConfigurationError, match=r"\[32768, 65536\] bytes; set --disable-hybrid"):
+    sides = SimpleNamespace(layers=["0.0", "0.1"], offset=0, layer_stride=100, block_stride=200)
+    wide = SimpleNamespace(layers=["1.0"], offset=0, layer_stride=150, block_stride=200)
+    given.kv_cache_tensors = [sides, wide]
+    layout = config.layout_from_config(vllm_config(), given)
+    assert [plane.nbytes for plane in layout.planes] == [200]
+    sides.block_stride = 250
+    with pytest.raises(ConfigurationError, match=r"250 and 200 bytes apart.*VLLM_KV_CACHE_LAYOUT"):
         config.layout_from_config(vllm_config(), given)
 
 
 @pytest.mark.parametrize(
-    ("stages", "drafts", "named"), [(2, False, "pipeline stages"), (1, True, "a draft model")]
+    ("stages", "drafts", "named", "remedy"),
+    [
+        (2, False, "pipeline stages", "pipeline_parallel_size to 1"),
+        (1, True, "a draft model", "--disable-hybrid-kv-cache-manager"),
+    ],
 )
 def test_what_only_one_group_of_full_attention_can_have_is_refused_by_name(
-    stages: int, drafts: bool, named: str
+    stages: int, drafts: bool, named: str, remedy: str
 ) -> None:
     made = vllm_config(parallel_config__pipeline_parallel_size=stages)
     made.speculative_config = SimpleNamespace(use_eagle=lambda: drafts, method="m", model="d")
-    assert config.layout_from_config(made, kv_config()).windows == ()
-    with pytest.raises(ConfigurationError, match=f"{named}.*--disable-hybrid-kv-cache-manager"):
-        config.layout_from_config(made, kv_config(FullAttentionSpec, SlidingWindowSpec))
+    assert config.layout_from_config(made, kv_config()).groups == ()
+    with pytest.raises(ConfigurationError, match=f"{named}.*{remedy}"):
+        config.layout_from_config(made, placed(kv_config(FullAttentionSpec, SlidingWindowSpec)))
 
 
 @pytest.mark.parametrize(

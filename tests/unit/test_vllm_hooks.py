@@ -43,16 +43,14 @@ from fdcache.integrations.vllm.connector import FdcacheConnector
 from fdcache.integrations.vllm.events import EventTranslator, GroupKind, group_kinds
 from fdcache.integrations.vllm.keys import request_of
 from fdcache.integrations.vllm.metadata import WorkerReports
-from fdcache.integrations.vllm.running import table_of
+from fdcache.integrations.vllm.planes import planes_of
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
-from fdcache.integrations.vllm.worker import WorkerSide, _Arrivals
+from fdcache.integrations.vllm.worker import _Arrivals
 from fdcache.metadata import CacheLevel, TransferReport
-from fdcache.settings import Settings
 from fdcache.tiers import events, storage_reads
 from tests.service_help import until
 from tests.vllm_sides import (
     BLOCK,
-    BLOCKS,
     PAGE,
     WINDOWS,
     Engine,
@@ -131,7 +129,7 @@ def test_blocks_that_may_have_left_their_window_are_not_offered(monkeypatch: pyt
     ]
     source.num_computed_tokens = 32
     source.append_output_token_ids([1, 2])
-    engine.side.finished(source, table_of(([1, 3, 5, 7, 9, 11, 13, 15], [0, 0, 0, 0, 0, 0, 14, 16])))
+    engine.side.finished(source, ([1, 3, 5, 7, 9, 11, 13, 15], [0, 0, 0, 0, 0, 0, 14, 16]))
     assert offered[-1] == [1, gone, 3, gone, 5, gone, 7, gone, 9, gone, 11, gone, 13, 14, 15, 16]
     engine.close()
 
@@ -151,9 +149,9 @@ def test_the_blocks_of_the_windows_alone_are_loaded_and_a_failure_is_told_by_req
         for block in sliding:
             pages[block] = 8
     first.num_computed_tokens = 17
-    engine.side.finished(first, table_of((full, sliding)))
+    engine.side.finished(first, (full, sliding))
     engine.settle()
-    table = table_of(([11, 12, 13, 14, 19], [0, 0, 15, 16, 20]))
+    table = ([11, 12, 13, 14, 19], [0, 0, 15, 16, 20])
     for name in ("b", "c"):
         source = request(name, tokens)
         assert engine.side.matched(source, 0) == 4 * BLOCK
@@ -176,11 +174,33 @@ def test_the_blocks_of_the_windows_alone_are_loaded_and_a_failure_is_told_by_req
     engine.close()
 
 
-def test_groups_whose_layers_lie_apart_are_refused_by_name() -> None:
-    worker = WorkerSide(Settings.load(environ={"FDCACHE_HOST_MEMORY": "1MiB"}), WINDOWS, 0)
-    pages = {name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8) for name in ("0", "1", "2")}
-    with pytest.raises(ConfigurationError, match=r"layer 2 .*--disable-hybrid-kv-cache-manager"):
-        worker.register(pages, [["0", "1"], ["2"]], BLOCKS)
+def test_planes_are_the_bytes_of_a_block_of_all_layers_that_lie_there() -> None:
+    """Two layers of attention side by side in each block, and over them a layer with a state in two tensors."""
+    blocks, stride, begin = 6, 96, 32
+    raw = torch.zeros(begin + blocks * stride, dtype=torch.uint8)
+    attention = [
+        torch.as_strided(
+            raw.view(torch.bfloat16), (blocks, 2, 8), (stride // 2, 8, 1), (begin + 32 * layer) // 2
+        )
+        for layer in range(2)
+    ]
+    state = [
+        torch.as_strided(raw, (blocks, 3, 8), (stride, 8, 1), begin),
+        torch.as_strided(raw, (blocks, 40), (stride, 1), begin + 24),
+    ]
+    placed = [
+        SimpleNamespace(layers=["0", "1"], offset=0, layer_stride=32, block_stride=stride),
+        SimpleNamespace(layers=["2"], offset=0, layer_stride=stride, block_stride=stride),
+    ]
+    given = SimpleNamespace(num_blocks=blocks, kv_cache_tensors=placed)
+    (plane,) = planes_of(given, {"0": attention[0], "1": attention[1], "2": state})
+    assert plane.shape == (blocks, stride)
+    for value, part in enumerate((attention[0].view(torch.uint8), attention[1].view(torch.uint8), *state)):
+        part[3] = value + 1
+        assert bool((plane[3] == value + 1).any())
+        assert not bool((plane[[0, 1, 2, 4, 5]] == value + 1).any())
+    with pytest.raises(ConfigurationError, match=r"is not 6 pages of 32 bytes.*VLLM_KV_CACHE_LAYOUT"):
+        planes_of(given, {"0": torch.zeros(blocks, 4, 16), "1": attention[1], "2": state})
 
 
 def test_an_image_changes_its_own_block_and_those_after_it(engine: Engine) -> None:
@@ -225,7 +245,7 @@ def test_blocks_of_a_preempted_request_are_those_of_its_new_table(engine: Engine
     engine.step(
         replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=resumed, num_scheduled_tokens={"a": 10})
     )
-    assert list(engine.side._running["a"].blocks) == [10, 11, 12]
+    assert list(engine.side._running["a"].blocks.all_ids()) == [10, 11, 12]
     engine.settle()
     assert engine.load(request("c"), [20, 21]) == 2 * BLOCK
     assert engine.content(20) == engine.content(21) == {7}
@@ -256,7 +276,7 @@ def test_nothing_wrong_is_stored_after_a_step_without_its_plan(
     assert not found or engine.content(8) == engine.content(9) == {7}
     for source, blocks in ((first, []), (second, [3, 4, 5])):
         source.num_computed_tokens = 10
-        engine.side.finished(source, blocks)
+        engine.side.finished(source, (blocks,))
     engine.settle()
     assert engine.load(request("d", list(range(100, 110))), [10, 11]) == 0  # of that time nothing is stored
     engine.compute(request("e", list(range(50, 60))), [3, 4, 5], fill=5)
@@ -272,7 +292,7 @@ def test_a_load_that_a_step_without_its_plan_loses_is_computed(
     engine.compute(request("a"), [3, 4, 5], fill=7)
     source = request("b")
     assert engine.side.matched(source, 0) == 2 * BLOCK
-    engine.side.allocated(source, [8, 9, 10], 2 * BLOCK)
+    engine.side.allocated(source, ([8, 9, 10],), 2 * BLOCK)
 
     def fail() -> None:
         raise RuntimeError("injected")
@@ -356,13 +376,13 @@ def test_a_request_has_no_part_in_the_former_load_of_its_name(
         return bool(side.matched(former, 0))
 
     until(is_promised, "the first block has come")
-    side.allocated(former, blocks, 8 * BLOCK)
+    side.allocated(former, (blocks,), 8 * BLOCK)
     made = [side.step(SchedulerOutput.make_empty())]
     former.status = RequestStatus.FINISHED_ABORTED
     if comes_back:
         side.arrived(request("b", tokens))
     else:
-        side.finished(former, blocks)
+        side.finished(former, (blocks,))
     engine.worker.submit(made[0])
 
     def has_ended() -> bool:
@@ -481,7 +501,9 @@ def test_a_block_that_left_before_its_tokens_were_known_is_never_told() -> None:
 
 
 def test_events_of_a_model_with_two_groups_name_the_group() -> None:
-    translator = EventTranslator([GroupKind("full_attention"), GroupKind("sliding_window", 8)])
+    translator = EventTranslator(
+        [GroupKind("full_attention"), GroupKind("sliding_window", 8)], marks=(1, 0), num_records=2
+    )
     source = request("a", list(range(8)))
     hashes = np.arange(64, dtype=np.uint8).reshape(2, 32)
     translator.learn(source, source.block_hashes, hashes, 0, BLOCK)
@@ -547,7 +569,7 @@ def test_statistics_of_the_last_steps_before_an_engine_is_idle_are_told_at_once(
 
 def test_the_metrics_of_the_guide_exist() -> None:
     guide = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
-    named = set(re.findall(r"vllm:fdcache_(\w+)", guide))
+    named = set(re.findall(r"vllm:fdcache_(?!tier_)(\w+)", guide))
     registry = CollectorRegistry()
     kinds = {
         kind: functools.partial(kind, registry=registry)

@@ -29,7 +29,7 @@ def loads_without_waiting(engine: Engine, name: str, blocks: list[int]) -> bool:
     """Load a request's two blocks in the next step; return True if its plan waits for no step in flight."""
     source = request(name)
     assert engine.side.matched(source, 0) == 2 * BLOCK
-    engine.side.allocated(source, blocks, 2 * BLOCK)
+    engine.side.allocated(source, (blocks,), 2 * BLOCK)
     until(lambda: name in engine.step(), "the end of the load")
     (made,) = [made for made in engine.steps if any(name in loads for loads in made.loads.values())]
     (plan,) = made.loads
@@ -44,12 +44,12 @@ def test_a_load_waits_for_steps_in_flight_that_use_its_blocks(engine: Engine) ->
     other = request("b", list(range(50, 60)))
     assert loads_without_waiting(engine, "fresh", [8, 9])
     assert engine.side.matched(other, 0) == 0
-    engine.side.allocated(other, [8, 9, 10], 0)
+    engine.side.allocated(other, ([8, 9, 10],), 0)
     engine.step(engine.admit(other, [8, 9, 10]))
     assert loads_without_waiting(engine, "beside", [11, 12])
     other.num_computed_tokens = other.num_tokens
     engine.step(continued("b", 10, 1, ([],)))
-    engine.side.finished(other, [8, 9, 10])
+    engine.side.finished(other, ([8, 9, 10],))
     assert not loads_without_waiting(engine, "c", [12, 10])
 
 
@@ -80,7 +80,7 @@ def test_a_load_that_waits_for_no_step_shares_no_plan_with_copies_of_what_one_co
     engine.step(engine.admit(other, [8, 9, 10]), fill=5)
     source = request("c")
     assert engine.side.matched(source, 0) == 2 * BLOCK
-    engine.side.allocated(source, [11, 12], 2 * BLOCK)
+    engine.side.allocated(source, ([11, 12],), 2 * BLOCK)
     made = engine.side.step(SchedulerOutput.make_empty())
     plans = {plan.loads is not None: plan for plan in made.plans}
     assert plans[False].backups is not None
@@ -103,7 +103,7 @@ def test_a_load_is_known_after_the_step_before_unless_that_uses_its_blocks(are_u
     for pages in engine.pages.values():
         pages[9] = 5
     assert engine.side.matched(source, 0) == 2 * BLOCK
-    engine.side.allocated(source, [9, 12] if are_used else [11, 12], 2 * BLOCK)
+    engine.side.allocated(source, ([9, 12] if are_used else [11, 12],), 2 * BLOCK)
     arrived = engine.step()
     assert are_used or arrived == {"c"}
     until(lambda: not engine.side.has_pending_work or engine.step(), "the end of all copies")

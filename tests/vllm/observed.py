@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from fdcache.controller.arena import HostArena
+from fdcache.integrations.vllm.planes import page_tensor
 from fdcache.integrations.vllm.scheduler import SchedulerSide
-from fdcache.integrations.vllm.worker import WorkerSide, pages_of
+from fdcache.integrations.vllm.worker import WorkerSide
 from fdcache.manager import OffloadManager
 from fdcache.tiers.statistics import Counters
 from tests.vllm.engine import generate, scheduler_of
@@ -59,7 +60,7 @@ class Observed:
         self.model = runner.model
         layout = self.manager.layout
         blocks = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-        self.tensors = [pages_of(tensor, layout.planes[0].nbytes, blocks) for tensor in runner.kv_caches]
+        self.tensors = [page_tensor(tensor, layout.planes[0].nbytes, blocks) for tensor in runner.kv_caches]
         self._number = 0
 
     @property

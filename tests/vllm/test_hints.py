@@ -11,6 +11,7 @@ import pytest
 from fdcache.hints import HintStatus
 from fdcache.integrations.vllm.connector import FdcacheConnector
 from fdcache.integrations.vllm.scheduler import SchedulerSide
+from fdcache.integrations.vllm.tables import PlainTable
 from fdcache.layout import KVLayout
 from fdcache.manager import OffloadManager
 from fdcache.metadata import TransferPlan, TransferReport
@@ -48,7 +49,7 @@ def ended(**fields: Any) -> tuple[bool, dict[str, Any] | None]:
     connector._scheduler = side = SchedulerSide(OffloadManager(SETTINGS, LAYOUT))
     connector.on_new_request(source)
     known = side._running["r"]
-    known.has_table(range(5))
+    known.has_table(PlainTable([range(5)]))
     side.manager.offer(known.request, 16, np.arange(4, dtype=np.int32))
     while plans := side.manager.take_plans():  # backups come a share of the pool at a time
         side.manager.apply([executed(plan) for plan in plans])

@@ -32,7 +32,7 @@ def blocks_loaded(engine: Observed) -> list[list[int]]:
 def test_pages_are_the_bytes_of_the_engines_own_tensors(engine: Observed) -> None:
     """The layers of all groups lie over each other."""
     layout = engine.manager.layout
-    assert layout.windows == (0, WINDOW, WINDOW)
+    assert [group.tokens for group in layout.groups] == [0, WINDOW, WINDOW]
     assert (layout.num_layers, len(engine.tensors)) == (2, len(LAYERS))
     assert len({pages.data_ptr() for pages in engine.tensors}) == 2
 

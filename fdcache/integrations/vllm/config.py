@@ -10,27 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from fdcache.errors import ConfigurationError
-from fdcache.groups import CacheGroup, windows_of
+from fdcache.groups import CacheGroup, page_of, require_served
+from fdcache.integrations.vllm.pages import group_of, pages_of, plane_bytes, words_for
 from fdcache.integrations.vllm.weights import digest_of, has_weights
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 
-_FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
-_SLIDING_WINDOW = "SlidingWindowSpec"
 _OF_EVERY_TOKEN = ("MEAN", "CLS", "STEP")
 
 
-def require_supported(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Return the windows of the layout. Raise an error that names what would not be right, and the remedy.
+def require_supported(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ...]:
+    """Return the groups of layers. Raise an error that names what would not be right, and the remedy.
 
     Raises ``UnsupportedLayoutError`` for groups of layers that cannot be served, ``ConfigurationError`` for anything
     else.
     """
     groups = kv_cache_config.kv_cache_groups
-    windows = windows_of([_group_of(group) for group in groups])
+    made = [group_of(group) for group in groups]
+    require_served([(words_for(group), each) for group, each in zip(groups, made, strict=True)])
     _refuse(_unsupported(vllm_config, vllm_config.kv_transfer_config))
-    _refuse(_unsupported_groups(vllm_config, groups, windows))
-    return windows
+    _refuse(_unsupported_groups(vllm_config, kv_cache_config, made))
+    return tuple(each for each in made if each is not None)
 
 
 def require_supported_options(vllm_config: Any, transfer_config: Any) -> None:
@@ -65,30 +65,24 @@ def why_not_cached(vllm_config: Any, kv_cache_config: Any) -> str | None:
     return None
 
 
-def _group_of(group: Any) -> CacheGroup:
-    spec, window = group.kv_cache_spec, None
-    kind = type(spec).__name__
-    if kind in _FULL_ATTENTION:
-        window = 0
-    elif kind == _SLIDING_WINDOW:
-        window = int(spec.sliding_window)
-    return CacheGroup(kind, len(group.layer_names), int(spec.block_size), window)
-
-
 def _unsupported_groups(
-    vllm_config: Any, groups: Sequence[Any], windows: Sequence[int]
+    vllm_config: Any, kv_cache_config: Any, groups: Sequence[CacheGroup | None]
 ) -> Iterator[tuple[str, str]]:
-    if not windows:
+    has_states = any(each is not None and each.is_state for each in groups)
+    if len(groups) < 2 and not has_states:
         return
-    remedy = "set --disable-hybrid-kv-cache-manager"
-    sizes = {int(group.kv_cache_spec.page_size_bytes) for group in groups}
-    if len(sizes) > 1:
+    remedy = "serve this model without fdcache" if has_states else "set --disable-hybrid-kv-cache-manager"
+    sizes = {int(group.kv_cache_spec.page_size_bytes) for group in kv_cache_config.kv_cache_groups}
+    if len(sizes) > 1 and pages_of(kv_cache_config) is None:
         yield f"the layers' groups have pages of {sorted(sizes)} bytes", remedy
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        yield "pipeline stages have different groups of layers", f"{remedy}, or pipeline_parallel_size to 1"
+        yield "pipeline stages have different groups of layers", "set pipeline_parallel_size to 1"
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():
-        yield "a draft model shares the KV cache with layers of several groups or windows", remedy
+        yield (
+            "a draft model shares the KV cache with groups of layers",
+            f"{remedy}, or without the draft model",
+        )
 
 
 def _unsupported(vllm_config: Any, transfer_config: Any) -> Iterator[tuple[str, str]]:
@@ -108,7 +102,7 @@ def _unsupported(vllm_config: Any, transfer_config: Any) -> Iterator[tuple[str, 
 def layout_from_config(
     vllm_config: Any, kv_cache_config: Any, packed_by: object = None, weights: str | None = None
 ) -> KVLayout:
-    """Return the layout of vLLM's pages: one plane of bytes for each layer of a rank, or of its largest group.
+    """Return the layout of vLLM's pages: one plane of bytes for each layer of a rank, or for those that share memory.
 
     vLLM's groups take their blocks from one pool, and lie over each other in the same memory.
     Its revision names everything that decides the bytes of a page: the weights, the dtypes, the packing, the ranks.
@@ -116,17 +110,15 @@ def layout_from_config(
     name of the weights (``FDCACHE_WEIGHTS``), by default what vLLM and their files tell of them.
     Raises the errors of ``require_supported``.
     """
-    windows = require_supported(vllm_config, kv_cache_config)
-    largest = max(kv_cache_config.kv_cache_groups, key=lambda group: len(group.layer_names))
-    spec = largest.kv_cache_spec
-    return KVLayout.build(
-        [PlaneSpec(PlaneKind.KEY, "uint8", (int(spec.page_size_bytes),))],
+    groups = require_supported(vllm_config, kv_cache_config)
+    page = page_of(groups)
+    return KVLayout.of_layers(
+        [[PlaneSpec(PlaneKind.KEY, "uint8", (nbytes,))] for nbytes in plane_bytes(kv_cache_config)],
         model=weights or model_of(vllm_config.model_config),
         revision=revision_of(vllm_config, packed_by, weights),
-        block_size=int(spec.block_size),
-        num_layers=len(largest.layer_names),
+        block_size=page,
         tp_size=int(vllm_config.parallel_config.world_size),
-        windows=windows,
+        groups=() if groups == (CacheGroup(page),) else groups,
     )
 
 

@@ -29,7 +29,8 @@ from fdcache.integrations.vllm.config import (
 from fdcache.integrations.vllm.events import EventTranslator, group_kinds
 from fdcache.integrations.vllm.handover import EngineIdentity, PeerSide
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata, WorkerReports, WorkerStorage
-from fdcache.integrations.vllm.running import Finished, table_of
+from fdcache.integrations.vllm.planes import planes_of
+from fdcache.integrations.vllm.running import Finished
 from fdcache.integrations.vllm.scheduler import SchedulerSide
 from fdcache.integrations.vllm.settings import (
     check_settings,
@@ -81,7 +82,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         packed_by = (current_platform.get_device_capability(), envs.VLLM_KV_CACHE_LAYOUT)
         weights = given_settings(self._kv_transfer_config).deployment.weights
         layout = layout_from_config(vllm_config, kv_cache_config, packed_by, weights)
-        if layout.windows and not _REPORTS_REQUESTS:
+        if layout.groups and not _REPORTS_REQUESTS:
             raise ConfigurationError(
                 "FdcacheConnector: all layers have a sliding window, and this version of vLLM cannot compute a request "
                 "from its beginning when its load has failed; use vLLM 0.33, or set --disable-sliding-window"
@@ -93,9 +94,13 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             logger.info("settings: %s", settings_in_force(settings))
             events = vllm_config.kv_events_config
             if events is not None and events.enable_kv_cache_events:
-                kinds = group_kinds(kv_cache_config)[: layout.num_groups]
                 is_shared = settings.storage_tier.connector not in (None, "local")
-                self._events = EventTranslator(kinds, is_shared=is_shared)
+                self._events = EventTranslator(
+                    group_kinds(kv_cache_config),
+                    is_shared=is_shared,
+                    marks=layout.record_groups,
+                    num_records=layout.page_records,
+                )
                 settings = self._events.enable(settings)
             manager = OffloadManager.from_settings(layout, settings, loads_ahead=True)
             parallel = vllm_config.parallel_config
@@ -120,8 +125,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Use vLLM's pages."""
         if self._worker is not None:
-            groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
-            self._worker.register(kv_caches, groups, self._kv_cache_config.num_blocks)
+            self._worker.register(planes_of(self._kv_cache_config, kv_caches))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler which blocks this rank's storage holds at the start. vLLM asks again when it wakes up."""
@@ -235,8 +239,8 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         if self._scheduler is not None:
             with self._scheduler.guarded("update_state_after_alloc"):
                 # The block table is a list that vLLM makes for each call.
-                table = table_of(blocks.get_block_ids()) if num_external_tokens > 0 else ()
-                self._scheduler.allocated(request, table, num_external_tokens)
+                tables = blocks.get_block_ids() if num_external_tokens > 0 else ()
+                self._scheduler.allocated(request, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Return how many of the tokens that are being loaded were in host memory, in storage, and at a peer."""
@@ -280,7 +284,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         ended = Finished()
         if self._scheduler is not None:
             with self._scheduler.guarded("request_finished"):
-                ended = self._scheduler.finished(request, table_of(block_ids))
+                ended = self._scheduler.finished(request, block_ids)
         told = dict(ended.handed_over or {})
         if ended.hints:
             told["hint_outcomes"] = msgspec.to_builtins(ended.hints)

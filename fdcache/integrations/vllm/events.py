@@ -12,7 +12,7 @@ from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 
-from fdcache.groups import record_keys
+from fdcache.groups import record_keys, state_keys
 from fdcache.metadata import CacheLevel
 from fdcache.service.wire.router_events import MEDIUM, Origin, RouterBlock, fields_of, runs_of
 from fdcache.settings import Settings
@@ -65,12 +65,23 @@ def group_kinds(kv_cache_config: Any) -> list[GroupKind]:
 class EventTranslator:
     """Translates fdcache's events to vLLM's. ``learn`` tells the hashes of blocks before they are stored.
 
-    Blocks that are not known yet, such as those found on storage after a restart, are told once a request has their
-    tokens. ``_MOST_KNOWN`` blocks are remembered, the latest ones. ``is_shared``: other nodes use the storage too.
+    ``marks`` are the groups of a page's records (``KVLayout.record_groups``), of which ``num_records`` are no states: a
+    page is told once for each group, by its last record. Blocks that are not known yet, such as those found on storage
+    after a restart, are told once a request has their tokens. ``_MOST_KNOWN`` blocks are remembered, the latest ones.
+    ``is_shared``: other nodes use the storage too.
     """
 
-    def __init__(self, groups: Sequence[GroupKind] = (GroupKind(),), *, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        groups: Sequence[GroupKind] = (GroupKind(),),
+        *,
+        is_shared: bool = False,
+        marks: Sequence[int] = (0,),
+        num_records: int = 1,
+    ) -> None:
         self._groups = list(groups) or [GroupKind()]
+        self._told = {group: list(marks).index(group) for group in sorted(set(marks))}
+        self._num_records, self._num_marks = num_records, len(marks)
         self.lookahead = 0
         """Tokens beyond each block that vLLM's hash of it covers."""
         self._known: OrderedDict[bytes, RouterBlock] = OrderedDict()
@@ -99,8 +110,10 @@ class EventTranslator:
             salt=source.cache_salt,
             session=getattr(source, "session_id", None),
         )
-        stop, groups = min(len(hashes), len(theirs)), len(self._groups)
-        keys, items = record_keys(hashes[:stop], groups), 0
+        stop, items = min(len(hashes), len(theirs)), 0
+        states = self._num_marks - self._num_records
+        of_pages = record_keys(hashes[:stop], self._num_records)
+        of_states = state_keys(hashes[:stop], self._num_records, states)
         for i in range(start, stop):
             first, last = i * block_size, (i + 1) * block_size
             extra, items = self._extra_keys(source, first, last, items)
@@ -110,8 +123,12 @@ class EventTranslator:
             untagged = None if extra is None else _untagged([extra])[0]
             tokens = list(source.all_token_ids[first:last])
             ahead = list(source.all_token_ids[last : last + self.lookahead]) if self.lookahead else None
-            for group in range(groups):
-                key = keys[i * groups + group].tobytes()
+            for group, mark in self._told.items():
+                key = (
+                    of_pages[(i + 1) * self._num_records - 1 - mark]
+                    if mark < self._num_records
+                    else of_states[(i + 1) * states - 1 - (mark - self._num_records)]
+                ).tobytes()
                 self._known[key] = RouterBlock(name, parent, tokens, origin, untagged, group, ahead)
                 self._late += [(level, key) for level in _OWN if key in self._unknown[level]]
         while len(self._known) > _MOST_KNOWN:

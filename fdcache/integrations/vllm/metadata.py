@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +26,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     uses.
     ``is_late``: a step has gone without its plan, this or the one before. Its blocks may be overwritten: plans are
     refused, and what earlier plans copy out of the device does not count. ``host_cache``: with the first step.
-    ``sends``: ids of the requests whose blocks are handed over, by the number of the hand-over. ``timed``: number under
-    which workers report the step's seconds, 0 for none.
+    ``overwritten``: device blocks that vLLM fills before the plans are executed. ``sends``: ids of the requests whose
+    blocks are handed over, by the number of the hand-over. ``timed``: number under which workers report the step's
+    seconds, 0 for none.
     """
 
     plans: list[TransferPlan] = field(default_factory=list)
@@ -37,10 +39,13 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     is_late: bool = False
     host_cache: HostCache | None = None
     timed: int = 0
+    overwritten: Sequence[int] = ()
 
     def __bool__(self) -> bool:
         """Return True unless workers have nothing to do."""
-        return bool(self.plans or self.unloaded or self.is_late or self.host_cache or self.timed)
+        return bool(
+            self.plans or self.unloaded or self.is_late or self.host_cache or self.timed or self.overwritten
+        )
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self is NOTHING:

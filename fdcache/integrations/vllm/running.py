@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -10,12 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fdcache.hints import HintOutcome
+from fdcache.integrations.vllm.tables import RequestTable
 from fdcache.manager import Request
 from fdcache.metadata import Int32Array
 
 
 class Running:
-    """A request between its arrival and its end. ``blocks`` is its block table while it has one, page by page.
+    """A request between its arrival and its end. ``blocks`` is its block table, empty before it has one.
 
     The first ``offered`` pages are offered. ``load`` is the number of its load, 0 before. Nothing more is loaded or
     offered for one that ``is_lost``.
@@ -35,11 +35,13 @@ class Running:
         "stored_tokens",
     )
 
-    def __init__(self, source: Any, request: Request, refused_hints: Sequence[HintOutcome]) -> None:
+    def __init__(
+        self, source: Any, request: Request, refused_hints: Sequence[HintOutcome], blocks: RequestTable
+    ) -> None:
         self.source = source
         self.request = request
         self.refused_hints = refused_hints
-        self.blocks = array("i")
+        self.blocks = blocks
         self.device_tokens = 0
         self.known_hashes = 0
         self.load = 0
@@ -47,9 +49,9 @@ class Running:
         self.offered = 0
         self.stored_tokens = self.peer_tokens = 0
 
-    def has_table(self, blocks: Sequence[int]) -> None:
+    def has_table(self, blocks: RequestTable) -> None:
         """Give the request another block table, of which nothing is offered."""
-        self.blocks = array("i", blocks)
+        self.blocks = blocks
         self.offered = 0
 
 
@@ -58,13 +60,6 @@ class Finished(NamedTuple):
 
     hints: Sequence[HintOutcome] = ()
     handed_over: dict[str, Any] | None = None
-
-
-def table_of(block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return a block table page by page: for each page a block of each group of layers."""
-    if len(block_ids) == 1:
-        return block_ids[0]
-    return [block for page in zip(*block_ids, strict=True) for block in page]
 
 
 class TakesFailures(Protocol):

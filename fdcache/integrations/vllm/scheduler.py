@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -17,21 +16,16 @@ from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.handover import PeerSide
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata
-from fdcache.integrations.vllm.running import Finished, HookGuard, Running, ids_of, table_of
+from fdcache.integrations.vllm.running import Finished, HookGuard, Running, ids_of
+from fdcache.integrations.vllm.tables import BlockIds, RequestTable, TableShape, pages_of_offer
 from fdcache.integrations.vllm.timing import StepTimes
-from fdcache.manager import NO_BLOCK, LoadOutcome, MatchStatus, OffloadManager
+from fdcache.manager import LoadOutcome, MatchStatus, OffloadManager
 from fdcache.metadata import Int32Array, PeerTask, SwapPurpose, TransferPlan, TransferReport, decode_scan
 from fdcache.settings.cache import WritePolicy
 
 logger = logging.getLogger(__name__)
 
-_BLOCKS_OF_OFFER = 8
-"""Blocks that a request generates are offered together: a plan, its copies and its report cost as much for one."""
-
-_NULL_BLOCK = 0
-"""vLLM's placeholder for a block outside of its window."""
-
-_Tables = list["array[int]"]
+_Tables = list[RequestTable]
 """Block tables of the requests of a step."""
 
 
@@ -59,19 +53,19 @@ class SchedulerSide:
         ``peers``: other engines, if blocks are handed over.
         """
         self.peers = peers
+        layout = manager.layout
         self.manager = manager
         self._events = events
         self.inconsistencies = 0
         self.times = StepTimes(manager)
         self._block_size = manager.layout.block_size
-        self._groups = manager.layout.num_groups
+        self._shape = TableShape(layout)
+        self._has_groups = bool(layout.groups)
+        self._states = layout.state_groups
+        self._is_plain = not (layout.has_gaps or layout.num_states)
         self._is_shared = manager.settings.server is not None
         self._writes_back = manager.settings.write_policy is WritePolicy.WRITE_BACK
-        self._windows = [(g, window) for g, window in enumerate(manager.layout.windows) if window]
-        shortest = min(
-            (window - 1 for _, window in self._windows), default=_BLOCKS_OF_OFFER * self._block_size
-        )
-        self._blocks_of_offer = max(min(shortest // self._block_size, _BLOCKS_OF_OFFER), 1)
+        self._blocks_of_offer = pages_of_offer(layout)
         self._running: dict[str, Running] = {}
         self._in_flight: deque[_Tables | None] = deque(maxlen=steps_in_flight)
         self._has_loads = False
@@ -113,8 +107,8 @@ class SchedulerSide:
         if request is None:
             return None
         request.hints, refused = read_hints(source.request_id, extra_of(source))
-        known = self._running[source.request_id] = Running(source, request, refused)
-        self.manager.begin([request], whole_prompt=not self._windows)
+        known = self._running[source.request_id] = Running(source, request, refused, self._shape.table())
+        self.manager.begin([request], whole_prompt=self._is_plain)
         if self.peers is not None:
             self.peers.arrived(source, request)
         return known
@@ -124,12 +118,12 @@ class SchedulerSide:
         known = self.arrived(source)
         if known is None or known.is_lost:
             return 0
-        known.has_table(())
+        known.has_table(self._shape.table())
         known.device_tokens = device_tokens
         self._learn_tokens(known, source.num_tokens)
-        # vLLM computes the last token of a prompt that is loaded whole. Its last block alone is sooner computed, and a
-        # window would have to reach back one token more.
-        is_worth_it = source.num_tokens - device_tokens > self._block_size and not self._windows
+        # vLLM computes the last token of a prompt that is loaded whole. Its last block alone is sooner computed, a
+        # window would have to reach back one token more, and a state cannot go back.
+        is_worth_it = source.num_tokens - device_tokens > self._block_size and self._is_plain
         found = self.manager.match(known.request, device_tokens, whole_prompt=is_worth_it)
         known.stored_tokens, known.peer_tokens = found.from_storage, found.from_peer
         return None if found.status is MatchStatus.DEFERRED else found.num_tokens
@@ -142,47 +136,49 @@ class SchedulerSide:
         theirs = min(theirs, num_tokens - stored)
         return num_tokens - stored - theirs, stored, theirs
 
-    def allocated(self, source: Any, blocks: Sequence[int], num_tokens: int) -> None:
+    def allocated(self, source: Any, blocks: BlockIds, num_tokens: int) -> None:
         """Record a request's block table; load ``num_tokens`` tokens beyond those that were on the device."""
         known = self._running.get(source.request_id)
         if num_tokens <= 0:
             if known is not None:
                 self.manager.unmatch([known.request])
             return
-        first = (known.device_tokens if known is not None else 0) // self._block_size * self._groups
-        count = -(-num_tokens // self._block_size) * self._groups  # a peer's last block need not be full
+        start = known.device_tokens if known is not None else 0
+        stop = start + num_tokens
+        made = self._shape.table(blocks)
+        pages = -(-stop // self._block_size)  # a peer's last block need not be full
+        table = np.concatenate((made.page_ids(start // self._block_size, pages), made.state_ids(pages)))
         loaded = 0
         try:
             if known is not None:
-                known.has_table(blocks)
-                table = self._table(known.blocks[first : first + count])
+                known.has_table(made)
                 is_unordered = not self._is_used(table)
                 self._close_plan(is_unordered)
-                self._evicted(known.blocks[first + count :])
+                self.manager.evicted(ids_of(self._shape.given(blocks, stop)))
                 loaded = self.manager.load(known.request, table)
                 known.load = self.manager.load_of(known.request)
                 self._unordered = source.request_id if is_unordered else None
         finally:
             if loaded:
                 self._has_loads = True
-            if loaded < count:
+            if loaded < len(table):
                 # Asked again, it would be promised the blocks again; vLLM then admits nobody behind it.
                 if known is not None:
                     known.request.device_only = True
-                self._unloaded[source.request_id] = list(blocks[first + loaded : first + count])
-                self._count("a load of %d blocks was promised, %d are there", count, loaded)
+                self._unloaded[source.request_id] = table[loaded:].tolist()
+                self._count("a load of %d blocks was promised, %d are there", len(table), loaded)
 
-    def finished(self, source: Any, blocks: Sequence[int]) -> Finished:
+    def finished(self, source: Any, blocks: BlockIds) -> Finished:
         """Offer what a request has computed and not offered yet, hand it over if it is to be, and forget it."""
         known = self._running.get(source.request_id)
         if known is None:
             return Finished()
         handed_over: dict[str, Any] | None = None
-        if known.source is source and blocks and known.blocks:
-            known.blocks = array("i", blocks)
+        if known.source is source and any(blocks) and known.blocks:
+            known.blocks = self._shape.table(blocks)
             self._offer(known, source.num_computed_tokens)
             if self.peers is not None and not known.is_lost:
-                handed_over = self.peers.finished(source, known.request, blocks)
+                handed_over = self.peers.finished(source, known.request, known.blocks.all_ids())
         self._forget(source.request_id)
         return Finished([*known.refused_hints, *known.request.hint_outcomes], handed_over)
 
@@ -236,6 +232,8 @@ class SchedulerSide:
         for known, start, num_tokens in computed:
             if num_tokens - start > self._block_size or self._has_enough(known, num_tokens):
                 self._offer(known, num_tokens, start)
+        if self._states:
+            self._offer_states(output)
 
     def _has_enough(self, known: Running, num_tokens: int) -> bool:
         """Return True if enough blocks were generated for an offer before the request ends."""
@@ -288,11 +286,12 @@ class SchedulerSide:
 
         vLLM gives away the blocks of a request that has ended while a step that it was part of is still computed.
         """
-        if self._windows or self._is_lost or self._is_late or None in self._in_flight:
+        if self._has_groups or self._is_lost or self._is_late or None in self._in_flight:
             return True
         wanted = np.zeros(table.max(initial=0) + 1, bool)
         wanted[table] = True
-        for used in map(ids_of, chain.from_iterable(tables or () for tables in self._in_flight)):
+        for each in chain.from_iterable(tables or () for tables in self._in_flight):
+            used = ids_of(each.all_ids())
             if wanted[used[used < len(wanted)]].any():
                 return True
         return False
@@ -323,7 +322,7 @@ class SchedulerSide:
         Of a step that only generates, a token for each request, those are left out that got no block.
         """
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        only_generates = output.total_num_scheduled_tokens == len(scheduled) and not self._windows
+        only_generates = output.total_num_scheduled_tokens == len(scheduled) and self._is_plain
         is_same = only_generates and not (output.scheduled_new_reqs or output.preempted_req_ids)
         if is_same and not any(cached.new_block_ids):
             return ()
@@ -331,44 +330,41 @@ class SchedulerSide:
         given: list[int] = []
         for request_id in output.preempted_req_ids or ():
             if (known := self._running.get(request_id)) is not None:
-                known.has_table(())
+                known.has_table(self._shape.table())
         for new in output.scheduled_new_reqs:
-            blocks, start = table_of(new.block_ids), new.num_computed_tokens
-            given += blocks[start // self._block_size * self._groups :]
+            start = new.num_computed_tokens
+            given += self._shape.given(new.block_ids, start)
             if (known := self._running.get(new.req_id)) is not None:
-                known.has_table(blocks)
+                known.has_table(self._shape.table(new.block_ids))
                 computed.append((known, start, start + scheduled.get(new.req_id, 0)))
         for i, added in enumerate(cached.new_block_ids):
             if added is None and only_generates:
                 continue
             request_id, start = cached.req_ids[i], cached.num_computed_tokens[i]
-            blocks = [] if added is None else table_of(added)
             resumed = request_id in cached.resumed_req_ids
-            given += blocks[start // self._block_size * self._groups :] if resumed else blocks
+            if added is not None:
+                given += self._shape.given(added, start) if resumed else self._shape.real(added)
             if (known := self._running.get(request_id)) is not None:
                 if resumed:
-                    known.has_table(blocks)
-                else:
-                    known.blocks.extend(blocks)
+                    known.has_table(self._shape.table(added or ()))
+                elif added is not None:
+                    known.blocks.extend(added)
                 computed.append((known, start, start + scheduled.get(request_id, 0)))
+        self._forget_overwritten(output)
         if given:
-            self._evicted(given)
+            self.manager.evicted(ids_of(given))
         return computed
 
-    def _evicted(self, blocks: Sequence[int]) -> None:
-        """Tell which blocks the step gives to requests."""
-        ids = ids_of(blocks)
-        self.manager.evicted(ids[ids != _NULL_BLOCK] if self._windows else ids)
+    def _forget_overwritten(self, output: Any) -> None:
+        """Forget the blocks that the step fills before it executes a plan: vLLM clears some, and copies into others.
 
-    def _table(self, blocks: Sequence[int], computed: int = 0) -> Int32Array:
-        """Return part of a block table without the blocks that vLLM may have given up before ``computed`` tokens."""
-        ids = ids_of(blocks)
-        if self._windows:
-            ids[ids == _NULL_BLOCK] = NO_BLOCK
-        for group, window in self._windows:
-            outside = max(computed - window + 1, 0) // self._block_size
-            ids[group : outside * self._groups : self._groups] = NO_BLOCK
-        return ids
+        It is too late to copy what they held; copies of that in flight are worth nothing.
+        """
+        early = list(getattr(output, "new_block_ids_to_zero", None) or ())
+        early += [copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ()]
+        if early:
+            self.manager.forget(ids_of(early))
+            self._made.overwritten = early
 
     def _offer(self, known: Running, num_tokens: int, start: int = 0) -> None:
         """Offer whole blocks of known tokens: those that drafts or steps in flight add are offered later.
@@ -381,14 +377,36 @@ class SchedulerSide:
         whole = num_tokens // self._block_size
         if whole == known.offered and (self._events is None or known.known_hashes >= whole):
             return
-        if whole > len(known.blocks) // self._groups:
-            self._count("%d blocks are computed, %d are known", whole, len(known.blocks) // self._groups)
+        if whole > known.blocks.num_pages:
+            self._count("%d blocks are computed, %d are known", whole, known.blocks.num_pages)
         elif whole:
             self._learn_tokens(known, num_tokens)
             self._learn_hashes(known)
-            table = self._table(known.blocks[: whole * self._groups], start)
-            self.manager.offer(known.request, num_tokens, table)
+            self.manager.offer(known.request, num_tokens, known.blocks.page_ids(0, whole, start))
             known.offered = whole
+
+    def _offer_states(self, output: Any) -> None:
+        """Offer the states that vLLM keeps after this step, after all pages before them."""
+        state = getattr(output, "kv_connector_block_state", None)
+        for request_id, entries in (state.boundary_state_offloads if state is not None else {}).items():
+            known = self._running.get(request_id)
+            if known is None or known.is_lost or not known.blocks:
+                continue
+            by_end: dict[int, dict[int, int]] = {}
+            for group, block, tokens in entries:
+                if block and not tokens % self._block_size:
+                    by_end.setdefault(tokens, {})[group] = block
+            for tokens, blocks in sorted(by_end.items()):
+                if tokens <= known.source.num_tokens and blocks.keys() >= set(self._states):
+                    self._offer_state(known, tokens, [blocks[group] for group in self._states])
+
+    def _offer_state(self, known: Running, tokens: int, blocks: Sequence[int]) -> None:
+        pages = tokens // self._block_size
+        if pages > known.offered:
+            self._offer(known, tokens)
+        self._learn_tokens(known, tokens)
+        above = known.blocks.page_ids(pages - 1, pages)[-1:] if known.blocks.num_pages >= pages else ()
+        self.manager.offer_states(known.request, tokens, ids_of(blocks), *map(int, above))
 
     def _learn_tokens(self, known: Running, num_tokens: int) -> None:
         have = known.request.num_tokens

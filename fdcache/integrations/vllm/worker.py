@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from fdcache.controller.cache_controller import CacheController
@@ -115,19 +116,8 @@ class WorkerSide:
         self.address: str | None = None
         """At which this rank answers peers."""
 
-    def register(
-        self, tensors: Mapping[str, torch.Tensor], groups: Sequence[Sequence[str]], num_blocks: int
-    ) -> None:
-        """Use vLLM's pages, and make this rank's host memory unless a service has it.
-
-        ``groups``: the names of the layers of each group. Raises ``ConfigurationError`` unless all groups lie over each
-        other in the same memory.
-        """
-        page_bytes = self._layout.planes[0].nbytes
-        pages = [pages_of(tensors[name], page_bytes, num_blocks) for name in max(groups, key=len)]
-        for group in groups:
-            for name, page in zip(group, pages, strict=False):
-                _require_same(page, pages_of(tensors[name], page_bytes, num_blocks), name)
+    def register(self, pages: Sequence[torch.Tensor]) -> None:
+        """Use vLLM's pages, a tensor of bytes for each plane; make host memory of the rank's own without a service."""
         device = pages[0].device
         self._on_gpu = device.type == "cuda"
         controller = CacheController.from_settings(
@@ -176,6 +166,8 @@ class WorkerSide:
         self._sends |= step.sends
         if step.is_late:
             self._overwritten |= self._copies_out
+        elif len(step.overwritten) and self._copies_out:
+            self._lose_copies_of(step.overwritten)
         stream = self._current_stream() if self._on_gpu and step.plans else None
         for plan in step.plans:
             self._in_flight += len(plan.plan_ids)
@@ -195,6 +187,15 @@ class WorkerSide:
             except FdcacheError as error:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
+
+    def _lose_copies_of(self, blocks: Sequence[int]) -> None:
+        """Take plans for failed that copy out of these device blocks, unless they have ended."""
+        if self._controller is not None:
+            self._collect(self._controller.poll())
+        filled = np.array(blocks, np.int32)
+        for plan_id, plan in self._copies_out.items():
+            if any(np.isin(swap.src_block_ids, filled).any() for swap in plan.swaps() if swap.to_host):
+                self._overwritten[plan_id] = plan
 
     def _mark_step_before(self, step: StepMetadata) -> None:
         """While there are loads, mark the end of the work that the device had before this step."""
@@ -256,8 +257,8 @@ class WorkerSide:
                 self._fail(load.requests, failed)
 
     def _fail(self, requests: Sequence[str], blocks: Sequence[int]) -> None:
-        """Make vLLM compute blocks; with several groups or windows it computes their requests from the beginning."""
-        if self._layout.windows:
+        """Make vLLM compute blocks; with groups of layers it computes their requests from the beginning."""
+        if self._layout.groups:
             self._failed.update(requests)
         else:
             self._bad_blocks.update(blocks)
@@ -281,7 +282,7 @@ class WorkerSide:
         return taken
 
     def take_failed(self) -> set[str]:
-        """Return the requests whose load failed since the last call, in a layout with windows."""
+        """Return the requests whose load failed since the last call, in a layout with groups of layers."""
         taken, self._failed = self._failed, set()
         return taken
 
@@ -320,28 +321,3 @@ def device_of(device: torch.device, settings: CopySettings) -> Device:
     raise ConfigurationError(
         f"FdcacheConnector: vLLM's cache is on {device.type}; supported are cpu and cuda"
     )
-
-
-def _require_same(page: torch.Tensor, other: torch.Tensor, name: str) -> None:
-    if (page.data_ptr(), page.stride()) != (other.data_ptr(), other.stride()):
-        raise ConfigurationError(
-            f"FdcacheConnector: the pages of layer {name} are not those of the other groups of layers; set "
-            "--disable-hybrid-kv-cache-manager"
-        )
-
-
-def pages_of(tensor: torch.Tensor, page_bytes: int, num_blocks: int) -> torch.Tensor:
-    """Return a layer's pages as bytes, shape (blocks, page bytes), with the stride between blocks that vLLM gave them.
-
-    Raises ``ConfigurationError`` unless each block is one contiguous page.
-    """
-    size = tensor.element_size()
-    stride = tensor.stride(0) * size
-    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
-    if tensor.shape[0] != num_blocks or extent * size != page_bytes or stride < page_bytes:
-        raise ConfigurationError(
-            f"FdcacheConnector: a cache of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
-            f"{num_blocks} pages of {page_bytes} bytes; choose another attention backend, such as FLASH_ATTN"
-        )
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return torch.as_strided(raw, (num_blocks, page_bytes), (stride, 1), tensor.storage_offset() * size)

@@ -64,7 +64,7 @@ class StoredPrefix:
         hashes = hashes_of_path(check_path(arguments.get("hashes")))
         if not len(hashes):
             raise ArgumentError("hashes: give at least one full block; only full blocks are kept")
-        return cls(namespace, record_keys(hashes, namespace.layout.num_groups))
+        return cls(namespace, record_keys(hashes, namespace.layout.page_records))
 
     @property
     def last(self) -> bytes:
@@ -320,7 +320,7 @@ class ControlCommands:
         """
         prefix = StoredPrefix.of(self._service, arguments)
         namespace, storage = prefix.namespace, self._service.storage_of(prefix.namespace)
-        first = int(number(arguments, "start", 0, 0, 2**31 - 1)) * namespace.layout.num_groups
+        first = int(number(arguments, "start", 0, 0, 2**31 - 1)) * namespace.layout.page_records
         is_dry, hashes = bool(arguments.get("dry_run")), prefix.hashes[first:]
         on_host, host, stored = prefix.on_host, 0, 0
         if storage is not None and not isinstance(storage.index, LocalIndex) and len(hashes):

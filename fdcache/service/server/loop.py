@@ -27,6 +27,15 @@ _QUEUED_BY_ZMQ = 4
 """Messages of up to ``MAX_FRAME`` that ZeroMQ keeps for a client in each direction. What does not fit waits there."""
 _MOST_RESERVED = 256
 """Descriptors that are kept for files, at most an eighth of the limit."""
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+def _descriptors_in_use(limit: int) -> int:
+    """Return how many descriptors are open: the folder's size since Linux 6.2, its entries before."""
+    try:
+        return _DESCRIPTORS.stat().st_size or sum(1 for _ in _DESCRIPTORS.iterdir())
+    except OSError:
+        return limit  # none is left to read the folder
 
 
 class SocketLock:
@@ -84,7 +93,8 @@ class ServiceLoop:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._stopping = threading.Event()
-        self._is_bound = False
+        self._hidden_path = socket.with_name(socket.name + ".hidden")
+        self._is_hidden = False
         self._faults: set[type[Exception]] = set()
         self._queues = SendQueues(self._socket)
 
@@ -94,7 +104,6 @@ class ServiceLoop:
         former = os.umask(0o177)
         try:
             self._socket.bind(f"{SCHEME}{self._socket_path}")
-            self._is_bound = True
         finally:
             os.umask(former)
 
@@ -134,29 +143,28 @@ class ServiceLoop:
         return 1 if self._queues.is_draining else max(0, int(tick * 1000))
 
     def _accept_while_descriptors_last(self) -> None:
-        """Take no new connections while descriptors are short: ZeroMQ ends the process that has none for the next."""
+        """Hide the socket from new clients while descriptors are short: ZeroMQ ends the process that has none for one.
+
+        It stays bound, since ``unbind`` would end the connections of all clients.
+        """
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        in_use = _descriptors_in_use(limit)
+        reserved = min(_MOST_RESERVED, limit // 8) if limit >= 0 else 0
         try:
-            lowest_free = os.dup(self._wake)
-            os.close(lowest_free)
-        except OSError:
-            lowest_free = limit
-        is_short = limit >= 0 and lowest_free >= limit - min(_MOST_RESERVED, limit // 8)
-        if is_short and self._is_bound:
-            self._is_bound = False
-            self._socket.unbind(f"{SCHEME}{self._socket_path}")
-            log.warning(
-                "%d file descriptors are in use: new clients are refused until there are fewer; raise the limit "
-                "of open files",
-                lowest_free,
-            )
-        elif not is_short and not self._is_bound:
-            try:
-                self.bind()
-            except (ConfigurationError, OSError, zmq.ZMQError) as error:  # tried again at the next tick
-                log.debug("new clients cannot be taken yet: %s", error)
-            else:
+            if not self._is_hidden and 0 <= limit <= in_use + reserved:
+                self._socket_path.rename(self._hidden_path)
+                self._is_hidden = True
+                log.warning(
+                    "%d file descriptors are in use: new clients are refused until there are fewer; raise the limit "
+                    "of open files",
+                    in_use,
+                )
+            elif self._is_hidden and not 0 <= limit <= in_use + 2 * reserved:
+                self._hidden_path.rename(self._socket_path)
+                self._is_hidden = False
                 log.info("new clients are taken again")
+        except OSError as error:  # tried again at the next tick
+            log.debug("the socket of the service cannot be moved: %s", error)
 
     def start_draining(self) -> None:
         """Refuse new clients and ask every client to finish and leave."""
@@ -173,6 +181,7 @@ class ServiceLoop:
         """Close and remove the socket."""
         self._socket.close()
         os.close(self._wake)
+        self._hidden_path.unlink(missing_ok=True)
         if socket_problem(self._socket_path) is None:
             self._socket_path.unlink(missing_ok=True)
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from fdcache.errors import ProtocolError
+from fdcache.groups import CacheGroup, Reach
 from fdcache.hashing import tenant_key
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray
@@ -45,6 +46,14 @@ _AT_ONCE = 4096
 _LOCAL: dict[str, Any] = {"locality": "LOCAL"}
 """``ownership`` is left out: Dynamo drops events of owners other than the engine and KVCR."""
 
+
+_KINDS = {
+    Reach.ALL: "full_attention",
+    Reach.LAST: "sliding_window",
+    Reach.CHUNK: "chunked_local_attention",
+    Reach.STATE: "mamba",
+}
+"""vLLM's words for the reach of a group."""
 
 Change = tuple[Callable[[CacheLevel, list[bytes]], Iterable[Any]], list[bytes]]
 """Blocks that came or left, and what makes their events."""
@@ -91,10 +100,11 @@ class RouterFeed:
     ) -> None:
         self._layout = layout
         self._has_storage = has_storage
-        self._groups = layout.num_groups
+        self._marks = layout.record_groups
+        self._told = {group: self._marks.index(group) for group in sorted(set(self._marks))}
         self._kinds = [
-            ("sliding_window", window) if window else ("full_attention", None)
-            for window in layout.windows or (0,)
+            (_KINDS[each.reach], each.tokens if each.reach is Reach.LAST else None)
+            for each in layout.groups or (CacheGroup(layout.block_size),)
         ]
         self._file = file
         self._notes: dict[bytes, bytes] = {}
@@ -141,7 +151,9 @@ class RouterFeed:
 
     def _keys_of(self, pages: Iterable[bytes]) -> Iterator[bytes]:
         for page in pages:
-            yield from (bytes(byte ^ mark for byte in page) if mark else page for mark in range(self._groups))
+            yield from (
+                bytes(byte ^ mark for byte in page) if mark else page for mark in range(len(self._marks))
+            )
 
     def forget_tenant(self, key: bytes) -> None:
         """Drop the notes of a tenant's blocks that are in no tier, from the file too, in the next calls of ``work``."""
@@ -295,7 +307,7 @@ class RouterFeed:
 
     def _stored(self, level: CacheLevel, keys: Iterable[bytes]) -> Iterator[RouterBlockStored]:
         blocks = [block for key in keys if (block := self._block(key)) is not None]
-        for group in range(self._groups):
+        for group in self._told:
             kind, window = self._kinds[group]
             for run in runs_of(block for block in blocks if block.group == group):
                 yield RouterBlockStored(
@@ -308,23 +320,28 @@ class RouterFeed:
     def _removed(self, level: CacheLevel, keys: list[bytes]) -> Iterator[RouterBlockRemoved]:
         by_group: dict[int, list[int]] = {}
         for key in keys:
-            page, group = self._page_of(key)
-            by_group.setdefault(group, []).append(_name(page))
+            page, mark = self._page_of(key)
+            if self._is_told(mark):
+                by_group.setdefault(self._marks[mark], []).append(_name(page))
         for group, names in by_group.items():
             yield RouterBlockRemoved(names, MEDIUM[level], group, **_LOCAL)
 
     def _page_of(self, key: bytes) -> tuple[bytes, int]:
-        """Return the hash of a record's page and its group; the last group's key is the hash itself."""
-        for mark in range(self._groups):
+        """Return the hash of a record's page, and the mark in the record's key: 0 if that is the hash."""
+        for mark in range(len(self._marks)):
             page = bytes(byte ^ mark for byte in key) if mark else key
             if page in self._notes:
-                return page, self._groups - 1 - mark
-        return key, self._groups - 1
+                return page, mark
+        return key, 0
+
+    def _is_told(self, mark: int) -> bool:
+        """Return True for the last record of a group in its page: routers know pages."""
+        return self._told[self._marks[mark]] == mark
 
     def _block(self, key: bytes) -> RouterBlock | None:
-        page, group = self._page_of(key)
+        page, mark = self._page_of(key)
         text = self._notes.get(page)
-        if text is None:
+        if text is None or not self._is_told(mark):
             return None
         note = _decode(text)
         origin = self._origins.get((note.adapter, note.salt))
@@ -342,7 +359,7 @@ class RouterFeed:
             tokens=note.tokens,
             origin=origin,
             extra=tuple(extra) or None,
-            group=group,
+            group=self._marks[mark],
         )
 
     def close(self) -> None:

@@ -1,0 +1,170 @@
+"""Block tables of vLLM's requests as tables of pages, in the order of a layout's records."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from fdcache.groups import CacheGroup, Reach
+from fdcache.layout import KVLayout
+from fdcache.manager import NO_BLOCK
+from fdcache.metadata import Int32Array
+
+_BLOCKS_OF_OFFER = 8
+"""Blocks that a request generates are offered together: a plan, its copies and its report cost as much for one."""
+
+_NULL_BLOCK = 0
+"""vLLM's placeholder for a block that it does not keep."""
+
+BlockIds = Sequence[Sequence[int]]
+"""Of each group of layers its table, as vLLM has it."""
+
+
+class RequestTable(Protocol):
+    """The blocks of a request, of all groups of layers."""
+
+    def __bool__(self) -> bool: ...
+
+    def extend(self, blocks: BlockIds) -> None:
+        """Append the blocks of each group."""
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages that all groups have blocks of."""
+
+    def page_ids(self, first: int, stop: int, computed: int = 0) -> Int32Array:
+        """Return the blocks of pages, without those that vLLM may have given up before ``computed`` tokens."""
+
+    def state_ids(self, pages: int) -> Int32Array:
+        """Return the blocks of the states at the end of this many pages."""
+
+    def all_ids(self) -> Sequence[int]:
+        """Return all blocks."""
+
+
+class PlainTable:
+    """The table of the only group of layers."""
+
+    __slots__ = ("blocks",)
+
+    def __init__(self, blocks: BlockIds) -> None:
+        self.blocks = array("i", blocks[0] if blocks else ())
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks)
+
+    def extend(self, blocks: BlockIds) -> None:
+        """Append blocks."""
+        self.blocks.extend(blocks[0])
+
+    @property
+    def num_pages(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    def page_ids(self, first: int, stop: int, computed: int = 0) -> Int32Array:
+        """Return blocks; vLLM gives up none."""
+        return np.array(self.blocks[first:stop], np.int32)
+
+    def state_ids(self, pages: int) -> Int32Array:
+        """Return none."""
+        return np.empty(0, np.int32)
+
+    def all_ids(self) -> Sequence[int]:
+        """Return all blocks."""
+        return self.blocks
+
+
+class GroupTables:
+    """The tables of several groups, or of one that does not keep all its blocks."""
+
+    __slots__ = ("_shape", "_tables")
+
+    def __init__(self, shape: TableShape, blocks: BlockIds) -> None:
+        self._shape = shape
+        self._tables = [array("i", each) for each in blocks]
+
+    def __bool__(self) -> bool:
+        return any(self._tables)
+
+    def extend(self, blocks: BlockIds) -> None:
+        """Append the blocks of each group."""
+        for table, more in zip(self._tables, blocks, strict=True):
+            table.extend(more)
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages that all groups have blocks of."""
+        lengths = [len(self._tables[at]) // blocks for at, blocks, _ in self._shape.columns]
+        return min(lengths, default=max(map(len, self._tables), default=0))
+
+    def page_ids(self, first: int, stop: int, computed: int = 0) -> Int32Array:
+        """Return the blocks of pages, ``NO_BLOCK`` for those given up."""
+        rows = [np.empty((max(stop - first, 0), 0), np.int32)]
+        for at, blocks, group in self._shape.columns:
+            begin = first * blocks
+            ids = np.array(self._tables[at][begin : stop * blocks], np.int32)
+            ids[ids == _NULL_BLOCK] = NO_BLOCK
+            ids[: max(group.blocks_beyond(computed) - begin, 0)] = NO_BLOCK
+            rows.append(ids.reshape(-1, blocks))
+        return np.concatenate(rows, axis=1).reshape(-1)
+
+    def state_ids(self, pages: int) -> Int32Array:
+        """Return the blocks of states."""
+        return np.array([self._tables[at][pages - 1] for at in self._shape.states], np.int32)
+
+    def all_ids(self) -> Sequence[int]:
+        """Return all blocks, placeholders too."""
+        return [block for table in self._tables for block in table]
+
+
+class TableShape:
+    """Makes the tables of a layout.
+
+    ``columns``: of each group that has blocks of every page its place among the groups, its blocks of a page, and what
+    it needs; ``states``: the places of the others.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._page = layout.block_size
+        self._groups = layout.groups
+        self.columns: list[tuple[int, int, CacheGroup]] = [
+            (at, layout.block_size // group.block_size, group)
+            for at, group in enumerate(layout.groups)
+            if not group.is_state
+        ]
+        self.states = layout.state_groups
+
+    def table(self, blocks: BlockIds = ()) -> RequestTable:
+        """Return a table of these blocks."""
+        if not self._groups:
+            return PlainTable(blocks)
+        return GroupTables(self, blocks or [()] * len(self._groups))
+
+    def given(self, blocks: BlockIds, start: int) -> Sequence[int]:
+        """Return the blocks for the tokens from ``start`` on."""
+        if not self._groups:
+            return blocks[0][start // self._page :]
+        each = zip(blocks, self._groups, strict=True)
+        return [
+            block
+            for table, group in each
+            for block in table[start // group.block_size :]
+            if block != _NULL_BLOCK
+        ]
+
+    def real(self, blocks: BlockIds) -> Sequence[int]:
+        """Return the blocks of all groups, without placeholders."""
+        return blocks[0] if not self._groups else self.given(blocks, 0)
+
+
+def pages_of_offer(layout: KVLayout) -> int:
+    """Return how many pages that a request generates are offered together: the first is still in every window then."""
+    if layout.num_states or any(group.reach is Reach.CHUNK for group in layout.groups):
+        return 1
+    windows = (group.tokens - 1 for group in layout.groups if group.reach is Reach.LAST)
+    shortest = min(windows, default=_BLOCKS_OF_OFFER * layout.block_size)
+    return max(min(shortest // layout.block_size, _BLOCKS_OF_OFFER), 1)

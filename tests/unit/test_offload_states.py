@@ -1,0 +1,131 @@
+"""OffloadManager with states: what stands for the tokens before a position, and is of use there alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from fdcache.errors import PlanError
+from fdcache.groups import CacheGroup, Reach
+from fdcache.manager import LoadStatus, MatchStatus, Request
+from fdcache.metadata import CacheLevel
+from tests.offload_engine import BLOCK, OffloadEngine, ids, prompt
+from tests.swaps import uniform_layout
+
+STATE = CacheGroup(BLOCK, Reach.STATE)
+LAYOUT = uniform_layout(block_size=BLOCK, num_layers=2, groups=(STATE, STATE, CacheGroup(BLOCK)))
+ALONE = uniform_layout(block_size=BLOCK, num_layers=2, groups=(STATE,))
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = OffloadEngine(layout=LAYOUT)
+    yield engine
+    engine.close()
+
+
+def stored(
+    engine: OffloadEngine, name: str, tokens: list[int], table: list[int], states: dict[int, list[int]]
+) -> None:
+    """Store a prompt, and the states at the ends of some of its pages, by their number."""
+    request = Request(name, tokens)
+    engine.manager.begin([request])
+    engine.manager.prepare([request])
+    engine.compute(request, table)
+    engine.manager.offer(request, len(tokens), ids(*table))
+    for pages, blocks in states.items():
+        for block, key in zip(blocks, engine.state_keys(request, pages), strict=True):
+            engine.fill(block, key.tobytes())
+        above = table[pages - 1] if table else -1
+        engine.manager.offer_states(request, pages * BLOCK, ids(*blocks), above)
+    engine.settle()
+    engine.manager.finish([request])
+
+
+def found(engine: OffloadEngine, request: Request, device_tokens: int = 0) -> int:
+    """Return the pages that a match finds beyond those on the device."""
+    match = engine.manager.match(request, device_tokens)
+    assert match.status is MatchStatus.MATCHED
+    return match.num_tokens // BLOCK
+
+
+def test_a_prefix_is_found_up_to_the_last_page_that_has_states(engine: OffloadEngine) -> None:
+    stored(engine, "first", prompt(1, 2, 3, 4), [0, 1, 2, 3], {1: [4, 5], 3: [6, 7]})
+    request = Request("second", prompt(1, 2, 3, 4))
+    assert found(engine, request) == 3
+    assert found(engine, request, BLOCK) == 2
+    assert found(engine, request, 3 * BLOCK) == 0
+    assert found(engine, request) == 3
+    assert engine.manager.load(request, ids(8, 9, 10, 11)) == 0  # a block less than what is asked for
+    assert found(engine, request) == 3
+    assert engine.manager.load(request, ids(8, 9, 10, 11, 12)) == 5
+    engine.step()
+    (outcome,) = engine.collect()
+    assert (outcome.status, outcome.recompute_from) == (LoadStatus.CONFIRMED, 3 * BLOCK)
+    assert engine.holds(request, [8, 9, 10])
+    assert engine.hold_keys([11, 12], engine.state_keys(request, 3))
+    engine.manager.finish([request])
+    assert engine.manager.get_stats().counters.host_hit_tokens == 3 * BLOCK
+
+
+def test_a_page_outlives_its_states_and_finds_what_is_above(engine: OffloadEngine) -> None:
+    stored(engine, "first", prompt(1, 2, 3), [0, 1, 2], {1: [4, 5], 3: [6, 7]})
+    request = Request("second", prompt(1, 2, 3))
+    engine.manager.prepare([request])
+    pool = engine.manager._host.pool
+    assert pool is not None
+    pool.discard(pool.find(engine.state_keys(request, 3)[:1]).slots)
+    assert found(engine, request) == 1
+    assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 3
+    engine.manager.finish([request])
+
+
+def test_other_prompts_with_the_same_last_page_have_other_states(engine: OffloadEngine) -> None:
+    stored(engine, "first", prompt(1, 2), [0, 1], {2: [4, 5]})
+    request = Request("second", prompt(3, 2))
+    assert found(engine, request) == 0
+    engine.manager.finish([request])
+
+
+def test_states_alone_are_paths_of_their_own() -> None:
+    engine = OffloadEngine(layout=ALONE)
+    stored(engine, "first", prompt(1, 2, 3, 4), [], {2: [4], 4: [5]})
+    request = Request("second", prompt(1, 2, 3, 4, 5))
+    assert found(engine, request) == 4
+    assert found(engine, request, 3 * BLOCK) == 1
+    assert engine.manager.load(request, ids(9)) == 1
+    engine.step()
+    (outcome,) = engine.collect()
+    assert outcome.recompute_from == 4 * BLOCK
+    assert engine.hold_keys([9], engine.state_keys(request, 4))
+    engine.manager.finish([request])
+    engine.close()
+
+
+def test_states_of_another_number_or_in_the_middle_of_a_page_are_not_stored(engine: OffloadEngine) -> None:
+    request = Request("first", prompt(1, 2))
+    engine.manager.begin([request])
+    with pytest.raises(PlanError, match="1 device blocks for the 2 states"):
+        engine.manager.offer_states(request, BLOCK, ids(4))
+    engine.manager.offer_states(request, BLOCK + 1, ids(4, 5))
+    engine.manager.offer_states(request, 9 * BLOCK, np.array([4, 5], np.int32))
+    engine.settle()
+    assert engine.manager.get_stats().counters.blocks_backed_up == 0
+    engine.manager.finish([request])
+
+
+def test_a_failed_load_of_states_counts_for_nothing(engine: OffloadEngine) -> None:
+    failing: list[int] = []
+    engine.devices[0]._choose = lambda swap: failing  # type: ignore[attr-defined]
+    stored(engine, "first", prompt(1, 2), [0, 1], {2: [4, 5]})
+    request = Request("second", prompt(1, 2))
+    assert found(engine, request) == 2
+    assert engine.manager.load(request, ids(8, 9, 10, 11)) == 4
+    failing.append(3)
+    engine.step()
+    (outcome,) = engine.collect()
+    assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 0)
+    assert found(engine, request) == 0
+    engine.manager.finish([request])

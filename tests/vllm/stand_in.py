@@ -1,0 +1,302 @@
+"""vLLM's scheduler and both sides of the connector, with a stand-in for the model: one that writes and checks bytes.
+
+A token's bytes, and those of a state, follow from all tokens up to it. Before a token is computed, the stand-in reads
+what each layer needs of those before it, in the blocks that vLLM gave, and counts what differs. So a model runs here
+whose kernels this machine lacks, with the cache that vLLM makes for its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_planning
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    create_kv_cache_views,
+    iter_layer_specs,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from fdcache.integrations.vllm.connector import FdcacheConnector
+from tests.vllm.engine import connector_config
+
+_MASK = (1 << 63) - 1
+
+
+class StandIn:
+    """An engine whose layers keep what ``specs`` say. ``wrong`` counts the bytes read that are others' or stale."""
+
+    def __init__(
+        self,
+        model: Path,
+        specs: Sequence[KVCacheSpec],
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        broken: Callable[[StandIn, Any], None] | None = None,
+        kv_layout: str = "LBNHC",
+        **settings: Any,
+    ) -> None:
+        init_none_hash(sha256)
+        has_states = any(isinstance(spec, MambaSpec) for spec in specs)
+        self.config = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="float32",
+            block_size=block_size,
+            max_model_len=1024,
+            max_num_seqs=4,
+            max_num_batched_tokens=128,
+            enable_prefix_caching=True,
+            num_gpu_blocks_override=num_blocks,
+            async_scheduling=False,
+            kv_transfer_config=connector_config(FDCACHE_VERIFY="all", **settings),
+        ).create_engine_config()
+        self.config.cache_config.kv_cache_layout = kv_layout
+        self.config.cache_config.mamba_cache_mode = "align" if has_states else "none"
+        self.config.cache_config.block_size = block_size
+        by_name = {f"layer.{number}": spec for number, spec in enumerate(specs)}
+        groups = kv_cache_planning.get_kv_cache_groups(self.config, by_name)
+        self.cache = kv_cache_planning.get_kv_cache_config_from_groups(self.config, groups, 1 << 40)
+        for_scheduler = generate_scheduler_kv_cache_config([self.cache])
+        size, self.hash_size = resolve_kv_cache_block_sizes(for_scheduler, self.config)
+        self.config.cache_config.num_gpu_blocks = num_blocks
+        self.worker = FdcacheConnector(self.config, KVConnectorRole.WORKER, self.cache)
+        self.raw = torch.zeros(self.cache.kv_cache_tensors[0].size, dtype=torch.int8)
+        self.bytes = self.raw.numpy().view(np.uint8)
+        self.worker.register_kv_caches(self._views())
+        self.scheduler = Scheduler(
+            self.config,
+            for_scheduler,
+            StructuredOutputManager(self.config),
+            block_size=size,
+            hash_block_size=self.hash_size,
+            log_stats=True,
+        )
+        self.connector = self.scheduler.connector
+        self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
+        self.tables: dict[str, list[list[int]]] = {}
+        self.requests: dict[str, Request] = {}
+        self.wrong = self.steps = self.preemptions = 0
+        self.answers: dict[str, list[int]] = {}
+        self._broken = broken
+        self._hasher = get_request_block_hasher(self.hash_size, sha256)
+        self._places = {
+            name: (tensor.offset + number * tensor.layer_stride, tensor.block_stride)
+            for tensor in self.cache.kv_cache_tensors
+            for number, name in enumerate(tensor.layers)
+        }
+        self._layers = [
+            [(name, spec) for name, spec in zip(group.layer_names, _specs_of(group), strict=True)]
+            for group in self.cache.kv_cache_groups
+        ]
+
+    def _views(self) -> dict[str, Any]:
+        views: dict[str, Any] = {}
+        layout = self.config.cache_config.get_resolved_kv_cache_layout()
+        specs = {
+            name: spec
+            for group in self.cache.kv_cache_groups
+            for name, spec in zip(group.layer_names, _specs_of(group), strict=True)
+        }
+        for tensor in self.cache.kv_cache_tensors:
+            spec = specs[tensor.layers[0]]
+            if isinstance(spec, MambaSpec):
+                for number, name in enumerate(tensor.layers):
+                    begin, half = (
+                        tensor.offset + number * tensor.layer_stride,
+                        spec.state_content_size_bytes // 2,
+                    )
+                    views[name] = [
+                        torch.as_strided(
+                            self.raw, (self.cache.num_blocks, half), (tensor.block_stride, 1), at
+                        )
+                        for at in (begin, begin + half)
+                    ]
+                continue
+            made = create_kv_cache_views(self.raw, spec, self.cache.num_blocks, layout, tensor)
+            views |= dict(zip(tensor.layers, made, strict=True))
+        return views
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def add(self, name: str, prompt: Sequence[int], num_tokens: int = 8) -> None:
+        """Let a request arrive."""
+        parameters = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        made = Request(name, list(prompt), parameters, None, block_hasher=self._hasher)
+        self.requests[name] = made
+        self.scheduler.add_request(made)
+
+    def run(self, most_steps: int = 2000) -> None:
+        """Step until every request has ended and nothing is copied."""
+        for _ in range(most_steps):
+            self.step()
+            if not self.scheduler.has_unfinished_requests() and not self.connector.has_pending_push_work():
+                return
+        raise AssertionError("the requests never end")
+
+    def step(self) -> None:
+        """Schedule a step, execute it, and take its result."""
+        self.steps += 1
+        output = self.scheduler.schedule()
+        self.preemptions += len(output.preempted_req_ids or ())
+        self._follow(output)
+        for block in output.new_block_ids_to_zero or ():
+            self._fill(block, 0)
+        for copy in output.kv_cache_block_copies or ():
+            for place, stride in self._places.values():
+                target, source = place + copy.dst_block_id * stride, place + copy.src_block_id * stride
+                self.bytes[target : target + stride] = self.bytes[source : source + stride]
+        worker = self.worker
+        worker.handle_preemptions(output.kv_connector_metadata)
+        worker.bind_connector_metadata(output.kv_connector_metadata)
+        sampled = [self._compute(name, count) for name, count in output.num_scheduled_tokens.items()]
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(output.finished_req_ids)
+        made = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        if self._broken is not None:
+            self._broken(self, made)
+        names = list(output.num_scheduled_tokens)
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: at for at, name in enumerate(names)},
+                sampled_token_ids=sampled,
+                kv_connector_output=made,
+            ),
+        )
+        for name, tokens in zip(names, sampled, strict=True):
+            self.answers.setdefault(name, []).extend(tokens)
+
+    def _follow(self, output: Any) -> None:
+        """Follow the block tables as vLLM's workers do."""
+        for new in output.scheduled_new_reqs:
+            self.tables[new.req_id] = [list(ids) for ids in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for name, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                self.tables[name] = [list(each) for each in ids]
+            elif ids is not None:
+                for table, more in zip(self.tables[name], ids, strict=True):
+                    table.extend(more)
+
+    # --- the model ----------------------------------------------------------------------------------------
+
+    def _compute(self, name: str, count: int) -> list[int]:
+        """Check what the tokens of a step need, and write them; return the token that follows the last one known."""
+        request = self.requests[name]
+        # The scheduler counts the tokens of the step as computed already.
+        stop = request.num_computed_tokens
+        start = stop - count
+        marks = _marks(request.all_token_ids)
+        for table, layers in zip(self.tables[name], self._layers, strict=True):
+            for layer, spec in layers:
+                if isinstance(spec, MambaSpec):
+                    self._go_on(layer, spec, table, marks, start, stop)
+                else:
+                    self._attend(layer, spec, table, marks, start, stop)
+        return [int(marks[stop] % 500) + 3] if stop == request.num_tokens else []
+
+    def _attend(
+        self, layer: str, spec: Any, table: list[int], marks: list[int], start: int, stop: int
+    ) -> None:
+        first = 0
+        if isinstance(spec, SlidingWindowSpec):
+            first = max(start - spec.sliding_window + 1, 0)
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            first = start // spec.attention_chunk_size * spec.attention_chunk_size
+        for token in range(first, start):
+            self.wrong += not (self._token(layer, spec, table, token) == _row(marks[token + 1])).all()
+        for token in range(start, stop):
+            self._token(layer, spec, table, token)[:] = _row(marks[token + 1])
+
+    def _token(self, layer: str, spec: Any, table: list[int], token: int) -> Any:
+        block = table[token // spec.block_size]
+        size = spec.real_page_size_bytes // spec.block_size
+        place, stride = self._places[layer]
+        begin = place + block * stride + token % spec.block_size * size
+        return self.bytes[begin : begin + size][:8]
+
+    def _go_on(
+        self, layer: str, spec: Any, table: list[int], marks: list[int], start: int, stop: int
+    ) -> None:
+        """Take the state before the step out of its block, and leave that after it in the block of its last token."""
+        if start:
+            before = self._state(layer, spec, table[(start - 1) // spec.block_size])
+            self.wrong += not (before == np.resize(_row(marks[start]), len(before))).all()
+        after = self._state(layer, spec, table[(stop - 1) // spec.block_size])
+        after[:] = np.resize(_row(marks[stop]), len(after))
+
+    def _state(self, layer: str, spec: Any, block: int) -> Any:
+        assert block, "a state is in vLLM's placeholder"
+        place, stride = self._places[layer]
+        begin = place + block * stride
+        return self.bytes[begin : begin + spec.state_content_size_bytes]
+
+    def _fill(self, block: int, value: int) -> None:
+        for group in self._layers:
+            for layer, spec in group:
+                place, stride = self._places[layer]
+                begin = place + block * stride
+                self.bytes[begin : begin + spec.page_size_bytes] = value
+
+    @property
+    def manager(self) -> Any:
+        """The manager of the scheduler's side."""
+        return self.connector._scheduler.manager
+
+    def close(self) -> None:
+        """End both sides; nothing may be pinned or in flight."""
+        assert self.connector._scheduler.inconsistencies == 0
+        self.manager.check_integrity()
+        stats = self.manager.get_stats()
+        assert (stats.plans_in_flight, stats.live_requests) == (0, 0)
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def _specs_of(group: Any) -> list[Any]:
+    specs = list(iter_layer_specs(group.kv_cache_spec))
+    return specs if len(specs) == len(group.layer_names) else specs * len(group.layer_names)
+
+
+def _marks(tokens: Sequence[int]) -> list[int]:
+    """Return a number for each prefix."""
+    marks = [1]
+    for token in tokens:
+        marks.append((marks[-1] * 6364136223846793005 + token + 1442695040888963407) & _MASK)
+    return marks
+
+
+def _row(mark: int) -> np.ndarray:
+    return np.frombuffer(mark.to_bytes(8, "little"), np.uint8)
