@@ -61,6 +61,10 @@ def test_no_two_sources_have_a_function_of_their_own_with_one_name() -> None:
                 within.append(opened[1])
             elif line.startswith("}  // namespace"):
                 within.pop()
-            elif within and not within[-1] and (named := re.match(r"[\w:<>,&* ]+[ &*>](\w+)\(", line)):
-                if not line.startswith((" ", "template", "struct", "class", "using")):
-                    assert found.setdefault((" ".join(within), named[1]), source) == source, named[1]
+            elif (
+                within
+                and not within[-1]
+                and not line.startswith((" ", "template", "struct", "class", "using"))
+                and (named := re.match(r"[\w:<>,&* ]+[ &*>](\w+)\(", line))
+            ):
+                assert found.setdefault((" ".join(within), named[1]), source) == source, named[1]
