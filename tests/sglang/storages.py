@@ -11,14 +11,14 @@ from fdcache.integrations.sglang.storage import FdcacheStorage
 
 
 class WrongStorage(FdcacheStorage):
-    """Says that pages are in their place, and has put them there in the opposite order."""
+    """Says that pages are in their place, and has the bytes of the first in all of them."""
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Load, and turn the order of the pages around."""
+        """Load, and overwrite all pages with the first."""
         done = super().batch_get_v1(keys, host_indices, extra_info)
         slots = self._pages["kv"].slots_of(host_indices)
         for plane in self._pages["kv"].planes:
-            plane[slots] = plane[slots[::-1]]
+            plane[slots] = plane[slots[:1]]
         return done
 
 

@@ -58,7 +58,7 @@ def _show_that_keys_before_a_look_up_are_left_out(tokens: list[int], record: Pat
 
 
 def test_wrong_bytes_are_noticed(model: Path, prompts: list[list[int]], computed: list[Answer]) -> None:
-    """The control: an engine whose pages are loaded in a wrong order answers otherwise."""
+    """The control: an engine whose pages are loaded with the bytes of one of them answers otherwise."""
     options = storage_options(
         FDCACHE_HOST_MEMORY="16MiB", module_path="tests.sglang.storages", class_name="WrongStorage"
     )
