@@ -124,7 +124,7 @@ void bind_host_index(nb::module_ &module) {
                 if (self.unverified.empty()) return std::nullopt;
                 return to_numpy<std::uint8_t>(std::vector(self.unverified));
             },
-            "1 for records whose bytes nothing has verified; None if there are none.");
+            kOwned, "1 for records whose bytes nothing has verified; None if there are none.");
     nb::class_<HostIndex>(module, "HostIndex",
                           "The host tier as planners see it: of this process, or of a service.")
         .def(

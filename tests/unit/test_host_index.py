@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fdcache._core import HostIndex, OutgoingCopies, PresenceTable, SharedHost, SharedRuns, Tier
+from fdcache._core import (
+    HostIndex,
+    OutgoingCopies,
+    PresenceTable,
+    PresenceWriter,
+    SharedHost,
+    SharedRuns,
+    Tier,
+)
 from fdcache.errors import StaleLeaseError
 from fdcache.tiers.pool import ABSENT, PENDING, READY
 from tests.unit.test_shared_memory import ROOT, memory, path, rows, store
@@ -119,6 +127,16 @@ class TestEitherOwner:
 
     def test_room_is_at_most_the_capacity(self, host: OwnHost | ServiceHost) -> None:
         assert 0 < host.index.room <= host.index.capacity == 16
+
+
+class TestOfService:
+    def test_a_run_names_the_records_that_nothing_has_verified(self) -> None:
+        host = ServiceHost()
+        host.store(A)
+        PresenceWriter(host.table).set_unverified(rows(A[1]), True)
+        run, _, _ = host.index.find_and_pin(rows(*A))
+        assert run.unverified is not None
+        assert run.unverified.tolist() == [0, 1, 0, 0]
 
 
 class TestOwn:
