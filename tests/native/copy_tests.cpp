@@ -179,7 +179,12 @@ void cancel_beside_the_stream() {
         expect_copied(out);
         for (int block = 0; block < kBlocks; ++block) memory.fill(block, 2);
         const CopyPtr in = memory.copy(Direction::kToDevice, blocks_from(0, kBlocks), round);
-        std::jthread canceller([&] { cancelled += in->cancel(); });
+        // The last batch has run by the time that it is cancelled.
+        const std::chrono::microseconds delay(round < 200 ? round % 20 * 20 : 200'000);
+        std::jthread canceller([&] {
+            std::this_thread::sleep_for(delay);
+            cancelled += in->cancel();
+        });
         enqueue(stream, in);
         await(in->done());
         canceller.join();
