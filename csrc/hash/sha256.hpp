@@ -44,10 +44,38 @@ FDCACHE_INLINE Quad swap_bytes(Quad words) {
 
 #if defined(__x86_64__)
 
-// The SHA instructions, without a requirement on the target of the calling function.
-FDCACHE_INLINE void two_rounds(Quad &cdgh, const Quad &abef, const Quad &words) {
-    asm("sha256rnds2 %%xmm0, %1, %0" : "+x"(cdgh) : "x"(abef), "Yz"(words));
-}
+// The state between rounds, by the SHA instructions, without a requirement on the target of the calling
+// function. They keep it as (f, e, b, a) and (h, g, d, c), low word first.
+struct State {
+    Quad abef, cdgh;
+
+    FDCACHE_INLINE explicit State(const Digest &key) {
+        const Quad abcd = swap_bytes(lanes::load<Quad>(key.bytes.data()));
+        const Quad efgh = swap_bytes(lanes::load<Quad>(key.bytes.data() + 16));
+        abef = __builtin_shufflevector(abcd, efgh, 5, 4, 1, 0);
+        cdgh = __builtin_shufflevector(abcd, efgh, 7, 6, 3, 2);
+    }
+
+    FDCACHE_INLINE void four_rounds(const Quad &words) {
+        two_rounds(cdgh, abef, words);
+        two_rounds(abef, cdgh, __builtin_shufflevector(words, words, 2, 3, 2, 3));
+    }
+
+    FDCACHE_INLINE void add(const State &other) {
+        abef += other.abef;
+        cdgh += other.cdgh;
+    }
+
+    FDCACHE_INLINE void store(std::uint8_t *out) const {
+        lanes::store(out, swap_bytes(__builtin_shufflevector(abef, cdgh, 3, 2, 7, 6)));
+        lanes::store(out + 16, swap_bytes(__builtin_shufflevector(abef, cdgh, 1, 0, 5, 4)));
+    }
+
+  private:
+    FDCACHE_INLINE static void two_rounds(Quad &cdgh, const Quad &abef, const Quad &words) {
+        asm("sha256rnds2 %%xmm0, %1, %0" : "+x"(cdgh) : "x"(abef), "Yz"(words));
+    }
+};
 
 FDCACHE_INLINE Quad next_words(Quad w0, const Quad &w1, const Quad &w2, const Quad &w3) {
     asm("sha256msg1 %1, %0" : "+x"(w0) : "x"(w1));
@@ -56,63 +84,33 @@ FDCACHE_INLINE Quad next_words(Quad w0, const Quad &w1, const Quad &w2, const Qu
     return w0;
 }
 
-// Links with the SHA instructions, a quarter of a compression (16 rounds) at a time. A round waits four
-// cycles for the one before it, so other work fits between.
-class Chain {
-  public:
-    // The instructions keep the state as (f, e, b, a) and (h, g, d, c), low word first.
-    FDCACHE_INLINE explicit Chain(const Links &links) : piece_(links.pieces), out_(links.out) {
-        const Quad abcd = swap_bytes(lanes::load<Quad>(links.first->bytes.data()));
-        const Quad efgh = swap_bytes(lanes::load<Quad>(links.first->bytes.data() + 16));
-        abef_ = __builtin_shufflevector(abcd, efgh, 5, 4, 1, 0);
-        cdgh_ = __builtin_shufflevector(abcd, efgh, 7, 6, 3, 2);
-    }
-
-    // Steps 0 to 15 are four links.
-    template <int Step>
-    FDCACHE_INLINE void step() {
-        constexpr int quarter = Step % 4;
-        if constexpr (quarter == 0) {
-            abef_before_ = abef_;
-            cdgh_before_ = cdgh_;
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            if constexpr (quarter == 0)
-                words_[i] = swap_bytes(lanes::load<Quad>(piece_ + 16 * i));
-            else
-                words_[i] =
-                    next_words(words_[i], words_[(i + 1) & 3], words_[(i + 2) & 3], words_[(i + 3) & 3]);
-            const Quad sum = words_[i] + lanes::load<Quad>(round_constants + 16 * quarter + 4 * i);
-            two_rounds(cdgh_, abef_, sum);
-            two_rounds(abef_, cdgh_, __builtin_shufflevector(sum, sum, 2, 3, 2, 3));
-        }
-        if constexpr (quarter == 3) finish();
-    }
-
-  private:
-    FDCACHE_INLINE void finish() {
-        abef_ += abef_before_;
-        cdgh_ += cdgh_before_;
-        lanes::store(out_->bytes.data(), swap_bytes(__builtin_shufflevector(abef_, cdgh_, 3, 2, 7, 6)));
-        lanes::store(out_->bytes.data() + 16, swap_bytes(__builtin_shufflevector(abef_, cdgh_, 1, 0, 5, 4)));
-        ++out_;
-        piece_ += piece_bytes;
-    }
-
-    const std::uint8_t *piece_;
-    Digest *out_;
-    Quad abef_, cdgh_, abef_before_, cdgh_before_, words_[4];
-};
-
 #elif defined(__aarch64__)
 
-// The SHA instructions, without a requirement on the target of the calling function.
-FDCACHE_INLINE void four_rounds(Quad &abcd, Quad &efgh, const Quad &words) {
-    const Quad before = abcd;
-    asm(".arch_extension sha2\n\tsha256h %q0, %q1, %2.4s" : "+w"(abcd) : "w"(efgh), "w"(words));
-    asm(".arch_extension sha2\n\tsha256h2 %q0, %q1, %2.4s" : "+w"(efgh) : "w"(before), "w"(words));
-}
+// The state between rounds, by the SHA instructions, without a requirement on the target of the calling
+// function.
+struct State {
+    Quad abcd, efgh;
+
+    FDCACHE_INLINE explicit State(const Digest &key)
+        : abcd(swap_bytes(lanes::load<Quad>(key.bytes.data()))),
+          efgh(swap_bytes(lanes::load<Quad>(key.bytes.data() + 16))) {}
+
+    FDCACHE_INLINE void four_rounds(const Quad &words) {
+        const Quad before = abcd;
+        asm(".arch_extension sha2\n\tsha256h %q0, %q1, %2.4s" : "+w"(abcd) : "w"(efgh), "w"(words));
+        asm(".arch_extension sha2\n\tsha256h2 %q0, %q1, %2.4s" : "+w"(efgh) : "w"(before), "w"(words));
+    }
+
+    FDCACHE_INLINE void add(const State &other) {
+        abcd += other.abcd;
+        efgh += other.efgh;
+    }
+
+    FDCACHE_INLINE void store(std::uint8_t *out) const {
+        lanes::store(out, swap_bytes(abcd));
+        lanes::store(out + 16, swap_bytes(efgh));
+    }
+};
 
 FDCACHE_INLINE Quad next_words(Quad w0, const Quad &w1, const Quad &w2, const Quad &w3) {
     asm(".arch_extension sha2\n\tsha256su0 %0.4s, %1.4s" : "+w"(w0) : "w"(w1));
@@ -120,22 +118,22 @@ FDCACHE_INLINE Quad next_words(Quad w0, const Quad &w1, const Quad &w2, const Qu
     return w0;
 }
 
-// Links with the SHA instructions, a quarter of a compression (16 rounds) at a time.
+#endif
+
+#if defined(__x86_64__) || defined(__aarch64__)
+
+// Links with the SHA instructions, a quarter of a compression (16 rounds) at a time. A round waits four
+// cycles for the one before it, so other work fits between.
 class Chain {
   public:
     FDCACHE_INLINE explicit Chain(const Links &links)
-        : piece_(links.pieces),
-          out_(links.out),
-          abcd_(swap_bytes(lanes::load<Quad>(links.first->bytes.data()))),
-          efgh_(swap_bytes(lanes::load<Quad>(links.first->bytes.data() + 16))) {}
+        : piece_(links.pieces), out_(links.out), state_(*links.first), before_(state_) {}
 
+    // Steps 0 to 15 are four links.
     template <int Step>
     FDCACHE_INLINE void step() {
         constexpr int quarter = Step % 4;
-        if constexpr (quarter == 0) {
-            abcd_before_ = abcd_;
-            efgh_before_ = efgh_;
-        }
+        if constexpr (quarter == 0) before_ = state_;
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             if constexpr (quarter == 0)
@@ -143,29 +141,24 @@ class Chain {
             else
                 words_[i] =
                     next_words(words_[i], words_[(i + 1) & 3], words_[(i + 2) & 3], words_[(i + 3) & 3]);
-            four_rounds(abcd_, efgh_, words_[i] + lanes::load<Quad>(round_constants + 16 * quarter + 4 * i));
+            state_.four_rounds(words_[i] + lanes::load<Quad>(round_constants + 16 * quarter + 4 * i));
         }
         if constexpr (quarter == 3) finish();
     }
 
   private:
     FDCACHE_INLINE void finish() {
-        abcd_ += abcd_before_;
-        efgh_ += efgh_before_;
-        lanes::store(out_->bytes.data(), swap_bytes(abcd_));
-        lanes::store(out_->bytes.data() + 16, swap_bytes(efgh_));
+        state_.add(before_);
+        state_.store(out_->bytes.data());
         ++out_;
         piece_ += piece_bytes;
     }
 
     const std::uint8_t *piece_;
     Digest *out_;
-    Quad abcd_, efgh_, abcd_before_, efgh_before_, words_[4];
+    State state_, before_;
+    Quad words_[4];
 };
-
-#endif
-
-#if defined(__x86_64__) || defined(__aarch64__)
 
 FDCACHE_INLINE void link_with_instructions(const Links &links) {
     if (links.count == 0) return;
