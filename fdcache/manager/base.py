@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
@@ -62,7 +63,7 @@ class KnownRequests(Protocol[RequestT_contra]):
     def __len__(self) -> int: ...
 
 
-class TierManager(Generic[RequestT_contra]):
+class TierManager(ABC, Generic[RequestT_contra]):
     """Base of ``CacheManager`` and ``OffloadManager``: all that does not depend on who owns the device cache.
 
     A subclass makes its ``_requests`` and ``_choices``, then calls ``_begin``. ``contents``: what the engine tells of
@@ -243,9 +244,9 @@ class TierManager(Generic[RequestT_contra]):
             self._tell_device()
         story.finished((request.request_id for request in ended), preempted=preempted)
 
+    @abstractmethod
     def _release(self, requests: list[RequestT_contra]) -> None:
         """Give up what requests hold that end."""
-        raise NotImplementedError
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. What they copy stays held until the reports."""
@@ -398,9 +399,9 @@ class TierManager(Generic[RequestT_contra]):
         with self._lock:
             return self._snapshot()
 
+    @abstractmethod
     def _device_usage(self) -> TierUsage:
         """Return the blocks of the device cache."""
-        raise NotImplementedError
 
     def _all_counters(self) -> Counters:
         counters = msgspec.structs.replace(self._counters)
