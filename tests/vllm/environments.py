@@ -1,36 +1,16 @@
-"""Virtual environments with vLLM's published wheel and torch for CPUs, outside the repository."""
+"""Virtual environments with vLLM's published wheel, for the tests of the connector."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from benchmarks.peers.environments import MARKER
+from tests.engine_environments import PACKAGES, Environments
 
-REQUIREMENTS = Path(__file__).parent / "requirements"
-VERSIONS = tuple(sorted(path.stem for path in REQUIREMENTS.glob("*.txt")))
-"""The versions of vLLM that the connector is tested with, the oldest first."""
+__all__ = ["PACKAGES", "VERSIONS", "default_home", "interpreter", "is_complete", "requirements"]
 
-PACKAGES = "TEST_PACKAGES"
-"""Variable with the folder of packages that an environment sees after its own: fdcache and pytest are there."""
-
-
-def default_home() -> Path:
-    """Return the folder of the environments: ``fdcache-vllm`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fdcache-vllm"
-
-
-def requirements(version: str) -> Path:
-    """Return the file with the exact versions of an environment's packages."""
-    return REQUIREMENTS / f"{version}.txt"
-
-
-def is_complete(home: Path, version: str) -> bool:
-    """Return True if an environment is there with the packages of today."""
-    marker = home / version / MARKER
-    return marker.is_file() and marker.read_text() == requirements(version).read_text()
-
-
-def interpreter(home: Path, version: str) -> Path:
-    """Return the Python of an environment."""
-    return home / version / "bin/python"
+_ENVIRONMENTS = Environments("fdcache-vllm", Path(__file__).parent / "requirements")
+VERSIONS = _ENVIRONMENTS.versions
+default_home = _ENVIRONMENTS.default_home
+requirements = _ENVIRONMENTS.requirements
+is_complete = _ENVIRONMENTS.is_complete
+interpreter = _ENVIRONMENTS.interpreter
