@@ -230,7 +230,8 @@ class CacheManager(TierManager[Request]):
             self._set_time()
             if self._service is not None:
                 self._reset_device_if_asked(self._service)
-            self._hints.settle()
+            if self._hints.open:
+                self._hints.settle()
             if self._state is ManagerState.RUNNING:
                 self._plans.plan_background()
             return self._close_step()

@@ -18,10 +18,9 @@ from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import calibrated_priors
-from fdcache.manager.loads import NO_BLOCK, device_ids_of, require_distinct, table_of
+from fdcache.manager.loads import NO_BLOCK, Tracked, device_ids_of, require_distinct, table_of
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
-from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
@@ -388,7 +387,8 @@ class OffloadManager(TierManager[OffloadRequest]):
                 return []
             self._set_time()
             self._copies.is_patient = is_patient
-            self._hints.settle()
+            if self._hints.open:
+                self._hints.settle()
             self._requests.loads.plan_parts(self._plans.ahead, self._requests.look)
             self._plans.plan_background()
             plans = self._close_step()
@@ -397,7 +397,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                     if swap is not None:
                         self._contents.sent(plan.plan_id, swap.src_block_ids)
             self._has_planned = False
-            self._must_look = self._looks_always or bool(self._loads.open) or self._hints.has_open
+            self._must_look = self._looks_always or bool(self._loads.open) or bool(self._hints.open)
             return plans
 
     def loads_of(self, plan_id: int) -> dict[tuple[str, int], bool]:

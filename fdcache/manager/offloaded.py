@@ -14,12 +14,11 @@ from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import EngineLoad, EngineLoads, device_ids_of
+from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked, device_ids_of
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, load_forms
 from fdcache.manager.states import StatePaths, StoredMask
-from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
