@@ -215,7 +215,8 @@ def service(trace: Trace, folder: Path) -> None:
         for i in range(3):
             serve(engines[0], f"a{i}", 100 * i)
         serve(engines[1], "warm", 0)
-        engines[1].manager.take_plans()  # with the statistics for the next heartbeat, which comes once a second
+        # The statistics for the next heartbeat, which comes once a second, are no part of a request.
+        engines[1].manager.take_plans()
         with trace.of("3 at a service, found there (the engine's and the service's threads)"):
             serve(engines[1], "again", 100)
 
