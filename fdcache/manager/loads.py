@@ -183,7 +183,7 @@ class EngineLoads:
         stop = load.planned + len(run)
         ids = loading.ids[load.planned - load.first : stop - load.first]
         is_wanted = ids != NO_BLOCK
-        blocks, ids = run.blocks.select(is_wanted), ids[is_wanted]
+        blocks, ids = run.select(is_wanted), ids[is_wanted]
         self._host.index.begin_load(run.lease, blocks.slots)
         offset = plan.add(SwapPurpose.LOAD, blocks, ids, np.zeros(len(ids), np.uint32))
         self._loads.add(load, stop, offset, len(ids), plan.is_ahead)
@@ -315,8 +315,8 @@ class LoadsAhead:
         run = find_only(host, path[:stop], start)
         taken = self._reserve(path, start, start + len(run), plan)
         if taken is not None:
-            host.index.begin_load(run.lease, run.blocks.slots)
-            offset = plan.add(SwapPurpose.LOAD, run.blocks, taken.slots, taken.generations)
+            host.index.begin_load(run.lease, run.slots)
+            offset = plan.add(SwapPurpose.LOAD, run, taken.slots, taken.generations)
             load = self._loads.begin(start, start + len(run))
             self._loads.add(load, load.stop, offset, len(run), is_ahead=True)
         host.index.release(run.lease)
@@ -437,7 +437,7 @@ class Tracked:
         """Return the first ``count`` of the remaining blocks, as far as they were found."""
         assert self.found is not None
         first = self.device_blocks - self.start
-        return Found(self.found.lease, self.found.blocks.select(slice(first, first + count)))
+        return self.found.part(first, first + count)
 
     def forget_device(self) -> None:
         """Forget what was offered: a request that is matched has no blocks."""

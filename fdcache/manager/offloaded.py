@@ -290,7 +290,7 @@ class OffloadedRequests:
             self._host.index.release(found.lease)
             return NOTHING, 0
         fetched = range(min(found.fetched.start, count), min(found.fetched.stop, count))
-        return Found(found.lease, found.blocks.select(slice(count)), fetched=fetched), 0
+        return found.part(0, count, fetched), 0
 
     def _look(self, tracked: Tracked, hashes: HashArray, start: int) -> tuple[Found, int | None]:
         """Pin what the host tier has of a path from ``start`` on, and return where its reads in flight end.
@@ -318,7 +318,7 @@ class OffloadedRequests:
             return NOTHING, max(wait.stop, start)
         pinned = self._pin_all(hashes[: wait.arrived], start)
         read = range(min(max(wait.first - start, 0), len(pinned)), len(pinned))
-        return Found(pinned.lease, pinned.blocks, fetched=read), wait.stop
+        return pinned.part(0, len(pinned), read), wait.stop
 
     def _pin_all(self, hashes: HashArray, start: int) -> Found:
         """Pin the blocks of a path from ``start`` on; nothing unless all of them are there."""

@@ -12,7 +12,6 @@ from fdcache._core import SharedHost
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array
-from fdcache.plans.ledger import Blocks
 from fdcache.service.client.connection import Connection
 from fdcache.service.client.hints import RemoteHints
 from fdcache.service.client.session import Session
@@ -331,10 +330,10 @@ class RemoteHostTier:
                 matches.append(NOTHING)
                 continue
             marks = unverified[first:end] if len(unverified) else None
-            blocks = Blocks.of_path(hashes, start, slots[first:end], generations[first:end], marks)
-            part = range(*fetched[i]) if fetched else range(0)
             lease = self.index.add(session.runs, run, marks is not None)
-            matches.append(Found(lease, blocks, fetched=part))
+            part = range(*fetched[i]) if fetched else range(0)
+            where = (slots[first:end], generations[first:end], marks)
+            matches.append(Found.of_path(hashes, start, *where, lease=lease, fetched=part))
         return matches
 
     def _count_in_flight_miss(self, session: Session, block: HashArray) -> None:
