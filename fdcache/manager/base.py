@@ -293,7 +293,7 @@ class TierManager(ABC, Generic[RequestT_contra]):
                 if request.hints and not preempted:
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
             self._tell_device()
-        story.finished((request.request_id for request in ended), preempted=preempted)
+        story.finished(ended, preempted=preempted)
 
     @abstractmethod
     def _release(self, requests: list[RequestT_contra]) -> None:

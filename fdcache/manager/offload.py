@@ -150,7 +150,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._requests.prepare(request, keeps_gil=True)
         with self._lock:
             self._set_time()
-            began = story.match_begins((request.request_id,))
+            began = story.match_begins((request,))
             tracked = self._requests.track(request)
             tracked.forget_device()
             if not self._requests.match(tracked, device_tokens, whole_prompt):
