@@ -62,8 +62,7 @@ def compute(engine: Engine, name: str, *, waits: bool = True) -> list[torch.Tens
     assert made.received == {name: True}
     hooks = engine.worker.hooks
     if waits:
-        engine.worker.submit(made)
-    hooks.begin(is_one_graph=False)
+        engine.worker.submit(made, layers_ask=True)
     read = []
     for layer, pages in engine.pages.items():
         if waits:

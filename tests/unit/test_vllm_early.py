@@ -121,7 +121,7 @@ def reached(stream: CpuStream) -> CpuEvent:
 
 def trusted(stream: CpuStream) -> LayerHooks:
     hooks = LayerHooks(LAYERS, lambda: stream)
-    hooks.begin(is_one_graph=False)
+    hooks.begin([], layers_ask=True)
     for name in LAYERS:
         hooks.layer(name)
     assert hooks.end()
@@ -132,7 +132,7 @@ def trusted(stream: CpuStream) -> LayerHooks:
 def test_a_step_waits_for_whole_loads_before_the_layers_are_known_to_ask(stream: CpuStream) -> None:
     load = Load()
     hooks = LayerHooks(LAYERS, lambda: stream)
-    hooks.hold([load.counter], by_layer=True)
+    hooks.begin([load.counter], layers_ask=True)
     step = reached(stream)
     for end in load.ends[:2]:
         end.set()
@@ -145,8 +145,7 @@ def test_a_step_waits_for_whole_loads_before_the_layers_are_known_to_ask(stream:
 def test_each_layer_waits_for_its_part_of_a_load(stream: CpuStream) -> None:
     load = Load()
     hooks = trusted(stream)
-    hooks.hold([load.counter], by_layer=True)
-    hooks.begin(is_one_graph=False)
+    hooks.begin([load.counter], layers_ask=True)
     steps = []
     for name in LAYERS:
         hooks.layer(name)
@@ -158,12 +157,10 @@ def test_each_layer_waits_for_its_part_of_a_load(stream: CpuStream) -> None:
         assert steps[number].wait(5.0)
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_a_step_that_is_one_graph_waits_for_whole_loads(stream: CpuStream, by_layer: bool) -> None:
+def test_a_step_that_is_one_graph_waits_for_whole_loads(stream: CpuStream) -> None:
     load = Load()
     hooks = trusted(stream)
-    hooks.hold([load.counter], by_layer=by_layer)
-    hooks.begin(is_one_graph=True)
+    hooks.begin([load.counter], layers_ask=False)
     step = reached(stream)
     assert not step.wait(0.05)
     for end in load.ends:
@@ -176,8 +173,8 @@ def test_a_step_that_is_one_graph_waits_for_whole_loads(stream: CpuStream, by_la
 def test_the_step_after_one_without_a_forward_pass_waits_for_its_loads(stream: CpuStream) -> None:
     load = Load()
     hooks = trusted(stream)
-    hooks.hold([load.counter], by_layer=True)
-    hooks.hold([], by_layer=True)
+    hooks.begin([load.counter], layers_ask=True)
+    hooks.begin([], layers_ask=True)
     step = reached(stream)
     assert not step.wait(0.05)
     for end in load.ends:
@@ -185,11 +182,12 @@ def test_the_step_after_one_without_a_forward_pass_waits_for_its_loads(stream: C
     assert step.wait(5.0)
 
 
-def test_hooks_that_come_before_the_beginning_are_not_trusted(stream: CpuStream) -> None:
+@pytest.mark.parametrize("asked", [(), ("model.0", "model.2"), ("other",)])
+def test_layers_of_which_some_do_not_ask_are_not_trusted(stream: CpuStream, asked: tuple[str, ...]) -> None:
     hooks = LayerHooks(LAYERS, lambda: stream)
-    for name in LAYERS:
+    hooks.begin([], layers_ask=True)
+    for name in asked:
         hooks.layer(name)
-    hooks.begin(is_one_graph=False)
     assert hooks.end()
     assert not hooks.is_trusted
 
@@ -197,8 +195,7 @@ def test_hooks_that_come_before_the_beginning_are_not_trusted(stream: CpuStream)
 def test_a_layer_that_did_not_ask_is_told_and_ends_the_trust(stream: CpuStream) -> None:
     load = Load()
     hooks = trusted(stream)
-    hooks.hold([load.counter], by_layer=True)
-    hooks.begin(is_one_graph=False)
+    hooks.begin([load.counter], layers_ask=True)
     hooks.layer("model.0")
     assert not hooks.end()
     assert not hooks.is_trusted

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
 
 from fdcache.errors import ConfigurationError
@@ -148,13 +149,10 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         if worker is None or (connector_metadata is NOTHING and not worker.is_loading):
             return
         if isinstance(connector_metadata, StepMetadata):
-            worker.submit(connector_metadata)
+            worker.submit(connector_metadata, layers_ask=_layers_ask())
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """Begin the forward pass: the copies were enqueued when the metadata was bound."""
-        if self._worker is not None:
-            mode = getattr(forward_context, "cudagraph_runtime_mode", None)
-            self._worker.hooks.begin(is_one_graph=mode is CUDAGraphMode.FULL)
+        """Do nothing: the copies were enqueued when the metadata was bound."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Make the step wait for a layer of loads that had not ended when it was scheduled."""
@@ -370,6 +368,15 @@ def check_configurations() -> None:
     check_settings(own, transfers[-1], vllm_config)
     if vllm_config.model_config is not None:
         require_supported_options(vllm_config, own)
+
+
+def _layers_ask() -> bool:
+    """Return True if the step that begins calls the hooks of its layers: one that is one CUDA graph does not."""
+    if not is_forward_context_available():
+        return False
+    context = get_forward_context()
+    is_one_graph = getattr(context, "cudagraph_runtime_mode", None) is CUDAGraphMode.FULL
+    return context.attn_metadata is not None and not is_one_graph
 
 
 def _top_of(transfer_config: Any) -> Any:

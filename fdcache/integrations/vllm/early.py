@@ -97,32 +97,25 @@ class LoadClock:
 class LayerHooks:
     """In a worker: the loads that the layers of the step in progress wait for, each layer before its attention.
 
-    ``layers``: the number of each of vLLM's layers. Steps that are one CUDA graph call no hook of a layer, and a model
-    runner may call ``begin`` after the forward pass. So a step waits for whole loads until an earlier one has called
-    the hooks of all layers, after ``begin``.
+    ``layers``: the number of each of vLLM's layers. A step waits for whole loads before it begins, until an earlier one
+    has called the hooks of all layers.
     """
 
     def __init__(self, layers: Mapping[str, int], current_stream: Callable[[], Any]) -> None:
         self._layers = dict(layers)
         self._current_stream = current_stream
-        self._has_begun = False
+        self._layers_ask = False
         self._asked: set[str] = set()
         self.is_trusted = False
         """True once the layers are known to ask."""
         self._loads: Sequence[LayerDoneCounter] = ()
 
-    def hold(self, loads: Sequence[LayerDoneCounter], *, by_layer: bool) -> None:
-        """Make the step that is submitted next wait for loads, all of it or layer by layer."""
-        self._wait_whole()  # those of a step without a forward pass
-        self._has_begun, self._asked = False, set()
+    def begin(self, loads: Sequence[LayerDoneCounter], *, layers_ask: bool) -> None:
+        """Begin a step that waits for loads. ``layers_ask``: it is to call ``layer`` for every layer."""
+        self._wait_whole()  # for loads of a step without a forward pass
+        self._layers_ask, self._asked = layers_ask, set()
         self._loads = loads
-        if not (by_layer and self.is_trusted):
-            self._wait_whole()
-
-    def begin(self, *, is_one_graph: bool) -> None:
-        """Begin the forward pass."""
-        self._has_begun = not is_one_graph
-        if is_one_graph:
+        if not (layers_ask and self.is_trusted):
             self._wait_whole()
 
     def layer(self, name: str) -> None:
@@ -131,18 +124,21 @@ class LayerHooks:
             if (number := self._layers.get(name)) is not None:
                 for load in self._loads:
                     load.wait_for_layer(number, stream=self._current_stream())
-        elif self.is_trusted or not self._has_begun:
+        elif self.is_trusted or not self._layers_ask:
             return
         self._asked.add(name)
 
     def end(self) -> bool:
         """End the forward pass; return False if a layer did not wait for a load."""
-        is_whole = self._layers.keys() <= self._asked
-        is_sound = is_whole or not self._loads
-        if self._has_begun:
-            self.is_trusted = is_whole if self._loads else self.is_trusted or is_whole
-        self._wait_whole()
-        self._has_begun, self._asked = False, set()
+        if not self._layers_ask:
+            return True
+        is_whole, is_sound = self._layers.keys() <= self._asked, True
+        if self._loads:
+            self.is_trusted = is_sound = is_whole
+            self._wait_whole()
+        elif is_whole and self._layers:
+            self.is_trusted = True
+        self._layers_ask = False
         return is_sound
 
     def _wait_whole(self) -> None:

@@ -173,14 +173,17 @@ class WorkerSide:
         if controller is not None and host_cache is not None and controller.host_arena is None:
             controller.initialize_host_cache(host_cache)
 
-    def submit(self, step: StepMetadata) -> None:
-        """Enqueue the copies of a step and return at once."""
+    def submit(self, step: StepMetadata, *, layers_ask: bool = False) -> None:
+        """Enqueue the copies of a step and return at once.
+
+        ``layers_ask``: each layer of the step calls ``hooks.layer`` before its attention.
+        """
         controller = self._controller
         if controller is not None:
             self._mark_step_before(step)
             self._seconds_left = step.seconds_left
-            if self._told or self._held:
-                self._hold(step)
+            if self._clock is not None:
+                self._begin(step, layers_ask=layers_ask)
             if step:
                 self._submit(controller, step)
         if step.timed:
@@ -218,12 +221,12 @@ class WorkerSide:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
 
-    def _hold(self, step: StepMetadata) -> None:
+    def _begin(self, step: StepMetadata, *, layers_ask: bool) -> None:
         """Make the step wait for the loads that the scheduler takes for ended, and that have not."""
-        by_layer = all(step.received.get(request_id, True) for request_id in self._told)
+        by_layer = layers_ask and all(step.received.values())
         numbers = [n for request_id in step.received for n in self._told.pop(request_id, ())]
         self._held = [load for n in numbers if (load := self._loads.get(n)) is not None]
-        self.hooks.hold([each.layers for each in self._held if each.layers is not None], by_layer=by_layer)
+        self.hooks.begin([each.layers for each in self._held if each.layers is not None], layers_ask=by_layer)
 
     def _lose_copies_of(self, blocks: Sequence[int]) -> None:
         """Take plans for failed that copy out of these device blocks, unless they have ended."""
