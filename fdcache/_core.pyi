@@ -290,6 +290,10 @@ class TierStats:
     @property
     def orphans(self) -> int: ...
     @property
+    def unjoined(self) -> int: ...
+    @property
+    def contradictions(self) -> int: ...
+    @property
     def pins(self) -> int: ...
     @property
     def holds(self) -> int: ...
@@ -1418,7 +1422,9 @@ class DevicePath:
     def __len__(self) -> int: ...
     @property
     def root(self) -> bytes | None:
-        """Hash of the first block; None if there is none, or it has a parent."""
+        """
+        Hash of the first block; None if there is none, or it is not the first of a prompt.
+        """
 
     def extend(
         self,

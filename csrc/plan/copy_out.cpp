@@ -67,7 +67,7 @@ std::vector<std::size_t> uncovered_heads(const BlockList &blocks, const HostInde
     std::vector<std::size_t> heads;
     std::vector<Digest> parents;
     for (std::size_t i = 0; i < blocks.slots.size(); ++i) {
-        if (!is_head(blocks, i) || blocks.parents[i].is_zero()) continue;
+        if (!is_head(blocks, i) || blocks.parents[i].is_no_block()) continue;
         heads.push_back(i);
         parents.push_back(blocks.parents[i]);
     }
@@ -134,16 +134,19 @@ void CopyOut::ended(std::span<const Slot> sources) {
     device_.unhold(sources);
 }
 
-std::size_t CopyOut::queued(const HostIndex &target) {
+std::size_t CopyOut::queued(HostIndex &target) {
     take_offered(target);
     return queue_.size() + awaited_.size();
 }
 
 // Queues those of the blocks that came which the policy wants on the host now.
-void CopyOut::take_offered(const HostIndex &target) {
+void CopyOut::take_offered(HostIndex &target) {
     const std::vector<Slot> slots = device_.take_offered();
-    if (slots.empty() || writes_back_) return;
-    const BlockList blocks = absent(device_.entries_in(slots), target);
+    if (slots.empty()) return;
+    BlockList told = device_.entries_in(slots);
+    target.join(told.hashes, told.parents);
+    if (writes_back_) return;
+    const BlockList blocks = absent(std::move(told), target);
     for (std::size_t i = 0; i < blocks.slots.size(); ++i)
         if (blocks.hits[i] >= least_hits_) queue_.add({&blocks.slots[i], 1});
 }

@@ -52,9 +52,9 @@ class CopyOut {
     void ended(std::span<const Slot> sources);
     bool has_queue() const { return queue_.size() || awaited_.size(); }
     // True if the next plan may copy queued blocks: a service that is away has no capacity.
-    bool has_work(const HostIndex &target) { return queued(target) && target.capacity(); }
+    bool has_work(HostIndex &target) { return queued(target) && target.capacity(); }
     // Number of slots that wait for a plan.
-    std::size_t queued(const HostIndex &target);
+    std::size_t queued(HostIndex &target);
 
     // Plans copies of wanted blocks whose slots are about to be overwritten.
     PlannedCopies evict(const BlockList &evicted, HostIndex &target, BlockCopies &copies);
@@ -76,7 +76,7 @@ class CopyOut {
         BlockList late = {};  // blocks that wait for room
     };
 
-    void take_offered(const HostIndex &target);
+    void take_offered(HostIndex &target);
     bool waits_for_more(bool is_patient);
     void back_up(SlotQueue &queue, std::uint32_t least_hits, std::size_t most, Call &call);
     void clean(std::size_t in_flight, std::size_t most, Call &call);

@@ -89,7 +89,7 @@ void bind_device_path(nb::module_ &module) {
                 if (path.hashes.empty() || !path.parent || !path.parent->is_zero()) return std::nullopt;
                 return digest_to_bytes(path.hashes.front());
             },
-            "Hash of the first block; None if there is none, or it has a parent.")
+            "Hash of the first block; None if there is none, or it is not the first of a prompt.")
         .def(
             "extend",
             [](PythonPath &self, const HashesIn &hashes, const Ids &ids) {

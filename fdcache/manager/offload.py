@@ -174,7 +174,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         The answer is kept until ``load``, ``unmatch`` or ``finish``: asking again with as many tokens or more costs
         nothing. The last token is left to compute unless ``whole_prompt``. Blocks that are sooner computed than loaded
         are left out; see ``observe_prefill``. Nothing is found for ``device_tokens`` in the middle of a block. Raises
-        ``HashingError`` for tokens that cannot be hashed, and for keys of the engine that contradict those stored;
+        ``HashingError`` for tokens that cannot be hashed; keys of the engine that contradict those stored find nothing;
         ``RequestStateError`` if ``device_tokens`` is not a non-negative int.
         """
         device_tokens = _count("device_tokens", device_tokens)

@@ -21,7 +21,7 @@ from fdcache.manager.results import LoadOutcome, load_forms
 from fdcache.manager.states import StatePaths, StoredMask
 from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array
-from fdcache.plans.blocks import ROOT
+from fdcache.plans.blocks import ROOT, UNKNOWN
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import NOTHING, Found, HostTier, Reading, find_and_pin, find_only
@@ -365,7 +365,7 @@ class OffloadedRequests:
         return limit(request.request_id, request.num_tokens, start, found, last) == found
 
     def _may_fetch(self, tracked: Tracked) -> bool:
-        return _begins_at_root(tracked.request) and self._fetches is not None and self._fetches.is_on
+        return self._fetches is not None and self._fetches.is_on
 
     def _may_load(self, tracked: Tracked) -> bool:
         request = tracked.request
@@ -472,8 +472,7 @@ class OffloadedRequests:
         stop -= stop % self._records
         ids = device_ids_of(device_ids[start:stop], with_none=self._has_gaps)
         if path is None:
-            parent = request.parent if isinstance(request, KeyedRequest) else ROOT
-            path = tracked.path = DevicePath(parent)
+            path = tracked.path = DevicePath(_parent_of(request))
         path.extend(hashes, ids)
         return path, start
 
@@ -514,5 +513,11 @@ def _require_request(request: object) -> None:
         raise RequestStateError(f"request has to be a Request or KeyedRequest, got {type(request).__name__}")
 
 
+def _parent_of(request: OffloadRequest) -> bytes:
+    if not isinstance(request, KeyedRequest):
+        return ROOT
+    return UNKNOWN if request.parent is None else request.parent
+
+
 def _begins_at_root(request: OffloadRequest) -> bool:
-    return not isinstance(request, KeyedRequest) or request.parent == ROOT
+    return _parent_of(request) == ROOT

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from fdcache.metadata import CacheLevel
+from fdcache.plans.blocks import ROOT, UNKNOWN
 from fdcache.tiers.pool import EVENT_CLEARED, EVENT_REMOVED, EVENT_STORED
 
 
@@ -59,7 +60,7 @@ def events_of(source: EventSource, level: CacheLevel, block_size: int) -> Iterat
     for kind, block_hash, parent in zip(kinds.tolist(), hashes, parents, strict=True):
         if kind == EVENT_STORED:
             above = parent.tobytes()
-            yield BlockStored(level, block_hash.tobytes(), above if any(above) else None, block_size)
+            yield BlockStored(level, block_hash.tobytes(), above if above not in (ROOT, UNKNOWN) else None, block_size)
         elif kind == EVENT_REMOVED:
             yield BlockRemoved(level, block_hash.tobytes())
         elif kind == EVENT_CLEARED:

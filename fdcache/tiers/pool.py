@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fdcache import _core
 from fdcache.errors import ConfigurationError, IntegrityError
 from fdcache.metadata import BlockNode, CacheLevel, CacheStatus, HashArray, Int32Array
-from fdcache.plans.blocks import Blocks, path_starts
+from fdcache.plans.blocks import Blocks, have_parents, path_starts
 from fdcache.tiers.statistics import TierUsage
 
 ABSENT, READY, PENDING = range(3)
@@ -153,7 +153,7 @@ def with_absent_ancestors(
         grown, listed = len(blocks) > listed, len(blocks)
         blocks = blocks.select(is_absent(blocks.hashes))
         above = blocks.parents[path_starts(blocks)]
-        above = above[above.any(axis=1)]
+        above = above[have_parents(above)]
         if not grown or not len(above) or not is_absent(above).any():
             return blocks
         own = {row.tobytes() for row in blocks.hashes}
