@@ -134,6 +134,26 @@ void CopyOut::ended(std::span<const Slot> sources) {
     device_.unhold(sources);
 }
 
+CopyOut::Ended CopyOut::ended(const DevicePath &path, std::size_t start, std::size_t stop,
+                              HostIndex &target) {
+    constexpr std::size_t kPiece = 256;
+    take_offered(target);
+    const bool may_plan = target.capacity() > 0;
+    Ended out;
+    for (std::size_t at = start; at < stop; at += kPiece) {
+        const std::size_t count = std::min(kPiece, stop - at);
+        const std::vector<Presence> presence = target.contains(std::span(path.hashes).subspan(at, count));
+        for (std::size_t i = 0; i < count; ++i, ++out.count) {
+            const Slot slot = path.slots[at + i];
+            const bool is_queued = queue_.contains(slot) || awaited_.contains(slot);
+            if (presence[i] == Presence::kPending) return out;
+            if (presence[i] == Presence::kAbsent && may_plan && is_queued) return out;
+            out.there += presence[i] == Presence::kReady;
+        }
+    }
+    return out;
+}
+
 std::size_t CopyOut::queued(HostIndex &target) {
     take_offered(target);
     return queue_.size() + awaited_.size();

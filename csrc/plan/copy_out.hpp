@@ -18,6 +18,7 @@
 
 #include "hash/digest.hpp"
 #include "plan/block_copies.hpp"
+#include "plan/device_contents.hpp"
 #include "plan/slot_queue.hpp"
 #include "tier/device_index.hpp"
 #include "tier/host_index.hpp"
@@ -53,6 +54,12 @@ class CopyOut {
     bool has_queue() const { return queue_.size() || awaited_.size(); }
     // True if the next plan may copy queued blocks: a service that is away has no capacity.
     bool has_work(HostIndex &target) { return queued(target) && target.capacity(); }
+    // How many blocks of an offered path from `start` on, up to the first that waits for a plan or is being
+    // copied, and how many of these the target has: the others were dropped.
+    struct Ended {
+        std::size_t count = 0, there = 0;
+    };
+    Ended ended(const DevicePath &path, std::size_t start, std::size_t stop, HostIndex &target);
     // Number of slots that wait for a plan.
     std::size_t queued(HostIndex &target);
 

@@ -12,7 +12,7 @@ from fdcache.errors import HashingError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.manager.requests import Request
 from fdcache.metadata import HashArray
-from fdcache.plans.blocks import ROOT
+from fdcache.plans.ledger import ROOT
 
 _KEY_BYTES = 32
 _ONES = np.uint64(2**64 - 1)

@@ -21,8 +21,7 @@ from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import PeerSource, Request
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.blocks import parents_of
-from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan
+from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan, parents_of
 from fdcache.tiers.host import Found, HostTier, find_only
 from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters

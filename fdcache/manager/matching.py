@@ -146,7 +146,7 @@ class Waits:
 
 @dataclass(slots=True)
 class RequestReads:
-    """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.waiting_fetches``."""
+    """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.fetches``."""
 
     waits: Waits
     choices: LoadChoices

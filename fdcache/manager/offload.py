@@ -19,6 +19,7 @@ from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import calibrated_priors
 from fdcache.manager.loads import NO_BLOCK, device_ids_of, require_distinct, table_of
+from fdcache.manager.offer_ends import OfferEnd, OfferEnds, OpenOffer
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.manager.tracked import Tracked
@@ -101,6 +102,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._hooks: OffloadHooks | None = None
         self._looks_always = tiers.storage is not None or tiers.service is not None
         self._has_planned = False
+        self._ends = OfferEnds()
         self._begin(self._loads)
 
     @classmethod
@@ -275,7 +277,9 @@ class OffloadManager(TierManager[OffloadRequest]):
             self.unmatch([request])
             return len(ids) if len(wanted) else 0
 
-    def offer(self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array) -> None:
+    def offer(
+        self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, *, tells_end: bool = False
+    ) -> int:
         """Offer the whole blocks of the first ``num_tokens`` tokens of a request, which lie in ``device_ids``.
 
         Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
@@ -283,6 +287,9 @@ class OffloadManager(TierManager[OffloadRequest]):
         groups of layers the table is that of the pages, as for ``load``, with ``NO_BLOCK`` for blocks that the engine
         has given up: a page is stored if the host tier has those already. Raises ``PlanError`` for ids of no device
         block.
+
+        ``tells_end``: return the number by which ``take_offer_ends`` tells what became of the blocks that are new in
+        this offer; else 0. The engine keeps those blocks until then.
         """
         num_tokens = _count("num_tokens", num_tokens)
         table = table_of(device_ids)
@@ -290,7 +297,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked = self._requests.track(request)
             offered = self._requests.offer(tracked, num_tokens, table)
             if offered is None:
-                return
+                return self._ends.add(None) if tells_end else 0
             path, start = offered
             self._describe([request])
             self._count_lookup(tracked)
@@ -298,6 +305,16 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))
             if not start and self._service is not None:
                 self._own(self._service, request, path)
+            return self._ends.add(OpenOffer(path, start, len(path), self._host.index)) if tells_end else 0
+
+    def take_offer_ends(self) -> list[OfferEnd]:
+        """Return the ends of offers that were asked for, in the order of the offers: one that goes on holds up others.
+
+        A block ends when it is in the host tier, is found to be there, or is dropped. Without a service that can be
+        reached the offers end, and what was offered has to be forgotten.
+        """
+        with self._lock:
+            return self._ends.take(self._copies)
 
     def offer_states(
         self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, above: int = NO_BLOCK

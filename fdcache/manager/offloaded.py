@@ -21,8 +21,7 @@ from fdcache.manager.results import LoadOutcome, load_forms
 from fdcache.manager.states import StatePaths, StoredMask
 from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array
-from fdcache.plans.blocks import ROOT, UNKNOWN
-from fdcache.plans.ledger import OpenPlan
+from fdcache.plans.ledger import ROOT, UNKNOWN, OpenPlan
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import NOTHING, Found, HostTier, Reading, find_and_pin, find_only
 from fdcache.tiers.statistics import Counters

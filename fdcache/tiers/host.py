@@ -27,7 +27,7 @@ from fdcache.metadata import (
     Int32Array,
     SwapPurpose,
 )
-from fdcache.plans.blocks import NO_BLOCKS, Blocks
+from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches, FetchTable
 from fdcache.tiers.pool import BlockPool, EventKinds

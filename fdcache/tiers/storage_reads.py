@@ -14,8 +14,7 @@ import numpy as np
 
 from fdcache.errors import StaleLeaseError
 from fdcache.metadata import CacheSwapMetadata, HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.blocks import ROOT, UNKNOWN, Blocks, parents_of
-from fdcache.plans.ledger import StorageOrders
+from fdcache.plans.ledger import ROOT, UNKNOWN, Blocks, StorageOrders, parents_of
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.pool import ABSENT, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
@@ -382,7 +381,9 @@ class StorageReads:
         """Reserve host blocks as far as there is room, and order the read; return False for nothing to read."""
         hashes, wanted = fetch.hashes, stop
         stop = min(stop, start + self._most_in_flight - self._blocks_in_flight - self._blocks_pinned)
-        stop = start + _leading(self._host.contains(hashes[start:stop]) == ABSENT)  # others may have come as a run
+        stop = start + _leading(
+            self._host.contains(hashes[start:stop]) == ABSENT
+        )  # others may have come as a run
         self._make_room(stop - start)
         while start < stop:
             parents = self._parents_of(hashes, start, stop)

@@ -141,7 +141,10 @@ class TierHistory(RuleBasedStateMachine):
         assert hash_list(listed.hashes) == [block.hash for block in blocks]
         assert listed.generations.tolist() == [block.generation for block in blocks]
         assert listed.hits.tolist() == [block.hits for block in blocks]
-        parents = [UNKNOWN_HASH if b.unjoined else ROOT_HASH if b.parent == ROOT else before[b.parent].hash for b in blocks]
+        parents = [
+            UNKNOWN_HASH if b.unjoined else ROOT_HASH if b.parent == ROOT else before[b.parent].hash
+            for b in blocks
+        ]
         assert hash_list(listed.parents) == parents
 
     @rule(pick=PICK, count=st.integers(0, 4))

@@ -135,6 +135,15 @@ def test_no_module_reaches_itself() -> None:
             visit(name, ())
 
 
+def test_no_public_class_name_exists_twice() -> None:
+    homes: dict[str, list[str]] = {}
+    for name in MODULES:
+        for node in tree(name).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
 def test_nothing_asks_which_class_the_host_tier_has() -> None:
     owners = {"LocalHostTier", "RemoteHostTier", "HostTier", "SharedHost"}
     asked = {

@@ -10,7 +10,7 @@ from fdcache._core import SharedHost
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
-from fdcache.plans.blocks import Blocks
+from fdcache.plans.ledger import Blocks
 from fdcache.service.client.connection import Connection
 from fdcache.service.client.hints import RemoteHints
 from fdcache.service.client.holds import RemoteFetches

@@ -29,8 +29,8 @@ from fdcache.service.wire.shared_memory import Geometry, create_shared, table_by
 from fdcache.service.wire.views import MissReason
 from fdcache.settings.cache import EvictionPolicy
 from fdcache.settings.server import ServerSettings
-from fdcache.tiers.learned_file import LearnedFile
 from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED, BlockPool
+from fdcache.tiers.reuse import LearnedFile
 
 log = logging.getLogger("fdcache.service.server")
 

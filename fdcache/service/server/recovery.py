@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from fdcache.hashing import NO_TENANT
 from fdcache.metadata import UInt32Array
-from fdcache.plans.blocks import ROOT, UNKNOWN
+from fdcache.plans.ledger import ROOT, UNKNOWN
 from fdcache.service.server.eviction_order import places_of
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.namespace_memory import READY_HEADER
