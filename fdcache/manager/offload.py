@@ -8,6 +8,9 @@ from operator import index
 from typing import SupportsIndex
 from uuid import uuid4
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fdcache._core import DeviceContents, DevicePath
 from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.hints import Hint, HintOutcome
@@ -24,6 +27,7 @@ from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
+from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
@@ -221,6 +225,38 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             there = self._host.index.contains(keys) == READY
             return len(there) if there.all() else int(there.argmin())
+
+    def host_has(self, keys: HashArray) -> NDArray[np.bool_]:
+        """Return a mask of the blocks that the host tier has."""
+        with self._lock:
+            return np.asarray(self._host.index.contains(keys) == READY)
+
+    def found_blocks(self, request: OffloadRequest) -> Blocks:
+        """Return the host blocks that ``match`` has pinned for a request."""
+        with self._lock:
+            tracked = self._requests.get(request)
+            return NO_BLOCKS if tracked is None or tracked.found is None else tracked.found.blocks
+
+    def keep_intact(self, request: OffloadRequest, intact: NDArray[np.bool_]) -> int:
+        """Forget the records among ``found_blocks`` that are not intact, in the tier too; return the tokens left."""
+        with self._lock:
+            tracked = self._requests.get(request)
+            if tracked is None or tracked.found is None:
+                return 0
+            self._counters.blocks_corrupt_in_host += int(np.count_nonzero(~intact))
+            return self._requests.tokens(tracked, self._requests.keep_intact(tracked, intact))
+
+    @property
+    def plan_arena(self) -> str | None:
+        """Name of the shared arena that host slots refer to; None if every worker has its own."""
+        with self._lock:
+            return self._service.plan_arena if self._service is not None else None
+
+    @property
+    def has_queued_copies(self) -> bool:
+        """True if the next plan may have copies of blocks that were offered."""
+        with self._lock:
+            return self._contents.has_offers or self._copies.has_queue
 
     def leave_reads(self, request: OffloadRequest) -> None:
         """Have what is being read for a request read to its end, for requests to come."""

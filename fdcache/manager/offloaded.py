@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache import _core, tracing
 from fdcache._core import DevicePath
@@ -218,6 +219,17 @@ class OffloadedRequests:
         if self._states is not None:
             return tracked.remaining if num_ids >= tracked.remaining else 0
         return min(num_ids // self._records * self._records, most)
+
+    def keep_intact(self, tracked: Tracked, intact: NDArray[np.bool_]) -> int:
+        """Forget the records found that are not intact, and what is found behind them; return how many are left."""
+        found, index = tracked.found, self._host.index
+        assert found is not None
+        blocks, bad = found.blocks, ~intact
+        index.begin_load(found.lease, blocks.slots)
+        index.end_load(blocks.slots, blocks.hashes, intact.view(np.uint8), bad.view(np.uint8))
+        left = len(blocks) if intact.all() else int(intact.argmin())
+        tracked.found = msgspec.structs.replace(found, blocks=blocks.select(slice(left)))
+        return tracked.remaining
 
     def unpin(self, tracked: Tracked) -> None:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
