@@ -1,6 +1,7 @@
 """Measure SGLang's engine with no host cache, with HiCache and with both doors of fdcache, in one run.
 
-Each engine is a process of its own with the same arguments. Some start beside each other; one at a time is measured.
+Each engine is a process of its own with the same arguments. Some start beside each other; then one at a time is
+measured.
 Every result is appended to a file as soon as it is there. Exits 1 if an engine gave wrong tokens or did not answer.
 """
 
@@ -89,28 +90,34 @@ class Worker:
 
 
 def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Return the results of all engines, in the order in which they were measured."""
+    """Return the results of all engines. Those of a group start beside each other before the first is measured."""
     deadline = time.monotonic() + options.limit
-    waiting, running, results = deque(options.engines), deque[Worker](), []
-    while waiting or running:
-        while waiting and len(running) < options.beside:
-            running.append(Worker(waiting.popleft(), options, folder))
-        worker = running.popleft()
-        result: dict[str, Any] = {"engine": worker.name}
-        started = worker.next(deadline)
-        if started is not None:
-            worker.begin()
-            result |= started | (worker.next(deadline) or {"failed": "it did not answer in time"})
-        else:
-            result["failed"] = "it did not start"
-        worker.end()
-        if "failed" in result:
-            result["log"] = (folder / f"{worker.name}.log").read_text()[-3000:]
-        results.append(result)
-        with options.out.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-        print(line(result), flush=True)
+    results = []
+    for first in range(0, len(options.engines), options.beside):
+        workers = [Worker(name, options, folder) for name in options.engines[first : first + options.beside]]
+        try:
+            started = [worker.next(deadline) for worker in workers]
+            for worker, start in zip(workers, started, strict=True):
+                results.append(_measured(worker, start, deadline, folder))
+                with options.out.open("a") as file:
+                    file.write(json.dumps(results[-1]) + "\n")
+                print(line(results[-1]), flush=True)
+        finally:
+            for worker in workers:
+                worker.end()
     return results
+
+
+def _measured(worker: Worker, start: dict[str, Any] | None, deadline: float, folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = {"engine": worker.name}
+    if start is None:
+        result["failed"] = "it did not start"
+    else:
+        worker.begin()
+        result |= start | (worker.next(deadline) or {"failed": "it did not answer in time"})
+    if "failed" in result:
+        result["log"] = (folder / f"{worker.name}.log").read_text()[-3000:]
+    return result
 
 
 def line(result: dict[str, Any]) -> str:
@@ -148,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--attention", default="fa3", help="attention backend of SGLang (%(default)s)")
-    parser.add_argument("--beside", type=int, default=3, help="engines that start at a time (%(default)s)")
+    parser.add_argument("--beside", type=int, default=3, help="engines of a group (%(default)s)")
     parser.add_argument("--limit", type=float, default=230, help="seconds of the whole run (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("sglang.jsonl"))
     options = parser.parse_args(arguments)

@@ -34,7 +34,7 @@ class DevicePages:
     name: str
     pool: Any
     planes: list[torch.Tensor]
-    kinds: tuple[PlaneKind, ...]
+    kinds: Sequence[PlaneKind]
     layers: Sequence[int]
     page_size: int
     keys: Keys = Keys.ALL
@@ -111,11 +111,11 @@ def _windows(kvcache: Any, params: Any, page: int) -> Iterator[DevicePages]:
 def _attention(name: str, pool: Any, page: int, layers: Sequence[int]) -> DevicePages:
     kind = type(pool).__name__
     if kind == "MLATokenToKVPool" and pool.kv_scale_buffer is None and not pool.layer_shard_enabled:
-        buffers, kinds = list(pool.kv_buffer), (PlaneKind.KEY,)
+        buffers, kinds = list(pool.kv_buffer), [PlaneKind.KEY]
         shape = {"latent": int(pool.kv_cache_dim)}
     elif kind == "MHATokenToKVPool" and _is_plain(pool):
         buffers = [each for pair in zip(pool.k_buffer, pool.v_buffer, strict=True) for each in pair]
-        kinds = (PlaneKind.KEY, PlaneKind.VALUE)
+        kinds = [PlaneKind.KEY, PlaneKind.VALUE]
         shape = {"heads": int(pool.head_num), "dim": int(pool.head_dim), "v_dim": int(pool.v_head_dim)}
     else:
         raise _unsupported(pool, f"named {name}")
@@ -148,7 +148,7 @@ def _states(params: Any, kvcache: Any) -> DevicePages:
         "type": "MambaPool",
         "planes": [[str(each.dtype), list(each.shape[2:])] for each in tensors],
     }
-    kinds = tuple(PlaneKind)[: len(tensors)]
+    kinds = list(PlaneKind)[: len(tensors)]
     return DevicePages("mamba", pool, planes, kinds, layers, 1, Keys.END, description=description)
 
 

@@ -36,8 +36,8 @@ _POLL = 0.05
 class PoolTier:
     """The pages of one pool, by keys of SGLang; for one thread, which waits for nothing but ``outcome`` and ``drain``.
 
-    ``verifies_all``: compare every record with its checksum before it is promised, not only those recovered. ``stores``:
-    False for a rank whose pages another rank stores.
+    ``verifies_all``: compare every record with its checksum before it is promised, not only those recovered.
+    ``stores``: False for a rank whose pages another rank stores.
     """
 
     def __init__(

@@ -38,7 +38,8 @@ class SlotReader:
 
         def read() -> Int32Array:
             event.synchronize()
-            return host.numpy()
+            slots: Int32Array = host.numpy()
+            return slots
 
         return read
 
