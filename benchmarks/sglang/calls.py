@@ -49,36 +49,43 @@ def main() -> None:
     slots = np.arange(pages, dtype=np.int32)
     spent: dict[str, list[float]] = {}
 
-    def timed(name: str, call: Callable[[], Any]) -> Any:
+    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         began = time.perf_counter()
-        result = call()
+        result = call(*arguments)
         spent.setdefault(name, []).append((time.perf_counter() - began) * 1e6)
         return result
 
     for _ in range(ROUNDS):
         names = [os.urandom(32).hex() for _ in range(pages)]
-        keys = timed("keys from hex", lambda: keys_from_hex(names))
-        request = timed("look-up: begin", lambda: tier.look(keys))
-        timed("look-up: nothing there", lambda: tier.found(request))
+        keys = timed("keys from hex", keys_from_hex, names)
+        request = timed("look-up: begin", tier.look, keys)
+        timed("look-up: nothing there", tier.found, request)
         tier.end([request])
-        timed("offload: offer", lambda: tier.offer(keys, slots))
-        timed("offload: plan, submit", lambda: tier.submit(None, None))
-        while not timed("offload: turn", lambda: (tier.turn(None), tier.take_ends())[1]):
+        timed("offload: offer", tier.offer, keys, slots)
+        timed("offload: plan, submit", tier.submit, None, None)
+        while not timed("offload: turn", turn, tier):
             time.sleep(0.001)
-        timed("offload: forget", lambda: tier.manager.forget(slots))
+        timed("offload: forget", tier.manager.forget, slots)
         request = tier.look(keys)
-        assert timed("look-up: all there", lambda: tier.found(request)) == pages
-        timed("look-up: again", lambda: tier.found(request))
-        timed("load: plan", lambda: tier.plan_load(request, slots))
-        timed("load: submit", lambda: tier.submit(None, None))
-        assert timed("load: wait and end", lambda: tier.outcome(request, time.monotonic() + 5))
+        assert timed("look-up: all there", tier.found, request) == pages
+        timed("look-up: again", tier.found, request)
+        timed("load: plan", tier.plan_load, request, slots)
+        timed("load: submit", tier.submit, None, None)
+        assert timed("load: wait and end", tier.outcome, request, time.monotonic() + 5)
         tier.end([request])
-        timed("offered again", lambda: (tier.offer(keys, slots), tier.turn(None), tier.take_ends()))
+        timed("offered again: offer", tier.offer, keys, slots)
+        timed("offered again: turn", turn, tier)
         tier.manager.forget(slots)
     tier.close()
     print(f"{machine()}; {pages} pages; microseconds: median, most")
     for name, times in spent.items():
         print(f"{name:24} {median(times):8.0f} {max(times):8.0f}")
+
+
+def turn(tier: PoolTier) -> list[Any]:
+    """Do what SGLang asks for at each step."""
+    tier.turn(None)
+    return tier.take_ends()
 
 
 if __name__ == "__main__":

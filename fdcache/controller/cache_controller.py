@@ -277,7 +277,8 @@ class CacheController:
         Call it for every layer of a step, in order; ``computed`` counts from the first block of the request. Transfers
         that were not planned or have ended are ignored.
         """
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         transfer = self._parts.transfer
         if transfer is not None:
             transfer.layer_computed(layer, computed, compute_stream)
@@ -316,7 +317,8 @@ class CacheController:
             raise PlanError(
                 f"plan must be a TransferPlan of CacheManager.take_plans, got {type(plan).__name__}"
             )
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         layers: LayerEvents = self._plans.submit(plan, compute_stream)
         if plan.is_ahead:
             layers = LaunchedLayers([None] * self._num_layers)
@@ -335,7 +337,8 @@ class CacheController:
         Nothing waits for the plans in ``plan.after`` then: their copies have to end before a step computes.
         Raises ``PlanError`` for a plan that is in flight already.
         """
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         self._plans.refuse(plan, reason)
 
     def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
@@ -343,13 +346,15 @@ class CacheController:
 
         ``cancel`` cancels the transfers that have not begun; the report then names all their positions as failed.
         """
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         with self._lock:
             return self._plans.in_flight.handler(plan_id)
 
     def poll(self) -> list[TransferReport]:
         """Return the reports of the plans that ended since the last call, in the order of submission."""
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         return self._plans.take_reports()
 
     def wait_reports(self, timeout: float | None = None) -> list[TransferReport]:
@@ -357,7 +362,8 @@ class CacheController:
 
         Return an empty list after the timeout, and at once if no plan is in flight.
         """
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         return self._plans.wait_reports(timeout)
 
     def intact(self, blocks: Blocks, arena: str | None = None) -> NDArray[np.bool_]:
@@ -365,7 +371,8 @@ class CacheController:
 
         ``arena``: as in a plan, that of a service's slots. The calling thread reads all of the bytes.
         """
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         with self._plans.serial, self._lock:
             shared, mine = self._parts.shared, self._parts.arena
             reason = None if shared is None else shared.open_records(arena, blocks.slots)
@@ -407,7 +414,8 @@ class CacheController:
         Raises ``TransferTimeoutError`` if copies do not end within ``timeout`` seconds, by default ``drain_timeout``;
         nothing is freed then, and the call may be repeated.
         """
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         if self._parts.is_shut_down:
             return
         self._close_transfer()
@@ -449,5 +457,6 @@ class CacheController:
         return self._loaded
 
     def _check_usable(self) -> None:
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         self._parts.check_usable()

@@ -241,7 +241,7 @@ class PrefixMatcher:
         """Forget requests that have ended."""
         for request in requests:
             self._waits.forget(request)
-        if self._ahead is not None:
+        if self._ahead is not None and self._ahead.requests:
             self._ahead.forget(requests)
 
     def match(self, requests: list[Request]) -> list[MatchResult]:

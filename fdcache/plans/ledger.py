@@ -121,10 +121,11 @@ class Blocks(ComparesArrays, msgspec.Struct, eq=False, frozen=True):
         slots: Int32Array,
         generations: UInt32Array,
         unverified: HashArray | None = None,
+        **more: Any,
     ) -> Self:
         """Return the run of a path that begins at block ``start`` and lies in these slots."""
         stop = start + len(slots)
-        return cls(slots, generations, path[start:stop], parents_of(path, start, stop), unverified)
+        return cls(slots, generations, path[start:stop], parents_of(path, start, stop), unverified, **more)
 
     def select(self, index: slice | np.ndarray) -> Blocks:
         """Return the blocks that a slice, a mask or an index array selects."""

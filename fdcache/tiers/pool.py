@@ -117,12 +117,6 @@ class BlockPool(_core.Tier):
             if node.findable and node.hash == key.tobytes():
                 yield node, parent.tobytes()
 
-    def path_to(self, block: bytes) -> HashArray | None:
-        """Return the hashes of the blocks above one, from the root on; None for a block that is not here."""
-        found = self.find(np.frombuffer(block, np.uint8).reshape(1, -1)).slots
-        above = self.ancestry(found).hashes[:-1]  # nothing above the block of a root, or once it has left
-        return above if len(found) else None
-
     def usage(self) -> TierUsage:
         """Return the state of the tier."""
         return TierUsage.of(self.stats())

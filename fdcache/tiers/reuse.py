@@ -168,13 +168,13 @@ class LearnedFile:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
         self._clock = clock
-        self._save_at = clock() + _SAVE_SECONDS
+        self.due = clock() + _SAVE_SECONDS
         self._is_writable = True
 
     def save_if_due(self, tier: _core.Tier) -> None:
         """Write what the tier has learned, if that was not done for 16 s."""
-        if self._clock() >= self._save_at:
-            self._save_at = self._clock() + _SAVE_SECONDS
+        if self._clock() >= self.due:
+            self.due = self._clock() + _SAVE_SECONDS
             self.save(tier)
 
     def save(self, tier: _core.Tier) -> None:

@@ -163,7 +163,7 @@ def test_nothing_asks_which_class_the_host_tier_has() -> None:
         "fdcache.tiers.host",
         "fdcache.tiers.fetches",
         "fdcache.service.client.remote_tier",
-        "fdcache.service.client.holds",
+        "fdcache.service.client.remote_tier",
     ],
 )
 def test_no_host_tier_has_a_method_that_does_nothing(name: str) -> None:

@@ -186,29 +186,6 @@ def test_nothing_is_read_of_a_run_whose_keys_contradict_those_in_storage(tmp_pat
         engine.close()
 
 
-def test_the_beginning_of_a_tail_is_told_by_host_and_storage_so_that_it_is_read(tmp_path: Path) -> None:
-    layout = storage_layout(block_size=BLOCK, num_layers=2)
-    first = OffloadEngine(layout=layout, folder=tmp_path)
-    store_keys(first, keyed("first", KEYS), [0, 1, 2, 3, 4, 5])
-    above = first.manager.path_to(KEYS[2].tobytes())
-    assert above is not None and above.tobytes() == KEYS[:2].tobytes()
-    assert len(first.manager.path_to(KEYS[0].tobytes())) == 0  # type: ignore[arg-type]
-    assert first.manager.path_to(b"x" * 32) is None
-    first.close()
-    second = OffloadEngine(layout=layout, folder=tmp_path)
-    above = second.manager.path_to(KEYS[2].tobytes())
-    assert above is not None and above.tobytes() == KEYS[:2].tobytes()
-    request = keyed("second", np.concatenate((above, KEYS[2:])))
-    match = second.manager.match(request, 2 * BLOCK)
-    assert (match.status, match.num_tokens, match.coming) == (MatchStatus.DEFERRED, 0, 4 * BLOCK)
-    second.settle()
-    assert second.manager.match(request, 2 * BLOCK).num_tokens == 4 * BLOCK
-    assert loaded(second, request, ids(7, 8, 9, 5)).recompute_from == 6 * BLOCK
-    assert second.holds(request, [7, 8, 9, 5], 2)
-    second.manager.finish([request])
-    second.close()
-
-
 @pytest.mark.parametrize("keeps_reads", [True, False])
 def test_reads_of_a_request_that_ends_go_on_if_they_are_kept(tmp_path: Path, keeps_reads: bool) -> None:
     layout = storage_layout(block_size=BLOCK, num_layers=2)

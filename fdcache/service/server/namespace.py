@@ -470,7 +470,7 @@ class Namespace:
 
     def save_learned(self) -> None:
         """Keep what eviction has learned for the next service, from time to time."""
-        if self.tier is not None:
+        if self.tier is not None and time.monotonic() >= self.learned.due:
             self.learned.save_if_due(self.tier)
 
     def close(self) -> None:
