@@ -114,8 +114,9 @@ void Tier::check_slot(Slot slot) const {
 }
 
 void Tier::check_hashes(std::span<const Digest> hashes) {
-    if (std::any_of(hashes.begin(), hashes.end(), [](const Digest &hash) { return hash.is_zero(); }))
-        throw std::invalid_argument("a block hash is all zero, which stands for the root");
+    if (std::any_of(hashes.begin(), hashes.end(), [](const Digest &hash) { return hash.is_no_block(); }))
+        throw std::invalid_argument(
+            "a block hash is all zero or all ones, which stand for the root and for an unknown parent");
 }
 
 // One time for all that happens in one turn of the mutex, and never an earlier one than before.
@@ -163,7 +164,7 @@ Slot Tier::find_ready(const Digest &digest) const {
 }
 
 Slot Tier::resolve_parent(const Digest &parent) const {
-    return parent.is_zero() ? kRoot : find_ready(parent);
+    return parent.is_no_block() ? kRoot : find_ready(parent);
 }
 
 // Propagates a change of pins, holds, state or children up the path, as far as it changes anything.
@@ -203,6 +204,7 @@ void Tier::unlink_child(Slot parent, const Entry &child) {
 void Tier::make_anonymous(Slot slot) {
     Entry &entry = entries_[slot];
     above_copies_ -= entry.is_above_copies();
+    set_unjoined(slot, false);
     entry.parent = kNoSlot;
     entry.children = entry.used_children = entry.busy_children = 0;
     entry.findable = entry.used = entry.busy = false;
@@ -313,8 +315,10 @@ void Tier::free_if_unused(Slot slot) {
 }
 
 // Makes a WRITING slot findable below `parent`. The caller sets the pins or holds that protect it.
-void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant) {
+// `is_unjoined`: it is below the root because its parent is unknown.
+void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant, bool is_unjoined) {
     Entry &entry = entries_[slot];
+    set_unjoined(slot, is_unjoined);
     digests_[slot] = digest;
     index_.insert(slot);
     entry.findable = entry.used = entry.busy = true;  // WRITING is a use
@@ -330,6 +334,48 @@ void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant) {
     ++above.used_children;
     ++above.busy_children;
     if (!above.used) refresh(parent);
+}
+
+void Tier::set_unjoined(Slot slot, bool is_unjoined) {
+    Entry &entry = entries_[slot];
+    unjoined_ += is_unjoined - entry.unjoined;
+    entry.unjoined = is_unjoined;
+}
+
+// Takes what was told of the parent of an entry whose parent is unknown. Returns false if that is another
+// tenant's, so that the entry stays a root. While it moves below its parent it counts as used, so that the
+// blocks above it leave the eviction order and come back after it.
+bool Tier::join(Slot slot, Slot parent) {
+    if (parent == kRoot) {
+        set_unjoined(slot, false);
+        return true;
+    }
+    if (tenants_.of(slot) != tenants_.of(parent)) return false;
+    for (Slot above = parent; above != kRoot; above = entries_[above].parent)
+        if (above == slot) return false;  // hashes that are not one path
+    ++pins_;
+    if (entries_[slot].pins++ == 0) refresh(slot);
+    Entry &entry = entries_[slot], &above = entries_[parent];
+    set_unjoined(slot, false);
+    entry.parent = parent;
+    ++above.children;
+    ++above.used_children;
+    ++above.busy_children;
+    refresh(parent);
+    unpin(slot);
+    return true;
+}
+
+// Does so if the entry of this hash has an unknown parent and the one that was told is there.
+void Tier::join_to(Slot slot, const Digest &parent) {
+    if (!entries_[slot].unjoined || entries_[slot].state != SlotState::kReady || parent.is_unknown()) return;
+    if (const Slot above = resolve_parent(parent); above != kNoSlot) join(slot, above);
+}
+
+void Tier::join(std::span<const Digest> hashes, std::span<const Digest> parents) {
+    std::lock_guard lock(mutex_);
+    for (std::size_t i = 0; unjoined_ && i < hashes.size(); ++i)
+        if (const Slot slot = index_.find(hashes[i]); slot != kNoSlot) join_to(slot, parents[i]);
 }
 
 void Tier::make_ready(Slot slot) {
@@ -379,6 +425,7 @@ void Tier::remove_entry(Slot slot) {
     tenants_.leave(slot);
     if (learns_) order_->leave(slot, digests_[slot], true);
     if (entry.parent != kRoot) --entries_[entry.parent].children;
+    set_unjoined(slot, false);
     entry.parent = kNoSlot;
     entry.findable = false;
     entry.state = SlotState::kFree;
@@ -391,7 +438,7 @@ void Tier::append(BlockList &list, Slot slot) const {
     list.slots.push_back(slot);
     list.generations.push_back(entry.generation);
     list.hashes.push_back(digests_[slot]);
-    list.parents.push_back(entry.parent == kRoot ? Digest{} : digests_[entry.parent]);
+    list.parents.push_back(parent_of(entry));
     list.hits.push_back(entry.hits);
 }
 

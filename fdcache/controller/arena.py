@@ -7,15 +7,21 @@ import os
 import time
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fdcache import _core
 from fdcache.devices.base import Device, PinnedMemory
 from fdcache.errors import HostMemoryError
 from fdcache.layout import KVLayout
 from fdcache.machine.memory import available_memory
 from fdcache.metadata import EXTENT_BYTES, SLOT_HEADER_BYTES
+from fdcache.plans.ledger import Blocks
 
 _TOUCH_THREADS = 8
 _LOG_INTERVAL = 5.0
+_READY = 2
+"""State of the header of a record that is whole."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of bytes that are ready and the number there will be."""
@@ -71,6 +77,22 @@ class HostArena:
 
     def close(self) -> None:
         """Do nothing: the last reference frees the memory."""
+
+
+def intact_records(table: _core.RecordTable, layout: KVLayout, blocks: Blocks) -> NDArray[np.bool_]:
+    """Return a mask of the blocks whose slots have their records with the bytes of their checksums."""
+    offsets = [plane.offset for plane in layout.planes]
+    sizes = [plane.nbytes for plane in layout.planes]
+    intact = np.zeros(len(blocks), np.bool_)
+    for at, block in enumerate(blocks):
+        header = table.header(block.slot)
+        is_its = header.is_valid and header.state == _READY and header.hash == block.hash
+        intact[at] = (
+            is_its
+            and header.generation == block.generation
+            and _core.record_checksum(table.record(block.slot), offsets, sizes) == header.payload_checksum
+        )
+    return intact
 
 
 def _allocate(nbytes: int, node: int | None) -> _core.HostMemory:

@@ -10,7 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fdcache.controller.arena import HostArena, Progress
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.controller.arena import HostArena, Progress, intact_records
 from fdcache.controller.device_planes import DeviceMemory
 from fdcache.controller.layers import LaunchedLayers, LayerDoneCounter, LayerEvents
 from fdcache.controller.submission import PlanSubmission, RankParts
@@ -24,6 +27,7 @@ from fdcache.errors import (
 from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
+from fdcache.plans.ledger import Blocks
 from fdcache.settings import Settings, logs
 from fdcache.settings.cache import CopySettings, Verify
 from fdcache.settings.checks import log_misspelt, require_host_tier
@@ -361,6 +365,20 @@ class CacheController:
         if not self._guard.is_own:
             self._guard.refuse()
         return self._plans.wait_reports(timeout)
+
+    def intact(self, blocks: Blocks, arena: str | None = None) -> NDArray[np.bool_]:
+        """Return a mask of the host blocks of which this rank has the record with the bytes of its checksum.
+
+        ``arena``: as in a plan, that of a service's slots. The calling thread reads all of the bytes.
+        """
+        if not self._guard.is_own:
+            self._guard.refuse()
+        with self._plans.serial, self._lock:
+            shared, mine = self._parts.shared, self._parts.arena
+            reason = None if shared is None else shared.open_records(arena, blocks.slots)
+            if reason is not None or mine is None:
+                return np.zeros(len(blocks), np.bool_)
+            return intact_records(mine.table, self.layout, blocks)
 
     def sleep(self) -> None:
         """Free the device planes, after the copies in flight; the host arena stays.

@@ -7,6 +7,9 @@ from operator import index
 from typing import SupportsIndex
 from uuid import uuid4
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fdcache._core import DeviceContents, DevicePath, Loads
 from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.hints import Hint, HintOutcome
@@ -16,9 +19,11 @@ from fdcache.manager.base import TierManager, requests_of
 from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.loads import NO_BLOCK, Tracked, device_ids_of, require_distinct, table_of
+from fdcache.manager.offer_ends import OfferEnd, OfferEnds, OpenOffer
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
+from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import HostService, HostTier
@@ -86,6 +91,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._hooks: OffloadHooks | None = None
         self._looks_always = tiers.storage is not None or tiers.service is not None
         self._has_planned = False
+        self._ends = OfferEnds()
         self._requests = OffloadedRequests(
             self.settings,
             self.layout,
@@ -143,7 +149,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         The answer is kept until ``load``, ``unmatch`` or ``finish``: asking again with as many tokens or more costs
         nothing. The last token is left to compute unless ``whole_prompt``. Blocks that are sooner computed than loaded
         are left out; see ``observe_prefill``. Nothing is found for ``device_tokens`` in the middle of a block. Raises
-        ``HashingError`` for tokens that cannot be hashed, and for keys of the engine that contradict those stored;
+        ``HashingError`` for tokens that cannot be hashed; keys of the engine that contradict those stored find nothing;
         ``RequestStateError`` if ``device_tokens`` is not a non-negative int.
         """
         device_tokens = _count("device_tokens", device_tokens)
@@ -165,21 +171,6 @@ class OffloadManager(TierManager[OffloadRequest]):
             found = OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens + theirs, stored, theirs)
             return story.offload_matched(found, began)
 
-    def path_to(self, key: bytes) -> HashArray | None:
-        """Return the keys of the blocks above one, from the beginning of its prompt on; None for an unknown block.
-
-        ::
-
-            above = manager.path_to(tail[0].tobytes())
-            request = KeyedRequest("chat-1", np.concatenate((above, tail)), layout.block_size)
-
-        So an engine that knows the keys of a tail alone has it read from storage, with ``len(above)`` blocks on its
-        device. The host tier and local storage are asked, those of a service in one round trip. A store that others
-        use, too, does not tell its paths.
-        """
-        with self._lock:
-            return self._tiers.path_to(key)
-
     def num_copied(self, keys: HashArray) -> int:
         """Return how many leading blocks of a run the host tier has, or gets: this engine has copied them there.
 
@@ -188,6 +179,38 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             there = self._host.index.contains(keys) == READY
             return len(there) if there.all() else int(there.argmin())
+
+    def host_has(self, keys: HashArray) -> NDArray[np.bool_]:
+        """Return a mask of the blocks that the host tier has."""
+        with self._lock:
+            return np.asarray(self._host.index.contains(keys) == READY)
+
+    def found_blocks(self, request: OffloadRequest) -> Blocks:
+        """Return the host blocks that ``match`` has pinned for a request."""
+        with self._lock:
+            tracked = self._requests.get(request)
+            return NO_BLOCKS if tracked is None or tracked.found is None else tracked.found
+
+    def keep_intact(self, request: OffloadRequest, intact: NDArray[np.bool_]) -> int:
+        """Forget the records among ``found_blocks`` that are not intact, in the tier too; return the tokens left."""
+        with self._lock:
+            tracked = self._requests.get(request)
+            if tracked is None or tracked.found is None:
+                return 0
+            self._counters.blocks_corrupt_in_host += int(np.count_nonzero(~intact))
+            return self._requests.tokens(tracked, self._requests.keep_intact(tracked, intact))
+
+    @property
+    def plan_arena(self) -> str | None:
+        """Name of the shared arena that host slots refer to; None if every worker has its own."""
+        with self._lock:
+            return self._service.plan_arena if self._service is not None else None
+
+    @property
+    def has_queued_copies(self) -> bool:
+        """True if the next plan may have copies of blocks that were offered."""
+        with self._lock:
+            return self._contents.has_offers or self._copies.has_queue
 
     def leave_reads(self, request: OffloadRequest) -> None:
         """Have what is being read for a request read to its end, for requests to come."""
@@ -244,7 +267,9 @@ class OffloadManager(TierManager[OffloadRequest]):
             self.unmatch([request])
             return len(ids) if len(wanted) else 0
 
-    def offer(self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array) -> None:
+    def offer(
+        self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, *, tells_end: bool = False
+    ) -> int:
         """Offer the whole blocks of the first ``num_tokens`` tokens of a request, which lie in ``device_ids``.
 
         Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
@@ -252,6 +277,9 @@ class OffloadManager(TierManager[OffloadRequest]):
         groups of layers the table is that of the pages, as for ``load``, with ``NO_BLOCK`` for blocks that the engine
         has given up: a page is stored if the host tier has those already. Raises ``PlanError`` for ids of no device
         block.
+
+        ``tells_end``: return the number by which ``take_offer_ends`` tells what became of the blocks that are new in
+        this offer; else 0. The engine keeps those blocks until then.
         """
         num_tokens = _count("num_tokens", num_tokens)
         table = table_of(device_ids)
@@ -259,7 +287,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked = self._requests.track(request)
             offered = self._requests.offer(tracked, num_tokens, table)
             if offered is None:
-                return
+                return self._ends.add(None) if tells_end else 0
             path, start = offered
             self._describe([request])
             self._count_lookup(tracked)
@@ -267,6 +295,16 @@ class OffloadManager(TierManager[OffloadRequest]):
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))
             if not start and self._service is not None:
                 self._own(self._service, request, path)
+            return self._ends.add(OpenOffer(path, start, len(path), self._host.index)) if tells_end else 0
+
+    def take_offer_ends(self) -> list[OfferEnd]:
+        """Return the ends of offers that were asked for, in the order of the offers: one that goes on holds up others.
+
+        A block ends when it is in the host tier, is found to be there, or is dropped. Without a service that can be
+        reached the offers end, and what was offered has to be forgotten.
+        """
+        with self._lock:
+            return self._ends.take(self._copies)
 
     def offer_states(
         self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, above: int = NO_BLOCK

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache import _core, tracing
 from fdcache._core import DevicePath
@@ -20,7 +21,7 @@ from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, load_forms
 from fdcache.manager.states import StatePaths, StoredMask
 from fdcache.metadata import HashArray, Int32Array
-from fdcache.plans.ledger import ROOT, OpenPlan
+from fdcache.plans.ledger import ROOT, UNKNOWN, OpenPlan
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import NOTHING, Found, HostTier, Reading, find_and_pin, find_only
 from fdcache.tiers.statistics import Counters
@@ -218,6 +219,16 @@ class OffloadedRequests:
             return tracked.remaining if num_ids >= tracked.remaining else 0
         return min(num_ids // self._records * self._records, most)
 
+    def keep_intact(self, tracked: Tracked, intact: NDArray[np.bool_]) -> int:
+        """Forget the records found that are not intact, and what is found behind them; return how many are left."""
+        found, index = tracked.found, self._host.index
+        assert found is not None
+        bad = ~intact
+        index.begin_load(found.lease, found.slots)
+        index.end_load(found.slots, found.hashes, intact.view(np.uint8), bad.view(np.uint8))
+        tracked.found = found.part(0, len(found) if intact.all() else int(intact.argmin()))
+        return tracked.remaining
+
     def unpin(self, tracked: Tracked) -> None:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
         if tracked.lease:
@@ -363,7 +374,7 @@ class OffloadedRequests:
         return limit(request.request_id, request.num_tokens, start, found, last) == found
 
     def _may_fetch(self, tracked: Tracked) -> bool:
-        return _begins_at_root(tracked.request) and self._fetches is not None and self._fetches.is_on
+        return self._fetches is not None and self._fetches.is_on
 
     def _may_load(self, tracked: Tracked) -> bool:
         request = tracked.request
@@ -470,8 +481,7 @@ class OffloadedRequests:
         stop -= stop % self._records
         ids = device_ids_of(device_ids[start:stop], with_none=self._has_gaps)
         if path is None:
-            parent = request.parent if isinstance(request, KeyedRequest) else ROOT
-            path = tracked.path = DevicePath(parent)
+            path = tracked.path = DevicePath(_parent_of(request))
         path.extend(hashes, ids)
         return path, start
 
@@ -512,5 +522,11 @@ def _require_request(request: object) -> None:
         raise RequestStateError(f"request has to be a Request or KeyedRequest, got {type(request).__name__}")
 
 
+def _parent_of(request: OffloadRequest) -> bytes:
+    if not isinstance(request, KeyedRequest):
+        return ROOT
+    return UNKNOWN if request.parent is None else request.parent
+
+
 def _begins_at_root(request: OffloadRequest) -> bool:
-    return not isinstance(request, KeyedRequest) or request.parent == ROOT
+    return _parent_of(request) == ROOT

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from fdcache._core import CopyReservation, HostIndex, SwapInFlight
-from fdcache.errors import ConfigurationError, HashingError
+from fdcache.errors import ConfigurationError
 from fdcache.hints import GivenHints, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.metadata import (
@@ -169,9 +169,6 @@ class HostService(Protocol):
         ``fetches``: the number of each path's fetch from storage, 0 for none.
         """
 
-    def path_to(self, block: bytes) -> HashArray | None:
-        """Return the hashes of the blocks above one, from the root on; None for a block that is not there."""
-
     def own(self, block: bytes, tenant: str) -> None:
         """Assign a first block of paths, and all blocks below it, to a tenant."""
 
@@ -313,7 +310,7 @@ def find_and_pin(
 
     ``fetches``: the number of each path's fetch from storage, 0 for none. Of a service one round trip asks for all
     paths that its storage may have, and for those of which something is there that cannot be pinned without it now.
-    Raises ``HashingError`` for keys that contradict those stored.
+    Keys that contradict those stored find nothing.
     """
     service = host.service
     if service is not None:
@@ -342,12 +339,7 @@ def find_only(host: HostTier, hashes: HashArray, start: int) -> Found:
 def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[Found, int]:
     fetches = host.fetches
     storage_use = 0 if fetches is None else fetches.storage_use(number)
-    try:
-        run, pending, ask_for = host.index.find_and_pin(hashes, start, storage_use)
-    except ValueError as error:
-        raise HashingError(
-            f"keys: {error}; a key that was stored below another block than the one before it has to differ"
-        ) from error
+    run, pending, ask_for = host.index.find_and_pin(hashes, start, storage_use)
     fetched = range(0)
     if (table := host.fetch_table) is not None:
         fetched, stop = table.fetched(number, start, len(run)), start + len(run)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fdcache import _core
 from fdcache.errors import ConfigurationError, IntegrityError
 from fdcache.metadata import BlockNode, CacheLevel, CacheStatus, HashArray, Int32Array
-from fdcache.plans.ledger import Blocks, path_starts
+from fdcache.plans.ledger import Blocks, have_parents, path_starts
 from fdcache.tiers.statistics import TierUsage
 
 ABSENT, READY, PENDING = range(3)
@@ -117,12 +117,6 @@ class BlockPool(_core.Tier):
             if node.findable and node.hash == key.tobytes():
                 yield node, parent.tobytes()
 
-    def path_to(self, block: bytes) -> HashArray | None:
-        """Return the hashes of the blocks above one, from the root on; None for a block that is not here."""
-        found = self.find(np.frombuffer(block, np.uint8).reshape(1, -1)).slots
-        above = self.ancestry(found).hashes[:-1]  # nothing above the block of a root, or once it has left
-        return above if len(found) else None
-
     def usage(self) -> TierUsage:
         """Return the state of the tier."""
         return TierUsage.of(self.stats())
@@ -153,7 +147,7 @@ def with_absent_ancestors(
         grown, listed = len(blocks) > listed, len(blocks)
         blocks = blocks.select(is_absent(blocks.hashes))
         above = blocks.parents[path_starts(blocks)]
-        above = above[above.any(axis=1)]
+        above = above[have_parents(above)]
         if not grown or not len(above) or not is_absent(above).any():
             return blocks
         own = {row.tobytes() for row in blocks.hashes}

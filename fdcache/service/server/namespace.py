@@ -319,11 +319,7 @@ class Namespace:
             self.history.count_missed(hashes, start)
             return None
         lease = self.tier.open_lease()
-        try:
-            run = self.tier.match(lease, hashes, start)
-        except ValueError:
-            self.tier.release(lease)
-            raise
+        run = self.tier.match(lease, hashes, start)
         if not len(run):
             self.tier.release(lease)
             self.history.count_missed(hashes, start)
