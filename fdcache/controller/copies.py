@@ -20,9 +20,11 @@ from fdcache.devices.base import (
     ArenaRecords,
     Device,
     DevicePlanes,
+    Fault,
     PlannedCopy,
+    check_swap,
+    make_result,
 )
-from fdcache.devices.copies import Fault, check_swap, make_result
 from fdcache.errors import DeviceLostError, FdcacheError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheSwapMetadata, TransferResult

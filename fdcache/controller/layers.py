@@ -164,7 +164,8 @@ class LayerDoneCounter:
 
     def pending_layers(self) -> list[int]:
         """Return the layers whose copies have not ended."""
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         events = self._layers.known()
         return [layer for layer in range(self.num_layers) if not self._is_done(events, layer)]
 
@@ -198,7 +199,8 @@ class LayerDoneCounter:
         """Wait for all layers like ``wait_for_layer``; ``timeout`` is for all of them together."""
         seconds = self._default_timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         events = self._layers.required()
         for layer in range(self.num_layers):
             if layer == 0 or events[layer] is not events[layer - 1]:
@@ -212,6 +214,7 @@ class LayerDoneCounter:
         return event is None or event.query()
 
     def _check(self, layer: int) -> None:
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         if not 0 <= layer < self.num_layers:
             raise PlanError(f"layer {layer} is not one of the {self.num_layers} layers")

@@ -21,8 +21,9 @@ from fdcache.devices.base import (
     PlannedCopy,
     Stream,
     TensorView,
+    make_result,
+    refuse_swap,
 )
-from fdcache.devices.copies import make_result, refuse_swap
 from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exported
 from fdcache.errors import TensorError
 from fdcache.layout_planes import Plane

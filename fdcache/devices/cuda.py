@@ -9,17 +9,20 @@ from weakref import WeakKeyDictionary
 
 from fdcache import _core
 from fdcache.devices.base import (
+    NO_POSITIONS,
     ArenaRecords,
     DevicePlanes,
     LaunchWays,
+    Outcome,
     PinnedMemory,
     PlaneBinding,
     PlannedCopy,
     Stream,
     TensorView,
+    make_result,
+    refuse_swap,
 )
 from fdcache.devices.calibration import make_policy, min_group_bytes
-from fdcache.devices.copies import NO_POSITIONS, Outcome, make_result, refuse_swap
 from fdcache.devices.cuda_memory import BlockTable, CudaMemory
 from fdcache.devices.cuda_peers import CudaPeerAccess
 from fdcache.devices.cuda_planes import CudaPlanes
