@@ -1276,7 +1276,9 @@ class SwapInFlight:
     def size(self) -> int: ...
     @property
     def checksums(self, /) -> numpy.typing.NDArray[numpy.uint64]:
-        """Those of rank 0; empty before its report."""
+        """
+        Those of the first record; empty before the report of a rank that writes it.
+        """
 
     @checksums.setter
     def checksums(self, value: numpy.typing.NDArray[numpy.uint64], /) -> None: ...
@@ -1358,9 +1360,14 @@ class InFlightPlan:
         """One message per failed rank and transfer."""
 
 class PlanTable:
-    """The plans in flight by number, for ``num_ranks`` ranks."""
+    """
+    The plans in flight by number, for ``num_ranks`` ranks.
 
-    def __init__(self, num_ranks: int) -> None: ...
+    ``num_sharers``: ranks, from the first on, that write the first record of a
+    block in shares.
+    """
+
+    def __init__(self, num_ranks: int, num_sharers: int = 1) -> None: ...
     def __len__(self) -> int: ...
     @property
     def num_ranks(self) -> int: ...

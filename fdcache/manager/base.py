@@ -213,12 +213,14 @@ class TierManager(ABC, Generic[RequestT_contra]):
         """Make the blocks in the ranks' local storage findable; return their number.
 
         Before this call nothing is read from local storage or written to it. ``scans``: those of
-        ``CacheController.open_storage``. Raises ``PlanError`` unless there is one for each rank.
+        ``CacheController.open_storage``. Raises ``PlanError`` unless there is one for each rank with
+        bytes of its own.
         """
         with self._lock:
             ranks = sorted(scan.rank for scan in scans if isinstance(scan, StorageScan))
-            if ranks != list(range(self.layout.tp_size)) or len(ranks) < len(scans):
-                raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
+            expected = self.layout.record_ranks
+            if ranks != list(range(expected)) or len(ranks) < len(scans):
+                raise PlanError(f"restore_storage needs a scan of each of the {expected} ranks")
             return self._tiers.storage.restore(scans) if self._tiers.storage else 0
 
     def prepare(self, requests: Iterable[RequestT_contra]) -> None:

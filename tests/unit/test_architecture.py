@@ -22,6 +22,7 @@ FOUNDATION = {
     "hashing",
     "hints",
     "layout",
+    "layout_encoding",
     "layout_planes",
     "machine",
     "metadata",

@@ -66,7 +66,7 @@ class Namespace:
         self._layout_text = layout.to_json().encode()
         self._eviction = eviction
         self.id = layout.fingerprint.hex()[:16]
-        self.ranks = layout.tp_size
+        self.ranks = layout.record_ranks
         self.feed = feed
         self._arena = arena
         self.geometry = Geometry(

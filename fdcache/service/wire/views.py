@@ -244,7 +244,7 @@ class NamespaceView(msgspec.Struct):
     ]
     model: Annotated[str, shown("Name of the model.", column="model")]
     revision: Annotated[str, shown("Revision of the model.")]
-    ranks: Annotated[int, shown("Ranks of the model.", column="ranks")]
+    ranks: Annotated[int, shown("Ranks of the model that hold bytes of their own.", column="ranks")]
     block_size: Annotated[int, shown("Tokens of a block.", column="block")]
     record_bytes: Annotated[int, shown("Bytes of a block on one rank.", column="record", unit=Unit.BYTES)]
     extents: Annotated[int, shown("Extents of all ranks.")] = 0
