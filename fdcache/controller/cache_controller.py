@@ -38,7 +38,7 @@ from fdcache.tasks import AsyncTaskHandler
 from fdcache.tiers.host import HostCache
 
 if TYPE_CHECKING:
-    from fdcache.service.client.arena import SharedHostArena
+    from fdcache.service.client.shared_arena import SharedHostArena
     from fdcache.settings.peers import PeerSettings
     from fdcache.transfer.connector import TransferStats
 
@@ -163,7 +163,7 @@ class CacheController:
             if host is None:
                 host = HostCache.of(self._settings_in_force().cache, self.layout)
             if isinstance(host, HostCache) and host.server is not None:
-                from fdcache.service.client.arena import SharedHostArena  # brings the network library
+                from fdcache.service.client.shared_arena import SharedHostArena  # brings the network library
 
                 self._parts.arena = SharedHostArena(host, self.layout, self.rank, self.device)
             elif blocks := host.num_blocks if isinstance(host, HostCache) else host:
@@ -263,7 +263,7 @@ class CacheController:
                 raise CacheNotReadyError("no device planes: call initialize_kv_cache or register_kv_cache")
             if self._parts.transfer is not None:
                 raise CacheNotReadyError("the transfer is open already; call free_cache first")
-            from fdcache.controller.handover import PlannedHandovers, open_endpoint
+            from fdcache.controller.planned_handovers import PlannedHandovers, open_endpoint
 
             if verifies is None:
                 verifies = self.settings.verify is not Verify.OFF

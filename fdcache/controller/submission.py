@@ -31,8 +31,8 @@ from fdcache.storage.queue import StorageQueue, StorageTransfer
 from fdcache.tasks import AsyncTaskHandler, CpuEvent, Event, Execution
 
 if TYPE_CHECKING:
-    from fdcache.controller.handover import PlannedHandovers
-    from fdcache.service.client.arena import SharedHostArena
+    from fdcache.controller.planned_handovers import PlannedHandovers
+    from fdcache.service.client.shared_arena import SharedHostArena
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.client.connection import Connection
-from fdcache.service.client.hints import RemoteHints
+from fdcache.service.client.remote_hints import RemoteHints
 from fdcache.service.client.session import Session
 from fdcache.service.client.session_keeper import SessionKeeper
 from fdcache.service.wire.protocol import (

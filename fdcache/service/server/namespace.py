@@ -19,9 +19,9 @@ from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.service.server.arena import MOST_EXTENTS, Arena
 from fdcache.service.server.eviction_order import OrderFile
-from fdcache.service.server.hints import NamespaceHints
 from fdcache.service.server.history import History
 from fdcache.service.server.host_pool import HostPool
+from fdcache.service.server.namespace_hints import NamespaceHints
 from fdcache.service.server.namespace_memory import NamespaceMemory
 from fdcache.service.server.router_feed import RouterFeed
 from fdcache.service.server.tenants import Quotas, Tenants
