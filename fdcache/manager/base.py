@@ -26,13 +26,13 @@ from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome
 from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
-from fdcache.service.wire.views import TreeNode
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.hint_book import RequestHints
 from fdcache.tiers.host import HostCache, HostTier
+from fdcache.tiers.pool import TreeNode
 from fdcache.tiers.reuse import RecentReuse, ReuseReport
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage, Traffic
 
