@@ -13,6 +13,11 @@ from numpy.typing import NDArray
 
 import fdcache.metadata
 
+def keys_from_hex(keys: list[str]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+    """
+    Return block keys that are written as 64 hexadecimal digits each. Raises HashingError.
+    """
+
 def hash_backends() -> list[str]:
     """
     Names of the implementations of block hashes that this machine can run, those with the most instructions first.
@@ -289,6 +294,10 @@ class TierStats:
     def withheld(self) -> int: ...
     @property
     def orphans(self) -> int: ...
+    @property
+    def unjoined(self) -> int: ...
+    @property
+    def contradictions(self) -> int: ...
     @property
     def pins(self) -> int: ...
     @property
@@ -1267,7 +1276,9 @@ class SwapInFlight:
     def size(self) -> int: ...
     @property
     def checksums(self, /) -> numpy.typing.NDArray[numpy.uint64]:
-        """Those of rank 0; empty before its report."""
+        """
+        Those of the first record; empty before the report of a rank that writes it.
+        """
 
     @checksums.setter
     def checksums(self, value: numpy.typing.NDArray[numpy.uint64], /) -> None: ...
@@ -1349,9 +1360,14 @@ class InFlightPlan:
         """One message per failed rank and transfer."""
 
 class PlanTable:
-    """The plans in flight by number, for ``num_ranks`` ranks."""
+    """
+    The plans in flight by number, for ``num_ranks`` ranks.
 
-    def __init__(self, num_ranks: int) -> None: ...
+    ``num_sharers``: ranks, from the first on, that write the first record of a
+    block in shares.
+    """
+
+    def __init__(self, num_ranks: int, num_sharers: int = 1) -> None: ...
     def __len__(self) -> int: ...
     @property
     def num_ranks(self) -> int: ...
@@ -1418,7 +1434,12 @@ class DevicePath:
     def __len__(self) -> int: ...
     @property
     def root(self) -> bytes | None:
-        """Hash of the first block; None if there is none, or it has a parent."""
+        """
+        Hash of the first block; None if there is none, or it is not the first of a prompt.
+        """
+
+    def hashes_from(self, start: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+        """Return the hashes of the blocks from one on."""
 
     def extend(
         self,
@@ -1561,6 +1582,12 @@ class CopyOut:
 
     def has_work(self, target: HostIndex) -> bool:
         """Return True if the next plan may copy queued blocks."""
+
+    def ended_of(self, path: DevicePath, start: int, stop: int, target: HostIndex) -> tuple[int, int]:
+        """
+        Return how many blocks of an offered path, from ``start`` on, neither wait for a plan nor are being copied,
+        up to the first that does or is; and how many of these the target has.
+        """
 
     def evict(self, evicted: BlockList, target: HostIndex, copies: BlockCopies) -> PlannedCopies | None:
         """

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from fdcache.metadata import CacheLevel, HashArray
+from fdcache.plans.ledger import ROOT, UNKNOWN
 from fdcache.tiers.host import SharedNotes
 from fdcache.tiers.pool import EVENT_CLEARED, EVENT_LOST, EVENT_REMOVED, EVENT_STORED, BlockPool, EventKinds
 
@@ -63,7 +64,9 @@ def events_of(source: EventSource, level: CacheLevel, block_size: int) -> Iterat
     for kind, block_hash, parent in zip(kinds.tolist(), hashes, parents, strict=True):
         if kind == EVENT_STORED:
             above = parent.tobytes()
-            yield BlockStored(level, block_hash.tobytes(), above if any(above) else None, block_size)
+            yield BlockStored(
+                level, block_hash.tobytes(), above if above not in (ROOT, UNKNOWN) else None, block_size
+            )
         elif kind == EVENT_REMOVED:
             yield BlockRemoved(level, block_hash.tobytes())
         elif kind == EVENT_CLEARED:

@@ -148,15 +148,25 @@ class TestPlatform(CpuPlatform):  # type: ignore[misc]
     __test__ = False
 
     @classmethod
-    def get_attn_backend_cls(cls, *_: Any, **__: Any) -> str:
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        if getattr(attn_selector_config, "use_mla", False):
+            return "tests.vllm.mla.TorchMlaBackend"
         return "tests.vllm.attention.TorchBackend"
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        scheduling = vllm_config.scheduler_config
-        wanted = scheduling.async_scheduling
+        scheduling, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        wanted = (
+            scheduling.async_scheduling,
+            scheduling.enable_chunked_prefill,
+            scheduling.max_num_batched_tokens,
+            cache.enable_prefix_caching,
+        )
         super().check_and_update_config(vllm_config)
-        scheduling.async_scheduling = wanted
+        scheduling.async_scheduling, scheduling.enable_chunked_prefill = wanted[:2]
+        scheduling.max_num_batched_tokens, cache.enable_prefix_caching = wanted[2:]
 
     @classmethod
     def import_kernels(cls) -> None:

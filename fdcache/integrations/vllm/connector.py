@@ -122,7 +122,9 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             )
             self._stats = StatsDelta(manager)
         else:
-            self._worker = WorkerSide(settings, layout, vllm_config.parallel_config.rank)
+            self._worker = WorkerSide(
+                settings, layout, vllm_config.parallel_config.rank, self._kv_transfer_config.engine_id
+            )
 
     # --- worker -------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.client.connection import Connection
-from fdcache.service.client.hints import RemoteHints
+from fdcache.service.client.remote_hints import RemoteHints
 from fdcache.service.client.session import Session
 from fdcache.service.client.session_keeper import SessionKeeper
 from fdcache.service.wire.protocol import (
@@ -26,10 +26,8 @@ from fdcache.service.wire.protocol import (
     Describe,
     DeviceBlocks,
     EndFetches,
-    FindPath,
     Match,
     Matched,
-    PathFound,
     Prefetch,
     hashes_from,
     int32_from,
@@ -339,21 +337,6 @@ class RemoteHostTier:
     def _count_in_flight_miss(self, session: Session, block: HashArray) -> None:
         if session.copies.contains(block[np.newaxis])[0] == PENDING:
             self.index.misses.in_flight += 1
-
-    def path_to(self, block: bytes) -> HashArray | None:
-        """Ask the service for the blocks above one; None without an answer in time, and the session is over."""
-        session = self.sessions.session
-        if session is None or self._reset_owed:
-            return None
-        self._connection.session = session.id
-        try:
-            answer, _ = self._connection.call(FindPath(block), self._timeout)
-            if not isinstance(answer, PathFound):
-                raise ProtocolError(f"expected a path, got {type(answer).__name__}")
-            return hashes_from(answer.hashes) if answer.there else None
-        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
-            self.sessions.lose(session, str(error))
-            return None
 
     # --- the tier as a whole ------------------------------------------------------------------------------
 

@@ -21,14 +21,12 @@ from fdcache.service.wire.protocol import (
     DeviceBlocks,
     Done,
     EndFetches,
-    FindPath,
     Hinted,
     Hints,
     LoadEnded,
     Match,
     Matched,
     Missed,
-    PathFound,
     Prefetch,
     Publish,
     Published,
@@ -127,17 +125,6 @@ def _take_fetched(client: RegisteredClient, number: int, start: int, size: int) 
 def _constant(on_device: int) -> OnDevice:
     """Return the number of blocks on the client's device, as of its message."""
     return lambda hashes: on_device
-
-
-def find_path(client: RegisteredClient, request: FindPath) -> PathFound:
-    """Return the path to a block, so that a client that knows a prompt's end alone can have all of it read."""
-    if len(hashes_from(request.block, "block")) != 1:
-        raise ProtocolError("block: not one hash of 32 bytes")
-    for pool in client.namespace.pools():
-        path = pool.path_to(request.block)
-        if path is not None and len(path) <= MAX_BLOCKS:
-            return PathFound(path.tobytes(), there=True)
-    return PathFound(b"", there=False)
 
 
 def missed(client: RegisteredClient, request: Missed) -> Answer:

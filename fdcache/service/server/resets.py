@@ -215,7 +215,7 @@ def _reset_storage(storage: LayoutStorage, order: CheckedReset, owned: HashArray
         blocks = len(slots) + stored.orphans if order.dry_run else storage.forget(slots)
     else:
         blocks = stored.ready + stored.orphans if order.dry_run else storage.reset()
-    return StorageResetView(storage.id, blocks, blocks * storage.layout.record_bytes * storage.layout.tp_size)
+    return StorageResetView(storage.id, blocks, blocks * storage.layout.block_bytes)
 
 
 def _reset_stored_of_tenant(storage: LayoutStorage, order: CheckedReset, owned: HashArray) -> int:

@@ -32,7 +32,6 @@ from fdcache.service.wire.protocol import (
     Done,
     EndFetches,
     Events,
-    FindPath,
     Granted,
     Heartbeat,
     Hinted,
@@ -103,7 +102,6 @@ class Service:
         self.tools = ToolQueue(self._slices, self.totals)
         self._handlers: dict[type, Callable[..., Answer]] = {
             Match: self._match,
-            FindPath: requests.find_path,
             Prefetch: self._prefetch,
             EndFetches: requests.end_fetches,
             Refill: self._refill,

@@ -62,12 +62,6 @@ class Match(msgspec.Struct, frozen=True, tag="match"):
     requests: list[str] = []
 
 
-class FindPath(msgspec.Struct, frozen=True, tag="find_path"):
-    """Ask for the path that leads to a block in the host tier or the local storage."""
-
-    block: bytes
-
-
 class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
     """Start to read the stored part of the path of request ``number``; its first ``start`` blocks are on the device.
 
@@ -203,7 +197,6 @@ Request = (
     Register
     | Attach
     | Match
-    | FindPath
     | Prefetch
     | EndFetches
     | Refill
@@ -261,13 +254,6 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
     unverified: bytes
     fetched: bytes = b""
     states: bytes = b""
-
-
-class PathFound(msgspec.Struct, frozen=True, tag="path_found"):
-    """The hashes of the blocks above the block asked for, from the root on; none also if the block is not ``there``."""
-
-    hashes: bytes
-    there: bool
 
 
 NOT_FETCHED, FETCHED, FETCHING, FETCHING_LAST = range(4)
@@ -351,7 +337,6 @@ Answer = (
     Registered
     | Attached
     | Matched
-    | PathFound
     | Granted
     | Published
     | Hinted

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fdcache._core import NodeView
 from fdcache.service.wire.client_views import HIT_TIERS, ClientView
 from fdcache.service.wire.records import Unit, counter, gauge, histogram, shown
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
@@ -244,7 +243,7 @@ class NamespaceView(msgspec.Struct):
     ]
     model: Annotated[str, shown("Name of the model.", column="model")]
     revision: Annotated[str, shown("Revision of the model.")]
-    ranks: Annotated[int, shown("Ranks of the model.", column="ranks")]
+    ranks: Annotated[int, shown("Ranks of the model that hold bytes of their own.", column="ranks")]
     block_size: Annotated[int, shown("Tokens of a block.", column="block")]
     record_bytes: Annotated[int, shown("Bytes of a block on one rank.", column="record", unit=Unit.BYTES)]
     extents: Annotated[int, shown("Extents of all ranks.")] = 0
@@ -349,33 +348,6 @@ class StateView(msgspec.Struct):
 
 
 # --- blocks ------------------------------------------------------------------------------------------------
-
-
-class TreeNode(msgspec.Struct):
-    """A hot block, or an ancestor of one. ``parent`` is None below the root."""
-
-    namespace: str
-    hash: str
-    parent: str | None
-    depth: int
-    hits: int
-    children: int
-    pins: int
-    idle_seconds: float
-
-    @classmethod
-    def of(cls, namespace: str, node: NodeView, parent: bytes) -> TreeNode:
-        """Return what is shown of a block; ``parent`` is 0 below the root."""
-        return cls(
-            namespace=namespace,
-            hash=node.hash.hex(),
-            parent=parent.hex() if any(parent) else None,
-            depth=node.depth,
-            hits=node.hits,
-            children=node.children,
-            pins=node.pins,
-            idle_seconds=node.idle_seconds,
-        )
 
 
 class BlockView(msgspec.Struct):
