@@ -1161,6 +1161,9 @@ class Tier(HostIndex):
         parents, oldest first.
         """
 
+    def take_event_bytes(self) -> tuple[bytes, bytes, bytes]:
+        """``take_events`` in bytes, which costs less for few."""
+
     def stats(self) -> TierStats: ...
     def node(self, slot: int) -> NodeView:
         """Return the state of a slot."""
@@ -1677,6 +1680,22 @@ class RequestState:
         """
         Append accepted generated tokens. Raises ``RequestStateError`` before the first match.
         """
+
+class DescribedBlocks:
+    """
+    Blocks of requests that were described to another process, up to ``capacity``; older
+    ones are described again.
+    """
+
+    def __init__(self, capacity: int) -> None: ...
+    def describe(self, requests: Sequence[RequestState]) -> list[tuple[int, int, bytes, bytes, bytes]]:
+        """
+        Return for each request with blocks that were not described: its position, its first such block,
+        the hash of the one before it or nothing, and hashes and tokens of all from there on.
+        """
+
+    def clear(self) -> None:
+        """Forget all."""
 
 class AdvanceResult:
     """

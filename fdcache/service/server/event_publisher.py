@@ -31,9 +31,13 @@ MOST_UNREAD = 256
 MOST_KEPT = 1024
 """Messages that can be replayed."""
 MOST_KEPT_BYTES = 16 << 20
+MOST_BLOCKS = 4096
+"""Of a message, after which no more events are added to it."""
 _JOIN_SECONDS, _BIND_SECONDS = 2.0, 1.0
 _GATHER_SECONDS = 0.05
 """New subscribers are waited for that long before all blocks are told once for all of them."""
+_REST_SECONDS = 0.02
+"""After each sending: what comes meanwhile is sent together."""
 
 Snapshot = Callable[[], Iterator[list[Any]]]
 """Yields the events of all blocks that are there now, some at a time."""
@@ -82,8 +86,13 @@ class EventStream:
                 self.number += 1
                 self._send(socket, payload)
         while self._waiting:
+            events = list[Any]()
             try:
-                events = self._waiting.popleft()()
+                while (
+                    self._waiting
+                    and sum(len(getattr(each, "block_hashes", ())) for each in events) < MOST_BLOCKS
+                ):
+                    events += self._waiting.popleft()()
             except Exception:
                 self.begin_again()  # else readers would keep what has changed
                 raise
@@ -192,6 +201,7 @@ class EventPublisher:
                 if self._replay in ready:
                     self._answer()
                 self._send()
+                time.sleep(_REST_SECONDS)
             self._send()
         finally:
             self._close()
