@@ -728,7 +728,14 @@ class HintKind(enum.IntEnum):
 
     PRIORITY = 4
 
-class HintAnswer(enum.Enum):
+def read_hints(
+    hints: Sequence[object], prompt_tokens: int, block_size: int, num_blocks: int, num_records: int
+) -> list[tuple[HintKind, float, int, int, bool]]:
+    """
+    Return what hints say of the records of a request's blocks, as ``Tier.hint`` takes it.
+    """
+
+class HintAnswer(enum.IntEnum):
     """What became of a hint."""
 
     TAKEN = 0
@@ -1095,11 +1102,11 @@ class Tier(HostIndex):
         ],
         hints: Sequence[tuple[HintKind, float, int, int, bool]],
         sample: int = 0,
-    ) -> list[tuple[HintAnswer, int, int, bytes]]:
+    ) -> list[tuple[int, int, int, bytes]]:
         """
         Take what a client says of blocks of one path, until their next use. A hint is (kind, seconds or
         a priority of 1 to 100, first block, block after the last, True: only of those that nobody else
-        has). The last one about a block holds. Return for each its answer, its first block, their
+        has). The last one about a block holds. Return for each its ``HintAnswer``, its first block, their
         number, and if it keeps them the hashes of up to ``sample`` of them, from the last one on.
         """
 
