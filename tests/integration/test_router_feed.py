@@ -16,7 +16,7 @@ from fdcache.errors import ProtocolError
 from fdcache.groups import CacheGroup, Reach, record_keys
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel
-from fdcache.service.server import block_notes
+from fdcache.service.server import kept_notes
 from fdcache.service.server.event_publisher import EventPublisher
 from fdcache.service.server.notes_file import NotesFile
 from fdcache.service.server.router_feed import RouterFeed
@@ -87,8 +87,8 @@ def test_a_page_of_two_groups_is_told_for_each(publisher: EventPublisher, tmp_pa
 def test_notes_outlive_the_service_and_those_of_lost_blocks_are_dropped(
     publisher: EventPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_notes, "_SLACK", 4)
-    monkeypatch.setattr(block_notes, "_AT_ONCE", 8)
+    monkeypatch.setattr(kept_notes, "_SLACK", 4)
+    monkeypatch.setattr(kept_notes, "_AT_ONCE", 8)
     pool = BlockPool(CacheLevel.HOST, 64)
     feed = feed_of(publisher, tmp_path / "a.notes", layout())
     feed.attach(CacheLevel.HOST, pool)

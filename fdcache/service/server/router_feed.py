@@ -16,8 +16,8 @@ import numpy as np
 from fdcache.groups import CacheGroup, Reach
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray
-from fdcache.service.server.block_notes import BlockNotes
 from fdcache.service.server.event_publisher import EventPublisher, EventStream
+from fdcache.service.server.kept_notes import KeptNotes
 from fdcache.service.server.notes_file import NotesFile
 from fdcache.service.wire.protocol import DescribedPath
 from fdcache.service.wire.router_events import (
@@ -93,7 +93,7 @@ class RouterFeed:
         self._devices: dict[int, dict[bytes, None]] = {}  # of each client by its session, parents first
         self._silent: dict[int, dict[bytes, None]] = {}  # of clients that are not heard
         self._holders: Counter[bytes] = Counter()  # clients with each block
-        self.notes = BlockNotes(layout.block_size, file, self._are_gone)
+        self.notes = KeptNotes(layout.block_size, file, self._are_gone)
         self._stream: EventStream = publisher.stream(topic, self.snapshot)
 
     def describe(self, paths: Iterable[DescribedPath]) -> None:

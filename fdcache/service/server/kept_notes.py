@@ -1,4 +1,4 @@
-"""BlockNotes: what clients say of blocks for routers, for as long as a tier has them."""
+"""KeptNotes: what clients say of blocks for routers, for as long as a tier has them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Note).decode
 
 
-class BlockNotes:
+class KeptNotes:
     """Notes of blocks by hash, and their file. ``are_gone`` says of each block whether no tier has it."""
 
     def __init__(
