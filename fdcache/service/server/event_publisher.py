@@ -159,7 +159,8 @@ class EventPublisher:
             if replay_address is not None:
                 _bind(self._replay, replay_address, "FDCACHE_KV_EVENTS_REPLAY")
         except ConfigurationError:
-            self._close()
+            self._close_sockets()
+            os.close(self._wake_fd)
             raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_address = self._replay.getsockopt_string(zmq.LAST_ENDPOINT) or None
@@ -183,6 +184,8 @@ class EventPublisher:
         self._is_ending = True
         self._wake()
         self._thread.join(_JOIN_SECONDS)
+        if not self._thread.is_alive():
+            os.close(self._wake_fd)
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
@@ -204,7 +207,7 @@ class EventPublisher:
                 time.sleep(_REST_SECONDS)
             self._send()
         finally:
-            self._close()
+            self._close_sockets()
 
     def _send(self) -> None:
         for stream in list(self._streams.values()):
@@ -238,10 +241,9 @@ class EventPublisher:
                 self._replay.send_multipart((identity, b"", stream.topic, number.to_bytes(8, "big"), payload))
         self._replay.send_multipart((identity, b"", b"", END, b""))
 
-    def _close(self) -> None:
+    def _close_sockets(self) -> None:
         self._socket.close()
         self._replay.close()
-        os.close(self._wake_fd)
 
 
 def _bind(socket: zmq.Socket[bytes], address: str, variable: str) -> None:
