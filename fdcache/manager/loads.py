@@ -361,7 +361,7 @@ class Tracked:
     taken. ``peer`` has what is neither on the device nor below it, until that is fetched or declined. ``keys`` are
     those of the records of its pages; everything here counts records, of which a page has some for each group of
     layers. ``end``: in a layout with states, the pages at whose end are those that were found, or that are read from
-    storage; 0 for none.
+    storage; 0 for none. ``ended_by``: the group of layers that ended the last match.
     """
 
     __slots__ = (
@@ -373,6 +373,7 @@ class Tracked:
         "device_blocks",
         "device_pages",
         "end",
+        "ended_by",
         "fetch",
         "found",
         "found_at",
@@ -398,6 +399,7 @@ class Tracked:
         self.asked_at = self.found_at = 0.0
         self.device_blocks = self.device_pages = self.end = 0
         self.deferred_since: float | None = None
+        self.ended_by: int | None = None
         self.fetch = 0
         self.path: DevicePath | None = None
         self.load: EngineLoad | None = None

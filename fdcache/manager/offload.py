@@ -162,7 +162,14 @@ class OffloadManager(TierManager[OffloadRequest]):
             stored = min(self._tokens(tracked.from_storage + tracked.coming), tokens)
             if tracked.peer is not None and tracked.from_peer:
                 theirs = tracked.peer.num_tokens - device_tokens - tokens
-            found = OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens + theirs, stored, theirs)
+            found = OffloadMatch(
+                request.request_id,
+                MatchStatus.MATCHED,
+                tokens + theirs,
+                stored,
+                theirs,
+                ended_by=tracked.ended_by,
+            )
             return story.offload_matched(found, began)
 
     def path_to(self, key: bytes) -> HashArray | None:
@@ -339,6 +346,8 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._counters.lookups += 1
             self._counters.lookup_tokens += tracked.request.num_tokens
             self._counters.device_hit_tokens += tracked.device_pages * self.layout.block_size
+            if tracked.ended_by is not None:
+                self._counters.count_end(self.layout.groups[tracked.ended_by].reach)
 
     def _tokens(self, num_records: int) -> int:
         """Return the tokens of this many records of pages."""
