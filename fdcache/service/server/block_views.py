@@ -146,13 +146,13 @@ class BlockViews:
         layout = namespace.layout
         there = self._there(namespace, record_keys(hashes, layout.page_records)).reshape(len(blocks), -1)
         kept = self._there(namespace, state_keys(hashes, layout.page_records, layout.num_states))
-        has_states = kept.reshape(len(blocks), -1).all(axis=1).tolist()
-        for block, records, states in zip(blocks, there, has_states, strict=True):
+        kept = kept.reshape(len(blocks), -1)
+        for block, records, states in zip(blocks, there, kept, strict=True):
             if not records.all():
                 block.group = layout.page_groups[int(records.argmin())]
             if layout.num_states:
-                block.states = states
-            if not layout.page_records and states:
+                block.states = bool(states.all())
+            if not layout.page_records and states.all():
                 block.tier = "host"
 
     def _there(self, namespace: Namespace, keys: HashArray) -> NDArray[np.bool_]:
