@@ -344,9 +344,8 @@ void bind_hashing(nb::module_ &module) {
             PyErr_SetString(nb::module_::import_("fdcache.errors").attr("HashingError").ptr(), error.what());
         }
     });
-    module.def(
-        "keys_from_hex", &keys_from_hex, "keys"_a,
-        "Return block keys that are written as 64 hexadecimal digits each. Raises HashingError.");
+    module.def("keys_from_hex", &keys_from_hex, "keys"_a,
+               "Return block keys that are written as 64 hexadecimal digits each. Raises HashingError.");
     module.def(
         "hash_backends",
         [] {

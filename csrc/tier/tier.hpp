@@ -474,8 +474,8 @@ class Tier : public HostIndex, public DeviceIndex {
     std::uint32_t withheld_ = 0;     // slots out of use for now, each with a hold
     std::uint32_t ready_ = 0;
     std::uint32_t above_copies_ = 0;
-    std::uint32_t unjoined_ = 0;        // entries and pending slots whose parent is unknown
-    std::uint64_t contradictions_ = 0;  // look-ups of hashes that are no path here
+    std::uint32_t unjoined_ = 0;          // entries and pending slots whose parent is unknown
+    std::uint64_t contradictions_ = 0;    // look-ups of hashes that are no path here
     std::uint32_t least_generation_ = 0;  // later content of any slot has one above it
     mutable std::uint64_t lookups_ = 0;
     std::optional<std::uint64_t> clock_ms_;  // of the caller

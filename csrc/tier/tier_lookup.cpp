@@ -43,8 +43,8 @@ bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t
 }
 
 // Returns the last of the leading READY blocks from `start` on, kNoSlot if there is none, and sets `stop` to
-// the position after it. READY entries are closed under prefixes, so it is found by bisection, unless there are
-// runs with an unknown parent, which may follow missing blocks.
+// the position after it. READY entries are closed under prefixes, so it is found by bisection, unless there
+// are runs with an unknown parent, which may follow missing blocks.
 Slot Tier::end_of_run(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const {
     std::size_t high = hashes.size();
     Slot last = kNoSlot;
