@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from fdcache.errors import ConfigurationError, UnsupportedLayoutError
+from fdcache.hashing import sglang_keys
 from fdcache.integrations.sglang import config as sglang_config
 from fdcache.integrations.sglang import linker as module
 from fdcache.integrations.sglang.linker import FdcacheLinker
@@ -89,6 +93,14 @@ def loaded(made: FdcacheLinker, rid: str, keys: list[str], pages: list[int]) -> 
         made.layer_done_counter.wait_until(layer)
     made.layer_done_counter.set_consumer(-1)
     return made.finish_layer_wise_loading(index)
+
+
+@pytest.mark.parametrize(("adapter", "salt"), [(None, None), ("a", None), (None, "s"), ("", "s")])
+def test_tools_know_the_keys_of_sglang(adapter: str | None, salt: str | None) -> None:
+    tokens = list(range(3, 3 + 5 * PAGE))
+    key = RadixKey(array("q", tokens), extra_key=adapter, cache_salt=salt)
+    expected = get_storage_hash_str(key, None, page_size=PAGE)
+    assert [row.tobytes().hex() for row in sglang_keys(tokens, PAGE, adapter=adapter, salt=salt)] == expected
 
 
 @pytest.mark.parametrize("make", [mha, mla])
@@ -187,13 +199,13 @@ def test_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_method_that_is_gone_or_new_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LINKER_METHODS", (*module.LINKER_METHODS, "num_completed_loads"))
+    monkeypatch.setattr(module, "LINKER_METHODS", (*sglang_config.LINKER_METHODS, "num_completed_loads"))
     with (
         pytest.raises(ConfigurationError, match="UnifiedCacheLinker has no num_completed_loads"),
         linker(mha()),
     ):
         pass
-    monkeypatch.setattr(module, "LINKER_METHODS", module.LINKER_METHODS[1:-1])
+    monkeypatch.setattr(module, "LINKER_METHODS", sglang_config.LINKER_METHODS[1:-1])
     with pytest.raises(ConfigurationError, match="UnifiedCacheLinker has also lookup"), linker(mha()):
         pass
 
