@@ -129,6 +129,12 @@ class Transfer:
         batch = self._batch
         return batch is not None and batch[0].copy.started
 
+    @property
+    def is_certain(self) -> bool:
+        """True once the transfer can only fail with the device."""
+        batch = self._batch
+        return batch is not None and batch[0].copy.is_certain
+
     def cancel(self) -> bool:
         """Cancel a transfer that waits, or that is a batch by itself and has not begun; return True if it did."""
         if self._queue is not None:

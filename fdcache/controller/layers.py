@@ -97,6 +97,10 @@ def widen_groups(
 class LayerEvents(Protocol):
     """One event for each layer of a plan; None for a layer without copies."""
 
+    @property
+    def is_certain(self) -> bool:
+        """True once the load of the plan can only fail with the device; False without one."""
+
     def known(self) -> Sequence[Event | None] | None:
         """Return the events, or None while the copies wait for their turn."""
 
@@ -106,6 +110,8 @@ class LayerEvents(Protocol):
 
 class LaunchedLayers:
     """The events of copies that are enqueued."""
+
+    is_certain = False
 
     def __init__(self, events: Sequence[Event | None]) -> None:
         self._events = tuple(events)
@@ -152,6 +158,15 @@ class LayerDoneCounter:
         self._guard = guard
         self._held: tuple[Event, Any] | None = None
         """The event that a stream was told to wait for last: layers share events."""
+
+    @property
+    def is_certain(self) -> bool:
+        """True once the plan's load can only fail with the device.
+
+        Every copy is enqueued, the records were those of the plan, and no checksum is due: a step whose stream waits
+        for the layers may be launched. Never true with ``FDCACHE_VERIFY=all``, on a CPU, or without a load.
+        """
+        return self._layers.is_certain
 
     def is_layer_done(self, layer: int) -> bool:
         """Return True if the copies of a layer have ended. Raises ``PlanError`` for a layer that does not exist."""

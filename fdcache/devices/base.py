@@ -134,6 +134,10 @@ class PendingCopy(Protocol):
 class PlannedCopy(PendingCopy, Protocol):
     """Validated batch of block copies that can be enqueued."""
 
+    @property
+    def is_certain(self) -> bool:
+        """True once it can only fail with the device: it is enqueued, its records are right, no checksum is due."""
+
     def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
         """Copy planes ``first_plane`` up to, but not including, ``last_plane`` on the stream.
 

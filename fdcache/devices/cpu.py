@@ -95,6 +95,11 @@ class CpuBlockCopy:
         """True once a block is being copied."""
         return self._core.started
 
+    @property
+    def is_certain(self) -> bool:
+        """False: the CPU looks at records when it copies them."""
+        return False
+
     def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
         """Copy a range of planes on the stream."""
         _cpu_stream(stream).core.copy(self._core, first_plane, last_plane)

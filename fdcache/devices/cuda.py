@@ -242,6 +242,11 @@ class CudaBlockCopy:
         """True once the batch is enqueued."""
         return self._core.started
 
+    @property
+    def is_certain(self) -> bool:
+        """True once the batch can only fail with the GPU."""
+        return self._core.is_certain
+
     def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
         """Copy a range of planes on the stream."""
         self.enqueue_groups(stream, [(first_plane, last_plane)])
