@@ -21,24 +21,23 @@ _COMMON = {
 
 WINDOWS = {
     **_COMMON,
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
+    "architectures": ["Cohere2ForCausalLM"],
+    "model_type": "cohere2",
     "num_hidden_layers": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "rope_theta": 1000000.0,
-    "rope_local_base_freq": 10000.0,
+    "hidden_act": "silu",
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 1.0,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "pad_token_id": 2,
     "sliding_window": 48,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "query_pre_attn_scalar": 16,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "attention_dropout": 0.0,
-    "pad_token_id": 2,
-    "tie_word_embeddings": True,
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
+    "is_hybrid_swa": True,
+    "hybrid_layer_pattern": [1, 0, 1, 0],
 }
-"""Layers with a window of three pages, and layers with full attention, in turn."""
+"""Layers with a window of three pages, and layers with full attention, in turn; each kind has a pool of its own."""
 
 
 def make_model(folder: Path, config: dict[str, Any]) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -174,6 +175,23 @@ def test_requests_that_ask_and_are_aborted_leave_nothing(monkeypatch: pytest.Mon
         assert made._kv.manager.get_stats().live_requests == 0
         assert made._kv.manager._host.in_use == 0
         assert made.lookup("after", transfer(keys)) == [1, 2, 3, 4]
+
+
+def test_what_is_promised_stays_pinned_while_the_request_asks() -> None:
+    keys, other = hex_keys(4), hex_keys(64, "other")
+    with linker(mha(), FDCACHE_PLAN_TIMEOUT=1, FDCACHE_HOST_MEMORY="800KiB") as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        deadline = time.monotonic() + 2.5
+        turn = 0
+        while time.monotonic() < deadline:
+            assert made.lookup("a", transfer(keys)) == [1, 2, 3, 4]
+            pages = list(range(5, 55))
+            stored(made, hex_keys(50, str(turn)), pages)  # more than the tier has room for
+            turn += 1
+        assert turn > 1
+        assert made.lookup("a", transfer(keys)) == [1, 2, 3, 4]
+        assert loaded(made, "a", keys, [60, 61, 62, 63])
+        assert made.lookup("b", transfer(other)) == []
 
 
 def test_a_reset_ends_what_is_in_flight_and_forgets_nothing_that_is_stored() -> None:

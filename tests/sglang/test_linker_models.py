@@ -52,6 +52,8 @@ def test_sliding_windows(
     where = {"FDCACHE_SERVER": node.address} if place == "service" else {"FDCACHE_HOST_MEMORY": "16MiB"}
     with running_engine(model, load_format="dummy", **linker_options(**where)) as engine:
         rounds(engine, prompts[:5], computed)
+        if place == "service":
+            assert len(node.ask("clients")) == 2, "each pool is a client"
         # of a prompt that ends inside another one, the window at its end may not have been kept
         shorter = [*prompts[0][: 7 * PAGE], 7]
         first = ask(engine, shorter)
@@ -66,7 +68,7 @@ def test_two_ranks_find_what_both_have(
     node: ServiceProcess,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     with running_engine(model, tp_size=2, **linker_options(FDCACHE_SERVER=node.address)) as engine:
         expected = [ask(engine, prompt) for prompt in prompts[:4]]
         assert [answer.tokens for answer in expected] == [answer.tokens for answer in computed[:4]]
