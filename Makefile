@@ -65,7 +65,7 @@ test-vllm: $(VENV)/.installed-test  ## the connector in vLLM's own engine on the
 	$(BIN)/python -m tests.vllm
 
 # The environment takes 2 GB in the user's cache folder: make it with python -m tests.sglang.setup.
-test-sglang: $(VENV)/.installed-test  ## the storage in SGLang's own engine on the CPU; skipped with a line where SGLang is not set up
+test-sglang: $(VENV)/.installed-test  ## linker and storage in SGLang's own engine on the CPU; skipped with a line where SGLang is not set up
 	$(BIN)/python -m tests.sglang
 
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs, a sixteenth of their seeds
