@@ -77,7 +77,7 @@ class KVLayout:
         draft_block_ratio: blocks of a draft layer's device plane per block of a main layer's.
         groups: the groups of layers with block tables of their own; empty for one that attends to all tokens. A block
             then has the layers of one group, and ``num_layers`` are those of the largest. ``block_size`` is a multiple
-            of the block sizes of all, and a group of states has a block for each page.
+            of the block sizes of all; states are kept at the ends of pages.
 
     Raises:
         LayoutError: a field is out of range; the message names it.
@@ -125,10 +125,10 @@ class KVLayout:
                 raise LayoutError(
                     f"{where}.tokens must be 0 for the reach {group.reach!r}, got {group.tokens}"
                 )
-            if self.block_size % group.block_size or (group.is_state and group.block_size != self.block_size):
+            if self.block_size % group.block_size:
                 raise LayoutError(
                     f"{where}: a page of {self.block_size} tokens must be a multiple of its blocks of "
-                    f"{group.block_size} tokens, and for states equal to them"
+                    f"{group.block_size} tokens"
                 )
         if self.groups == (CacheGroup(self.block_size),):
             raise LayoutError("groups: one group that attends to all tokens; use ()")

@@ -257,9 +257,7 @@ class TierManager(ABC, Generic[RequestT_contra]):
         So it can tell routers of them. Requests with keys alone have no tokens.
         """
         if self._service is not None and self._service.notes.is_wanted:
-            for request in requests:
-                if isinstance(request, Request):
-                    self._service.notes.describe(request.block_hashes, request.tokens, request.note)
+            self._service.notes.describe([each for each in requests if isinstance(each, Request)])
 
     def _close_step(self) -> list[TransferPlan]:
         """Tell a service how this engine does, close the step and return its plans."""

@@ -374,7 +374,7 @@ class Tracked:
     taken. ``peer`` has what is neither on the device nor below it, until that is fetched or declined. ``keys`` are
     those of the records of its pages; everything here counts records, of which a page has some for each group of
     layers. ``end``: in a layout with states, the pages at whose end are those that were found, or that are read from
-    storage; 0 for none.
+    storage; 0 for none. ``ended_by``: the group of layers that ended the last match.
     """
 
     __slots__ = (
@@ -386,6 +386,7 @@ class Tracked:
         "device_blocks",
         "device_pages",
         "end",
+        "ended_by",
         "fetch",
         "found",
         "found_at",
@@ -411,6 +412,7 @@ class Tracked:
         self.asked_at = self.found_at = 0.0
         self.device_blocks = self.device_pages = self.end = 0
         self.deferred_since: float | None = None
+        self.ended_by: int | None = None
         self.fetch = 0
         self.path: DevicePath | None = None
         self.load: EngineLoad | None = None
@@ -459,10 +461,12 @@ class Tracked:
         first = self.device_blocks - self.start
         return self.found.part(first, first + count)
 
-    def count_lookup(self, counters: Counters, block_size: int) -> None:
+    def count_lookup(self, counters: Counters, layout: KVLayout) -> None:
         """Count the request as looked up, once."""
         if not self.is_counted:
             self.is_counted = True
             counters.lookups += 1
             counters.lookup_tokens += self.request.num_tokens
-            counters.device_hit_tokens += self.device_pages * block_size
+            counters.device_hit_tokens += self.device_pages * layout.block_size
+            if self.ended_by is not None:
+                counters.count_end(layout.groups[self.ended_by].reach)

@@ -97,6 +97,7 @@ class Offers:
         host: HostTier,
         counters: Counters,
     ) -> None:
+        self._layout = layout
         self._block_size, self._records = layout.block_size, layout.page_records
         self._has_gaps, self._num_states = layout.has_gaps, layout.num_states
         self._requests = requests
@@ -114,7 +115,7 @@ class Offers:
         if (offered := self._extended(tracked, num_tokens, table)) is None:
             return None
         path, start = offered
-        tracked.count_lookup(self._counters, self._block_size)
+        tracked.count_lookup(self._counters, self._layout)
         self._contents.offered(path, start, tracked.counted_blocks)
         tracked.counted_blocks = max(tracked.counted_blocks, len(path))
         if not start and self._host.service is not None:
@@ -133,7 +134,7 @@ class Offers:
             )
         path = self._states_below(tracked, num_tokens, ids, above)
         if path is not None:
-            tracked.count_lookup(self._counters, self._block_size)
+            tracked.count_lookup(self._counters, self._layout)
             self._contents.offered(path, len(path) - len(ids), 0)
 
     def _extended(

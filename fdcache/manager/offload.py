@@ -234,7 +234,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             ids = self._requests.loadable(tracked, ids)
             wanted = ids[ids != NO_BLOCK]
             if tracked is not None and len(ids):
-                tracked.count_lookup(self._counters, self.layout.block_size)
+                tracked.count_lookup(self._counters, self.layout)
             if tracked is not None and len(wanted):
                 self._give_away(wanted)
                 story.load_planned(request.request_id, self._requests.load(tracked, ids, self._plans.open))

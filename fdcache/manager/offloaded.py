@@ -18,7 +18,7 @@ from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch, load_forms
-from fdcache.manager.states import StatePaths, StoredMask
+from fdcache.manager.states import MatchEnds, StatePaths, StoredMask
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
@@ -59,6 +59,7 @@ class OffloadedRequests:
         self._units = layout.page_records + layout.num_states
         self.has_gaps = layout.has_gaps
         self._states = StatePaths(layout, host, stored) if layout.num_states else None
+        self._ends = MatchEnds(layout, host, stored) if layout.groups else None
         self._host = host
         self._fetches = host.fetches
         self._waits = Waits(choices, clock, host)
@@ -188,7 +189,14 @@ class OffloadedRequests:
         stored = min(self._page_tokens(tracked.from_storage + tracked.coming), tokens)
         if tracked.peer is not None and tracked.from_peer:
             theirs = tracked.peer.num_tokens - device_tokens - tokens
-        return OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens + theirs, stored, theirs)
+        return OffloadMatch(
+            request.request_id,
+            MatchStatus.MATCHED,
+            tokens + theirs,
+            stored,
+            theirs,
+            ended_by=tracked.ended_by,
+        )
 
     def _page_tokens(self, num_records: int) -> int:
         """Return the tokens of this many records of pages."""
@@ -219,9 +227,16 @@ class OffloadedRequests:
         if tracked.lease:
             self.pinned.add(tracked)
         tracked.deferred_since = None
+        if self._ends is not None:
+            tracked.ended_by = self._ended_by(self._ends, tracked, whole)
         ahead = tracked.remaining + tracked.from_peer
         self._choices.matched(tracked.request.request_id, tracked.device_blocks, ahead)
         return True
+
+    def _ended_by(self, ends: MatchEnds, tracked: Tracked, whole: bool) -> int | None:
+        """Return the group of layers that ended the match; None if none did."""
+        pages = tracked.device_pages + self.tokens(tracked, tracked.remaining) // self._block_size
+        return ends.group_after(self._matchable_pages(tracked.request, whole), pages)
 
     def tokens(self, tracked: Tracked, num_records: int) -> int:
         """Return the tokens that the first of the remaining records stand for: with states all of them, or none."""
@@ -402,14 +417,17 @@ class OffloadedRequests:
 
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
         """Return the keys that a match may find; with states the hashes of the pages."""
-        request = tracked.request
-        keys = self.keys(tracked) if self._states is None else request.block_hashes
+        pages = self._matchable_pages(tracked.request, whole)
+        return self.keys(tracked)[: len(pages) * self._records] if self._states is None else pages
+
+    def _matchable_pages(self, request: OffloadRequest, whole: bool) -> HashArray:
+        """Return the hashes of the pages that a match may find."""
         if isinstance(request, KeyedRequest):
-            return keys
+            return request.block_hashes
         most = request.num_tokens - (not whole)
         if request.max_cached_tokens is not None:
             most = min(most, request.max_cached_tokens)
-        return keys[: max(most, 0) // self._block_size * (self._records if self._states is None else 1)]
+        return request.block_hashes[: max(most, 0) // self._block_size]
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:

@@ -24,13 +24,12 @@ from fdcache.metadata import (
     SLOT_HEADER_BYTES,
     CacheLevel,
     HashArray,
-    Int32Array,
     SwapPurpose,
 )
 from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches, FetchTable
-from fdcache.tiers.pool import BlockPool, EventKinds
+from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters, ReadTotals, TierUsage, TrafficMeter
 
 
@@ -133,10 +132,10 @@ class SharedNotes(Protocol):
     def has_device(self) -> bool:
         """True once the service was told of the device's blocks; False again for the next session."""
 
-    def describe(self, hashes: HashArray, tokens: Int32Array, note: PathNote) -> None:
-        """Describe the blocks of one path that are not described yet: those at its end."""
+    def describe(self, requests: Sequence[Any]) -> None:
+        """Describe the blocks of requests, each with a ``note``, that are not described yet."""
 
-    def tell_device(self, kinds: EventKinds, hashes: HashArray) -> None:
+    def tell_device(self, kinds: bytes, hashes: bytes) -> None:
         """Tell which blocks came to and left the device, in order."""
 
 

@@ -30,7 +30,7 @@ def groups_of(draw: st.DrawFn, block_size: int) -> tuple[CacheGroup, ...]:
     found = []
     for reach in draw(st.lists(st.sampled_from(Reach), max_size=4)):
         tokens = draw(st.integers(1, 1 << 40)) if reach in (Reach.LAST, Reach.CHUNK) else 0
-        size = block_size if reach is Reach.STATE else draw(st.sampled_from(sizes))
+        size = draw(st.sampled_from(sizes))
         found.append(CacheGroup(size, reach, tokens))
     return () if found == [CacheGroup(block_size)] else tuple(found)
 

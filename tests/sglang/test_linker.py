@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fdcache.service.client.control import Prefix
 from tests.service_help import ServiceProcess, until
 from tests.sglang.engine import PAGE, Answer, ask, asked_until, flush, linker_options, running_engine
 from tests.sglang.test_engine import WHOLE, aborted, flip, killed
@@ -57,6 +58,18 @@ def test_a_tail_behind_device_pages_is_found_and_later_all_of_the_prompt(
     assert tail.cached.get("host") == 6 * PAGE
     whole = asked_until(engine, longer, lambda a: a.cached.get("host") == 16 * PAGE)
     assert whole.equals(first)
+
+
+def test_a_prompt_is_explained_by_its_tokens(
+    engine: Any, service: ServiceProcess, prompts: list[list[int]]
+) -> None:
+    asked_until(engine, prompts[2], from_host)
+    arguments = Prefix(tokens=prompts[2]).arguments(service.ask)
+    explained = service.ask("explain", **arguments)
+    assert [each["tier"] for each in explained["blocks"]] == ["host"] * 24
+    ask(engine, prompts[2], cache_salt="tenant 3")
+    salted = Prefix(tokens=prompts[2], tenant="tenant 3").arguments(service.ask)
+    until(lambda: service.ask("explain", **salted)["broken_at"] is None, "they are stored")
 
 
 def test_a_prompt_that_was_stored_in_parts_is_found_as_one(engine: Any, prompts: list[list[int]]) -> None:

@@ -26,7 +26,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("qwen3", {"num_hidden_layers": 3}),
     "Gemma 2": (
         "gemma2",
-        {"num_hidden_layers": 4, "sliding_window": 40, "query_pre_attn_scalar": 16},
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 40,
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": True,
+        },
     ),
     "Gemma 3": (
         "gemma3_text",
@@ -35,6 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 40,
             "query_pre_attn_scalar": 16,
             "layer_types": [_SLIDING] * 5 + [_FULL],
+            "tie_word_embeddings": True,
         },
     ),
     "gpt-oss": (

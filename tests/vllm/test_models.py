@@ -37,7 +37,7 @@ def alone(family: tuple[str, Path], prompts: Answers) -> Answers:
 
 
 def room_of(family: str) -> dict[str, Any]:
-    return {"num_gpu_blocks_override": ROOM.get(family, 40)}
+    return {"num_gpu_blocks_override": ROOM.get(family, 40), "max_model_len": 256}
 
 
 @pytest.fixture(scope="module")

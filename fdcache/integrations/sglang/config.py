@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fdcache.errors import ConfigurationError
+from fdcache.hashing import SGLANG
 from fdcache.integrations.sglang.pages import HostPages
 from fdcache.integrations.weights import digest_of
 from fdcache.layout import KVLayout
@@ -321,7 +322,7 @@ def layout_with(
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
     model = weights or str(getattr(server_args, "served_model_name", None) or config.model_name or "model")
-    return KVLayout.of_layers(specs, model=model, revision=digest, block_size=page_size)
+    return KVLayout.of_layers(specs, model=model, revision=SGLANG + digest, block_size=page_size)
 
 
 def _plain(value: Any) -> Any:

@@ -41,6 +41,9 @@ _KV = "kv"
 _FORGET_AFTER = 10.0
 """Seconds after which a look-up that no load followed is forgotten: SGLang does not tell of requests that end."""
 
+_LOOK_AGAIN = 0.005
+"""Seconds after which a look-up that did not find all looks again: others may have come."""
+
 _MOST_ENDS = 4
 """Most lengths that a look-up of a model with windows or states promises, the longest ones."""
 
@@ -211,7 +214,9 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             asked = self._asked[rid] = _Asked(keys, names[0], names[-1], self._kv.look(keys))
             self._look(asked, now)
             self._expire(now)
-        elif len(asked.lengths) < len(names) and now - asked.looked_at >= 0.005:
+        elif not self._is_pinned(asked) or (
+            len(asked.lengths) < len(names) and now - asked.looked_at >= _LOOK_AGAIN
+        ):
             self._look(asked, now)
         asked.asked_at = now
         self._asked.move_to_end(rid)
@@ -220,6 +225,14 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     @staticmethod
     def _is_same(asked: _Asked, names: Sequence[str]) -> bool:
         return len(asked.keys) == len(names) and asked.first == names[0] and asked.last == names[-1]
+
+    def _is_pinned(self, asked: _Asked) -> bool:
+        """Keep what is pinned for a request that asks again; False if some of it is not any more."""
+        return self._kv.found(asked.request) == asked.pages and all(
+            tier.found(request) == len(request.block_hashes)
+            for pinned in asked.others.values()
+            for tier, request in pinned
+        )
 
     def _look(self, asked: _Asked, now: float) -> None:
         is_first = not asked.looked_at

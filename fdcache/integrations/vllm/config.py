@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from math import gcd
@@ -132,7 +133,7 @@ def replicas_of(vllm_config: Any, kv_cache_config: Any) -> int:
     """
     parallel = vllm_config.parallel_config
     ranks = int(parallel.tensor_parallel_size)
-    if ranks == 1 or parallel.distributed_executor_backend not in ("mp", "uni"):
+    if ranks == 1 or getattr(parallel, "distributed_executor_backend", None) != "mp":
         return 1
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()]
     if not all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs):
@@ -152,6 +153,22 @@ def _heads_of_every_layer(vllm_config: Any) -> int | None:
         return None
     heads = counts["num_key_value_heads"]
     return heads if isinstance(heads, int) and heads > 0 else None
+
+
+def kept_by(layout: KVLayout, host_blocks: int) -> str:
+    """Return in words which groups of layers are kept, and how many tokens fit into ``host_blocks`` records of them."""
+    groups = layout.groups or (CacheGroup(layout.block_size),)
+    counts = Counter(
+        f"{group.reach}{f' {group.tokens}' if group.tokens else ''} in blocks of {group.block_size} tokens"
+        for group in groups
+    )
+    kept = ", ".join(f"{count} x {what}" if count > 1 else what for what, count in counts.items())
+    shared = f", once for {layout.replicas} ranks" if layout.replicas > 1 else ""
+    if not host_blocks:
+        return f"kept: {kept}{shared}, in the memory of a service"
+    tokens = host_blocks // max(layout.page_records, layout.num_states, 1) * layout.block_size
+    states = f", less {layout.num_states} blocks for each prompt's states" if layout.num_states else ""
+    return f"kept: {kept}{shared}; host memory has room for {tokens:,} tokens{states}"
 
 
 def model_of(model: Any) -> str:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -454,6 +455,10 @@ class Namespace:
         self.hints.forget(session)
         if self.feed is not None:
             self.feed.forget_device(session)
+
+    def deleting(self, hashes: HashArray) -> AbstractContextManager[None]:
+        """Have what routers are told of these blocks, and of those that are removed meanwhile, forgotten."""
+        return nullcontext() if self.feed is None else self.feed.deleting(hashes)
 
     def pools(self) -> list[BlockPool]:
         """Return its tiers that have slots: host, then local storage."""

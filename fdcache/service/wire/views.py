@@ -380,7 +380,9 @@ class BlockView(msgspec.Struct):
 class ExplainedBlock(msgspec.Struct):
     """A block of a prompt: in tier ``host`` or ``storage``, or None with the reason why it is in neither.
 
-    ``devices``: how many engines have it on their device, as far as they tell a service that tells routers.
+    ``devices``: how many engines have it on their device, as far as they tell a service that tells routers. In a layout
+    with groups of layers a block is a page of all of them: ``group`` is the first that has nothing of it, and
+    ``states`` whether those at its end are there.
     """
 
     position: int
@@ -394,14 +396,22 @@ class ExplainedBlock(msgspec.Struct):
     reason: str | UnsetType = UNSET
     left_at: float | UnsetType | None = UNSET
     devices: int | UnsetType = UNSET
+    group: int | UnsetType = UNSET
+    states: bool | UnsetType = UNSET
 
 
 class ExplainView(msgspec.Struct):
-    """The blocks of a prompt; ``broken_at`` is the first that is missing, None for a full hit."""
+    """The blocks of a prompt; ``broken_at`` is the first that is missing, None for a full hit.
+
+    ``usable`` blocks are of use to a request: with states, up to the last that has them. ``ended_by``: the group of
+    layers that ends them, as "2 of 3: state, blocks of 544 tokens"; None without groups, and for a full hit.
+    """
 
     namespace: str
     blocks: list[ExplainedBlock]
     broken_at: int | None
+    usable: int = 0
+    ended_by: str | None = None
 
 
 class ReuseView(msgspec.Struct):
