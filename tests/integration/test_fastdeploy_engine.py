@@ -362,8 +362,8 @@ class TestLoadsAhead:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"role": "prefill"}, "splitwise_role='prefill'.*--splitwise-role mixed"),
-        ({"role": "decode"}, "splitwise_role='decode'.*--splitwise-role mixed"),
+        ({"role": "prefill"}, "splitwise_role='prefill'.*set FDCACHE_TRANSFER=ipc or rdma"),
+        ({"role": "decode"}, "splitwise_role='decode'.*set FDCACHE_TRANSFER=ipc or rdma"),
         (
             {"backend": "mooncake"},
             "kvcache_storage_backend='mooncake'.*set FDCACHE_STORAGE=mooncake.*leave out",

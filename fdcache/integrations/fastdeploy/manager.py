@@ -262,6 +262,33 @@ class CacheManager:
 
     allocate_gpu_blocks = allocate_device_blocks
 
+    def allocate_anew(
+        self, request: Any, num_blocks: int, extend: Callable[[Request], object]
+    ) -> list[int] | None:
+        """Give up the request's blocks, match it, and return a block table of ``num_blocks``; None without room.
+
+        ``extend`` is called between match and allocation. Without room the next call matches the request again.
+        """
+        with self._lock:
+            known = self._tracked.get(request.request_id)
+            if known is not None and known.has_blocks:
+                del self._tracked[request.request_id]
+                self.core.finish([known.request], preempted=True)
+                request._fdcache_device_only = known.request.device_only
+            tracked = self._begin(request, use_cache=True)
+            self._match(tracked)
+            if not tracked.matched:
+                return None
+            extend(tracked.request)
+            found: list[int] = request._match_result.device_block_ids
+            new = self.allocate_device_blocks(request, num_blocks - len(found))
+            if len(found) + len(new) == num_blocks:
+                return found + new
+            if tracked.matched:
+                self.core.unmatch([tracked.request])
+                tracked.matched = False
+            return None
+
     def request_finish(self, request: Any) -> None:
         """End, abort or preempt a request: its computed blocks stay cached, its pins are released. Idempotent.
 
@@ -338,6 +365,29 @@ class CacheManager:
             computed = min(computed, len(tracked.engine_request.prompt_token_ids))
         self.core.commit([(request, computed)])
         tracked.publish_at = tracked.outputs + self.block_size - computed % self.block_size
+
+    def send_computed(self, request: Any, send: Callable[[Request], object]) -> None:
+        """Commit the blocks that a request has computed and hand it to ``send``, unless a load below them failed."""
+        with self._lock:
+            tracked = self._tracked.get(request.request_id)
+            if tracked is not None and not tracked.load_failed:
+                self._publish(tracked)
+                send(tracked.request)
+
+    def take_first_token(self, request: Any, token: int) -> None:
+        """Take the token that another instance has sampled; unlike later ones it proves nothing of the KV here."""
+        with self._lock:
+            tracked = self._tracked[request.request_id]
+            tracked.request.append_tokens(tokens_of([token]))
+            tracked.outputs += 1
+            tracked.outputs_at_match = tracked.outputs
+            tracked.publish_at = tracked.outputs + 1
+
+    def cached_tokens(self, request: Any) -> int | None:
+        """Return how many tokens of a request were found in the cache; None while its load is in flight."""
+        with self._lock:
+            tracked = self._tracked[request.request_id]
+            return None if tracked.request.is_loading else tracked.request.num_cached_tokens
 
     # --- a step -------------------------------------------------------------------------------------------
 
