@@ -95,7 +95,7 @@ def first_token(server: Server, prompt: Sequence[int], **fields: Any) -> tuple[f
     line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=_PATIENCE)
     start = time.perf_counter()
     line.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    first, tokens = 0.0, []
+    first, tokens = 0.0, list[int]()
     for text in line.getresponse():
         if text.startswith(b"data: {"):
             chosen = json.loads(text[6:]).get("choices") or [{}]

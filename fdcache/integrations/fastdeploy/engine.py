@@ -18,11 +18,11 @@ from fdcache.integrations.fastdeploy.config import (
     load_settings,
     quantisation,
 )
-from fdcache.integrations.fastdeploy.controller import CacheController as Controller
+from fdcache.integrations.fastdeploy.controller import FastDeployController
 from fdcache.integrations.fastdeploy.link import PeerAddress, SchedulerLink, WorkerLink, WorkerLost
-from fdcache.integrations.fastdeploy.manager import CacheManager as Manager
-from fdcache.integrations.fastdeploy.manager import is_preempted
+from fdcache.integrations.fastdeploy.manager import FastDeployManager
 from fdcache.integrations.fastdeploy.prefills import PrefillTimes
+from fdcache.integrations.fastdeploy.request_fields import is_preempted
 from fdcache.integrations.fastdeploy.splitwise import Splitwise, has_role
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
@@ -80,7 +80,7 @@ def marked_plan(metadata: Any) -> tuple[int, int]:
     )
 
 
-class CacheManager(Manager):
+class LinkedManager(FastDeployManager):
     """FastDeploy's cache manager, connected to its workers.
 
     A request whose load failed is preempted: it publishes nothing more, ``take_failed`` returns it once, and
@@ -356,7 +356,7 @@ class CacheManager(Manager):
             self._scans.clear()
 
 
-class CacheController(Controller):
+class LinkedController(FastDeployController):
     """FastDeploy's cache controller, connected to its scheduler, whose layout it adopts."""
 
     def __init__(self, config: Any, local_rank: int, device_id: int, **parts: Any) -> None:

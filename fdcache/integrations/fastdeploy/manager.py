@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import Any, Never, overload
@@ -12,7 +12,6 @@ from typing import Any, Never, overload
 import numpy as np
 
 from fdcache.errors import RequestStateError, UnsupportedCallError
-from fdcache.hashing import MultimodalItem
 from fdcache.hints import HintOutcome, read_hints
 from fdcache.integrations.fastdeploy.config import (
     device_blocks,
@@ -21,44 +20,22 @@ from fdcache.integrations.fastdeploy.config import (
     load_settings,
     warn_of_old_manager,
 )
+from fdcache.integrations.fastdeploy.request_fields import (
+    MatchedPrefix,
+    images_of,
+    is_preempted,
+    reuse_before_images,
+    tokens_of,
+)
 from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.layout import KVLayout
-from fdcache.manager.cache_manager import CacheManager as Manager
+from fdcache.manager.cache_manager import CacheManager
 from fdcache.manager.requests import Request
 from fdcache.manager.results import AllocationFailure, LoadOutcome, MatchResult, MatchStatus
-from fdcache.metadata import BlockNode, CacheLevel, TransferPlan, TransferReport
+from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.host import HostCache
-
-
-@dataclass(frozen=True, slots=True)
-class MatchedPrefix:
-    """Result of ``match_prefix``, stored in ``request._match_result``: device blocks first, then host, then storage.
-
-    With ``deferred`` the blocks are still being read from storage; match the request again in a later step.
-    """
-
-    device_nodes: list[BlockNode] = field(default_factory=list)
-    matched_host_nums: int = 0
-    matched_storage_nums: int = 0
-    uncached_block_ids: list[int] = field(default_factory=list)
-    deferred: bool = False
-
-    @property
-    def device_block_ids(self) -> list[int]:
-        """Device blocks that the request can use at once, in path order."""
-        return [node.block_id for node in self.device_nodes]
-
-    @property
-    def matched_device_nums(self) -> int:
-        """Number of blocks found on the device."""
-        return len(self.device_nodes)
-
-    @property
-    def total_matched_blocks(self) -> int:
-        """Number of blocks found in all tiers."""
-        return self.matched_device_nums + self.matched_host_nums + self.matched_storage_nums
 
 
 @dataclass(slots=True, eq=False)
@@ -86,13 +63,13 @@ class TrackedRequest:
     refused_hints: Sequence[HintOutcome] = ()
 
 
-class CacheManager:
+class FastDeployManager:
     """Cache manager with the interface of FastDeploy's; ``core`` is fdcache's own manager.
 
         manager.match_prefix(request)                       # result in request._match_result
         blocks = manager.allocate_device_blocks(request, n)
         plans = manager.issue_pending_backup_to_batch_request()  # to the workers with the batch
-        outcomes = manager.apply(reports)                   # from CacheController.poll of every worker
+        outcomes = manager.apply(reports)                   # from FastDeployController.poll of every worker
 
     FastDeploy's scheduler does not call ``apply``; without it nothing is reused from the host. The caller must also
     act on the loads that failed. docs/migration.md compares every member. Parameters that are not given come from the
@@ -115,7 +92,7 @@ class CacheManager:
         self.config = config
         self._settings = load_settings(config, layout, cache=settings, storage=storage)
         self._has_own_settings = settings is not None
-        self.core = Manager.from_settings(
+        self.core = CacheManager.from_settings(
             layout,
             self._settings,
             device_bytes=partial(device_bytes, layout.tp_size),
@@ -265,10 +242,7 @@ class CacheManager:
     def allocate_anew(
         self, request: Any, num_blocks: int, extend: Callable[[Request], object]
     ) -> list[int] | None:
-        """Give up the request's blocks, match it, and return a block table of ``num_blocks``; None without room.
-
-        ``extend`` is called between match and allocation. Without room the next call matches the request again.
-        """
+        """Give up the request's blocks, match it, ``extend`` it, and return a table of new ones; None without room."""
         with self._lock:
             known = self._tracked.get(request.request_id)
             if known is not None and known.has_blocks:
@@ -379,8 +353,7 @@ class CacheManager:
         with self._lock:
             tracked = self._tracked[request.request_id]
             tracked.request.append_tokens(tokens_of([token]))
-            tracked.outputs += 1
-            tracked.outputs_at_match = tracked.outputs
+            tracked.outputs = tracked.outputs_at_match = tracked.outputs + 1
             tracked.publish_at = tracked.outputs + 1
 
     def cached_tokens(self, request: Any) -> int | None:
@@ -394,7 +367,7 @@ class CacheManager:
     def issue_pending_backup_to_batch_request(self) -> list[TransferPlan]:
         """Close the step and return its plans for every rank: evictions, loads and backups; [] if there are none.
 
-        Pass them with the batch to ``CacheController.submit_swap_tasks``.
+        Pass them with the batch to ``FastDeployController.submit_swap_tasks``.
         """
         return self.core.take_plans()
 
@@ -509,7 +482,7 @@ class CacheManager:
 class FreeBlocks(Sequence[int]):
     """Live sequence of the free device blocks. Its length is cheap; reading ids visits every block."""
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: CacheManager) -> None:
         self._manager = manager
 
     def __len__(self) -> int:
@@ -524,31 +497,3 @@ class FreeBlocks(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._manager.free_device_blocks())
-
-
-def is_preempted(request: Any) -> bool:
-    """Return True if FastDeploy has preempted the request, judged by the name of its status."""
-    return getattr(getattr(request, "status", None), "name", None) == "PREEMPTED"
-
-
-def tokens_of(tokens: Sequence[int] | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return token ids as an array; empty for None."""
-    return np.asarray([] if tokens is None else tokens, np.int64)
-
-
-def reuse_before_images(images: Sequence[MultimodalItem], matched: int, block_size: int) -> int:
-    """Round ``matched`` tokens down to whole blocks before an image, if the match ends inside one."""
-    for image in reversed(images):
-        if image.offset < matched < image.offset + image.length:
-            matched = image.offset // block_size * block_size
-    return matched
-
-
-def images_of(request: Any) -> tuple[MultimodalItem, ...]:
-    """Return the items of ``multimodal_inputs``: ``mm_positions`` (offset, length) with ``mm_hashes``, in order."""
-    inputs = getattr(request, "multimodal_inputs", None) or {}
-    positions, hashes = inputs.get("mm_positions") or [], inputs.get("mm_hashes") or []
-    return tuple(
-        MultimodalItem(int(position.offset), int(position.length), name)
-        for position, name in zip(positions, hashes, strict=True)
-    )

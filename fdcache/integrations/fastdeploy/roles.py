@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from fdcache.integrations.fastdeploy import engine
+from fdcache.integrations.fastdeploy.engine import LinkedManager
 from fdcache.integrations.fastdeploy.splitwise import Splitwise
 
 
@@ -31,7 +31,7 @@ def adapt_roles(scheduler: type, tokens: type, connector: type) -> None:
 
 def _splitwise(scheduler: Any) -> Splitwise | None:
     manager = scheduler.cache_manager
-    return manager.splitwise if isinstance(manager, engine.CacheManager) else None
+    return manager.splitwise if isinstance(manager, LinkedManager) else None
 
 
 def add_arrivals(scheduler: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.integrations.fastdeploy.config import MIXED, role_of
-from fdcache.integrations.fastdeploy.manager import CacheManager
+from fdcache.integrations.fastdeploy.manager import FastDeployManager
 from fdcache.manager.requests import PeerSource, Request
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.settings import Settings
@@ -49,7 +49,7 @@ class Splitwise:
     """The hand-overs of one scheduler. ``lock``: the one of its manager."""
 
     def __init__(
-        self, manager: CacheManager, handovers: Handovers, lock: AbstractContextManager[object]
+        self, manager: FastDeployManager, handovers: Handovers, lock: AbstractContextManager[object]
     ) -> None:
         self.addresses: dict[int, str] = {}
         """Addresses at which peers reach the ranks."""
@@ -63,7 +63,7 @@ class Splitwise:
 
     @classmethod
     def of(
-        cls, manager: CacheManager, config: Any, settings: Settings, lock: AbstractContextManager[object]
+        cls, manager: FastDeployManager, config: Any, settings: Settings, lock: AbstractContextManager[object]
     ) -> Splitwise | None:
         """Return those of a manager, None without FDCACHE_TRANSFER.
 
