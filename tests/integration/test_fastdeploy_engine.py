@@ -383,3 +383,11 @@ def test_options_that_would_have_no_effect_are_refused_by_name_in_scheduler_and_
         LinkedManager(config)
     with pytest.raises(ConfigurationError, match=named):
         LinkedController(config, 0, 0)
+
+
+def test_a_transfer_without_a_role_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FDCACHE_TRANSFER", "ipc")
+    config = fd_config()
+    config.parallel_config.local_engine_worker_queue_port = 1
+    with pytest.raises(ConfigurationError, match="FDCACHE_TRANSFER=ipc.*--splitwise-role prefill or decode"):
+        LinkedManager(config)
