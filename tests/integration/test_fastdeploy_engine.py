@@ -389,5 +389,5 @@ def test_a_transfer_without_a_role_is_refused_by_name(monkeypatch: pytest.Monkey
     monkeypatch.setenv("FDCACHE_TRANSFER", "ipc")
     config = fd_config()
     config.parallel_config.local_engine_worker_queue_port = 1
-    with pytest.raises(ConfigurationError, match="FDCACHE_TRANSFER=ipc.*--splitwise-role prefill or decode"):
+    with pytest.raises(ConfigurationError, match=r"FDCACHE_TRANSFER=ipc.*--splitwise-role prefill or decode"):
         LinkedManager(config)
