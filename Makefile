@@ -10,7 +10,7 @@ WORKERS ?= 3
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test again quick test-chart test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint lint-workflows format stubs size bench bench-peers dist dist-test wheel-test site clean
+.PHONY: demo demo-paddle gpu-extra test again quick test-chart test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint lint-workflows format stubs size journeys bench bench-peers dist dist-test wheel-test site clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -155,6 +155,9 @@ stubs: $(VENV)/.installed-dev  ## fdcache/_core.pyi and fdcache/replay/_pattern.
 
 size:  ## lines and code of every room
 	$(PYTHON) tools/size.py
+
+journeys: $(VENV)/.installed-test  ## the modules that five requests enter, as docs/architecture.md walks them
+	$(BIN)/python -m tools.journeys
 
 bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, with the machine they ran on
 	$(BIN)/python -m benchmarks.steps all

@@ -2869,6 +2869,8 @@ class CudaSwap:
     @property
     def started(self) -> bool: ...
     @property
+    def is_certain(self) -> bool: ...
+    @property
     def done(self) -> CudaEvent: ...
     def finish(self) -> tuple[bytes, bytes, int, float, str]:
         """
@@ -2894,6 +2896,10 @@ class LaunchedPlan:
         """
         Return the event after which the plan reads the device no more, or None if it does not now.
         """
+
+    @property
+    def is_certain(self) -> bool:
+        """True once the load can only fail with the device."""
 
     def wait(self, timeout: float | None) -> bool:
         """

@@ -36,7 +36,7 @@ def show_service(server: str, choice: Choice, *, json: bool) -> None:
     with connect(server) as client:
         service = ask_service(client)
     chosen = choose(service.settings, choice)
-    _print(Report(service.settings), chosen, _record(service), detailed=bool(choice.names), json=json)
+    _print(SettingsReport(service.settings), chosen, _record(service), detailed=bool(choice.names), json=json)
 
 
 def show_environment(choice: Choice, *, json: bool, show_secrets: bool) -> None:
@@ -46,7 +46,7 @@ def show_environment(choice: Choice, *, json: bool, show_secrets: bool) -> None:
     chosen = choose(settings, choice)
     running = find_service(found.settings)
     overrides = running.overrides(settings) if running else {}
-    report = Report(
+    report = SettingsReport(
         reveal(settings, found.settings) if show_secrets else settings, _override_notes(running, overrides)
     )
     record = None
@@ -98,7 +98,12 @@ def _override(name: str, state: EffectiveValue) -> dict[str, Any]:
 
 
 def _print(
-    report: Report, chosen: Sequence[Variable], service: dict[str, Any] | None, *, detailed: bool, json: bool
+    report: SettingsReport,
+    chosen: Sequence[Variable],
+    service: dict[str, Any] | None,
+    *,
+    detailed: bool,
+    json: bool,
 ) -> None:
     if json:
         output.print_json({"settings": [report.record(each) for each in chosen], "service": service})
@@ -106,7 +111,7 @@ def _print(
         for variable in chosen:
             output.print_line("\n".join(report.details(variable)) + "\n")
     else:
-        output.print_table(Report.HEADER, [report.row(each) for each in chosen])
+        output.print_table(SettingsReport.HEADER, [report.row(each) for each in chosen])
 
 
 def choose(settings: Mapping[str, EffectiveValue], choice: Choice) -> list[Variable]:
@@ -151,7 +156,7 @@ def _clear(value: Any) -> str:
     return ",".join(key.get_secret_value() for key in keys)
 
 
-class Report:
+class SettingsReport:
     """Settings as table rows, JSON records and details; ``notes`` adds labelled lines to the details of a name."""
 
     HEADER: ClassVar = ("NAME", "VALUE", "SOURCE", "DEFAULT", "CHANGED")

@@ -33,7 +33,7 @@ _SMALL_PLANE = 8 * KIB
 Tell = Callable[[str], None]
 
 
-class Direction(Enum):
+class CopyDirection(Enum):
     """Direction of a copy; the values are those of ``Measurement.direction``."""
 
     TO_HOST = "device to host"
@@ -73,7 +73,7 @@ class LinkProbe:
         """Measure every method and return the calibration that follows."""
         cuda = self._cupy.cuda
         try:
-            link = {direction: self._link(direction) for direction in Direction}
+            link = {direction: self._link(direction) for direction in CopyDirection}
             found = [*self._direct(), *self._staged(), *self._kernel()]
         except (cuda.memory.OutOfMemoryError, cuda.runtime.CUDARuntimeError, _core.CudaError) as error:
             raise DeviceError(
@@ -83,8 +83,8 @@ class LinkProbe:
         return choose_calibration(
             self._gpu,
             found,
-            link_to_device=link[Direction.TO_DEVICE],
-            link_to_host=link[Direction.TO_HOST],
+            link_to_device=link[CopyDirection.TO_DEVICE],
+            link_to_host=link[CopyDirection.TO_HOST],
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
@@ -93,16 +93,16 @@ class LinkProbe:
         plain = Calibration(to_device=Thresholds(0, 0), to_host=Thresholds(0, 0), kernel_ctas=ctas)
         return CudaDevice(self._gpu.uuid, settings=settings, calibration=plain)
 
-    def _link(self, direction: Direction) -> float:
+    def _link(self, direction: CopyDirection) -> float:
         """Return the GB/s of large pinned copies."""
         self._tell(f"link, {direction.value}")
         cupy = self._cupy
-        kinds = {Direction.TO_DEVICE: 1, Direction.TO_HOST: 2}
+        kinds = {CopyDirection.TO_DEVICE: 1, CopyDirection.TO_HOST: 2}
         with cupy.cuda.Device(self._gpu.ordinal):
             device = cupy.zeros(POOL_BYTES, cupy.uint8)
             stream = cupy.cuda.Stream(non_blocking=True)
             ends = (device.data.ptr, self._memory.address)
-            target, source = ends if direction is Direction.TO_DEVICE else ends[::-1]
+            target, source = ends if direction is CopyDirection.TO_DEVICE else ends[::-1]
             cupy.cuda.runtime.deviceSynchronize()
             seconds = []
             for _ in range(4):
@@ -146,13 +146,13 @@ class LinkProbe:
     ) -> Iterator[Measurement]:
         bench = _Bench(device, plane_bytes, self._pinned, self._memory)
         step = max(piece_bytes // plane_bytes, 1) if method == "staged" else _PLANES
-        for direction in (Direction.TO_HOST, Direction.TO_DEVICE):
+        for direction in (CopyDirection.TO_HOST, CopyDirection.TO_DEVICE):
             rates = [bench.run(direction, step, self._random) for _ in range(3)]
             slowdown = self._slowdown(bench, direction, step) if beside else None
             yield Measurement(direction.value, method, piece_bytes, ctas, statistics.median(rates), slowdown)
         bench.close()
 
-    def _slowdown(self, bench: _Bench, direction: Direction, step: int) -> float | None:
+    def _slowdown(self, bench: _Bench, direction: CopyDirection, step: int) -> float | None:
         """Return the slowdown of matrix products by concurrent copies, as a fraction; None without cuBLAS."""
         cupy = self._cupy
         with cupy.cuda.Device(self._gpu.ordinal):
@@ -235,13 +235,13 @@ class _Bench:
         self._arena = _Arena(self._blocks, layout.fingerprint, table, (pinned,))
         self._stream = device.create_stream()
         every = np.arange(self._blocks, dtype=np.int32)
-        self._finish(self._enqueue(Direction.TO_HOST, _PLANES, every, every))
+        self._finish(self._enqueue(CopyDirection.TO_HOST, _PLANES, every, every))
 
-    def run(self, direction: Direction, step: int, random: np.random.Generator) -> float:
+    def run(self, direction: CopyDirection, step: int, random: np.random.Generator) -> float:
         """Return the GB/s of one batch of scattered blocks, in ranges of ``step`` planes."""
         return self._batch * self._payload / self._finish(self.start(direction, step, random)) / 1e9
 
-    def start(self, direction: Direction, step: int, random: np.random.Generator) -> Any:
+    def start(self, direction: CopyDirection, step: int, random: np.random.Generator) -> Any:
         device, host = (random.permutation(self._blocks)[: self._batch].astype(np.int32) for _ in range(2))
         return self._enqueue(direction, step, device, host)
 
@@ -249,10 +249,10 @@ class _Bench:
         """Wait for the copies and release the ring."""
         self._stream.close()
 
-    def _enqueue(self, direction: Direction, step: int, device: Any, host: Any) -> Any:
+    def _enqueue(self, direction: CopyDirection, step: int, device: Any, host: Any) -> Any:
         count = len(device)
         nothing = np.zeros((count, 32), np.uint8)
-        to_host = direction is Direction.TO_HOST
+        to_host = direction is CopyDirection.TO_HOST
         generations = np.ones(count, np.uint32)
         swap = CacheSwapMetadata(
             purpose=SwapPurpose.EVICT if to_host else SwapPurpose.LOAD,

@@ -38,7 +38,7 @@ def open_store(place: str, settings: Settings) -> ObjectBackend:
 
 
 @dataclass(slots=True)
-class Namespace:
+class StoredNamespace:
     """The objects of one layout; ``layout`` is None where that is not stored."""
 
     fingerprint: str
@@ -78,7 +78,7 @@ def read_store(
     """Return the figures of a store. ``verify``: read and check every record. Raises ``StorageError``."""
     try:
         stored = list(backend.stored(f"{ROOT}/"))
-        namespaces: dict[str, Namespace] = {}
+        namespaces: dict[str, StoredNamespace] = {}
         for number, each in enumerate(stored):
             parts = each.name.split("/")
             if len(parts) != 6 or parts[1] != "1":
@@ -109,12 +109,12 @@ def read_store(
     }
 
 
-def _namespace(backend: ObjectBackend, fingerprint: str) -> Namespace:
+def _namespace(backend: ObjectBackend, fingerprint: str) -> StoredNamespace:
     try:
         text = bytes(backend.read(f"{ROOT}/1/{fingerprint}/{LAYOUT}", 0, _MOST_LAYOUT))
-        return Namespace(fingerprint, KVLayout.from_json(text))
+        return StoredNamespace(fingerprint, KVLayout.from_json(text))
     except (ObjectMissingError, LayoutError):
-        return Namespace(fingerprint, None)
+        return StoredNamespace(fingerprint, None)
 
 
 def _num_corrupt(backend: ObjectBackend, name: str, size: int, layout: KVLayout) -> int:

@@ -1,4 +1,4 @@
-"""Virtual environments with an engine's published wheel and torch for CPUs, outside the repository."""
+"""Virtual environments with published packages of engines and routers, outside the repository."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ PACKAGES = "TEST_PACKAGES"
 
 @dataclass(frozen=True)
 class Environments:
-    """One environment for each version of an engine: a file of exact versions in ``folder``, all below ``name``."""
+    """One environment for each version of an engine, or each router: a file of exact versions in ``folder``.
+
+    All are below ``name`` in the user's cache folder.
+    """
 
     name: str
     folder: Path
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """The versions of the engine, the oldest first."""
+        """Names of the environments: versions of an engine, the oldest first."""
         return tuple(sorted(path.stem for path in self.folder.glob("*.txt")))
 
     def default_home(self) -> Path:

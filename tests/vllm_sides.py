@@ -56,10 +56,11 @@ class Engine:
         self.manager = OffloadManager.from_settings(layout, self.events.enable(settings), loads_ahead=True)
         self.side = SchedulerSide(self.manager, self.events)
         self.worker = WorkerSide(settings, layout, 0)
+        page = layout.payload_bytes // layout.total_layers
         self.pages = {
-            name: torch.zeros(BLOCKS, PAGE, dtype=torch.uint8, device=device) for name in ("0", "1")
+            name: torch.zeros(BLOCKS, page, dtype=torch.uint8, device=device) for name in ("0", "1")
         }
-        self.worker.register(list(self.pages.values()))
+        self.worker.register(list(self.pages.values()), {"0": 0, "1": 1})
         self.steps: list[StepMetadata] = []
 
     def close(self) -> None:
@@ -87,6 +88,7 @@ class Engine:
                 for pages in self.pages.values():
                     pages[block] = fill
         arrived = self.worker.poll()
+        self.side.received(arrived)
         self.side.reported(WorkerReports(self.worker.take_reports()).reports)
         return arrived
 

@@ -302,6 +302,7 @@ void bind_swap_batch(nb::module_ &module) {
             "host"_a, "device"_a,
             "Set the addresses of the block table in pinned host memory and on the GPU.")
         .def_prop_ro("started", [](const BoundSwap &self) { return self.swap->started(); })
+        .def_prop_ro("is_certain", [](const BoundSwap &self) { return self.swap->is_certain(); })
         .def_prop_ro("done", [](const BoundSwap &self) { return self.swap->done(); })
         .def(
             "finish",

@@ -109,6 +109,14 @@ class LaunchedPlan {
         return nullptr;
     }
 
+    bool is_certain() const {
+        const auto is_load = [](const Transfer &each) { return !each.reads_device; };
+        return std::ranges::any_of(transfers_, is_load) &&
+               std::ranges::all_of(transfers_, [&](const Transfer &each) {
+                   return !is_load(each) || each.swap->is_certain();
+               });
+    }
+
     bool wait(std::optional<double> timeout) const {
         using Seconds = std::chrono::duration<double>;
         const auto start = std::chrono::steady_clock::now();
@@ -425,6 +433,8 @@ void bind_launches(nb::module_ &module) {
              "Return an event that comes before the end of the plan, or None if it has ended.")
         .def("pending_read", &LaunchedPlan::pending_read,
              "Return the event after which the plan reads the device no more, or None if it does not now.")
+        .def_prop_ro("is_certain", &LaunchedPlan::is_certain,
+                     "True once the load can only fail with the device.")
         .def("wait", &LaunchedPlan::wait, "timeout"_a.none(),
              "Wait up to ``timeout`` seconds, None without limit; return True if the plan has ended.")
         .def(

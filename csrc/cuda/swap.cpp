@@ -150,6 +150,9 @@ void Swap::end(StepRunner &runner, Lane &lane) {
     }
     ended_ = true;
     done_->record(lane.main());
+    const bool all_there =
+        std::ranges::all_of(faults_, [](BlockFault fault) { return fault == BlockFault::kNone; });
+    certain_.store(all_there && !verify_, std::memory_order_release);
 }
 
 void Swap::fail(Lane &lane, const std::string &reason) {

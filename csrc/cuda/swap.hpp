@@ -80,6 +80,8 @@ class Swap {
     // Ends the batch before it starts: copies nothing, and `finish` reports the reason.
     void refuse(StreamHandle main, const std::string &reason);
     bool started() const { return promised_; }
+    // True once all of the batch is enqueued, its records were what the plan names, and no checksum is compared.
+    bool is_certain() const { return certain_.load(std::memory_order_acquire); }
     const std::vector<Plane> &planes() const { return *planes_->planes; }
     const std::shared_ptr<Event> &done() const { return done_; }
 
@@ -130,6 +132,7 @@ class Swap {
     std::shared_ptr<Event> begun_;
     std::shared_ptr<Event> done_;
     std::atomic<bool> promised_{false};
+    std::atomic<bool> certain_{false};
     bool ended_ = false;
     bool finished_ = false;
     bool in_traffic_ = true;

@@ -273,7 +273,8 @@ class CacheController:
         Call it for every layer of a step, in order; ``computed`` counts from the first block of the request. Transfers
         that were not planned or have ended are ignored.
         """
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         transfer = self._parts.transfer
         if transfer is not None:
             transfer.layer_computed(layer, computed, compute_stream)
@@ -312,7 +313,8 @@ class CacheController:
             raise PlanError(
                 f"plan must be a TransferPlan of CacheManager.take_plans, got {type(plan).__name__}"
             )
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         layers: LayerEvents = self._plans.submit(plan, compute_stream)
         if plan.is_ahead:
             layers = LaunchedLayers([None] * self._num_layers)
@@ -331,7 +333,8 @@ class CacheController:
         Nothing waits for the plans in ``plan.after`` then: their copies have to end before a step computes.
         Raises ``PlanError`` for a plan that is in flight already.
         """
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         self._plans.refuse(plan, reason)
 
     def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
@@ -339,13 +342,15 @@ class CacheController:
 
         ``cancel`` cancels the transfers that have not begun; the report then names all their positions as failed.
         """
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         with self._lock:
             return self._plans.in_flight.handler(plan_id)
 
     def poll(self) -> list[TransferReport]:
         """Return the reports of the plans that ended since the last call, in the order of submission."""
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         return self._plans.take_reports()
 
     def wait_reports(self, timeout: float | None = None) -> list[TransferReport]:
@@ -353,7 +358,8 @@ class CacheController:
 
         Return an empty list after the timeout, and at once if no plan is in flight.
         """
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         return self._plans.wait_reports(timeout)
 
     def sleep(self) -> None:
@@ -390,7 +396,8 @@ class CacheController:
         Raises ``TransferTimeoutError`` if copies do not end within ``timeout`` seconds, by default ``drain_timeout``;
         nothing is freed then, and the call may be repeated.
         """
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         if self._parts.is_shut_down:
             return
         self._close_transfer()
@@ -432,5 +439,6 @@ class CacheController:
         return self._loaded
 
     def _check_usable(self) -> None:
-        self._guard.check()
+        if not self._guard.is_own:
+            self._guard.refuse()
         self._parts.check_usable()

@@ -19,9 +19,11 @@ from fdcache.devices.base import (
     ArenaRecords,
     Device,
     DevicePlanes,
+    Fault,
     PlannedCopy,
+    check_swap,
+    make_result,
 )
-from fdcache.devices.copies import Fault, check_swap, make_result
 from fdcache.errors import DeviceLostError, FdcacheError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheSwapMetadata, TransferResult
@@ -126,6 +128,12 @@ class Transfer:
         """True if copying has begun."""
         batch = self._batch
         return batch is not None and batch[0].copy.started
+
+    @property
+    def is_certain(self) -> bool:
+        """True once the transfer can only fail with the device."""
+        batch = self._batch
+        return batch is not None and batch[0].copy.is_certain
 
     def cancel(self) -> bool:
         """Cancel a transfer that waits, or that is a batch by itself and has not begun; return True if it did."""

@@ -17,8 +17,8 @@ from fdcache.devices.base import (
     DevicePlanes,
     LaunchWays,
     Stream,
+    check_arrays,
 )
-from fdcache.devices.copies import check_arrays
 from fdcache.errors import PlanError, StreamError
 from fdcache.layout import KVLayout
 from fdcache.metadata import (

@@ -21,8 +21,9 @@ from fdcache.devices.base import (
     PlannedCopy,
     Stream,
     TensorView,
+    make_result,
+    refuse_swap,
 )
-from fdcache.devices.copies import make_result, refuse_swap
 from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exported
 from fdcache.errors import TensorError
 from fdcache.layout_planes import Plane
@@ -93,6 +94,11 @@ class CpuBlockCopy:
     def started(self) -> bool:
         """True once a block is being copied."""
         return self._core.started
+
+    @property
+    def is_certain(self) -> bool:
+        """False: the CPU looks at records when it copies them."""
+        return False
 
     def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
         """Copy a range of planes on the stream."""

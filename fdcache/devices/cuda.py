@@ -9,17 +9,20 @@ from weakref import WeakKeyDictionary
 
 from fdcache import _core
 from fdcache.devices.base import (
+    NO_POSITIONS,
     ArenaRecords,
     DevicePlanes,
     LaunchWays,
+    Outcome,
     PinnedMemory,
     PlaneBinding,
     PlannedCopy,
     Stream,
     TensorView,
+    make_result,
+    refuse_swap,
 )
 from fdcache.devices.calibration import make_policy, min_group_bytes
-from fdcache.devices.copies import NO_POSITIONS, Outcome, make_result, refuse_swap
 from fdcache.devices.cuda_memory import BlockTable, CudaMemory
 from fdcache.devices.cuda_peers import CudaPeerAccess
 from fdcache.devices.cuda_planes import CudaPlanes
@@ -238,6 +241,11 @@ class CudaBlockCopy:
     def started(self) -> bool:
         """True once the batch is enqueued."""
         return self._core.started
+
+    @property
+    def is_certain(self) -> bool:
+        """True once the batch can only fail with the GPU."""
+        return self._core.is_certain
 
     def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
         """Copy a range of planes on the stream."""

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
-from fdcache import tracing
 from fdcache._core import DeviceContents, Loads
 from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.cost import Priors
+from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.opening import calibrated_priors, lookup_for, settings_for
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome
 from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
 from fdcache.service.wire.views import TreeNode
-from fdcache.settings import Settings, logs
+from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
-from fdcache.settings.checks import log_misspelt, require_host_tier
-from fdcache.storage.connector import ConnectorContext, StorageConnector
-from fdcache.storage.factory import open_lookup
+from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.hint_book import RequestHints
 from fdcache.tiers.host import HostCache, HostTier
@@ -66,53 +63,107 @@ class KnownRequests(Protocol[RequestT_contra]):
 class TierManager(ABC, Generic[RequestT_contra]):
     """Base of ``CacheManager`` and ``OffloadManager``: all that does not depend on who owns the device cache.
 
-    A subclass makes its ``_requests`` and ``_choices``, then calls ``_begin``. ``contents``: what the engine tells of
-    its own device cache, None for a device tier of the manager.
+    ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
+    ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
+    ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``clock``
+    returns seconds; ``reuse_clock``, by default ``clock``, those by which tiers learn of reuse and choose what to
+    evict, as the time of a replayed workload. ``priors``: speeds as calibrated; see ``observe_prefill``.
+
+    Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
 
+    loads_ahead_by_default: ClassVar[bool]
+
     _requests: KnownRequests[RequestT_contra]
-    _choices: LoadChoices
     _host: HostTier | None
 
     def __init__(
         self,
         settings: CacheSettings,
         layout: KVLayout,
-        storage: StorageTierSettings | None,
-        lookup: StorageConnector | None,
-        clock: Callable[[], float],
-        reuse_clock: Callable[[], float] | None,
-        contents: DeviceContents | None = None,
+        *,
+        storage: StorageTierSettings | None = None,
+        lookup: StorageConnector | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        reuse_clock: Callable[[], float] | None = None,
+        priors: Priors = NO_PRIORS,
+        loads_ahead: Callable[[], bool] | bool | None = None,
     ) -> None:
+        self._check(settings, layout)
         self.settings = settings
         self.layout = layout
         self._storage_lookup = lookup
         self._lock = RLock()
-        self._counters = Counters()
+        self._counters = counters = Counters()
         self._clock = clock
         self._hint_clock = reuse_clock or clock
         self._reuse_clock = None if self._hint_clock is time.monotonic else self._hint_clock
         self._must_look = True  # something may follow from what is not in the open plans
         storage = storage or StorageTierSettings()
-        self._tiers = make_tiers(settings, layout, storage, lookup, self._counters, clock, contents)
-
-    def _make_choices(self, priors: Priors, *, streams: bool) -> LoadChoices:
-        mode = self.settings.load_or_recompute
-        return LoadChoices(mode, self.layout, self._clock, self._blocks_being_loaded, priors, streams=streams)
-
-    def _begin(self, loads: Loads) -> None:
-        """Make what every manager has beside its tiers and requests."""
-        layout, tiers = self.layout, self._tiers
+        self._contents = self._make_contents()
+        tiers = self._tiers = make_tiers(settings, layout, storage, lookup, counters, clock, self._contents)
         self._host, self._service = tiers.host, tiers.service
-        self._plans = Plans(layout, self.settings.plan_timeout, tiers, loads, self._counters, self._clock)
-        self._hints = RequestHints(
-            list(tiers.own_pools.values()),
-            tiers.service.hints if tiers.service is not None else None,
-            layout,
-            self._hint_clock,
-        )
+        ahead = self.loads_ahead_by_default if loads_ahead is None else loads_ahead
+        streams = bool(ahead) and tiers.fetches is not None and tiers.copies is not None
+        mode = settings.load_or_recompute
+        self._choices = LoadChoices(mode, layout, clock, self._blocks_being_loaded, priors, streams=streams)
+        loads = self._make_requests(ahead)
+        self._plans = Plans(layout, settings.plan_timeout, tiers, loads, counters, clock)
+        hints = tiers.service.hints if tiers.service is not None else None
+        self._hints = RequestHints(list(tiers.own_pools.values()), hints, layout, self._hint_clock)
         self._reuse = RecentReuse(tiers.reuse)
         self._set_time()
+
+    @classmethod
+    def from_settings(
+        cls,
+        layout: KVLayout,
+        settings: Settings | None = None,
+        *,
+        device_bytes: int | Callable[[], int] | None = None,
+        lookup: StorageConnector | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        loads_ahead: Callable[[], bool] | bool | None = None,
+    ) -> Self:
+        """Make a manager from settings, by default those of the environment.
+
+        ``settings``: ``Settings.load()``, or ``Settings.load(arguments=...)`` with values above the environment.
+        ``device_bytes``: memory of one rank's device, used only if ``FDCACHE_DEVICE_MEMORY`` is a share. ``lookup``:
+        replaces the connector of the settings.
+
+        Raises ``SettingsError`` for settings that are wrong or do not fit the layout, ``StorageError`` if the
+        connector cannot be opened.
+        """
+        settings = settings_for(layout, settings)
+        with lookup_for(layout, settings, lookup) as store:
+            return cls(
+                cls._cache_settings(settings, layout, device_bytes),
+                layout,
+                storage=settings.storage_tier,
+                lookup=store,
+                clock=clock,
+                priors=calibrated_priors(settings),
+                loads_ahead=loads_ahead,
+            )
+
+    @staticmethod
+    @abstractmethod
+    def _cache_settings(
+        settings: Settings, layout: KVLayout, device_bytes: int | Callable[[], int] | None
+    ) -> CacheSettings:
+        """Return the settings of the tiers."""
+
+    @abstractmethod
+    def _check(self, settings: CacheSettings, layout: KVLayout) -> None:
+        """Raise ``ConfigurationError`` for what this manager cannot do."""
+
+    def _make_contents(self) -> DeviceContents | None:
+        """Return what the engine tells of its own device cache, None for a device tier of the manager."""
+        return None
+
+    @abstractmethod
+    def _make_requests(self, loads_ahead: Callable[[], bool] | bool) -> Loads:
+        """Make ``_requests``, once there are tiers; return their loads."""
 
     def _set_time(self) -> None:
         """Give the caller's time to the tiers, whose order of eviction depends on it."""
@@ -445,34 +496,3 @@ def requests_of(requests: Iterable[RequestT_contra]) -> list[RequestT_contra]:
         raise RequestStateError(
             f"requests has to be a list of requests, got {type(requests).__name__}"
         ) from error
-
-
-def settings_for(layout: KVLayout, settings: Settings | None) -> Settings:
-    """Return settings that fit the layout, by default those of the environment. Raises ``SettingsError``."""
-    settings = settings or Settings.load()
-    settings.check_layout(layout)
-    require_host_tier(settings)
-    logs.follow(settings)
-    tracing.follow(settings.deployment.traces, "fdcache-engine")
-    log_misspelt(settings.misspelt)
-    return settings
-
-
-@contextmanager
-def lookup_for(
-    layout: KVLayout, settings: Settings, lookup: StorageConnector | None
-) -> Iterator[StorageConnector | None]:
-    """Open the storage look-up of the settings, unless there is one; close it if the block fails.
-
-    None if the settings have no store that a look-up could ask, or a service asks it.
-    """
-    if lookup is None and settings.cache.server is None:
-        lookup = open_lookup(
-            ConnectorContext(layout, None, settings.storage_tier, settings.connector_options)
-        )
-    try:
-        yield lookup
-    except BaseException:
-        if lookup is not None:
-            lookup.close()
-        raise

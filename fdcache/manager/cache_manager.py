@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
-from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
+from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms, Loads
 from fdcache.errors import RequestStateError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.base import TierManager, lookup_for, requests_of, settings_for
-from fdcache.manager.cost import NO_PRIORS, Priors
+from fdcache.manager.base import TierManager, requests_of
 from fdcache.manager.hooks import HandoverHooks, HookedParts
-from fdcache.manager.load_choices import calibrated_priors
 from fdcache.manager.loads import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.requests import LiveRequests, Request
 from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, MatchStatus
 from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
-from fdcache.settings.cache import CacheSettings, StorageTierSettings
-from fdcache.storage.connector import StorageConnector
+from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import HostService
 from fdcache.tiers.statistics import Counters, TierUsage
 
@@ -52,81 +48,37 @@ class CacheManager(TierManager[Request]):
 
     Calls take lists of requests and are thread-safe. Any number of steps may be in flight.
 
-    ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
-    ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
-    ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``clock``
-    returns seconds; ``reuse_clock``, by default ``clock``, those by which tiers learn of reuse and choose what to
-    evict, as the time of a replayed workload. ``priors``: speeds as calibrated; see ``observe_prefill``.
-    ``loads_ahead=False``: load nothing to the device for a request that still waits for storage, as for an engine that
-    submits plans only when a step follows; or a function that tells if free device blocks may be written now, outside
-    of a step.
-
-    Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
+    ``settings`` to ``priors``: as for ``TierManager``. ``loads_ahead=False``: load nothing to the device for a request
+    that still waits for storage, as for an engine that submits plans only when a step follows; or a function that tells
+    if free device blocks may be written now, outside of a step.
     """
+
+    loads_ahead_by_default = True
 
     _requests: LiveRequests
 
-    def __init__(
-        self,
-        settings: CacheSettings,
-        layout: KVLayout,
-        *,
-        storage: StorageTierSettings | None = None,
-        lookup: StorageConnector | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        reuse_clock: Callable[[], float] | None = None,
-        priors: Priors = NO_PRIORS,
-        loads_ahead: Callable[[], bool] | bool = True,
-    ) -> None:
+    def _check(self, settings: CacheSettings, layout: KVLayout) -> None:
         layout.require_one_group("CacheManager")
-        super().__init__(settings, layout, storage, lookup, clock, reuse_clock)
+
+    @staticmethod
+    def _cache_settings(
+        settings: Settings, layout: KVLayout, device_bytes: int | Callable[[], int] | None
+    ) -> CacheSettings:
+        return settings.cache_for(layout, device_bytes)
+
+    def _make_requests(self, loads_ahead: Callable[[], bool] | bool) -> Loads:
+        settings, layout, tiers, counters = self.settings, self.layout, self._tiers, self._counters
         self._state = ManagerState.RUNNING
-        self._lookahead_tokens = settings.lookahead_tokens
-        tiers, counters = self._tiers, self._counters
         self._device = tiers.own_device
-        self._requests = LiveRequests(settings, layout, tiers, counters)
-        ahead = make_loads_ahead(
-            layout, tiers, self._requests.loads, counters, lambda: self._plans.ahead, loads_ahead
-        )
-        self._choices = self._make_choices(priors, streams=ahead is not None)
-        self._matcher = PrefixMatcher(
-            settings, layout, tiers, self._requests, counters, clock, self._choices, ahead
-        )
         self._hooks: HandoverHooks | None = None
-        self._begin(self._requests.loads)
-
-    @classmethod
-    def from_settings(
-        cls,
-        layout: KVLayout,
-        settings: Settings | None = None,
-        *,
-        device_bytes: int | Callable[[], int] | None = None,
-        lookup: StorageConnector | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        loads_ahead: Callable[[], bool] | bool = True,
-    ) -> CacheManager:
-        """Make a manager from settings, by default those of the environment.
-
-        ``settings``: ``Settings.load()``, or ``Settings.load(arguments=...)`` with values above the environment.
-        ``device_bytes``: memory of one rank's device, used only if ``FDCACHE_DEVICE_MEMORY`` is a share. ``lookup``:
-        replaces the connector of the settings.
-
-        Raises ``SettingsError`` for settings that are wrong or do not fit the layout, ``StorageError`` if the
-        connector cannot be opened.
-        """
-        settings = settings_for(layout, settings)
-        cache = settings.cache_for(layout, device_bytes)
-        with lookup_for(layout, settings, lookup) as store:
-            return cls(
-                cache,
-                layout,
-                storage=settings.storage_tier,
-                lookup=store,
-                clock=clock,
-                priors=calibrated_priors(settings),
-                loads_ahead=loads_ahead,
-            )
+        requests = self._requests = LiveRequests(settings, layout, tiers, counters)
+        ahead = make_loads_ahead(
+            layout, tiers, requests.loads, counters, lambda: self._plans.ahead, loads_ahead
+        )
+        self._matcher = PrefixMatcher(
+            settings, layout, tiers, requests, counters, self._clock, self._choices, ahead
+        )
+        return requests.loads
 
     def attach_hooks(self, hooks: HandoverHooks) -> HookedParts:
         """Call these hooks from now on; return what they work with. ``fdcache.transfer.Handovers`` does so."""
@@ -136,7 +88,7 @@ class CacheManager(TierManager[Request]):
             self._lock,
             self._set_time,
             self.layout,
-            self._lookahead_tokens,
+            self.settings.lookahead_tokens,
             self._requests,
             self._counters,
             lambda: self.num_device_blocks,
@@ -150,9 +102,6 @@ class CacheManager(TierManager[Request]):
 
         The blocks are pinned there until the request is matched or finished.
         """
-        fetches = self._tiers.fetches
-        if fetches is None or not fetches.is_on:
-            return
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 for request in requests_of(requests):
@@ -230,7 +179,8 @@ class CacheManager(TierManager[Request]):
             self._set_time()
             if self._service is not None:
                 self._reset_device_if_asked(self._service)
-            self._hints.settle()
+            if self._hints.open:
+                self._hints.settle()
             if self._state is ManagerState.RUNNING:
                 self._plans.plan_background()
             return self._close_step()

@@ -11,7 +11,7 @@ from fdcache.errors import HashingError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.manager.requests import Request
 from fdcache.metadata import HashArray
-from fdcache.plans.blocks import ROOT
+from fdcache.plans.ledger import ROOT
 
 _KEY_BYTES = 32
 

@@ -11,16 +11,12 @@ import msgspec
 
 from fdcache.errors import RequestStateError
 from fdcache.layout import KVLayout
-from fdcache.machine.calibration import calibrated_link
 from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LoadChoice, Priors
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import LoadLimit
 from fdcache.manager.speeds import LinkSpeed
 from fdcache.metadata import SwapPurpose, TransferReport, TransferResult
-from fdcache.settings import Settings
 from fdcache.settings.cache import LoadOrRecompute
-from fdcache.storage.calibration import load_storage_speed
-from fdcache.storage.speed import measured_place
 from fdcache.tiers.statistics import LoadDecision, LoadFigures, ReadTotals, SpeedFigures
 from fdcache.tiers.storage_reads import GROUP_SECONDS
 from fdcache.tiers.waiting_fetches import Wait
@@ -55,16 +51,6 @@ class _Open:
     since: float | None = None
     loaded: int = 0
     settled: tuple[float, float] = (-inf, -inf)
-
-
-def calibrated_priors(settings: Settings) -> Priors:
-    """Return the speeds that ``fdcache init`` has measured: of the link, and of the storage."""
-    folder = settings.transfer.calibration_dir
-    link, place = calibrated_link(folder), measured_place(settings)
-    found = None if place is None else load_storage_speed(place, folder)
-    if found is None:
-        return Priors(link)
-    return Priors(link, found.bytes_per_second, found.latency_seconds)
 
 
 class LoadChoices:

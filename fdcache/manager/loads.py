@@ -1,8 +1,8 @@
-"""Loads of blocks that are read from storage meanwhile: into device blocks of an engine, or ahead of a match.
+"""Loads of blocks, into device blocks of an engine or ahead of a match, and the requests of an engine with them.
 
 ``_core.Loads`` knows the parts of all loads, their plans, deadlines and ends. ``EngineLoads`` plans those into device
-blocks that the engine has chosen. ``LoadsAhead`` plans those into blocks of a ``CacheManager``, for a request that is
-not matched yet; the loads of one that is are planned by ``_core.BlockManager``.
+blocks that the engine has chosen, for a ``Tracked`` request. ``LoadsAhead`` plans those into blocks of a
+``CacheManager``, for a request that is not matched yet; the loads of one that is are planned by ``_core.BlockManager``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fdcache import _core
-from fdcache._core import CopyReservation, Load, LoadPart, Loads
+from fdcache._core import CopyReservation, DevicePath, Load, LoadPart, Loads
 from fdcache.errors import PlanError
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
@@ -21,8 +21,7 @@ from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import PeerSource, Request
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.blocks import parents_of
-from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan
+from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan, parents_of
 from fdcache.tiers.host import Found, HostTier, find_only
 from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
@@ -184,7 +183,7 @@ class EngineLoads:
         stop = load.planned + len(run)
         ids = loading.ids[load.planned - load.first : stop - load.first]
         is_wanted = ids != NO_BLOCK
-        blocks, ids = run.blocks.select(is_wanted), ids[is_wanted]
+        blocks, ids = run.select(is_wanted), ids[is_wanted]
         self._host.index.begin_load(run.lease, blocks.slots)
         offset = plan.add(SwapPurpose.LOAD, blocks, ids, np.zeros(len(ids), np.uint32))
         self._loads.add(load, stop, offset, len(ids), plan.is_ahead)
@@ -256,14 +255,15 @@ class LoadsAhead:
         self._counters = counters
         self._plan = plan
         self._may_load = may_load
-        self._ahead: dict[str, _Ahead] = {}
+        self.requests: dict[str, _Ahead] = {}
+        """What is loaded ahead, by request."""
 
     def load(self, request: Request, path: HashArray, read: range) -> None:
         """Plan to load blocks of a request's ``path``: those up to ``read`` are there, and it waits for others.
 
         Does nothing while its last load is in flight, or the device has no room for the whole request.
         """
-        arrived, ahead = read.stop, self._ahead.get(request.request_id)
+        arrived, ahead = read.stop, self.requests.get(request.request_id)
         if not arrived or (ahead is not None and (ahead.has_ended or arrived <= ahead.stop)):
             return
         presence = self._device.contains(path[:arrived])
@@ -281,14 +281,14 @@ class LoadsAhead:
 
     def is_loading(self, request: Request) -> bool:
         """Return True while a load of a request is in flight, unless it is overdue."""
-        ahead = self._ahead.get(request.request_id)
+        ahead = self.requests.get(request.request_id)
         return (
             ahead is not None and not ahead.has_ended and ahead.load is not None and ahead.load.is_in_flight
         )
 
     def found(self, request: Request, on_device: int) -> tuple[int, int]:
         """Return how many of the blocks that a match found on the device came from the host and from storage."""
-        ahead = self._ahead.get(request.request_id)
+        ahead = self.requests.get(request.request_id)
         if ahead is None:
             return 0, 0
         first, stop = min(ahead.first, on_device), min(ahead.stop, on_device)
@@ -296,13 +296,12 @@ class LoadsAhead:
         return stop - first - from_storage, from_storage
 
     def _of(self, request: Request, start: int, read: range) -> _Ahead:
-        return self._ahead.setdefault(request.request_id, _Ahead(start, start, read.start))
+        return self.requests.setdefault(request.request_id, _Ahead(start, start, read.start))
 
     def forget(self, requests: Iterable[Request]) -> None:
         """Forget requests that have ended."""
-        if self._ahead:
-            for request in requests:
-                self._ahead.pop(request.request_id, None)
+        for request in requests:
+            self.requests.pop(request.request_id, None)
 
     def _has_room(self, request: Request, have: int) -> bool:
         if not self._may_load():
@@ -316,8 +315,8 @@ class LoadsAhead:
         run = find_only(host, path[:stop], start)
         taken = self._reserve(path, start, start + len(run), plan)
         if taken is not None:
-            host.index.begin_load(run.lease, run.blocks.slots)
-            offset = plan.add(SwapPurpose.LOAD, run.blocks, taken.slots, taken.generations)
+            host.index.begin_load(run.lease, run.slots)
+            offset = plan.add(SwapPurpose.LOAD, run, taken.slots, taken.generations)
             load = self._loads.begin(start, start + len(run))
             self._loads.add(load, load.stop, offset, len(run), is_ahead=True)
         host.index.release(run.lease)
@@ -351,3 +350,95 @@ def make_loads_ahead(
         return None
     may_load = allowed if callable(allowed) else lambda: True
     return LoadsAhead(layout, tiers.own_device, host, copies, loads, counters, plan, may_load)
+
+
+class Tracked:
+    """A request between its arrival and its end.
+
+    ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
+    slots refer to. ``coming`` blocks after them, or with nothing found after the device's, are being read from storage.
+    ``device_blocks`` is the number that the engine had when it asked last, ``load`` the load whose outcome was not
+    taken. ``peer`` has what is neither on the device nor below it, until that is fetched or declined. ``keys`` are
+    those of the records of its pages; everything here counts records, of which a page has some for each group of
+    layers. ``end``: in a layout with states, the pages at whose end are those that were found, or that are read from
+    storage; 0 for none.
+    """
+
+    __slots__ = (
+        "arena",
+        "asked_at",
+        "coming",
+        "counted_blocks",
+        "deferred_since",
+        "device_blocks",
+        "device_pages",
+        "end",
+        "fetch",
+        "found",
+        "found_at",
+        "is_counted",
+        "is_stale",
+        "keys",
+        "limit",
+        "load",
+        "path",
+        "peer",
+        "request",
+        "start",
+    )
+
+    def __init__(self, request: OffloadRequest) -> None:
+        self.request = request
+        self.keys: HashArray = np.empty((0, 32), np.uint8)
+        self.found: Found | None = None
+        self.start = 0
+        self.coming = 0
+        self.limit = 0
+        self.arena: str | None = None
+        self.asked_at = self.found_at = 0.0
+        self.device_blocks = self.device_pages = self.end = 0
+        self.deferred_since: float | None = None
+        self.fetch = 0
+        self.path: DevicePath | None = None
+        self.load: EngineLoad | None = None
+        self.peer: PeerRun | None = None
+        self.counted_blocks = 0
+        self.is_counted = False
+        self.is_stale = False
+
+    @property
+    def lease(self) -> int:
+        """The lease of ``found``, 0 without one."""
+        return self.found.lease if self.found is not None else 0
+
+    @property
+    def remaining(self) -> int:
+        """Number of blocks beyond those on the device that were found or are coming."""
+        if self.found is None:
+            return 0
+        return max(self.start + len(self.found) + self.coming - self.device_blocks, 0)
+
+    @property
+    def from_peer(self) -> int:
+        """Number of blocks after the remaining ones that a peer has. One alone is sooner computed."""
+        if self.found is None or self.peer is None or len(self.peer.hashes) - self.device_blocks < 2:
+            return 0
+        return max(len(self.peer.hashes) - self.device_blocks - self.remaining, 0)
+
+    @property
+    def from_storage(self) -> int:
+        """How many of the remaining blocks that were found were read from storage for the request."""
+        if self.found is None:
+            return 0
+        first = self.device_blocks - self.start
+        return max(self.found.fetched.stop - max(self.found.fetched.start, first), 0)
+
+    def take(self, count: int) -> Found:
+        """Return the first ``count`` of the remaining blocks, as far as they were found."""
+        assert self.found is not None
+        first = self.device_blocks - self.start
+        return self.found.part(first, first + count)
+
+    def forget_device(self) -> None:
+        """Forget what was offered: a request that is matched has no blocks."""
+        self.path = None

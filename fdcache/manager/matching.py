@@ -146,7 +146,7 @@ class Waits:
 
 @dataclass(slots=True)
 class RequestReads:
-    """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.waiting_fetches``."""
+    """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.fetches``."""
 
     waits: Waits
     choices: LoadChoices
@@ -241,7 +241,7 @@ class PrefixMatcher:
         """Forget requests that have ended."""
         for request in requests:
             self._waits.forget(request)
-        if self._ahead is not None:
+        if self._ahead is not None and self._ahead.requests:
             self._ahead.forget(requests)
 
     def match(self, requests: list[Request]) -> list[MatchResult]:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import SupportsIndex
 from uuid import uuid4
 
-from fdcache._core import DeviceContents, DevicePath
+from fdcache._core import DeviceContents, DevicePath, Loads
 from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.base import TierManager, lookup_for, requests_of, settings_for
-from fdcache.manager.cost import NO_PRIORS, Priors
+from fdcache.manager.base import TierManager, requests_of
 from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.load_choices import calibrated_priors
-from fdcache.manager.loads import NO_BLOCK, device_ids_of, require_distinct, table_of
+from fdcache.manager.loads import NO_BLOCK, Tracked, device_ids_of, require_distinct, table_of
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
-from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
 from fdcache.settings import Settings
-from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
-from fdcache.storage.connector import StorageConnector
+from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import HostService, HostTier
 from fdcache.tiers.pool import READY
 from fdcache.tiers.statistics import TierUsage
@@ -50,7 +45,7 @@ class OffloadManager(TierManager[OffloadRequest]):
     behind the steps before it. Calls are thread-safe and take requests that are unknown or have ended. Arguments of
     other types raise ``RequestStateError`` or ``PlanError`` naming them.
 
-    ``settings`` to ``priors``: as for ``CacheManager``; the device blocks of the settings have no effect.
+    ``settings`` to ``priors``: as for ``TierManager``; the device blocks of the settings have no effect.
     ``loads_ahead=True``: a match also promises blocks that are still being read from storage, once the first have
     come. ``load`` then loads those that are there, and each ``take_plans`` others, while the engine computes other
     requests: a request that loads is computed after its ``LoadOutcome``. It has no effect with groups of layers.
@@ -58,77 +53,51 @@ class OffloadManager(TierManager[OffloadRequest]):
     ``write_through_selective``.
     """
 
+    loads_ahead_by_default = False
+
     _requests: OffloadedRequests
+    _contents: DeviceContents
     _host: HostTier
 
-    def __init__(
-        self,
-        settings: CacheSettings,
-        layout: KVLayout,
-        *,
-        storage: StorageTierSettings | None = None,
-        lookup: StorageConnector | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        reuse_clock: Callable[[], float] | None = None,
-        priors: Priors = NO_PRIORS,
-        loads_ahead: bool = False,
-    ) -> None:
+    def _check(self, settings: CacheSettings, layout: KVLayout) -> None:
         if layout.has_gaps and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             raise ConfigurationError(
                 "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows a prefix has left the device in "
                 "part when it is reused, and could not be stored then; use write_through"
             )
-        self._contents = DeviceContents()
-        super().__init__(settings, layout, storage, lookup, clock, reuse_clock, self._contents)
-        tiers = self._tiers
-        if tiers.host is None or tiers.copies is None:
+        if settings.server is None and not settings.host_memory:
             raise ConfigurationError(
                 "an engine with a device cache of its own needs a host tier; set FDCACHE_HOST_MEMORY or FDCACHE_SERVER"
             )
-        self._host, self._copies = tiers.host, tiers.copies
-        self._choices = self._make_choices(priors, streams=loads_ahead)
-        self._requests = OffloadedRequests(
-            settings,
-            layout,
-            self._host,
-            self._counters,
-            clock,
-            self._choices,
-            streams=loads_ahead,
-            stored=tiers.storage.has if tiers.storage is not None else None,
-        )
-        self._loads = self._requests.native_loads
+
+    @staticmethod
+    def _cache_settings(
+        settings: Settings, layout: KVLayout, device_bytes: int | Callable[[], int] | None
+    ) -> CacheSettings:
+        return settings.cache
+
+    def _make_contents(self) -> DeviceContents:
+        return DeviceContents()
+
+    def _make_requests(self, loads_ahead: Callable[[], bool] | bool) -> Loads:
+        tiers = self._tiers
+        assert tiers.copies is not None
+        self._copies = tiers.copies
         self._hooks: OffloadHooks | None = None
         self._looks_always = tiers.storage is not None or tiers.service is not None
         self._has_planned = False
-        self._begin(self._loads)
-
-    @classmethod
-    def from_settings(
-        cls,
-        layout: KVLayout,
-        settings: Settings | None = None,
-        *,
-        lookup: StorageConnector | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        loads_ahead: bool = False,
-    ) -> OffloadManager:
-        """Make a manager from settings, by default those of the environment; see ``CacheManager.from_settings``.
-
-        Raises ``SettingsError`` for settings that are wrong or do not fit the layout, ``StorageError`` if the
-        connector cannot be opened.
-        """
-        settings = settings_for(layout, settings)
-        with lookup_for(layout, settings, lookup) as store:
-            return cls(
-                settings.cache,
-                layout,
-                storage=settings.storage_tier,
-                lookup=store,
-                clock=clock,
-                priors=calibrated_priors(settings),
-                loads_ahead=loads_ahead,
-            )
+        self._requests = OffloadedRequests(
+            self.settings,
+            self.layout,
+            self._host,
+            self._counters,
+            self._clock,
+            self._choices,
+            streams=bool(loads_ahead),
+            stored=tiers.storage.has if tiers.storage is not None else None,
+        )
+        self._loads = self._requests.native_loads
+        return self._loads
 
     def attach_hooks(self, hooks: OffloadHooks) -> OffloadParts:
         """Call these hooks from now on; return what they work with. ``EngineHandovers`` does so."""
@@ -388,7 +357,8 @@ class OffloadManager(TierManager[OffloadRequest]):
                 return []
             self._set_time()
             self._copies.is_patient = is_patient
-            self._hints.settle()
+            if self._hints.open:
+                self._hints.settle()
             self._requests.loads.plan_parts(self._plans.ahead, self._requests.look)
             self._plans.plan_background()
             plans = self._close_step()
@@ -397,7 +367,7 @@ class OffloadManager(TierManager[OffloadRequest]):
                     if swap is not None:
                         self._contents.sent(plan.plan_id, swap.src_block_ids)
             self._has_planned = False
-            self._must_look = self._looks_always or bool(self._loads.open) or self._hints.has_open
+            self._must_look = self._looks_always or bool(self._loads.open) or bool(self._hints.open)
             return plans
 
     def loads_of(self, plan_id: int) -> dict[tuple[str, int], bool]:

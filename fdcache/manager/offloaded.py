@@ -14,15 +14,13 @@ from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import EngineLoad, EngineLoads, device_ids_of
+from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked, device_ids_of
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, load_forms
 from fdcache.manager.states import StatePaths, StoredMask
-from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array
-from fdcache.plans.blocks import ROOT
-from fdcache.plans.ledger import OpenPlan
+from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import NOTHING, Found, HostTier, Reading, find_and_pin, find_only
 from fdcache.tiers.statistics import Counters
@@ -292,7 +290,7 @@ class OffloadedRequests:
             self._host.index.release(found.lease)
             return NOTHING, 0
         fetched = range(min(found.fetched.start, count), min(found.fetched.stop, count))
-        return Found(found.lease, found.blocks.select(slice(count)), fetched=fetched), 0
+        return found.part(0, count, fetched), 0
 
     def _look(self, tracked: Tracked, hashes: HashArray, start: int) -> tuple[Found, int | None]:
         """Pin what the host tier has of a path from ``start`` on, and return where its reads in flight end.
@@ -320,7 +318,7 @@ class OffloadedRequests:
             return NOTHING, max(wait.stop, start)
         pinned = self._pin_all(hashes[: wait.arrived], start)
         read = range(min(max(wait.first - start, 0), len(pinned)), len(pinned))
-        return Found(pinned.lease, pinned.blocks, fetched=read), wait.stop
+        return pinned.part(0, len(pinned), read), wait.stop
 
     def _pin_all(self, hashes: HashArray, start: int) -> Found:
         """Pin the blocks of a path from ``start`` on; nothing unless all of them are there."""

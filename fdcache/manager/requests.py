@@ -297,16 +297,15 @@ class LiveRequests:
         worth_loading: LoadLimit | None = None,
     ) -> MatchResult:
         """End a match with what a service has found and pinned."""
-        blocks = match.blocks
         result = self._blocks.answer(
             request,
             self._live,
             forms,
             clock,
             match.lease,
-            blocks.slots,
-            blocks.generations,
-            blocks.unverified,
+            match.slots,
+            match.generations,
+            match.unverified,
             (match.fetched.start, match.fetched.stop),
             worth_loading,
         )

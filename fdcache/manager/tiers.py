@@ -11,7 +11,6 @@ from fdcache._core import DeviceContents, InFlightPlan, SwapInFlight
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
-from fdcache.manager.device_events import DeviceEvents
 from fdcache.metadata import (
     EXTENT_BYTES,
     BlockNode,
@@ -24,7 +23,7 @@ from fdcache.metadata import (
 )
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.events import CacheEvent, EventSource, events_of
+from fdcache.tiers.events import CacheEvent, DeviceEvents, EventSource, events_of
 from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
 from fdcache.tiers.host import HostCache, HostService, HostTier, LocalHostTier, complete_copies
 from fdcache.tiers.pool import ABSENT, HOST_SPARE, READY, BlockPool

@@ -178,6 +178,8 @@ class FaultyDevice(CpuDevice):
 class _StoppingCopy:
     """Batch of copies some of whose blocks are copied only up to ``first_plane``."""
 
+    is_certain = False
+
     def __init__(
         self,
         whole: PlannedCopy | None,

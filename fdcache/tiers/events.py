@@ -1,18 +1,22 @@
 """Events: blocks that entered and left each tier, for routers that mirror this cache.
 
 Every event names its tier. ``BlockStored`` events come parents first. After ``BlocksCleared`` or ``EventsLost`` a
-mirror of the tier starts again from empty.
+mirror of the tier starts again from empty. ``DeviceEvents`` has two readers: the engine, and a service that tells
+routers.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
-from fdcache.metadata import CacheLevel
-from fdcache.tiers.pool import EVENT_CLEARED, EVENT_REMOVED, EVENT_STORED
+from fdcache.metadata import CacheLevel, HashArray
+from fdcache.tiers.host import SharedNotes
+from fdcache.tiers.pool import EVENT_CLEARED, EVENT_LOST, EVENT_REMOVED, EVENT_STORED, BlockPool, EventKinds
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
@@ -66,3 +70,74 @@ def events_of(source: EventSource, level: CacheLevel, block_size: int) -> Iterat
             yield BlocksCleared(level)
         else:
             yield EventsLost(level)
+
+
+_MOST_TOLD = 1 << 16
+"""Events between two steps; of more, all blocks are told anew."""
+
+
+_NO_HASH: HashArray = np.zeros((1, 32), np.uint8)
+
+
+class _Batch(NamedTuple):
+    kinds: EventKinds
+    hashes: HashArray
+    parents: HashArray
+
+
+class DeviceEvents:
+    """Events of the device tier for two readers. ``capacity``: of what is kept for the engine; 0: nothing is."""
+
+    def __init__(self, pool: BlockPool, capacity: int) -> None:
+        self._pool = pool
+        self._capacity = capacity
+        self._kept: deque[_Batch] = deque()
+        self._num_kept = 0
+        self._untold: deque[_Batch] = deque()
+        self._is_telling = False
+
+    def take_events(self) -> tuple[EventKinds, HashArray, HashArray]:
+        """Return kinds, hashes and parents of what the engine has not taken yet."""
+        if self._is_telling:
+            self._move()
+        if not self._kept:
+            return _Batch(*self._pool.take_events())
+        kinds, hashes, parents = zip(*self._kept, strict=True)
+        self._kept.clear()
+        self._num_kept = 0
+        return np.concatenate(kinds), np.concatenate(hashes), np.concatenate(parents)
+
+    def tell(self, notes: SharedNotes) -> None:
+        """Tell the service what is new, and a session of it that has just begun all blocks."""
+        if not self._is_telling:
+            self._keep(_Batch(*self._pool.take_events()))
+            self._pool.record_events(max(self._capacity, _MOST_TOLD))
+            self._is_telling = True
+        self._move()
+        is_lost = any((batch.kinds == EVENT_LOST).any() for batch in self._untold)
+        if is_lost or not notes.has_device:
+            self._untold.clear()
+            every = self._pool.ancestry(self._pool.starting_with(b"").slots).hashes
+            kinds = np.full(len(every) + 1, EVENT_STORED, np.uint8)
+            kinds[0] = EVENT_CLEARED
+            notes.tell_device(kinds, np.concatenate([_NO_HASH, every]))
+        while self._untold:
+            batch = self._untold.popleft()
+            notes.tell_device(batch.kinds, batch.hashes)
+
+    def _move(self) -> None:
+        """Take the events of the tier for both readers."""
+        batch = _Batch(*self._pool.take_events())
+        if len(batch.kinds):
+            self._untold.append(batch)
+            self._keep(batch)
+
+    def _keep(self, batch: _Batch) -> None:
+        """Keep events for the engine; of too many it is told that they are lost."""
+        if not self._capacity or not len(batch.kinds):
+            return
+        self._kept.append(batch)
+        self._num_kept += len(batch.kinds)
+        if self._num_kept > self._capacity:
+            self._kept = deque([_Batch(np.array([EVENT_LOST], np.uint8), _NO_HASH, _NO_HASH)])
+            self._num_kept = 1

@@ -120,7 +120,8 @@ class HintBook:
     ) -> None:
         self._pools = pools
         self._clock = clock
-        self._open: list[_Open] = []
+        self.open: list[_Open] = []
+        """Hints that wait for their time to be over, the next one first."""
         self._num_watched = 0
         self._numbers = count()
         self._outcomes: deque[HintOutcome] = deque(maxlen=MOST_OUTCOMES)
@@ -160,7 +161,7 @@ class HintBook:
         if watched:
             self._num_watched += len(watched)
             watched.sort(reverse=True)
-            heapq.heappush(self._open, _Open(watched[-1][0], next(self._numbers), given, answers, watched))
+            heapq.heappush(self.open, _Open(watched[-1][0], next(self._numbers), given, answers, watched))
 
     def waiting(self, hashes: HashArray) -> HashArray:
         """Return those of the blocks that are there and were not used since a hint about them."""
@@ -169,25 +170,20 @@ class HintBook:
 
     def forget(self, request_id: str) -> None:
         """Forget the hints of a request whose outcomes nothing asks for any more."""
-        self._open = [each for each in self._open if each.given.request_id != request_id]
-        self._num_watched = sum(len(each.watched) for each in self._open)
-        heapq.heapify(self._open)
+        self.open[:] = [each for each in self.open if each.given.request_id != request_id]
+        self._num_watched = sum(len(each.watched) for each in self.open)
+        heapq.heapify(self.open)
         self._outcomes = deque(
             (each for each in self._outcomes if each.request_id != request_id), maxlen=MOST_OUTCOMES
         )
 
-    @property
-    def has_open(self) -> bool:
-        """True while hints wait for their time to be over."""
-        return bool(self._open)
-
     def settle(self) -> None:
         """Find out what became of the hints whose time is over, the first ``MOST_SETTLED`` of them."""
-        if not self._open:
+        if not self.open:
             return
         now = self._clock()
         due: list[tuple[GivenHints, int, Answer]] = []
-        while self._open and self._open[0].due <= now and len(due) < MOST_SETTLED:
+        while self.open and self.open[0].due <= now and len(due) < MOST_SETTLED:
             due.append(self._take_next())
         if not due:
             return
@@ -201,14 +197,14 @@ class HintBook:
 
     def _take_next(self) -> tuple[GivenHints, int, Answer]:
         """Return the hint that falls due first, by its position, with what was answered."""
-        request = self._open[0]
+        request = self.open[0]
         _, i = request.watched.pop()
         self._num_watched -= 1
         if request.watched:
             request.due = request.watched[-1][0]
-            heapq.heapreplace(self._open, request)
+            heapq.heapreplace(self.open, request)
         else:
-            heapq.heappop(self._open)
+            heapq.heappop(self.open)
         return request.given, i, request.answers[i]
 
     def take_outcomes(self) -> list[HintOutcome]:
@@ -258,6 +254,9 @@ class RequestHints:
     ) -> None:
         self.figures = HintFigures()
         self._book = HintBook(lambda: pools, clock, self.figures) if pools else None
+        self.open: Sequence[object] = self._book.open if self._book is not None else ()
+        """Hints that wait for their time to be over: there is something to ``settle``."""
+
         self._service = service
         self._block_size = layout.block_size
         self._num_records = layout.page_records
@@ -287,11 +286,6 @@ class RequestHints:
         records = self._num_records
         places = [hint.place(prompt_tokens, self._block_size, num_blocks) for hint in hints]
         return places if records == 1 else [(start * records, stop * records) for start, stop in places]
-
-    @property
-    def has_open(self) -> bool:
-        """True while hints wait for their time to be over."""
-        return self._book is not None and self._book.has_open
 
     def settle(self) -> None:
         """Find out what became of the hints whose time is over."""

@@ -27,7 +27,7 @@ from fdcache.metadata import (
     Int32Array,
     SwapPurpose,
 )
-from fdcache.plans.blocks import NO_BLOCKS, Blocks
+from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches, FetchTable
 from fdcache.tiers.pool import BlockPool, EventKinds
@@ -64,24 +64,30 @@ def host_block_bytes(layout: KVLayout) -> int:
     return layout.tp_size * (layout.record_bytes + SLOT_HEADER_BYTES)
 
 
-class Found(msgspec.Struct, frozen=True, eq=False):
-    """Answer of a look-up: ``blocks`` of a path from some block on, pinned by ``lease`` unless that is 0.
+class Found(Blocks, eq=False, frozen=True):
+    """Answer of a look-up: blocks of a path from some block on, pinned by ``lease`` unless that is 0.
 
     ``pending``: the block after them is being copied to the host. ``fetched``: positions of those that were read from
     storage for the request.
     """
 
-    lease: int
-    blocks: Blocks = NO_BLOCKS
+    lease: int = 0
     pending: bool = False
     fetched: range = range(0)
 
-    def __len__(self) -> int:
-        return len(self.blocks)
+    def part(self, first: int, stop: int, fetched: range = range(0)) -> Found:
+        """Return the blocks ``first`` to ``stop``, pinned by the same lease."""
+        some = self.select(slice(first, stop))
+        marks = some.unverified
+        return Found(
+            some.slots, some.generations, some.hashes, some.parents, marks, self.lease, fetched=fetched
+        )
 
 
-NOTHING = Found(0)
+NOTHING = Found(NO_BLOCKS.slots, NO_BLOCKS.generations, NO_BLOCKS.hashes, NO_BLOCKS.parents)
 """A look-up that found nothing and pins nothing."""
+NOTHING_YET = msgspec.structs.replace(NOTHING, pending=True)
+"""The same where the first block is being copied to the host."""
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -348,9 +354,14 @@ def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[F
         # The prefetch policy has decided how long to wait for a block that is being read.
         pending = pending and not table.is_reading(hashes[stop].tobytes())
     if not len(run):
-        return Found(0, pending=pending), ask_for
-    blocks = Blocks.of_path(hashes, start, run.slots, run.generations, run.unverified)
-    return Found(run.lease, blocks, pending, fetched), ask_for
+        return (NOTHING_YET if pending else NOTHING), ask_for
+    found = Found.of_path(
+        *(hashes, start, run.slots, run.generations, run.unverified),
+        lease=run.lease,
+        pending=pending,
+        fetched=fetched,
+    )
+    return found, ask_for
 
 
 def complete_copies(

@@ -37,7 +37,7 @@ from fdcache.metadata import (
     TransferResult,
     UInt32Array,
 )
-from fdcache.plans.blocks import Blocks
+from fdcache.plans.ledger import Blocks
 from fdcache.settings.cache import StorageTierSettings
 from fdcache.storage.connector import BatchResult, ConnectorContext, PlacedStorage, RecordBatch, StorageStats
 from fdcache.storage.factory import open_storage

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fdcache import _core
 from fdcache.errors import ConfigurationError, IntegrityError
 from fdcache.metadata import BlockNode, CacheLevel, CacheStatus, HashArray, Int32Array
-from fdcache.plans.blocks import Blocks, path_starts
+from fdcache.plans.ledger import Blocks, path_starts
 from fdcache.tiers.statistics import TierUsage
 
 ABSENT, READY, PENDING = range(3)

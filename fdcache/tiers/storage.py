@@ -11,8 +11,7 @@ import numpy as np
 from fdcache._core import InFlightPlan, SwapInFlight
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageScan, StorageTask, SwapPurpose
-from fdcache.plans.blocks import NO_BLOCKS, BlockQueue, Blocks
-from fdcache.plans.ledger import Mask, StorageOrders
+from fdcache.plans.ledger import NO_BLOCKS, BlockQueue, Blocks, Mask, StorageOrders
 from fdcache.settings.cache import CacheSettings, EvictionPolicy, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageConnector
 from fdcache.storage.slab_format import slots_for

@@ -25,7 +25,7 @@ from fdcache.metadata import (
     UInt32Array,
     UInt64Array,
 )
-from fdcache.plans.blocks import NO_BLOCKS, Blocks
+from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.storage.connector import Outcome, RemembersBlocks, RunResult, StorageConnector
 from fdcache.tiers.pool import ABSENT, NO_PARENT, BlockPool
 

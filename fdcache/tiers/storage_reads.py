@@ -14,8 +14,7 @@ import numpy as np
 
 from fdcache.errors import StaleLeaseError
 from fdcache.metadata import CacheSwapMetadata, HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.blocks import Blocks, parents_of
-from fdcache.plans.ledger import StorageOrders
+from fdcache.plans.ledger import Blocks, StorageOrders, parents_of
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.pool import ABSENT, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters

@@ -20,8 +20,8 @@ from fdcache.metadata import HandoverEnd, PeerTask, SwapPurpose
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
-from fdcache.tasks import Event, Execution
-from fdcache.tiers.handovers import HandoverTally
+from fdcache.tasks import Event, Execution, HandoverTask
+from fdcache.tiers.statistics import HandoverTally
 from fdcache.transfer import decode, prefill
 from fdcache.transfer.access import address_error, rank_address
 from fdcache.transfer.connector import (
@@ -34,7 +34,6 @@ from fdcache.transfer.connector import (
     share,
 )
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded
-from fdcache.transfer.execution import HandoverTask
 from fdcache.transfer.factory import open_connector
 from fdcache.transfer.fetches import PeerFetches
 from fdcache.transfer.links import Links, LinkState, machine_id
@@ -46,8 +45,7 @@ from fdcache.transfer.prefill import (
     PublishPart,
     SendMessage,
 )
-from fdcache.transfer.sends import Publisher, Sends
-from fdcache.transfer.shares import PlaceShares
+from fdcache.transfer.sends import PlaceShares, Publisher, Sends
 
 logger = logging.getLogger(__name__)
 

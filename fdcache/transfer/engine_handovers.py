@@ -21,7 +21,7 @@ from fdcache.manager.requests import PeerSource, Request
 from fdcache.metadata import HashArray, Int32Array, PeerTask
 from fdcache.settings import Settings
 from fdcache.settings.peers import TransferRole
-from fdcache.transfer.handover_tasks import HandoverTasks, PeerTerms
+from fdcache.transfer.handovers import HandoverTasks, PeerTerms
 
 
 @dataclass(slots=True, eq=False)

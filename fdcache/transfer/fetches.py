@@ -13,11 +13,10 @@ import numpy as np
 from fdcache.errors import DeviceError, TransferError
 from fdcache.metadata import HandoverEnd, PeerTask
 from fdcache.settings.peers import PeerSettings, TransferRole
-from fdcache.tasks import Event
-from fdcache.tiers.handovers import HandoverTally
+from fdcache.tasks import Event, HandoverTask
+from fdcache.tiers.statistics import HandoverTally
 from fdcache.transfer.connector import HandoverView, LocalPlanes, Pieces, ReadOrder, Sharing
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded, PeerFetch
-from fdcache.transfer.execution import HandoverTask
 from fdcache.transfer.links import Links, LinkState, Outgoing
 
 

@@ -1,4 +1,4 @@
-"""The sends of one rank: the parts of each that are computed, from the plan to its report."""
+"""The sends of one rank: the parts of each that are computed, from the plan to its report, in the room for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from fdcache.errors import DeviceError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HandoverEnd, Int32Array, PeerTask, UInt64Array
 from fdcache.settings.peers import PeerSettings, TransferRole
-from fdcache.tasks import Event
-from fdcache.tiers.handovers import HandoverTally
+from fdcache.tasks import Event, HandoverTask
+from fdcache.tiers.statistics import HandoverTally
 from fdcache.transfer import prefill
-from fdcache.transfer.connector import HandoverView, LocalPlanes, Packer, Pieces, Sharing, TransferConnector
-from fdcache.transfer.execution import HandoverTask
+from fdcache.transfer.connector import (
+    HandoverView,
+    LocalPlanes,
+    Packer,
+    Pieces,
+    Sharing,
+    TransferConnector,
+    whole_planes,
+)
 from fdcache.transfer.links import Incoming
 from fdcache.transfer.messages import FromDecode
 from fdcache.transfer.prefill import (
@@ -30,7 +37,6 @@ from fdcache.transfer.prefill import (
     PublishPart,
     SendEnd,
 )
-from fdcache.transfer.shares import PlaceShares
 
 
 class Readers:
@@ -384,3 +390,41 @@ def _first_planes(layout: KVLayout) -> Sequence[int]:
     """Return the number of the first plane of each layer, then the number of planes."""
     counts = [len(layout.layer_planes(layer)) for layer in range(layout.total_layers)]
     return [sum(counts[:layer]) for layer in range(layout.total_layers + 1)]
+
+
+class PlaceShares:
+    """Publishes parts for peers. One may take half of the room that others leave, so that it cannot stop them.
+
+    ``total``: bytes of the room. What takes none is not limited.
+    """
+
+    def __init__(self, connector: TransferConnector, layout: KVLayout, total: int) -> None:
+        self._connector, self._total = connector, total
+        self._whole = whole_planes(layout)
+        self._taken: dict[Peer, int] = {}
+        self._owners: dict[tuple[int, ...], tuple[Peer, int]] = {}
+
+    def publish(
+        self, peer: Peer, slots: Int32Array, first_plane: int, last_plane: int, pieces: Pieces | None
+    ) -> tuple[int, ...] | None:
+        """Do as the connector does; also return None if the peer has its share. Raises ``DeviceError``."""
+        own = self._taken.get(peer, 0)
+        needed = len(slots) * sum((pieces or self._whole).sizes[first_plane:last_plane])
+        if own and own + needed > (self._total - sum(self._taken.values()) + own) // 2:
+            return None
+        before = self._connector.stats().places_used
+        places = self._connector.publish(slots, first_plane, last_plane, pieces)
+        taken = self._connector.stats().places_used - before
+        if places is not None and taken > 0:
+            self._owners[places] = peer, taken
+            self._taken[peer] = own + taken
+        return places
+
+    def withdraw(self, places: tuple[int, ...]) -> None:
+        """Free places."""
+        self._connector.withdraw(places)
+        if (owner := self._owners.pop(places, None)) is not None:
+            peer, taken = owner
+            self._taken[peer] -= taken
+            if not self._taken[peer]:
+                del self._taken[peer]

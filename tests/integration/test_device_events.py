@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fdcache.manager import device_events
 from fdcache.metadata import CacheLevel
 from fdcache.service.client.connection import Client
 from fdcache.service.client.control import Control, Prefix
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers import events
 from fdcache.tiers.events import BlocksCleared, BlockStored, EventsLost
 from tests.service_engine import PROMPT, Engine
 from tests.service_help import TIMEOUT, LocalService, local_service, until
@@ -79,7 +79,7 @@ def test_a_new_session_tells_all_blocks_again(service: LocalService) -> None:
 def test_blocks_beyond_the_buffer_are_told_anew(
     service: LocalService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_events, "_MOST_TOLD", 4)
+    monkeypatch.setattr(events, "_MOST_TOLD", 4)
     engine = Engine(service.address)
     engine.serve(PROMPT[:5])
     engine.serve(PROMPT)

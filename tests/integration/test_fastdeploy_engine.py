@@ -14,7 +14,7 @@ import pytest
 
 from fdcache.controller import cache_controller
 from fdcache.errors import CacheNotReadyError, ConfigurationError
-from fdcache.integrations.fastdeploy.engine import CacheController, CacheManager, socket_of
+from fdcache.integrations.fastdeploy.engine import LinkedController, LinkedManager, socket_of
 from fdcache.settings import Settings
 from fdcache.storage.connector import ConnectorContext
 from fdcache.tiers import storage_reads
@@ -31,9 +31,9 @@ class Wired:
         self.config = fd_config(dtype="float32", **config)
         self.config.parallel_config.local_engine_worker_queue_port = 7
         self.failing = False
-        self.manager = CacheManager(self.config)
+        self.manager = LinkedManager(self.config)
         device = FailingLoadsDevice(lambda pairs: [0] if self.failing else [])
-        self.controller = CacheController(self.config, 0, 0, device=device)
+        self.controller = LinkedController(self.config, 0, 0, device=device)
         self.planes = self.controller.initialize_kv_cache(None, self.manager.num_gpu_blocks)
 
     def begin(self, request: Any) -> list[int]:
@@ -188,7 +188,7 @@ def test_the_death_of_a_worker_empties_the_tiers_and_a_successor_can_connect(wir
     until(lambda: len(wired.manager.link.pending_events) > 0, "the loss is detected")
     wired.manager.check_and_add_pending_backup()
     assert wired.manager.num_free_device_blocks == wired.manager.num_gpu_blocks
-    wired.controller = CacheController(wired.config, 0, 0)
+    wired.controller = LinkedController(wired.config, 0, 0)
     wired.planes = wired.controller.initialize_kv_cache(None, 8)
     wired.begin(again)
     assert again._match_result.total_matched_blocks == 0
@@ -380,6 +380,6 @@ def test_options_that_would_have_no_effect_are_refused_by_name_in_scheduler_and_
     config.scheduler_config = SimpleNamespace(splitwise_role=changed.get("role", "mixed"))
     config.parallel_config.local_engine_worker_queue_port = 1
     with pytest.raises(ConfigurationError, match=named):
-        CacheManager(config)
+        LinkedManager(config)
     with pytest.raises(ConfigurationError, match=named):
-        CacheController(config, 0, 0)
+        LinkedController(config, 0, 0)

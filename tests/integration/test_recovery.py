@@ -9,7 +9,7 @@ import pytest
 
 from fdcache.hashing import hash_blocks, root_hash
 from fdcache.manager import LoadStatus
-from fdcache.tiers import learned_file
+from fdcache.tiers import reuse
 from tests.service_engine import (
     BLOCK,
     PROMPT,
@@ -112,7 +112,7 @@ class TestRecovery:
     def test_what_eviction_has_learned_survives_a_crash(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(learned_file, "_SAVE_SECONDS", 0.0)
+        monkeypatch.setattr(reuse, "_SAVE_SECONDS", 0.0)
         service = LocalService(tmp_path, FDCACHE_EVICTION="learned")
         engine = Engine(service.address, layout())
         engine.serve(PROMPT)

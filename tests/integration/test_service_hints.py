@@ -93,10 +93,10 @@ def test_a_client_that_leaves_leaves_no_hint_behind(service: LocalService, engin
     engine.manager.hint(Request("r", PROMPT), [Hint.retain(3600)])
     later(engine.manager, 1)
     book = namespace_of(service).hints._book
-    assert len(book._open) == 1
+    assert len(book.open) == 1
     engine.manager.close()
     until(lambda: not service.service.clients, "the client has gone")
-    assert not book._open
+    assert not book.open
 
 
 def test_a_hint_whose_session_ends_has_an_outcome(service: LocalService, engine: Engine) -> None:

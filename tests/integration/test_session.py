@@ -119,8 +119,9 @@ def test_a_service_that_is_away_is_told_once_and_so_is_its_return(
     settings = CacheSettings(server=f"ipc://{tmp_path}/fdcache.sock", rpc_timeout=0.1)
 
     def lines(level: int) -> list[str]:
-        here = [each for each in caplog.records if each.name == "fdcache.service.client.absence"]
-        return [each.getMessage() for each in here if each.levelno == level]
+        here = [each for each in caplog.records if each.name == "fdcache.service.client.session_keeper"]
+        told = [each.getMessage() for each in here if each.levelno == level]
+        return [each for each in told if not each.startswith("session at the service lost")]
 
     with caplog.at_level(logging.DEBUG, "fdcache"):
         tier = RemoteHostTier(settings, layout())

@@ -18,8 +18,7 @@ from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.service.client.connection import Client, Connection
 from fdcache.service.server.block_views import BLOCKS_A_SLICE
 from fdcache.service.server.lifecycle import Server
-from fdcache.service.server.send_queues import MAX_BYTES, SendQueues, Sent
-from fdcache.service.server.tools import MAX_QUESTIONS, PART_BYTES
+from fdcache.service.server.queues import MAX_BYTES, MAX_QUESTIONS, PART_BYTES, SendQueues, Sent
 from fdcache.service.wire.protocol import (
     MAX_FRAME,
     VERSION,

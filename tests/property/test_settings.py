@@ -16,7 +16,7 @@ from fdcache.settings import VARIABLES, LoadResult, Settings, SettingsError, rea
 from fdcache.settings.effective import EffectiveValue, effective_values
 from fdcache.settings.kinds import format_size, parse_size
 from fdcache.settings.sources import parse_dotenv, quote
-from fdcache_cli.env_show import Report
+from fdcache_cli.env_show import SettingsReport
 from tests.seeds import budget
 
 MARKER = "S3CRET"
@@ -72,7 +72,7 @@ def everything_shown(found: LoadResult) -> str:
     states = effective_values(found.settings, found.rejected)
     encoded = msgspec.json.encode(states)
     assert msgspec.json.decode(encoded, type=dict[str, EffectiveValue]) == states, "a service can send it"
-    report = Report(states)
+    report = SettingsReport(states)
     shown = [
         encoded.decode(),
         repr(found),

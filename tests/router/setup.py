@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 from benchmarks.peers.setup import Setup, make_environment
-from tests.router.environments import NAMES, default_home, requirements
+from tests.router.environments import ENVIRONMENTS
 
 
 def make(home: Path, name: str) -> None:
     """Make an environment."""
-    make_environment(home / name, requirements(name))
+    make_environment(home / name, ENVIRONMENTS.requirements(name))
 
 
 if __name__ == "__main__":
-    command = Setup(NAMES, requirements, make)
-    sys.exit(command.run("python -m tests.router.setup", __doc__, default_home()))
+    command = Setup(ENVIRONMENTS.versions, ENVIRONMENTS.requirements, make)
+    sys.exit(command.run("python -m tests.router.setup", __doc__, ENVIRONMENTS.default_home()))

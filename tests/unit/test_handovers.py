@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache.metadata import HandoverEnd, SwapPurpose, TransferReport, TransferResult
-from fdcache.tiers.handovers import OTHERS, HandoverTally
-from fdcache.tiers.statistics import HandoverCount
+from fdcache.tiers.statistics import OTHERS, HandoverCount, HandoverTally
 from tests.seeds import budget
 
 NONE = np.empty(0, np.int32)

@@ -12,7 +12,7 @@ import pytest
 
 from fdcache import _core
 from fdcache.hashing import hash_blocks
-from fdcache.tiers.learned_file import LearnedFile
+from fdcache.tiers.reuse import LearnedFile
 
 NAME = "host.reuse"
 

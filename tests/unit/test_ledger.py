@@ -7,8 +7,7 @@ import pytest
 
 from fdcache.errors import PlanError
 from fdcache.metadata import SwapPurpose, TransferReport, TransferResult
-from fdcache.plans.blocks import Blocks
-from fdcache.plans.ledger import OpenPlan, PlanLedger, StorageOrders
+from fdcache.plans.ledger import Blocks, OpenPlan, PlanLedger, StorageOrders
 
 BLOCKS = 4
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fdcache.metadata import CacheSwapMetadata, HashArray, SwapPurpose
-from fdcache.plans.blocks import Blocks
+from fdcache.plans.ledger import Blocks
 from fdcache.storage.connector import Outcome, RunResult
 from fdcache.testing.storage import path_of
 from fdcache.tiers.storage_index import RemoteIndex

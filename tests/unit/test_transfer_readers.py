@@ -8,8 +8,7 @@ from fdcache.transfer.connector import ConnectorStats
 from fdcache.transfer.decode import BeginRead, DecodeSide, FetchEnd, FetchEnded, PeerFetch, SendToPrefill
 from fdcache.transfer.messages import AskForBlocks, BlocksGranted, End, EndReason, Failed, Last, Ready, Renew
 from fdcache.transfer.prefill import Effect, Offer, OfferEnded, PrefillSide, SendEnd, SendMessage
-from fdcache.transfer.sends import Readers
-from fdcache.transfer.shares import PlaceShares
+from fdcache.transfer.sends import PlaceShares, Readers
 from tests.transfer_help import LAYOUT
 
 HASHES = np.arange(64, dtype=np.uint8).reshape(2, 32)

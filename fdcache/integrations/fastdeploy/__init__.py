@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from fdcache.controller.layers import LayerDoneCounter
     from fdcache.errors import LayerSwapTimeoutError
     from fdcache.integrations.fastdeploy.config import layout_from_config, settings_from_config
-    from fdcache.integrations.fastdeploy.controller import CacheController
-    from fdcache.integrations.fastdeploy.manager import CacheManager, MatchedPrefix
+    from fdcache.integrations.fastdeploy.controller import FastDeployController
+    from fdcache.integrations.fastdeploy.controller import FastDeployController as CacheController
+    from fdcache.integrations.fastdeploy.manager import FastDeployManager, MatchedPrefix
+    from fdcache.integrations.fastdeploy.manager import FastDeployManager as CacheManager
 
 _HOME_OF = {
-    "CacheController": "fdcache.integrations.fastdeploy.controller",
-    "CacheManager": "fdcache.integrations.fastdeploy.manager",
+    "FastDeployController": "fdcache.integrations.fastdeploy.controller",
+    "FastDeployManager": "fdcache.integrations.fastdeploy.manager",
     "LayerDoneCounter": "fdcache.controller.layers",
     "LayerSwapTimeoutError": "fdcache.errors",
     "MatchedPrefix": "fdcache.integrations.fastdeploy.manager",
@@ -30,9 +32,14 @@ _HOME_OF = {
     "settings_from_config": "fdcache.integrations.fastdeploy.config",
 }
 
+_ALIASES = {"CacheController": "FastDeployController", "CacheManager": "FastDeployManager"}
+"""FastDeploy's own names of the two classes."""
+
 __all__ = [
     "CacheController",
     "CacheManager",
+    "FastDeployController",
+    "FastDeployManager",
     "LayerDoneCounter",
     "LayerSwapTimeoutError",
     "MatchedPrefix",
@@ -43,8 +50,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the module of a name when it is first used: the description of the variables needs none of them."""
-    if name not in _HOME_OF:
+    own_name = _ALIASES.get(name, name)
+    if own_name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    value = getattr(importlib.import_module(_HOME_OF[own_name]), own_name)
     globals()[name] = value
     return value

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from fdcache.controller.cache_controller import CacheController as Controller
+from fdcache.controller.cache_controller import CacheController
 from fdcache.controller.layers import LayerDoneCounter
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
@@ -30,12 +30,12 @@ _NAMES = {PlaneKind.KEY_SCALE: "key_cache_scales", PlaneKind.VALUE_SCALE: "value
 Allocate = Callable[[KVLayout, int], Sequence[Any]]
 
 
-class CacheController:
+class FastDeployController:
     """Cache controller with the interface of FastDeploy's; ``core`` is fdcache's own controller.
 
         tensors = controller.initialize_kv_cache(attn_backend, num_gpu_blocks)
         counter = controller.submit_swap_tasks(plans)  # with each batch
-        reports = controller.poll()                    # to CacheManager.apply
+        reports = controller.poll()                    # to FastDeployManager.apply
 
     Parameters that are not given come from the environment, and what that does not set from FastDeploy's
     configuration.
@@ -68,7 +68,7 @@ class CacheController:
         self._settings = load_settings(config, self.layout, transfer=settings)
         rank = local_rank % self.layout.tp_size
         device = device or _paddle_device(self._settings.transfer)
-        self.core = Controller.from_settings(self.layout, self._settings, rank=rank, device=device)
+        self.core = CacheController.from_settings(self.layout, self._settings, rank=rank, device=device)
         self.swap_layer_done_counter: LayerDoneCounter | None = None
         self._host_cache = host_cache
         self._allocate = allocate or _allocate_in_paddle
@@ -117,7 +117,7 @@ class CacheController:
     def initialize_storage(self, storage: BlockStorage | None = None) -> StorageScan | None:
         """Open this rank's storage, by default the environment's, and return its scan; None without storage.
 
-        Pass the scans of all ranks to ``CacheManager.core.restore_storage``.
+        Pass the scans of all ranks to ``FastDeployManager.core.restore_storage``.
         """
         return self.core.open_storage() if storage is None else self.core.initialize_storage(storage)
 
@@ -205,7 +205,7 @@ class CacheController:
         return self._copy(metadata, SwapPurpose.EVICT)
 
     def poll(self) -> list[TransferReport]:
-        """Return the reports of plans that ended since the last call; pass them to ``CacheManager.apply``."""
+        """Return the reports of plans that ended since the last call; pass them to ``FastDeployManager.apply``."""
         return [report for report in self.core.poll() if report.plan_id > 0]
 
     def _copy(self, metadata: CacheSwapMetadata, purpose: SwapPurpose) -> LayerDoneCounter:
@@ -227,7 +227,7 @@ class CacheController:
     def free_gpu_cache(self) -> None:
         """Release the device tensors, after the copies in flight; the host cache stays.
 
-        With ``FD_ENABLE_SWAP_SPACE_CLEARING`` the host cache is released too; call ``CacheManager.reset_cache`` then.
+        With ``FD_ENABLE_SWAP_SPACE_CLEARING`` the host cache is released too; call ``reset_cache`` of the manager then.
         """
         if self._settings.group(EngineCacheSettings).clear_swap_space:
             self.core.free_cache()
@@ -238,7 +238,7 @@ class CacheController:
     def free_cache(self, clear_storage: bool = False) -> bool:
         """Release device tensors and host cache, after the copies in flight; ``clear_storage`` empties storage first.
 
-        Call ``CacheManager.reset_cache`` afterwards; until then the manager plans reads that find nothing. Raises
+        Call ``FastDeployManager.reset_cache`` afterwards; until then the manager plans reads that find nothing. Raises
         ``StorageError`` if the storage could not be emptied; nothing is released then.
         """
         if clear_storage:

@@ -18,10 +18,9 @@ from fdcache.integrations.fastdeploy.config import (
     load_settings,
     quantisation,
 )
-from fdcache.integrations.fastdeploy.controller import CacheController as Controller
+from fdcache.integrations.fastdeploy.controller import FastDeployController
 from fdcache.integrations.fastdeploy.link import SchedulerLink, WorkerLink, WorkerLost
-from fdcache.integrations.fastdeploy.manager import CacheManager as Manager
-from fdcache.integrations.fastdeploy.manager import is_preempted
+from fdcache.integrations.fastdeploy.manager import FastDeployManager, is_preempted
 from fdcache.integrations.fastdeploy.prefills import PrefillTimes
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
@@ -76,7 +75,7 @@ def marked_plan(metadata: Any) -> int:
     return max((int(value[len(_MARK) :]) for value in values if value.startswith(_MARK)), default=0)
 
 
-class CacheManager(Manager):
+class LinkedManager(FastDeployManager):
     """FastDeploy's cache manager, connected to its workers.
 
     A request whose load failed is preempted: it publishes nothing more, ``take_failed`` returns it once, and
@@ -322,7 +321,7 @@ class CacheManager(Manager):
             self._scans.clear()
 
 
-class CacheController(Controller):
+class LinkedController(FastDeployController):
     """FastDeploy's cache controller, connected to its scheduler, whose layout it adopts."""
 
     def __init__(self, config: Any, local_rank: int, device_id: int, **parts: Any) -> None:

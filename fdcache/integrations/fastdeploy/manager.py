@@ -23,7 +23,7 @@ from fdcache.integrations.fastdeploy.config import (
 )
 from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.layout import KVLayout
-from fdcache.manager.cache_manager import CacheManager as Manager
+from fdcache.manager.cache_manager import CacheManager
 from fdcache.manager.requests import Request
 from fdcache.manager.results import AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.metadata import BlockNode, CacheLevel, TransferPlan, TransferReport
@@ -86,13 +86,13 @@ class TrackedRequest:
     refused_hints: Sequence[HintOutcome] = ()
 
 
-class CacheManager:
+class FastDeployManager:
     """Cache manager with the interface of FastDeploy's; ``core`` is fdcache's own manager.
 
         manager.match_prefix(request)                       # result in request._match_result
         blocks = manager.allocate_device_blocks(request, n)
         plans = manager.issue_pending_backup_to_batch_request()  # to the workers with the batch
-        outcomes = manager.apply(reports)                   # from CacheController.poll of every worker
+        outcomes = manager.apply(reports)                   # from FastDeployController.poll of every worker
 
     FastDeploy's scheduler does not call ``apply``; without it nothing is reused from the host. The caller must also
     act on the loads that failed. docs/migration.md compares every member. Parameters that are not given come from the
@@ -115,7 +115,7 @@ class CacheManager:
         self.config = config
         self._settings = load_settings(config, layout, cache=settings, storage=storage)
         self._has_own_settings = settings is not None
-        self.core = Manager.from_settings(
+        self.core = CacheManager.from_settings(
             layout,
             self._settings,
             device_bytes=partial(device_bytes, layout.tp_size),
@@ -344,7 +344,7 @@ class CacheManager:
     def issue_pending_backup_to_batch_request(self) -> list[TransferPlan]:
         """Close the step and return its plans for every rank: evictions, loads and backups; [] if there are none.
 
-        Pass them with the batch to ``CacheController.submit_swap_tasks``.
+        Pass them with the batch to ``FastDeployController.submit_swap_tasks``.
         """
         return self.core.take_plans()
 
@@ -459,7 +459,7 @@ class CacheManager:
 class FreeBlocks(Sequence[int]):
     """Live sequence of the free device blocks. Its length is cheap; reading ids visits every block."""
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: CacheManager) -> None:
         self._manager = manager
 
     def __len__(self) -> int:

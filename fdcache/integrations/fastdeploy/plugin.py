@@ -23,8 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from fdcache.errors import ConfigurationError
-from fdcache.integrations.fastdeploy import engine
-from fdcache.integrations.fastdeploy.engine import CacheController
+from fdcache.integrations.fastdeploy.engine import LinkedController, LinkedManager
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ _KNOWN_MEMBERS = {
 """Public members of FastDeploy's classes that docs/migration.md covers. A new member may be a new duty."""
 
 
-class CacheManager(engine.CacheManager):
+class InstalledManager(LinkedManager):
     """The manager that FastDeploy's scheduler makes; adapts the scheduler first.
 
     Raises ``ConfigurationError`` if the scheduler has other functions than expected.
@@ -114,10 +113,12 @@ def install() -> None:
             "its old cache manager otherwise"
         )
     package = importlib.import_module(_CACHE)
-    if package.CacheManager is CacheManager:
+    if package.CacheManager is InstalledManager:
         return
     _refuse_differences({_CACHE: package})
-    places = _replace(package.CacheManager, CacheManager) + _replace(package.CacheController, CacheController)
+    places = _replace(package.CacheManager, InstalledManager) + _replace(
+        package.CacheController, LinkedController
+    )
     logger.warning("fdcache serves FastDeploy's KV cache: it replaced %s", ", ".join(places))
 
 
@@ -188,7 +189,7 @@ def _replace(theirs: type, ours: type) -> list[str]:
 def _with_preemption(schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(schedule)
     def schedule_after_failures(self: Any) -> Any:
-        if isinstance(self.cache_manager, engine.CacheManager):
+        if isinstance(self.cache_manager, LinkedManager):
             self.cache_manager.follow_stops(
                 lambda: self.to_be_rescheduled_request_id_set | self.to_be_aborted_req_id_set
             )
@@ -196,7 +197,7 @@ def _with_preemption(schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
         batch, errors = schedule(self)
         for task in tasks:
             batch.add_request(task)
-        if isinstance(self.cache_manager, engine.CacheManager):
+        if isinstance(self.cache_manager, LinkedManager):
             prefill = sys.modules[_REQUESTS].RequestType.PREFILL
             self.cache_manager.scheduled(each for each in batch.requests if each.task_type is prefill)
         return batch, errors
@@ -207,7 +208,7 @@ def _with_preemption(schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _preempt_failed(scheduler: Any) -> list[Any]:
     """Preempt running requests whose load failed, as the scheduler itself preempts; return the tasks for the batch."""
-    if not isinstance(scheduler.cache_manager, engine.CacheManager):
+    if not isinstance(scheduler.cache_manager, LinkedManager):
         return []
     request_type = sys.modules[_REQUESTS]
     with scheduler.lock:
@@ -229,7 +230,7 @@ def _preempt_failed(scheduler: Any) -> list[Any]:
 def _with_storage(add_request: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @functools.wraps(add_request)
     def add_request_with_storage(self: Any, request: Any) -> None:
-        if isinstance(self.cache_manager, engine.CacheManager):
+        if isinstance(self.cache_manager, LinkedManager):
             self.cache_manager.request_arrived(request)
         add_request(self, request)
 
@@ -239,7 +240,7 @@ def _with_storage(add_request: Callable[[Any, Any], None]) -> Callable[[Any, Any
 def _with_waiting(match: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     @functools.wraps(match)
     def match_or_wait(self: Any, request: Any) -> bool:
-        if isinstance(self.cache_manager, engine.CacheManager) and not self.cache_manager.can_match(request):
+        if isinstance(self.cache_manager, LinkedManager) and not self.cache_manager.can_match(request):
             return False
         return match(self, request)
 
@@ -249,7 +250,7 @@ def _with_waiting(match: Callable[[Any, Any], bool]) -> Callable[[Any, Any], boo
 def _with_sound_tokens(postprocess: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(postprocess)
     def postprocess_sound(self: Any, batch_result: list[Any], mtype: int = _TARGET_TOKENS) -> None:
-        if isinstance(self.resource_manager.cache_manager, engine.CacheManager):
+        if isinstance(self.resource_manager.cache_manager, LinkedManager):
             batch_result = _drop_unsound(self, batch_result, mtype)
             if mtype == _TARGET_TOKENS:
                 self.resource_manager.cache_manager.sampled(

@@ -19,7 +19,7 @@ from fdcache.manager.keyed import KeyedRequest
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
-from fdcache.plans.blocks import ROOT
+from fdcache.plans.ledger import ROOT
 from fdcache.settings import Settings
 from fdcache.tiers.statistics import CacheStats
 

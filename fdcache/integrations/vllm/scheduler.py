@@ -12,6 +12,7 @@ import numpy as np
 
 from fdcache.errors import FdcacheError
 from fdcache.hints import read_hints
+from fdcache.integrations.vllm.early import StepPace
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.handover import PeerSide
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
@@ -47,12 +48,21 @@ class SchedulerSide:
         events: EventTranslator | None = None,
         steps_in_flight: int = 2,
         peers: PeerSide | None = None,
+        pace: StepPace | None = None,
     ) -> None:
         """``steps_in_flight``: how many steps before the one being planned the device may not have finished.
 
-        ``peers``: other engines, if blocks are handed over.
+        ``peers``: other engines, if blocks are handed over. ``pace``: how soon a load has to end that is told early.
         """
         self.peers = peers
+        self._pace = pace or StepPace(1)
+        self._loading: dict[str, None] = {}
+        """Requests that wait for their load."""
+        self._open: set[str] = set()
+        """Requests whose load has not ended on all ranks."""
+        self._early: set[str] = set()
+        """Those of which the ranks have told before it had."""
+        self._received: list[str] = []
         layout = manager.layout
         self.manager = manager
         self._events = events
@@ -161,6 +171,8 @@ class SchedulerSide:
         finally:
             if loaded:
                 self._has_loads = True
+                self._loading[source.request_id] = None
+                self._open.add(source.request_id)
             if loaded < len(table):
                 # Asked again, it would be promised the blocks again; vLLM then admits nobody behind it.
                 if known is not None:
@@ -194,6 +206,9 @@ class SchedulerSide:
         """
         computed: Sequence[_Computed] = ()
         used: _Tables | None = None
+        self._pace.step(output.total_num_scheduled_tokens)
+        if self._loading or self._received:
+            self._tell_of_loads(output)
         try:
             computed = self._learn_blocks(output)
             used = self._tables(output)
@@ -220,6 +235,25 @@ class SchedulerSide:
             return NOTHING
         made, self._made = self._made, StepMetadata()
         return made
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """Note requests whose blocks have come on all ranks, or are sure to: the next step waits for the rest."""
+        for request_id in request_ids:
+            if request_id in self._loading:
+                del self._loading[request_id]
+                self._received.append(request_id)
+                if request_id in self._open:
+                    self._early.add(request_id)
+
+    def _tell_of_loads(self, output: Any) -> None:
+        """Tell the ranks which loads this step relies on, and how soon a load has to end that they may tell."""
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        self._made.received = {
+            each: each in starts and not starts[each] % self._block_size for each in self._received
+        }
+        self._received = []
+        if self._loading:
+            self._made.seconds_left = self._pace.seconds_left
 
     def _follow(self, output: Any, computed: Sequence[_Computed]) -> None:
         """Time the step, and offer the blocks that it computes."""
@@ -286,7 +320,7 @@ class SchedulerSide:
 
         vLLM gives away the blocks of a request that has ended while a step that it was part of is still computed.
         """
-        if self._has_groups or self._is_lost or self._is_late or None in self._in_flight:
+        if self._has_groups or self._is_lost or self._is_late or None in self._in_flight or self._early:
             return True
         wanted = np.zeros(table.max(initial=0) + 1, bool)
         wanted[table] = True
@@ -471,6 +505,8 @@ class SchedulerSide:
         """
         for outcome in outcomes:
             known = self._running.get(outcome.request_id)
+            self._open.discard(outcome.request_id)
+            self._early.discard(outcome.request_id)
             if outcome.unplanned and (known is None or known.load == outcome.load):
                 self._unloaded.setdefault(outcome.request_id, []).extend(outcome.unplanned)
 

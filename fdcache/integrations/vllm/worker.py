@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from fdcache.controller.cache_controller import CacheController
+from fdcache.controller.layers import LayerDoneCounter
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import ConfigurationError, FdcacheError
+from fdcache.integrations.vllm.early import LayerHooks, LoadClock
 from fdcache.integrations.vllm.metadata import StepMetadata
 from fdcache.integrations.vllm.timing import StepTimer
 from fdcache.layout import KVLayout
@@ -33,11 +36,17 @@ from fdcache.tiers.host import HostCache
 logger = logging.getLogger(__name__)
 
 
-class _Load(NamedTuple):
-    """Requests that wait for a plan, or for a hand-over, and the device blocks that it loads."""
+@dataclass(slots=True)
+class _Load:
+    """Requests that wait for a plan, or for a hand-over, and the device blocks that it loads.
+
+    ``layers``: of a load that may be told before it has ended. ``is_told``: it was.
+    """
 
     requests: Sequence[str]
     blocks: Int32Array
+    layers: LayerDoneCounter | None = None
+    is_told: bool = False
 
     def failed(self, report: TransferReport) -> list[int]:
         """Return the device blocks that were not loaded."""
@@ -49,7 +58,7 @@ class _Load(NamedTuple):
 
 
 class _Arrivals:
-    """Requests whose blocks are loaded by one plan or more. One is received when all its plans have ended."""
+    """Requests whose blocks are loaded by one plan or more, and those of which all plans have ended or are sure to."""
 
     def __init__(self) -> None:
         self._plans: dict[str, int] = {}
@@ -61,7 +70,7 @@ class _Arrivals:
         self._plans[request_id] = self._plans.get(request_id, 0) + 1
 
     def ended(self, request_id: str) -> None:
-        """Count a plan that has ended, well or not."""
+        """Count a plan that has ended, well or not, or is sure to."""
         self._plans[request_id] -= 1
         self._receive(request_id)
 
@@ -111,13 +120,24 @@ class WorkerSide:
         self._idle_stream: Any = None
         self._step_before: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._clock: LoadClock | None = None
+        """None unless loads are told before they have ended."""
+        self._told: dict[str, list[int]] = {}
+        """Loads of requests that were told of before all had ended."""
+        self._seconds_left = 0.0
+        self._held: list[_Load] = []
+        """Loads that the step in progress waits for."""
+        self.hooks = LayerHooks({}, self._current_stream)
         self.timer = StepTimer()
         self._scan: bytes | None = None
         self.address: str | None = None
         """At which this rank answers peers."""
 
-    def register(self, pages: Sequence[torch.Tensor]) -> None:
-        """Use vLLM's pages, a tensor of bytes for each plane; make host memory of the rank's own without a service."""
+    def register(self, pages: Sequence[torch.Tensor], layers: Mapping[str, int] | None = None) -> None:
+        """Use vLLM's pages, a tensor of bytes for each plane; make host memory of the rank's own without a service.
+
+        ``layers``: the number of each of vLLM's layers, if each has a page of its own.
+        """
         device = pages[0].device
         self._on_gpu = device.type == "cuda"
         controller = CacheController.from_settings(
@@ -127,6 +147,10 @@ class WorkerSide:
         controller.register_kv_cache(pages)
         if self._on_gpu:
             self._idle_stream = controller.device.as_stream(torch.cuda.Stream(device))
+            if self._settings.cache.server is None and layers:
+                # What a service holds for this engine can be lost while it is copied.
+                self._clock = LoadClock(self._layout.payload_bytes)
+                self.hooks = LayerHooks(layers, self._current_stream)
         if self._settings.cache.server is None:
             controller.initialize_host_cache()
             scan = controller.open_storage()
@@ -149,11 +173,17 @@ class WorkerSide:
         if controller is not None and host_cache is not None and controller.host_arena is None:
             controller.initialize_host_cache(host_cache)
 
-    def submit(self, step: StepMetadata) -> None:
-        """Enqueue the copies of a step and return at once."""
+    def submit(self, step: StepMetadata, *, layers_ask: bool = False) -> None:
+        """Enqueue the copies of a step and return at once.
+
+        ``layers_ask``: each layer of the step calls ``hooks.layer`` before its attention.
+        """
         controller = self._controller
         if controller is not None:
             self._mark_step_before(step)
+            self._seconds_left = step.seconds_left
+            if self._clock is not None:
+                self._begin(step, layers_ask=layers_ask)
             if step:
                 self._submit(controller, step)
         if step.timed:
@@ -184,9 +214,19 @@ class WorkerSide:
                 counter = controller.submit_swap_tasks(plan, before)
                 if not self._on_gpu:  # no stream holds the step back
                     counter.wait_all()
+                elif self._clock is not None and (load := self._loads.get(plan.plan_id)) is not None:
+                    self._clock.began(plan.plan_id, len(load.blocks))
+                    load.layers = counter
             except FdcacheError as error:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
+
+    def _begin(self, step: StepMetadata, *, layers_ask: bool) -> None:
+        """Make the step wait for the loads that the scheduler takes for ended, and that have not."""
+        by_layer = layers_ask and all(step.received.values())
+        numbers = [n for request_id in step.received for n in self._told.pop(request_id, ())]
+        self._held = [load for n in numbers if (load := self._loads.get(n)) is not None]
+        self.hooks.begin([each.layers for each in self._held if each.layers is not None], layers_ask=by_layer)
 
     def _lose_copies_of(self, blocks: Sequence[int]) -> None:
         """Take plans for failed that copy out of these device blocks, unless they have ended."""
@@ -225,11 +265,16 @@ class WorkerSide:
             self._fail([request_id], blocks)
 
     def computed(self) -> None:
-        """End the time of a step whose work is submitted."""
-        self.timer.end(on_gpu=self._on_gpu)
+        """End a step whose work is submitted, and its time."""
+        if not self.hooks.end():
+            logger.error("a layer was computed without waiting for its load; the request is computed again")
+            for load in self._held:
+                self._fail(load.requests, load.blocks.tolist())
+        if self.timer.number:
+            self.timer.end(on_gpu=self._on_gpu)
 
     def poll(self) -> set[str]:
-        """Collect what has ended; return the requests whose loads have, well or not.
+        """Collect what has ended; return the requests whose loads have, well or not, or are sure to in time.
 
         While there are loads, waits for the end of the step before this one. vLLM waits for it next in any case, and a
         load that ends meanwhile is known one step earlier.
@@ -237,10 +282,25 @@ class WorkerSide:
         if self._controller is None or not self._in_flight:
             return self._arrivals.take()
         self._collect(self._controller.poll())
-        if self._loads and self._step_before is not None:
+        if self._step_before is not None and not all(load.is_told for load in self._loads.values()):
             self._step_before.synchronize()
             self._collect(self._controller.poll())
+        if self._clock is not None and self._loads:
+            self._tell_early(self._clock)
         return self._arrivals.take()
+
+    def _tell_early(self, clock: LoadClock) -> None:
+        """Tell the loads that end before the step begins that can use them: the device makes it wait for the rest."""
+        for number, load in self._loads.items():
+            if load.is_told:
+                continue
+            layers = load.layers
+            if layers is None or not layers.is_certain or clock.seconds_left(number) > self._seconds_left:
+                break
+            load.is_told = True
+            for request_id in load.requests:
+                self._told.setdefault(request_id, []).append(number)
+                self._arrivals.ended(request_id)
 
     def _collect(self, reports: Sequence[TransferReport]) -> None:
         self._in_flight -= len(reports)
@@ -251,7 +311,9 @@ class WorkerSide:
             load = self._loads.pop(report.plan_id, None)
             if load is None:
                 continue
-            for request_id in load.requests:
+            if self._clock is not None:
+                self._clock.ended(report)
+            for request_id in load.requests if not load.is_told else ():
                 self._arrivals.ended(request_id)
             if failed := load.failed(report):
                 self._fail(load.requests, failed)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import numpy as np
 
 from fdcache._core import SharedHost
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
-from fdcache.metadata import HashArray
-from fdcache.plans.blocks import Blocks
+from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.client.connection import Connection
 from fdcache.service.client.hints import RemoteHints
-from fdcache.service.client.holds import RemoteFetches
-from fdcache.service.client.notes import BlockNotes
 from fdcache.service.client.session import Session
 from fdcache.service.client.session_keeper import SessionKeeper
 from fdcache.service.wire.protocol import (
@@ -22,11 +21,16 @@ from fdcache.service.wire.protocol import (
     FETCHING_LAST,
     MAX_BLOCKS,
     MAX_PATHS,
+    NOT_FETCHED,
     Ask,
+    Describe,
+    DeviceBlocks,
+    EndFetches,
     FindPath,
     Match,
     Matched,
     PathFound,
+    Prefetch,
     hashes_from,
     int32_from,
     int64_from,
@@ -34,10 +38,162 @@ from fdcache.service.wire.protocol import (
     uint32_from,
 )
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.fetches import FetchTerms
-from fdcache.tiers.host import NOTHING, Found, HostCache, Reading
-from fdcache.tiers.pool import PENDING
+from fdcache.tiers.fetches import FetchTerms, OnDevice
+from fdcache.tiers.host import NOTHING, Found, HostCache, PathNote, Reading
+from fdcache.tiers.pool import PENDING, EventKinds
 from fdcache.tiers.statistics import ReadTotals, TierUsage, TrafficMeter
+from fdcache.tiers.waiting_fetches import ReadJudge
+
+
+class RemoteFetches:
+    """Fetches that a service has for the requests of this process, by number. Messages go in the background."""
+
+    def __init__(self, sessions: SessionKeeper) -> None:
+        self._sessions = sessions
+        self._numbers = count(1)
+        self._known: dict[int, Session] = {}
+        self._left: set[int] = set()
+        self._names: dict[int, str] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """True while there is a service with storage."""
+        session = self._sessions.session
+        return session is not None and session.storage
+
+    def number(self, request_id: str = "") -> int:
+        """Return a new number, or 0 when the service has no storage."""
+        if not self.is_on:
+            return 0
+        number = next(self._numbers)
+        if request_id:
+            self._names[number] = request_id
+        return number
+
+    def names(self, numbers: Sequence[int]) -> list[str]:
+        """Return the ids of the requests with these numbers; nothing if none is known."""
+        return [self._names.get(number, "") for number in numbers] if self._names else []
+
+    def begin(
+        self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
+    ) -> None:
+        """Make the service read what is stored of a request's path, unless it knows of the request."""
+        session = self._sessions.session
+        if session is None or not session.storage or not number or number in self._known:
+            return
+        if number in self._left:
+            return
+        start = on_device(hashes)
+        if start + len(session.runs.find(hashes, start)) < len(hashes):
+            self._known[number] = session
+            self._sessions.outbox.add(
+                session, Prefetch(number, start, hashes.tobytes(), self._names.get(number, ""))
+            )
+
+    def storage_use(self, number: int) -> int:
+        """Return 0 without a number, 1 if the service may read blocks for it, 2 if it does."""
+        return 0 if not number or number in self._left else 2 if number in self._known else 1
+
+    def __contains__(self, number: int) -> bool:
+        """Return True for a request that the service may keep a fetch for."""
+        return number in self._known
+
+    def learn(self, session: Session, numbers: Sequence[int], states: Sequence[int]) -> None:
+        """Record which of these requests the service keeps a fetch for."""
+        for number, state in zip(numbers, states, strict=False):
+            if state != NOT_FETCHED:
+                self._known[number] = session
+
+    def leave(self, number: int, *, keep: bool) -> None:
+        """Make the service forget a request that goes on without its reads."""
+        session = self._known.pop(number, None)
+        self._left.add(number)
+        if session is not None:
+            self._sessions.outbox.add(session, EndFetches([number], keep=keep))
+
+    def end(self, number: int) -> None:
+        """Make the service forget a request."""
+        self._names.pop(number, None)
+        self._left.discard(number)
+        session = self._known.pop(number, None)
+        if session is not None:
+            self._sessions.outbox.add(session, EndFetches([number]))
+
+
+MOST_REMEMBERED = 1 << 17
+"""Blocks that are known to be described; what is forgotten is described again."""
+_MOST_BLOCKS = 1024
+_MOST_TOKENS = 1 << 18
+"""Of one message."""
+_MOST_EVENTS = 4096
+
+
+class BlockNotes:
+    """Descriptions of the blocks of this process. They are queued before the blocks are stored."""
+
+    def __init__(self, sessions: SessionKeeper) -> None:
+        self._sessions = sessions
+        self._session: Session | None = None
+        self._device_session: Session | None = None
+        self._described: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def is_wanted(self) -> bool:
+        """True while there is a service that tells routers of its blocks."""
+        session = self._sessions.session
+        return session is not None and session.wants_notes
+
+    @property
+    def has_device(self) -> bool:
+        """True if this session was told of the device's blocks."""
+        return self._device_session is self._sessions.session
+
+    def tell_device(self, kinds: EventKinds, hashes: HashArray) -> None:
+        """Tell which blocks came to and left the device, in order; a session is told of all first."""
+        session = self._device_session = self._sessions.session
+        if session is None:
+            return
+        for start in range(0, len(kinds), _MOST_EVENTS):
+            some = slice(start, start + _MOST_EVENTS)
+            body = DeviceBlocks(kinds[some].tobytes(), hashes[some].tobytes())
+            self._sessions.outbox.add(session, body)
+
+    def describe(self, hashes: HashArray, tokens: Int32Array, note: PathNote) -> None:
+        """Describe the blocks of one path that this session has not described: those at its end."""
+        session = self._sessions.session
+        if session is not self._session:
+            self._session = session
+            self._described.clear()
+        if session is None or not len(hashes):
+            return
+        stop = len(hashes)
+        first = stop
+        while first and hashes[first - 1].tobytes() not in self._described:
+            first -= 1
+        if first == stop:
+            return
+        size = session.block_size
+        step = max(min(_MOST_BLOCKS, _MOST_TOKENS // size), 1)
+        for start in range(first, stop, step):
+            end = min(start + step, stop)
+            begin, last = start * size, end * size
+            body = Describe(
+                parent=hashes[start - 1].tobytes() if start else b"",
+                hashes=hashes[start:end].tobytes(),
+                tokens=np.ascontiguousarray(tokens[begin:last], np.int32).tobytes(),
+                tenant=note.tenant,
+                adapter=note.adapter,
+                items=[
+                    (offset - begin, length, name)
+                    for offset, length, name in note.items
+                    if offset < last and offset + length > begin
+                ],
+            )
+            self._sessions.outbox.add(session, body)
+        self._described.update((row.tobytes(), None) for row in hashes[first:])
+        while len(self._described) > MOST_REMEMBERED:
+            self._described.popitem(last=False)
+
 
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
 
@@ -174,10 +330,10 @@ class RemoteHostTier:
                 matches.append(NOTHING)
                 continue
             marks = unverified[first:end] if len(unverified) else None
-            blocks = Blocks.of_path(hashes, start, slots[first:end], generations[first:end], marks)
-            part = range(*fetched[i]) if fetched else range(0)
             lease = self.index.add(session.runs, run, marks is not None)
-            matches.append(Found(lease, blocks, fetched=part))
+            part = range(*fetched[i]) if fetched else range(0)
+            where = (slots[first:end], generations[first:end], marks)
+            matches.append(Found.of_path(hashes, start, *where, lease=lease, fetched=part))
         return matches
 
     def _count_in_flight_miss(self, session: Session, block: HashArray) -> None:

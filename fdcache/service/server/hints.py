@@ -37,6 +37,9 @@ class NamespaceHints:
         self._pools = pools
         self._limit_of = limit_of
         self._book = HintBook(pools, clock, self.figures)
+        self.open: Sequence[object] = self._book.open
+        """Hints that wait for their time to be over: there is something to ``settle``."""
+
         self._kept: defaultdict[int, list[HashArray]] = defaultdict(list)  # by tenants with a limit
 
     def take(self, session: int, message: Hints) -> list[HintResult]:

@@ -212,7 +212,8 @@ class Server:
             raise
 
     def _on_tick(self) -> None:
-        self.views.page.trends.record()
+        if time.monotonic() >= self.views.page.trends.due:
+            self.views.page.trends.record()
         self._announce_ready()
         self._drain()
 

@@ -14,7 +14,7 @@ import zmq
 
 from fdcache.errors import ConfigurationError, ProtocolError, ServiceRunningError
 from fdcache.service.server.lock_file import open_locked
-from fdcache.service.server.send_queues import SendQueues, Sent
+from fdcache.service.server.queues import SendQueues, Sent
 from fdcache.service.server.service import Service
 from fdcache.service.wire.address import SCHEME, require_socket, socket_problem
 from fdcache.service.wire.protocol import MAX_FRAME, Answer, Refused, decode_request_frame, encode_answer
@@ -121,7 +121,8 @@ class ServiceLoop:
             if now >= tick_at:
                 self.service.tick(self._send_notice)
                 self._accept_while_descriptors_last()
-                self.service.tools.retry()
+                if self.service.tools.has_full:
+                    self.service.tools.retry()
                 self._on_tick()
                 tick_at = now + _TICK_SECONDS
             ready = dict(poller.poll(self._milliseconds_until(tick_at - now)))
@@ -131,16 +132,17 @@ class ServiceLoop:
             for _ in range(_MAX_BATCH):
                 if not self._serve_one():
                     break
-            self._queues.flush()
-            if self.service.tools:
+            if self._queues.waiting:
+                self._queues.flush()
+            if self.service.tools.turns:
                 self.service.tools.work(self._send_part)
                 self._send_urgent_events()
 
     def _milliseconds_until(self, tick: float) -> int:
         """Return how long to wait for messages; the next tick is due in ``tick`` seconds."""
-        if self.service.tools:
+        if self.service.tools.turns:
             return 0
-        return 1 if self._queues.is_draining else max(0, int(tick * 1000))
+        return 1 if self._queues.waiting and self._queues.is_draining else max(0, int(tick * 1000))
 
     def _accept_while_descriptors_last(self) -> None:
         """Hide the socket from new clients while descriptors are short: ZeroMQ ends the process that has none for one.

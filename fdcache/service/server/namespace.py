@@ -29,8 +29,8 @@ from fdcache.service.wire.shared_memory import Geometry, create_shared, table_by
 from fdcache.service.wire.views import MissReason
 from fdcache.settings.cache import EvictionPolicy
 from fdcache.settings.server import ServerSettings
-from fdcache.tiers.learned_file import LearnedFile
 from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED, BlockPool
+from fdcache.tiers.reuse import LearnedFile
 
 log = logging.getLogger("fdcache.service.server")
 
@@ -474,7 +474,7 @@ class Namespace:
 
     def save_learned(self) -> None:
         """Keep what eviction has learned for the next service, from time to time."""
-        if self.tier is not None:
+        if self.tier is not None and time.monotonic() >= self.learned.due:
             self.learned.save_if_due(self.tier)
 
     def close(self) -> None:

@@ -36,7 +36,8 @@ class Reclaims:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._hold_until: dict[Namespace, float] = {}
-        self._unsent: list[Namespace] = []
+        self.unsent: list[Namespace] = []
+        """Those that ``take_new`` returns."""
 
     def begin(self, giver: Namespace) -> None:
         """Reclaim the last extent of a namespace, unless that was tried within the last 10 s."""
@@ -46,7 +47,7 @@ class Reclaims:
         }
         if giver not in self._hold_until:
             self._hold_until[giver] = now + _HOLD_SECONDS
-            self._unsent.append(giver)
+            self.unsent.append(giver)
 
     def is_held(self, namespace: Namespace) -> bool:
         """Return True while no slots may be granted to this namespace."""
@@ -55,11 +56,11 @@ class Reclaims:
     def end(self) -> None:
         """Stop reclaiming: the extent was found."""
         self._hold_until.clear()
-        self._unsent.clear()
+        self.unsent.clear()
 
     def take_new(self) -> Iterable[tuple[Namespace, Recall]]:
         """Return the reclaims that have begun since the last call, to be sent to the clients of each namespace."""
-        new, self._unsent = self._unsent, []
+        new, self.unsent = self.unsent, []
         return [(giver, Recall(giver.num_slots - giver.geometry.records_per_extent)) for giver in new]
 
 

@@ -17,8 +17,8 @@ from fdcache.service.server.clients import Clients, RegisteredClient
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import STOCK_DIVISOR, Namespace
 from fdcache.service.server.namespaces import Namespaces
+from fdcache.service.server.queues import Question, ToolQueue
 from fdcache.service.server.storage import ServiceStorage
-from fdcache.service.server.tools import Question, ToolQueue
 from fdcache.service.wire.protocol import (
     FETCHED,
     Alive,
@@ -346,9 +346,10 @@ class Service:
             namespace.save_learned()
         self.send_events(send)
         self._send_hint_results(send)
-        for namespace, recall in self.namespaces.reclaims.take_new():
-            for client in self.clients.of(namespace):
-                send(client.identity, recall)
+        if self.namespaces.reclaims.unsent:
+            for namespace, recall in self.namespaces.reclaims.take_new():
+                for client in self.clients.of(namespace):
+                    send(client.identity, recall)
 
     def make_lost_files(self) -> None:
         """Make the files of the arena anew that others removed, such as a cleaner of its directory.
@@ -374,6 +375,8 @@ class Service:
     def _send_hint_results(self, send: Send) -> None:
         """Tell clients what became of their hints whose time is over."""
         for namespace in self.namespaces.values():
+            if not namespace.hints.open:
+                continue
             for session, results in namespace.hints.settle().items():
                 if (client := self.clients.get(session)) is not None:
                     send(client.identity, Hinted(results))

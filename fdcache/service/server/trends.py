@@ -27,14 +27,14 @@ class Trends:
         self._service = service
         self._fine: deque[TrendRow] = deque(maxlen=FINE_ROWS)
         self._coarse: deque[TrendRow] = deque(maxlen=COARSE_ROWS)
-        self._due = 0.0
+        self.due = 0.0
+        """Time of the next row."""
+
         self.row = 0
 
     def record(self) -> None:
-        """Add a row if one is due."""
-        if (now := time.monotonic()) < self._due:
-            return
-        self._due = now + SECONDS
+        """Add the row that is due."""
+        self.due = time.monotonic() + SECONDS
         row = _row(self._service)
         if self.row % _COARSE == 0:
             self._coarse.append(row)

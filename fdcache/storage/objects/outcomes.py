@@ -1,14 +1,21 @@
-"""What the failures of calls mean: for a block, and for the store."""
+"""Outcomes of a batch of blocks, and what the failures of calls mean: for a block, and for the store."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 
+import numpy as np
+
+from fdcache.metadata import UInt64Array
 from fdcache.storage.breaker import CircuitBreaker
-from fdcache.storage.connector import Outcome
-from fdcache.storage.objects.backend import ObjectMissingError, StoreFailedError
+from fdcache.storage.connector import Outcome, RecordBatch
+from fdcache.storage.objects.backend import ObjectBackend, ObjectMissingError, StoreFailedError
 from fdcache.storage.objects.calls import GivenUpError, HangingError
+from fdcache.storage.objects.catalogue import Pack
+from fdcache.storage.objects.pack import ObjectFormat
+from fdcache.storage.records import RecordCheck
 
 log = logging.getLogger(__name__)
 
@@ -68,3 +75,32 @@ class StoreHealth:
         if breaker.reason is None:
             log.warning("storage is left alone for a while: %s", reason)
         breaker.failed(reason)
+
+
+Judge = Callable[[Exception], tuple[Outcome, str]]
+
+
+class BatchInObjects:
+    """One batch on its way between host and store. ``outcomes`` are CANCELLED or TIMEOUT for what was not begun.
+
+    ``used``: the objects that were read, or that hold what was to be stored.
+    """
+
+    def __init__(
+        self,
+        batch: RecordBatch,
+        backend: ObjectBackend,
+        objects: ObjectFormat,
+        check: RecordCheck,
+        judge: Judge,
+    ) -> None:
+        self.outcomes = np.full(len(batch), Outcome.TIMEOUT, np.uint8)
+        self.checksums: UInt64Array = np.zeros(len(batch), np.uint64)
+        self.error: str | None = None
+        self.used: list[Pack] = []
+        self._batch = batch
+        self._backend = backend
+        self._objects = objects
+        self._check = check
+        self._judge = judge
+        self._hashes = [row.tobytes() for row in batch.hashes]

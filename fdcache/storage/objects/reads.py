@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fdcache._core import CancelFlag
-from fdcache.metadata import UInt64Array
-from fdcache.storage.connector import Outcome, RecordBatch
-from fdcache.storage.objects.backend import ObjectBackend, ObjectMissingError
+from fdcache.storage.connector import Outcome
+from fdcache.storage.objects.backend import ObjectMissingError
 from fdcache.storage.objects.calls import CallPool, Gate
 from fdcache.storage.objects.catalogue import Pack
 from fdcache.storage.objects.locator import Locator
-from fdcache.storage.objects.pack import ObjectFormat
-from fdcache.storage.records import RecordCheck
+from fdcache.storage.objects.outcomes import BatchInObjects
 
 _MOST_READ = 4 << 20
 """Bytes of neighbouring records in one request: more requests at once are faster than longer ones."""
-
-Judge = Callable[[Exception], tuple[Outcome, str]]
 
 
 @dataclass(slots=True)
@@ -34,31 +31,16 @@ class _Run:
     blocks: list[int]
 
 
-class BatchRead:
-    """One batch on its way to the host. ``outcomes`` are CANCELLED or TIMEOUT for what was not begun.
+class BatchRead(BatchInObjects):
+    """One batch on its way to the host.
 
     What is missing or wrong is looked for and read once more: what was known of the object may be old, and bytes may
     have been changed on their way. ``corrupt`` holds what is still wrong then.
     """
 
-    def __init__(
-        self,
-        batch: RecordBatch,
-        backend: ObjectBackend,
-        objects: ObjectFormat,
-        check: RecordCheck,
-        judge: Judge,
-    ) -> None:
-        self.outcomes = np.full(len(batch), Outcome.TIMEOUT, np.uint8)
-        self.checksums: UInt64Array = np.zeros(len(batch), np.uint64)
-        self.error: str | None = None
-        self.used: list[Pack] = []
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.corrupt: list[tuple[str, int]] = []
-        self._batch = batch
-        self._backend = backend
-        self._objects = objects
-        self._check = check
-        self._judge = judge
         self._gate = Gate()
 
     def run(self, pool: CallPool, locator: Locator, deadline: float, cancel: CancelFlag | None) -> None:
@@ -66,7 +48,7 @@ class BatchRead:
         batch = self._batch
         for i in range(len(batch)):
             self._check.stamp_writing(batch, i)
-        hashes = [row.tobytes() for row in batch.hashes]
+        hashes = self._hashes
         wanted = list(range(len(batch)))
         try:
             for is_last in (False, True):

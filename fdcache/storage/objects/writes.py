@@ -6,19 +6,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from fdcache._core import CancelFlag, SlotHeader
-from fdcache.metadata import UInt64Array
-from fdcache.storage.connector import Outcome, RecordBatch
-from fdcache.storage.objects.backend import ObjectBackend, ObjectExistsError, ObjectMissingError
+from fdcache.storage.connector import Outcome
+from fdcache.storage.objects.backend import ObjectExistsError, ObjectMissingError
 from fdcache.storage.objects.calls import CallPool
 from fdcache.storage.objects.catalogue import Pack
 from fdcache.storage.objects.locator import Locator
-from fdcache.storage.objects.pack import PAGE, DamagedObjectError, ObjectFormat
-from fdcache.storage.objects.reads import Judge
-from fdcache.storage.records import RecordCheck
+from fdcache.storage.objects.outcomes import BatchInObjects
+from fdcache.storage.objects.pack import PAGE, DamagedObjectError
 
 _FRESH_SECONDS = 10.0
 """Age up to which it is believed that an object is still there."""
@@ -33,28 +32,12 @@ class _Stored:
     nbytes: int = 0
 
 
-class BatchWrite:
-    """One batch on its way to the store. ``outcomes`` are CANCELLED or TIMEOUT for what was not begun."""
+class BatchWrite(BatchInObjects):
+    """One batch on its way to the store; ``nbytes`` of new objects were written."""
 
-    def __init__(
-        self,
-        batch: RecordBatch,
-        backend: ObjectBackend,
-        objects: ObjectFormat,
-        check: RecordCheck,
-        judge: Judge,
-    ) -> None:
-        self.outcomes = np.full(len(batch), Outcome.TIMEOUT, np.uint8)
-        self.checksums: UInt64Array = np.zeros(len(batch), np.uint64)
-        self.error: str | None = None
-        self.used: list[Pack] = []
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.nbytes = 0
-        self._batch = batch
-        self._backend = backend
-        self._objects = objects
-        self._check = check
-        self._judge = judge
-        self._hashes = [row.tobytes() for row in batch.hashes]
         self._headers: list[SlotHeader] = []
 
     def run(

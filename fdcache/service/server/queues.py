@@ -1,4 +1,7 @@
-"""Questions of tools: they wait for the requests of engines, and are answered a slice at a time."""
+"""What waits in the service: messages to clients that do not read, bounded for each, and the questions of tools.
+
+Questions wait for the requests of engines, and are answered a slice at a time.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,86 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import zmq
 
 from fdcache.errors import FdcacheError, ProtocolError
-from fdcache.service.server.send_queues import Sent
 from fdcache.service.wire.protocol import Answer, Ask, RefusalError, Refused, Request, ToolAnswer
 from fdcache.service.wire.views import ServiceTotals
+
+MAX_MESSAGES = 4096
+MAX_BYTES = 4 << 20
+"""Limits of what waits for one client; the message that exceeds the second one is the last."""
+
+_MAX_TRIES = 20
+
+
+class Sent(Enum):
+    """What became of a message."""
+
+    TAKEN = auto()
+    """It is on its way, or waits."""
+    FULL = auto()
+    """The client has not read what waits already."""
+    GONE = auto()
+    """The client has closed its connection."""
+
+
+class SendQueues:
+    """Sends messages through a ROUTER without waiting.
+
+    ZeroMQ counts messages, not bytes, so its own queues are short, and more waits here.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.waiting: dict[bytes, deque[bytes]] = {}
+        """Messages that clients have no room for; ``flush`` sends them."""
+
+        self._bytes: dict[bytes, int] = {}
+        self._tries = 0
+
+    @property
+    def is_draining(self) -> bool:
+        """True while it is worth to try again soon: something waits, and was read lately."""
+        return bool(self.waiting) and self._tries < _MAX_TRIES
+
+    def send(self, identity: bytes, message: bytes, *, may_wait: bool = True) -> Sent:
+        """Send a message after those that wait for the client. One that may not wait here is sent at once or not."""
+        if identity not in self.waiting:
+            sent = self._try(identity, message)
+            if sent is not Sent.FULL or not may_wait:
+                return sent
+            self.waiting[identity], self._bytes[identity] = deque(), 0
+            self._tries = 0
+        waiting = self.waiting[identity]
+        if not may_wait or len(waiting) >= MAX_MESSAGES or self._bytes[identity] >= MAX_BYTES:
+            return Sent.FULL
+        waiting.append(message)
+        self._bytes[identity] += len(message)
+        return Sent.TAKEN
+
+    def flush(self) -> None:
+        """Send what waits, as far as clients have read."""
+        self._tries += 1
+        for identity in list(self.waiting):
+            waiting, sent = self.waiting[identity], Sent.TAKEN
+            while waiting and (sent := self._try(identity, waiting[0])) is Sent.TAKEN:
+                self._bytes[identity] -= len(waiting.popleft())
+                self._tries = 0
+            if sent is not Sent.FULL:
+                del self.waiting[identity], self._bytes[identity]
+
+    def _try(self, identity: bytes, message: bytes) -> Sent:
+        try:
+            self._socket.send_multipart([identity, message], zmq.NOBLOCK)
+        except zmq.Again:
+            return Sent.FULL
+        except zmq.ZMQError:
+            return Sent.GONE
+        return Sent.TAKEN
+
 
 log = logging.getLogger("fdcache.service.server")
 
@@ -58,11 +136,11 @@ class ToolQueue:
         self._slices = slices
         self._totals = totals
         self._tools: dict[bytes, _Tool] = {}
-        self._turns: deque[bytes] = deque()
+        self.turns: deque[bytes] = deque()
+        """Clients for which there is a slice to make or to send."""
 
-    def __bool__(self) -> bool:
-        """True if there is a slice to make or to send."""
-        return bool(self._turns)
+        self.has_full = False
+        """Some client had no room for its answer; ``retry`` sends it again."""
 
     def add(self, identity: bytes, question: Question) -> None:
         """Queue a question. Raises ``RefusalError`` if the client has too many."""
@@ -77,19 +155,20 @@ class ToolQueue:
             )
         if tool is None:
             tool = self._tools[identity] = _Tool()
-            self._turns.append(identity)
+            self.turns.append(identity)
         tool.questions.append(question)
 
     def retry(self) -> None:
         """Try again to send to clients whose queues were full."""
+        self.has_full = False
         for identity, tool in self._tools.items():
             if tool.is_full:
                 tool.is_full = False
-                self._turns.append(identity)
+                self.turns.append(identity)
 
     def work(self, send: Send) -> None:
         """Make the next slice of the client whose turn it is, or send a part of its answer."""
-        identity = self._turns.popleft()
+        identity = self.turns.popleft()
         tool = self._tools[identity]
         if not tool.is_complete and len(tool.part) < PART_BYTES:
             self._make_slice(tool)
@@ -100,10 +179,11 @@ class ToolQueue:
                 del self._tools[identity]
                 return
             tool.is_full = sent is Sent.FULL
+            self.has_full |= tool.is_full
         if not tool.questions:
             del self._tools[identity]
         elif not tool.is_full:
-            self._turns.append(identity)
+            self.turns.append(identity)
 
     def _make_slice(self, tool: _Tool) -> None:
         began = time.perf_counter()
