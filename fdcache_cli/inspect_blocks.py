@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from fdcache.service.wire.client_views import ClientFigures, ClientView
-from fdcache.service.wire.views import BlockView, ExplainedBlock, ExplainView, TreeNode
+from fdcache.service.wire.views import BlockView, ExplainedBlock, ExplainView
+from fdcache.tiers.pool import TreeNode
 from fdcache.tiers.statistics import LoadDecision
 from fdcache_cli import inspect_plot, output
 from fdcache_cli.control_service import prefix_of

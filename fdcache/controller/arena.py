@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fdcache import _core
 from fdcache.devices.base import Device, PinnedMemory
 from fdcache.errors import HostMemoryError
@@ -17,9 +20,12 @@ from fdcache.layout import KVLayout
 from fdcache.machine.memory import available_memory
 from fdcache.machine.shared_files import JoinedMemory
 from fdcache.metadata import EXTENT_BYTES, SLOT_HEADER_BYTES
+from fdcache.plans.ledger import Blocks
 
 _TOUCH_THREADS = 8
 _LOG_INTERVAL = 5.0
+_READY = 2
+"""State of the header of a record that is whole."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of bytes that are ready and the number there will be."""
@@ -90,6 +96,22 @@ class HostArena:
         """Leave memory that others share. The last reference frees the memory."""
         if self._joined is not None:
             self._joined.close()
+
+
+def intact_records(table: _core.RecordTable, layout: KVLayout, blocks: Blocks) -> NDArray[np.bool_]:
+    """Return a mask of the blocks whose slots have their records with the bytes of their checksums."""
+    offsets = [plane.offset for plane in layout.planes]
+    sizes = [plane.nbytes for plane in layout.planes]
+    intact = np.zeros(len(blocks), np.bool_)
+    for at, block in enumerate(blocks):
+        header = table.header(block.slot)
+        is_its = header.is_valid and header.state == _READY and header.hash == block.hash
+        intact[at] = (
+            is_its
+            and header.generation == block.generation
+            and _core.record_checksum(table.record(block.slot), offsets, sizes) == header.payload_checksum
+        )
+    return intact
 
 
 class _Memory(Protocol):

@@ -10,7 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fdcache.controller.arena import HostArena, Progress
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.controller.arena import HostArena, Progress, intact_records
 from fdcache.controller.device_planes import DeviceMemory
 from fdcache.controller.layers import LaunchedLayers, LayerDoneCounter, LayerEvents
 from fdcache.controller.submission import PlanSubmission, RankParts
@@ -24,6 +27,7 @@ from fdcache.errors import (
 from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
+from fdcache.plans.ledger import Blocks
 from fdcache.settings import Settings, logs, read_settings
 from fdcache.settings.cache import CopySettings, Verify
 from fdcache.settings.checks import log_misspelt, require_host_tier
@@ -34,7 +38,7 @@ from fdcache.tasks import AsyncTaskHandler
 from fdcache.tiers.host import HostCache
 
 if TYPE_CHECKING:
-    from fdcache.service.client.arena import SharedHostArena
+    from fdcache.service.client.shared_arena import SharedHostArena
     from fdcache.settings.peers import PeerSettings
     from fdcache.transfer.connector import TransferStats
 
@@ -159,7 +163,7 @@ class CacheController:
             if host is None:
                 host = HostCache.of(self._settings_in_force().cache, self.layout)
             if isinstance(host, HostCache) and host.server is not None:
-                from fdcache.service.client.arena import SharedHostArena  # brings the network library
+                from fdcache.service.client.shared_arena import SharedHostArena  # brings the network library
 
                 self._parts.arena = SharedHostArena(host, self.layout, self.rank, self.device)
             elif blocks := host.num_blocks if isinstance(host, HostCache) else host:
@@ -259,7 +263,7 @@ class CacheController:
                 raise CacheNotReadyError("no device planes: call initialize_kv_cache or register_kv_cache")
             if self._parts.transfer is not None:
                 raise CacheNotReadyError("the transfer is open already; call free_cache first")
-            from fdcache.controller.handover import PlannedHandovers, open_endpoint
+            from fdcache.controller.planned_handovers import PlannedHandovers, open_endpoint
 
             if verifies is None:
                 verifies = self.settings.verify is not Verify.OFF
@@ -375,6 +379,20 @@ class CacheController:
         if not self._guard.is_own:
             self._guard.refuse()
         return self._plans.wait_reports(timeout)
+
+    def intact(self, blocks: Blocks, arena: str | None = None) -> NDArray[np.bool_]:
+        """Return a mask of the host blocks of which this rank has the record with the bytes of its checksum.
+
+        ``arena``: as in a plan, that of a service's slots. The calling thread reads all of the bytes.
+        """
+        if not self._guard.is_own:
+            self._guard.refuse()
+        with self._plans.serial, self._lock:
+            shared, mine = self._parts.shared, self._parts.arena
+            reason = None if shared is None else shared.open_records(arena, blocks.slots)
+            if reason is not None or mine is None:
+                return np.zeros(len(blocks), np.bool_)
+            return intact_records(mine.table, self.layout, blocks)
 
     def sleep(self) -> None:
         """Free the device planes, after the copies in flight; the host arena stays.

@@ -27,15 +27,15 @@ class CopyShares:
         self._sharers = layout.replicas
         self._share = rank % layout.replicas
         self._cut: dict[int, TransferPlan] = {}
+        self.divides = layout.replicas > 1
+        """True if there are others to share with."""
 
-    @property
-    def has_storage(self) -> bool:
+        self.has_storage = not self._share
         """True for the rank that reads and writes the storage for all of them."""
-        return not self._share
 
     def cut(self, plan: TransferPlan) -> TransferPlan:
         """Return the plan with the copies of this rank. Raises ``PlanError`` for one whose blocks cannot be counted."""
-        if self._sharers == 1 or (plan.evictions is None and plan.backups is None):
+        if plan.evictions is None and plan.backups is None:
             return plan
         check_countable(plan)
         evictions, backups = (

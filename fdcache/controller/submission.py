@@ -31,8 +31,8 @@ from fdcache.storage.queue import StorageQueue, StorageTransfer
 from fdcache.tasks import AsyncTaskHandler, CpuEvent, Event, Execution
 
 if TYPE_CHECKING:
-    from fdcache.controller.handover import PlannedHandovers
-    from fdcache.service.client.arena import SharedHostArena
+    from fdcache.controller.planned_handovers import PlannedHandovers
+    from fdcache.service.client.shared_arena import SharedHostArena
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,8 @@ class PlanSubmission:
     def submit(self, plan: TransferPlan, compute_stream: Any) -> LayerEvents:
         """Enqueue a plan; see ``CacheController.submit_swap_tasks``."""
         with self.serial:
-            plan = self.shares.cut(plan)
+            if self.shares.divides:
+                plan = self.shares.cut(plan)
             layers = self._launch_natively(plan, compute_stream)
             if layers is None or isinstance(layers, str):
                 layers = self._launch_checked(plan, compute_stream, layers)
@@ -183,7 +184,7 @@ class PlanSubmission:
                 self.launcher.retire()
             if reports and (self.launcher is None or self.queue.keeps_reads):
                 self.queue.retire()
-            return self.shares.take_whole(reports)
+            return self.shares.take_whole(reports) if self.shares.divides else reports
 
     def wait_reports(self, timeout: float | None) -> list[TransferReport]:
         """Wait up to ``timeout`` seconds, None without limit, for a plan to end; then return the reports."""

@@ -26,13 +26,13 @@ from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome
 from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
-from fdcache.service.wire.views import TreeNode
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.hint_book import RequestHints
 from fdcache.tiers.host import HostCache, HostTier
+from fdcache.tiers.pool import TreeNode
 from fdcache.tiers.reuse import RecentReuse, ReuseReport
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage, Traffic
 
@@ -257,9 +257,7 @@ class TierManager(ABC, Generic[RequestT_contra]):
         So it can tell routers of them. Requests with keys alone have no tokens.
         """
         if self._service is not None and self._service.notes.is_wanted:
-            for request in requests:
-                if isinstance(request, Request):
-                    self._service.notes.describe(request.block_hashes, request.tokens, request.note)
+            self._service.notes.describe([each for each in requests if isinstance(each, Request)])
 
     def _close_step(self) -> list[TransferPlan]:
         """Tell a service how this engine does, close the step and return its plans."""
@@ -295,7 +293,7 @@ class TierManager(ABC, Generic[RequestT_contra]):
                 if request.hints and not preempted:
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
             self._tell_device()
-        story.finished((request.request_id for request in ended), preempted=preempted)
+        story.finished(ended, preempted=preempted)
 
     @abstractmethod
     def _release(self, requests: list[RequestT_contra]) -> None:

@@ -205,14 +205,6 @@ class Tiers:
         events = self.device_events
         return dict(self.pools) if events is None else self.pools | {CacheLevel.DEVICE: events}
 
-    def path_to(self, block: bytes) -> HashArray | None:
-        """Return the hashes of the blocks above one, from the root on; None if no tier with paths has it."""
-        for pool in self.own_pools.values():
-            if (path := pool.path_to(block)) is not None:
-                return path
-        service = self.host.service if self.host is not None else None
-        return service.path_to(block) if service is not None else None
-
     def find(self, hashes: HashArray) -> dict[CacheLevel, list[BlockNode]]:
         """Return the blocks of a path in each tier of this process; pin nothing."""
         return {level: pool.nodes(pool.find(hashes).slots.tolist()) for level, pool in self.own_pools.items()}

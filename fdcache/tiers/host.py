@@ -17,20 +17,19 @@ import msgspec
 import numpy as np
 
 from fdcache._core import CopyReservation, HostIndex, SwapInFlight
-from fdcache.errors import ConfigurationError, HashingError
+from fdcache.errors import ConfigurationError
 from fdcache.hints import GivenHints, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
     CacheLevel,
     HashArray,
-    Int32Array,
     SwapPurpose,
 )
 from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches, FetchTable
-from fdcache.tiers.pool import BlockPool, EventKinds
+from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters, ReadTotals, TierUsage, TrafficMeter
 
 
@@ -133,10 +132,10 @@ class SharedNotes(Protocol):
     def has_device(self) -> bool:
         """True once the service was told of the device's blocks; False again for the next session."""
 
-    def describe(self, hashes: HashArray, tokens: Int32Array, note: PathNote) -> None:
-        """Describe the blocks of one path that are not described yet: those at its end."""
+    def describe(self, requests: Sequence[Any]) -> None:
+        """Describe the blocks of requests, each with a ``note``, that are not described yet."""
 
-    def tell_device(self, kinds: EventKinds, hashes: HashArray) -> None:
+    def tell_device(self, kinds: bytes, hashes: bytes) -> None:
         """Tell which blocks came to and left the device, in order."""
 
 
@@ -171,9 +170,6 @@ class HostService(Protocol):
 
         ``fetches``: the number of each path's fetch from storage, 0 for none.
         """
-
-    def path_to(self, block: bytes) -> HashArray | None:
-        """Return the hashes of the blocks above one, from the root on; None for a block that is not there."""
 
     def own(self, block: bytes, tenant: str) -> None:
         """Assign a first block of paths, and all blocks below it, to a tenant."""
@@ -319,7 +315,7 @@ def find_and_pin(
 
     ``fetches``: the number of each path's fetch from storage, 0 for none. Of a service one round trip asks for all
     paths that its storage may have, and for those of which something is there that cannot be pinned without it now.
-    Raises ``HashingError`` for keys that contradict those stored.
+    Keys that contradict those stored find nothing.
     """
     service = host.service
     if service is not None:
@@ -348,12 +344,7 @@ def find_only(host: HostTier, hashes: HashArray, start: int) -> Found:
 def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[Found, int]:
     fetches = host.fetches
     storage_use = 0 if fetches is None else fetches.storage_use(number)
-    try:
-        run, pending, ask_for = host.index.find_and_pin(hashes, start, storage_use)
-    except ValueError as error:
-        raise HashingError(
-            f"keys: {error}; a key that was stored below another block than the one before it has to differ"
-        ) from error
+    run, pending, ask_for = host.index.find_and_pin(hashes, start, storage_use)
     fetched = range(0)
     if (table := host.fetch_table) is not None:
         fetched, stop = table.fetched(number, start, len(run)), start + len(run)

@@ -24,7 +24,8 @@ class TierUsage(msgspec.Struct, frozen=True):
     ``writing`` includes ``pending``, ``quarantined``, ``withheld`` and ``orphans``; ``evictable`` is part of ``ready``.
     ``quarantined`` slots held a corrupt record or cannot be read or written, and are never used again. ``withheld``
     slots have no room on the disk for now. ``orphans`` are stored blocks that cannot be found until a block above them
-    is stored again.
+    is stored again. ``unjoined`` blocks begin runs of which nobody has told what precedes them. ``contradictions``
+    counts look-ups that found nothing because their keys contradict the paths of the tier.
     """
 
     blocks: int = 0
@@ -41,6 +42,8 @@ class TierUsage(msgspec.Struct, frozen=True):
     quarantined: int = 0
     withheld: int = 0
     orphans: int = 0
+    unjoined: int = 0
+    contradictions: int = 0
 
     @classmethod
     def of(cls, stats: TierStats) -> TierUsage:

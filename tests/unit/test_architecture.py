@@ -136,6 +136,18 @@ def test_no_module_reaches_itself() -> None:
             visit(name, ())
 
 
+def test_only_the_making_of_tiers_imports_the_service_and_late() -> None:
+    managers = [name for name in MODULES if room(name) == "manager"]
+    users = {name for name in managers if any(room(one) == "service" for one in imports_of(name))}
+    assert users == {"fdcache.manager.tiers"}
+    early = [
+        node
+        for node in tree("fdcache.manager.tiers").body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fdcache.service")
+    ]
+    assert not early
+
+
 def test_no_public_class_name_exists_twice() -> None:
     homes: dict[str, list[str]] = {}
     for name in MODULES:

@@ -23,7 +23,8 @@ from fdcache.service.server.arguments import (
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.service import Service
 from fdcache.service.server.slices import in_batches, json_list, json_object
-from fdcache.service.wire.views import BlockView, ExplainedBlock, TreeNode
+from fdcache.service.wire.views import BlockView, ExplainedBlock
+from fdcache.tiers.pool import TreeNode
 
 MAX_TREE = 10_000
 BLOCKS_A_SLICE = 128

@@ -210,7 +210,10 @@ class RegisteredClient:
     def hear(self) -> None:
         """Record that it is alive."""
         self.heartbeat_at = time.monotonic()
-        self.silent = False
+        if self.silent:
+            self.silent = False
+            if self.namespace.feed is not None:
+                self.namespace.feed.show_device(self.session)
 
     def take_runs(self) -> None:
         """Carry out what it has pinned and unpinned by itself."""
@@ -473,4 +476,6 @@ class Clients(dict[int, RegisteredClient]):
             client.silent = True
             client.fetches.end_all()
             self._totals.runs_given_up += client.release_runs()
+            if client.namespace.feed is not None:
+                client.namespace.feed.hide_device(client.session)
             log.warning("client %s is silent: its pins are released, its slots stay its own", client.name)

@@ -176,7 +176,7 @@ def reset(service: Service, arguments: Arguments) -> ResetView:
         feeds = [each.feed for each in order.namespaces] + [each.feed for each in order.storages]
         for feed in feeds:
             if feed is not None:
-                feed.forget_tenant(order.tenant)
+                feed.notes.forget_tenant(order.tenant)
     if order.has_devices:
         answer.device = [_reset_device(client, order) for client in clients]
     return answer

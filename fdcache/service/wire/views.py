@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fdcache._core import NodeView
 from fdcache.service.wire.client_views import HIT_TIERS, ClientView
 from fdcache.service.wire.records import Unit, counter, gauge, histogram, shown
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
@@ -349,33 +348,6 @@ class StateView(msgspec.Struct):
 
 
 # --- blocks ------------------------------------------------------------------------------------------------
-
-
-class TreeNode(msgspec.Struct):
-    """A hot block, or an ancestor of one. ``parent`` is None below the root."""
-
-    namespace: str
-    hash: str
-    parent: str | None
-    depth: int
-    hits: int
-    children: int
-    pins: int
-    idle_seconds: float
-
-    @classmethod
-    def of(cls, namespace: str, node: NodeView, parent: bytes) -> TreeNode:
-        """Return what is shown of a block; ``parent`` is 0 below the root."""
-        return cls(
-            namespace=namespace,
-            hash=node.hash.hex(),
-            parent=parent.hex() if any(parent) else None,
-            depth=node.depth,
-            hits=node.hits,
-            children=node.children,
-            pins=node.pins,
-            idle_seconds=node.idle_seconds,
-        )
 
 
 class BlockView(msgspec.Struct):
