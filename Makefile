@@ -10,7 +10,7 @@ WORKERS ?= 3
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test again quick test-chart test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint format stubs size journeys bench bench-peers dist dist-test wheel-test site clean
+.PHONY: demo demo-paddle gpu-extra test again quick test-chart test-page test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint format stubs size journeys bench bench-peers dist dist-test wheel-test site clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -56,6 +56,9 @@ test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; ski
 test-chart: $(VENV)/.installed-test  ## the Helm chart, linted and rendered
 	$(PIP) install --quiet --constraint constraints.txt helm-python-sdk
 	$(BIN)/pytest -n 0 tests/unit/test_chart.py
+
+test-page: $(VENV)/.installed-test  ## the page in Debian's Chromium; skipped with the reason where that is missing
+	$(BIN)/pytest -n 2 tests/integration/test_page.py
 
 # The environments take 3 GB each in the user's cache folder: make them with python -m tests.vllm.setup.
 test-vllm: $(VENV)/.installed-test  ## the connector in vLLM's own engine on the CPU; skipped with a line where vLLM is not set up

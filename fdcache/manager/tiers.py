@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from uuid import uuid4
 
 import numpy as np
 
@@ -278,7 +279,10 @@ def _own_host(settings: CacheSettings, layout: KVLayout) -> LocalHostTier | None
     if not blocks:
         return None
     extent = max(EXTENT_BYTES // layout.record_bytes, 1)
-    return LocalHostTier(CacheLevel.HOST, blocks, settings.eviction, extent=extent, spare=HOST_SPARE)
+    name = uuid4().hex if layout.replicas > 1 else None
+    return LocalHostTier(
+        CacheLevel.HOST, blocks, settings.eviction, extent=extent, spare=HOST_SPARE, name=name
+    )
 
 
 def _shared_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier:

@@ -294,10 +294,10 @@ _IS_GONE = "its process is gone"
 
 
 class PlanLedger(PlanTable):
-    """The plans in flight: those that some rank has not reported yet."""
+    """The plans in flight: those that some rank has not reported yet; ``num_sharers`` as for ``PlanTable``."""
 
-    def __init__(self, num_ranks: int, timeout: float) -> None:
-        super().__init__(num_ranks)
+    def __init__(self, num_ranks: int, timeout: float, num_sharers: int = 1) -> None:
+        super().__init__(num_ranks, num_sharers)
         self._timeout = timeout
         self._ids = count(1)
 

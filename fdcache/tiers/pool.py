@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -154,3 +155,30 @@ def with_absent_ancestors(
         if all(parent.tobytes() in own for parent in above[is_absent(above)]):
             return blocks
         levels = max(64, 4 * levels)
+
+
+class TreeNode(msgspec.Struct):
+    """A hot block, or an ancestor of one. ``parent`` is None below the root."""
+
+    namespace: str
+    hash: str
+    parent: str | None
+    depth: int
+    hits: int
+    children: int
+    pins: int
+    idle_seconds: float
+
+    @classmethod
+    def of(cls, namespace: str, node: _core.NodeView, parent: bytes) -> TreeNode:
+        """Return what is shown of a block; ``parent`` is 0 below the root."""
+        return cls(
+            namespace=namespace,
+            hash=node.hash.hex(),
+            parent=parent.hex() if any(parent) else None,
+            depth=node.depth,
+            hits=node.hits,
+            children=node.children,
+            pins=node.pins,
+            idle_seconds=node.idle_seconds,
+        )

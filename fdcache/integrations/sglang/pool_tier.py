@@ -18,7 +18,7 @@ from fdcache.integrations.sglang.device_pools import DevicePages
 from fdcache.integrations.torch_devices import device_of
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest
-from fdcache.manager.offer_ends import OfferEnd
+from fdcache.manager.offers import OfferEnd
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import HashArray, Int32Array, TransferPlan

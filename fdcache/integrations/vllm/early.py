@@ -38,7 +38,7 @@ class StepPace:
         self._seconds: float | None = None
 
     def step(self, num_tokens: int) -> None:
-        """Note a step that computes this many tokens."""
+        """Record a step that computes this many tokens."""
         if not num_tokens:
             self._last = None
             return
@@ -67,11 +67,11 @@ class LoadClock:
         self._free_since = 0.0
 
     def began(self, number: int, num_blocks: int) -> None:
-        """Note a load that was submitted."""
+        """Record a load that was submitted."""
         self._in_flight[number] = self._clock(), num_blocks * self._block_bytes
 
     def ended(self, report: TransferReport) -> None:
-        """Note the end of a load, and its speed."""
+        """Record the end of a load, and its speed."""
         if self._in_flight.pop(report.plan_id, None) is None:
             return
         self._free_since = self._clock()

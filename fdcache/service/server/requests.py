@@ -18,7 +18,6 @@ from fdcache.service.wire.protocol import (
     NOT_FETCHED,
     Answer,
     Describe,
-    DeviceBlocks,
     Done,
     EndFetches,
     Hinted,
@@ -157,19 +156,13 @@ def end_fetches(client: RegisteredClient, request: EndFetches) -> Answer:
 
 
 def describe(client: RegisteredClient, request: Describe) -> Answer:
-    """Take what routers are to be told of blocks; nothing without routers."""
-    if (feed := client.namespace.feed) is not None:
-        feed.describe(request)
-    return Done()
-
-
-def device_blocks(client: RegisteredClient, request: DeviceBlocks) -> Answer:
-    """Take which blocks a client's device has; nothing without routers."""
+    """Take what routers are to be told of blocks, and which the client's device has; nothing without routers."""
     hashes = hashes_from(request.hashes)
     kinds = uint8_from(request.kinds, "kinds", len(hashes))
     if (kinds > EVENT_CLEARED).any():
         raise ProtocolError("kinds: only 0, 1 and 2 are sent")
     if (feed := client.namespace.feed) is not None:
+        feed.describe(request.paths)
         feed.device_events(client.session, kinds, hashes)
     return Done()
 

@@ -28,7 +28,7 @@ from fdcache.service.wire.protocol import (
     Attached,
     Bye,
     Describe,
-    DeviceBlocks,
+    DescribeAgain,
     Done,
     EndFetches,
     Events,
@@ -106,7 +106,6 @@ class Service:
             EndFetches: requests.end_fetches,
             Refill: self._refill,
             Describe: requests.describe,
-            DeviceBlocks: requests.device_blocks,
             Publish: self._publish,
             Missed: requests.missed,
             LoadEnded: requests.load_ended,
@@ -340,6 +339,10 @@ class Service:
         self.drive_commands()
         if (feeds := self.namespaces.feeds) is not None:
             feeds.work()
+            forgetful = feeds.take_forgetful()
+            for client in self.clients.values():
+                if client.namespace.feed in forgetful:
+                    send(client.identity, DescribeAgain())
         for namespace in self.namespaces.values():
             namespace.save_learned()
         self.send_events(send)

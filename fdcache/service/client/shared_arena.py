@@ -32,6 +32,7 @@ class SharedHostArena:
         assert host.server is not None
         self.fingerprint = layout.fingerprint
         self._rank = rank
+        self._record_rank = rank // layout.replicas
         self._record_bytes = layout.record_bytes
         self._directory = socket_path(host.server).parent
         self._live: dict[str, LiveFile] = {}
@@ -133,7 +134,7 @@ class SharedHostArena:
         needed = np.unique(slots // geometry.records_per_extent).tolist()
         try:
             for index in [*range(len(self.extents), needed[-1] + 1), *needed]:
-                path = geometry.path(self._rank, index)
+                path = geometry.path(self._record_rank, index)
                 if index < len(self.extents) and self.extents[index].is_still(path):
                     continue
                 extent, pinned = self._pinned(path, geometry.extent_bytes)
