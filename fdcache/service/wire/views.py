@@ -64,6 +64,8 @@ class NamespaceTierView(TierView):
     """The host tier of one namespace."""
 
     epoch: Annotated[int, shown("Resets of the tier.")] = 0
+    unjoined: Annotated[int, shown("Blocks of which nobody has told what precedes them.")] = 0
+    contradictions: Annotated[int, shown("Look-ups of keys that contradict those stored.")] = 0
 
 
 class ArenaView(TierView, kw_only=True):
