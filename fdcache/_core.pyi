@@ -13,6 +13,11 @@ from numpy.typing import NDArray
 
 import fdcache.metadata
 
+def keys_from_hex(keys: list[str]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+    """
+    Return block keys that are written as 64 hexadecimal digits each. Raises HashingError.
+    """
+
 def hash_backends() -> list[str]:
     """
     Names of the implementations of block hashes that this machine can run, those with the most instructions first.
@@ -289,6 +294,10 @@ class TierStats:
     def withheld(self) -> int: ...
     @property
     def orphans(self) -> int: ...
+    @property
+    def unjoined(self) -> int: ...
+    @property
+    def contradictions(self) -> int: ...
     @property
     def pins(self) -> int: ...
     @property
@@ -728,7 +737,14 @@ class HintKind(enum.IntEnum):
 
     PRIORITY = 4
 
-class HintAnswer(enum.Enum):
+def read_hints(
+    hints: Sequence[object], prompt_tokens: int, block_size: int, num_blocks: int, num_records: int
+) -> list[tuple[HintKind, float, int, int, bool]]:
+    """
+    Return what hints say of the records of a request's blocks, as ``Tier.hint`` takes it.
+    """
+
+class HintAnswer(enum.IntEnum):
     """What became of a hint."""
 
     TAKEN = 0
@@ -1095,11 +1111,11 @@ class Tier(HostIndex):
         ],
         hints: Sequence[tuple[HintKind, float, int, int, bool]],
         sample: int = 0,
-    ) -> list[tuple[HintAnswer, int, int, bytes]]:
+    ) -> list[tuple[int, int, int, bytes]]:
         """
         Take what a client says of blocks of one path, until their next use. A hint is (kind, seconds or
         a priority of 1 to 100, first block, block after the last, True: only of those that nobody else
-        has). The last one about a block holds. Return for each its answer, its first block, their
+        has). The last one about a block holds. Return for each its ``HintAnswer``, its first block, their
         number, and if it keeps them the hashes of up to ``sample`` of them, from the last one on.
         """
 
@@ -1160,6 +1176,9 @@ class Tier(HostIndex):
         Return kinds (0 stored, 1 removed, 2 cleared, 3 lost: some are missing), hashes and
         parents, oldest first.
         """
+
+    def take_event_bytes(self) -> tuple[bytes, bytes, bytes]:
+        """``take_events`` in bytes, which costs less for few."""
 
     def stats(self) -> TierStats: ...
     def node(self, slot: int) -> NodeView:
@@ -1267,7 +1286,9 @@ class SwapInFlight:
     def size(self) -> int: ...
     @property
     def checksums(self, /) -> numpy.typing.NDArray[numpy.uint64]:
-        """Those of rank 0; empty before its report."""
+        """
+        Those of the first record; empty before the report of a rank that writes it.
+        """
 
     @checksums.setter
     def checksums(self, value: numpy.typing.NDArray[numpy.uint64], /) -> None: ...
@@ -1349,9 +1370,14 @@ class InFlightPlan:
         """One message per failed rank and transfer."""
 
 class PlanTable:
-    """The plans in flight by number, for ``num_ranks`` ranks."""
+    """
+    The plans in flight by number, for ``num_ranks`` ranks.
 
-    def __init__(self, num_ranks: int) -> None: ...
+    ``num_sharers``: ranks, from the first on, that write the first record of a
+    block in shares.
+    """
+
+    def __init__(self, num_ranks: int, num_sharers: int = 1) -> None: ...
     def __len__(self) -> int: ...
     @property
     def num_ranks(self) -> int: ...
@@ -1418,7 +1444,12 @@ class DevicePath:
     def __len__(self) -> int: ...
     @property
     def root(self) -> bytes | None:
-        """Hash of the first block; None if there is none, or it has a parent."""
+        """
+        Hash of the first block; None if there is none, or it is not the first of a prompt.
+        """
+
+    def hashes_from(self, start: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+        """Return the hashes of the blocks from one on."""
 
     def extend(
         self,
@@ -1562,6 +1593,12 @@ class CopyOut:
     def has_work(self, target: HostIndex) -> bool:
         """Return True if the next plan may copy queued blocks."""
 
+    def ended_of(self, path: DevicePath, start: int, stop: int, target: HostIndex) -> tuple[int, int]:
+        """
+        Return how many blocks of an offered path, from ``start`` on, neither wait for a plan nor are being copied,
+        up to the first that does or is; and how many of these the target has.
+        """
+
     def evict(self, evicted: BlockList, target: HostIndex, copies: BlockCopies) -> PlannedCopies | None:
         """
         Plan copies of evicted blocks that the host lacks, before their slots are overwritten.
@@ -1677,6 +1714,22 @@ class RequestState:
         """
         Append accepted generated tokens. Raises ``RequestStateError`` before the first match.
         """
+
+class DescribedBlocks:
+    """
+    Blocks of requests that were described to another process, up to ``capacity``; older
+    ones are described again.
+    """
+
+    def __init__(self, capacity: int) -> None: ...
+    def describe(self, requests: Sequence[RequestState]) -> list[tuple[int, int, bytes, bytes, bytes]]:
+        """
+        Return for each request with blocks that were not described: its position, its first such block,
+        the hash of the one before it or nothing, and hashes and tokens of all from there on.
+        """
+
+    def clear(self) -> None:
+        """Forget all."""
 
 class AdvanceResult:
     """

@@ -148,3 +148,31 @@ def _text(name: str, value: str) -> bytes:
         return value.encode()
     except UnicodeEncodeError as error:
         raise HashingError(f"{name} must be text that UTF-8 can encode, got {value!r}") from error
+
+
+SGLANG = "sglang "
+"""Beginning of the revision of a layout whose blocks have the keys of SGLang."""
+
+
+def sglang_keys(
+    tokens: Sequence[int], page_size: int, *, adapter: str | None = None, salt: str | None = None
+) -> HashArray:
+    """Return the keys that SGLang gives to the whole pages of a prompt, for tools that look for them.
+
+    ``adapter`` and ``salt`` are the ``extra_key`` and ``cache_salt`` of its requests.
+    """
+    above = b"" if adapter is None and salt is None else _sglang_seed(adapter, salt)
+    words = np.asarray(tokens, np.uint32).astype("<u4")
+    keys = np.empty((len(words) // page_size, 32), np.uint8)
+    for page in range(len(keys)):
+        above = hashlib.sha256(above + words[page * page_size : (page + 1) * page_size].tobytes()).digest()
+        keys[page] = np.frombuffer(above, np.uint8)
+    return keys
+
+
+def _sglang_seed(*parts: str | None) -> bytes:
+    digest = hashlib.sha256(b"sglang-cache-namespace-v1")
+    for part in parts:
+        encoded = b"" if part is None else part.encode()
+        digest.update(b"\0" if part is None else b"\1" + len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from fdcache._core import HintKind as NativeKind
 from fdcache.errors import HintError
 
 MOST_HINTS = 16
@@ -110,12 +111,6 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
         """True if it is about a range of tokens."""
         return self.output or self.start > 0 or self.end is not None
 
-    def place(self, prompt_tokens: int, block_size: int, num_blocks: int) -> tuple[int, int]:
-        """Return the first block of the request that it is about, and the one after the last."""
-        start = -(-(prompt_tokens if self.output else self.start) // block_size)
-        stop = num_blocks if self.end is None else min(self.end // block_size, num_blocks)
-        return min(start, stop), stop
-
     @property
     def keeps(self) -> bool:
         """True if blocks are to stay for it."""
@@ -123,11 +118,11 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GivenHints(NamedTuple):
-    """Hints of a request that has ended, each with its place in the path: first block, and the one after the last."""
+    """Hints of a request that has ended, and what each says of the records of its path, as ``Tier.hint`` takes it."""
 
     request_id: str
     hints: Sequence[Hint]
-    places: Sequence[tuple[int, int]]
+    said: Sequence[tuple[NativeKind, float, int, int, bool]]
 
 
 class HintStatus(StrEnum):

@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Required, TypedDict, Unpack
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
-from fdcache.groups import CacheGroup, Reach
+from fdcache.groups import CacheGroup
+from fdcache.layout_encoding import encoded
 from fdcache.layout_planes import (
     PLANE_ALIGNMENT,
     Plane,
@@ -32,8 +33,6 @@ RECORD_ALIGNMENT = 4096
 MOST_RECORDS = 255
 """Records that a page may have, the states at its end among them."""
 
-_FINGERPRINT_TAG = b"fdcache.layout.1"
-
 _KIND_ORDER = {kind: position for position, kind in enumerate(PlaneKind)}
 
 _SCALES_OF = ((PlaneKind.KEY_SCALE, PlaneKind.KEY), (PlaneKind.VALUE_SCALE, PlaneKind.VALUE))
@@ -50,6 +49,7 @@ class LayoutOptions(TypedDict, total=False):
     tp_size: int
     draft_block_ratio: float
     groups: tuple[CacheGroup, ...]
+    replicas: int
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,12 @@ class KVLayout:
         planes: planes ordered by layer, then kind, which is their order in the record.
         record_bytes: size of a record, a multiple of ``RECORD_ALIGNMENT``.
         tp_size: tensor-parallel ranks; all have the same layout.
+        replicas: consecutive ranks of a node that hold the same bytes, which are kept once; a divisor of ``tp_size``.
+            All ranks do with latent attention, as many as share a head where there are more ranks than heads.
         draft_block_ratio: blocks of a draft layer's device plane per block of a main layer's.
         groups: the groups of layers with block tables of their own; empty for one that attends to all tokens. A block
             then has the layers of one group, and ``num_layers`` are those of the largest. ``block_size`` is a multiple
-            of the block sizes of all, and a group of states has a block for each page.
+            of the block sizes of all; states are kept at the ends of pages.
 
     Raises:
         LayoutError: a field is out of range; the message names it.
@@ -92,6 +94,7 @@ class KVLayout:
     tp_size: int = 1
     draft_block_ratio: float = 1.0
     groups: tuple[CacheGroup, ...] = ()
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         _require_text("model", self.model)
@@ -101,6 +104,8 @@ class KVLayout:
         require_int("num_draft_layers", self.num_draft_layers, least=0)
         require_int("record_bytes", self.record_bytes, least=1)
         require_int("tp_size", self.tp_size, least=1)
+        if self.tp_size % require_int("replicas", self.replicas, least=1):
+            raise LayoutError(f"replicas: {self.replicas} is no divisor of tp_size, {self.tp_size}")
         self._check_groups()
         ratio = self.draft_block_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 <= ratio < math.inf:
@@ -120,10 +125,10 @@ class KVLayout:
                 raise LayoutError(
                     f"{where}.tokens must be 0 for the reach {group.reach!r}, got {group.tokens}"
                 )
-            if self.block_size % group.block_size or (group.is_state and group.block_size != self.block_size):
+            if self.block_size % group.block_size:
                 raise LayoutError(
                     f"{where}: a page of {self.block_size} tokens must be a multiple of its blocks of "
-                    f"{group.block_size} tokens, and for states equal to them"
+                    f"{group.block_size} tokens"
                 )
         if self.groups == (CacheGroup(self.block_size),):
             raise LayoutError("groups: one group that attends to all tokens; use ()")
@@ -174,14 +179,27 @@ class KVLayout:
     def of_rank(self, rank: int) -> KVLayout:
         """Return the layout of one rank by itself, for engines whose ranks each have a scheduler of their own.
 
-        A rank then finds, loads and stores its own records, and no other rank's. Records of different ranks differ, so
-        the layouts do as well. Raises ``LayoutError`` for a rank that does not exist.
+        A rank then finds, loads and stores its own records, and those of ranks that hold the same bytes. Records of
+        others differ, so the layouts do as well. Raises ``LayoutError`` for a rank that does not exist.
         """
         if not 0 <= rank < self.tp_size:
             raise LayoutError(f"rank {rank} is not one of the {self.tp_size} ranks")
         if self.tp_size == 1:
             return self
-        return replace(self, tp_size=1, revision=f"{self.revision} rank {rank} of {self.tp_size}")
+        alone = replace(self, tp_size=1, replicas=1)
+        if self.record_ranks == 1:
+            return alone
+        return replace(alone, revision=f"{self.revision} rank {rank // self.replicas} of {self.record_ranks}")
+
+    @property
+    def record_ranks(self) -> int:
+        """Number of records that a block has outside the device: one for each rank, or for those that hold the same."""
+        return self.tp_size // self.replicas
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of all records of a block."""
+        return self.record_bytes * self.record_ranks
 
     @property
     def is_latent(self) -> bool:
@@ -200,7 +218,7 @@ class KVLayout:
         planes: list[Plane] = []
         end = 0
         for plane in self.planes:
-            heads = plane.shape[0] * self.tp_size
+            heads = plane.shape[0] * self.record_ranks
             if not self.is_latent and (plane.kind is PlaneKind.INDEXER or heads % tp_size):
                 raise UnsupportedLayoutError(
                     f"tp_size {tp_size}: the {plane.kind.value} planes of {self.tp_size} ranks, {plane.shape[0]} heads "
@@ -211,7 +229,11 @@ class KVLayout:
             planes.append(Plane(plane.layer, *spec, spec.nbytes, offset, spec.nbytes))
             end = offset + spec.nbytes
         return replace(
-            self, tp_size=tp_size, planes=tuple(planes), record_bytes=_align(end, RECORD_ALIGNMENT)
+            self,
+            tp_size=tp_size,
+            replicas=tp_size if self.is_latent else 1,
+            planes=tuple(planes),
+            record_bytes=_align(end, RECORD_ALIGNMENT),
         )
 
     @property
@@ -303,13 +325,19 @@ class KVLayout:
         It separates the keys of different models and layouts. All ranks of an engine have the same one: rank, device
         strides and the number of draft blocks are not part of it.
         """
-        return hashlib.sha256(b"".join(_canonical(self))).digest()
+        layers, sizes = (self.num_layers, self.num_draft_layers), (len(self.groups), self.record_bytes)
+        numbers = (*layers, self.record_ranks, *sizes)
+        names = self.model, self.revision
+        parts = encoded(names, self.block_size, numbers, self.planes, self.groups)
+        return hashlib.sha256(b"".join(parts)).digest()
 
     def to_json(self) -> str:
         """Return the layout as a JSON object with the fields of this class; ``group`` is the number of ``groups``."""
         data = asdict(self)
         groups = data.pop("groups")
         data["group"] = len(groups)
+        if self.replicas == 1:
+            del data["replicas"]
         return json.dumps(data | {"groups": groups} if groups else data)
 
     @classmethod
@@ -321,6 +349,7 @@ class KVLayout:
             raise LayoutError(f"layout: not JSON: {error}") from error
         if isinstance(data, dict):
             data["groups"] = groups_from_json(data)
+            data.setdefault("replicas", 1)
         if isinstance(data, dict) and isinstance(data.get("planes"), list):
             data["planes"] = tuple(
                 plane_from_json(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
@@ -340,6 +369,7 @@ class KVLayout:
         tp_size: int = 1,
         draft_block_ratio: float = 1.0,
         groups: tuple[CacheGroup, ...] = (),
+        replicas: int = 1,
     ) -> KVLayout:
         """Return a layout in which every layer, draft layers too, has the planes ``specs``, packed on the device."""
         layers = require_int("num_layers", num_layers, least=1)
@@ -353,6 +383,7 @@ class KVLayout:
             tp_size=tp_size,
             draft_block_ratio=draft_block_ratio,
             groups=groups,
+            replicas=replicas,
         )
 
     @classmethod
@@ -367,6 +398,7 @@ class KVLayout:
         tp_size: int = 1,
         draft_block_ratio: float = 1.0,
         groups: tuple[CacheGroup, ...] = (),
+        replicas: int = 1,
     ) -> KVLayout:
         """Return a layout with the planes of each layer, the last ``num_draft_layers`` of the draft, packed."""
         planes: list[Plane] = []
@@ -387,6 +419,7 @@ class KVLayout:
             tp_size=tp_size,
             draft_block_ratio=draft_block_ratio,
             groups=groups,
+            replicas=replicas,
         )
 
     @classmethod
@@ -415,8 +448,9 @@ class KVLayout:
         """Return a layout for multi-head latent attention: one key plane [1, block_size, latent_dim] per layer.
 
         ``latent_dim`` is the compressed latent and the rotary part together. A sparse-attention indexer
-        (``indexer_dim`` > 0) adds a plane [block_size, indexer_dim].
+        (``indexer_dim`` > 0) adds a plane [block_size, indexer_dim]. By default all ranks hold the same bytes.
         """
+        options.setdefault("replicas", options.get("tp_size", 1))
         specs = [PlaneSpec(PlaneKind.KEY, dtype, (1, block_size, latent_dim))]
         if indexer_dim:
             specs.append(PlaneSpec(PlaneKind.INDEXER, indexer_dtype, (block_size, indexer_dim)))
@@ -460,31 +494,3 @@ def _require_text(name: str, value: object) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise LayoutError(f"{name} must be text that UTF-8 can encode, got {value!r}") from error
-
-
-def _canonical(layout: KVLayout) -> Iterator[bytes]:
-    """Yield the encoding that the fingerprint is taken of."""
-
-    def number(value: int) -> bytes:
-        return value.to_bytes(8, "little")
-
-    def text(value: str) -> bytes:
-        data = value.encode()
-        return number(len(data)) + data
-
-    yield _FINGERPRINT_TAG
-    yield text(layout.model) + text(layout.revision)
-    yield number(layout.block_size) + number(layout.num_layers) + number(layout.num_draft_layers)
-    yield number(layout.tp_size) + number(len(layout.groups)) + number(layout.record_bytes)
-    yield number(len(layout.planes))
-    for plane in layout.planes:
-        yield number(plane.layer) + text(plane.kind.value) + text(plane.dtype)
-        yield number(len(plane.shape)) + b"".join(map(number, plane.shape))
-        yield number(plane.nbytes) + number(plane.offset)
-    yield b"".join(number(each.tokens if each.reach is Reach.LAST else 0) for each in layout.groups)
-    if any(
-        each.block_size != layout.block_size or each.reach not in (Reach.ALL, Reach.LAST)
-        for each in layout.groups
-    ):
-        for each in layout.groups:
-            yield text(each.reach.value) + number(each.block_size) + number(each.tokens)

@@ -50,10 +50,9 @@ ENGINES = {
             "SGLang",
             ("sglang",),
             ("0.5.23",),
-            "sglang serve --model-path MODEL --enable-hierarchical-cache --hicache-write-policy "
-            "write_through --hicache-storage-backend dynamic --hicache-storage-backend-extra-config "
-            """'{"backend_name": "fdcache", "module_path": "fdcache.integrations.sglang.storage", "class_name": """
-            """"FdcacheStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": true}'""",
+            "sglang serve --model-path MODEL --enable-unified-cache-external-linker "
+            "--unified-cache-external-linker-backend dynamic --unified-cache-external-linker-config "
+            """'{"linker": "FdcacheLinker", "linker_module_path": "fdcache.integrations.sglang.linker"}'""",
         ),
         Engine(
             "fastdeploy",

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from fdcache.service.wire.client_views import ClientFigures, ClientView
-from fdcache.service.wire.views import BlockView, ExplainedBlock, ExplainView, TreeNode
+from fdcache.service.wire.views import BlockView, ExplainedBlock, ExplainView
+from fdcache.tiers.pool import TreeNode
 from fdcache.tiers.statistics import LoadDecision
 from fdcache_cli import inspect_plot, output
 from fdcache_cli.control_service import prefix_of
@@ -132,6 +133,8 @@ def show_explanation(
             _left(explained.blocks[explained.broken_at]) or "never stored, or forgotten by the eviction log"
         )
         output.print_line(f"the run ends before block {explained.broken_at}: {left}")
+    if explained.ended_by is not None:
+        output.print_line(f"of use are {explained.usable}: group {explained.ended_by}, has no more")
     for name, decision in decisions:
         output.print_line(f"{name}, {decision.request_id}: {_decided(decision)}")
 

@@ -11,8 +11,9 @@ import typer
 
 from fdcache.errors import ConfigurationError
 from fdcache.service.wire.client_views import HIT_TIERS, ClientFigures, ClientView, TransferView, to_number
-from fdcache.service.wire.views import NamedTenantView, NamespaceView, ReuseView, TreeNode
+from fdcache.service.wire.views import NamedTenantView, NamespaceView, ReuseView
 from fdcache.settings.kinds import printable
+from fdcache.tiers.pool import TreeNode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

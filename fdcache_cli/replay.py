@@ -32,8 +32,8 @@ from fdcache.replay.config import (
 )
 from fdcache.replay.devices import DeviceName, device_bytes
 from fdcache.replay.engine import replay as run_replay
-from fdcache.replay.hints import with_hints
 from fdcache.replay.page import write_page
+from fdcache.replay.replay_hints import with_hints
 from fdcache.replay.report import Report, require_plotting, write_plot
 from fdcache.replay.sweep import SweepConfig
 from fdcache.replay.trace import read_trace

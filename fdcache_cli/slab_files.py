@@ -220,7 +220,7 @@ def _summarize_namespace(name: str, group: Sequence[SlabContents], now: float) -
         "block_size": layout.block_size,
         "record_bytes": layout.record_bytes,
         "ranks": sorted(contents.superblock.rank for contents in group),
-        "tp_size": layout.tp_size,
+        "tp_size": layout.record_ranks,
         "blocks": len(depths),
         "bytes": sum(contents.nbytes for contents in group),
         "capacity_blocks": sum(contents.superblock.slots for contents in group),

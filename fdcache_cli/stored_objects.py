@@ -58,7 +58,7 @@ class StoredNamespace:
             "namespace": self.fingerprint,
             "model": layout.model if layout else None,
             "revision": layout.revision if layout else None,
-            "tp_size": layout.tp_size if layout else None,
+            "tp_size": layout.record_ranks if layout else None,
             "ranks": len(self.ranks),
             "objects": self.objects,
             "blocks": self.blocks if layout else None,

@@ -46,6 +46,8 @@ class FailingLoadsDevice(CpuDevice):
 class _FailsFrom:
     """Groups before ``plane`` go to one copy, the others to another, which fails."""
 
+    is_certain = False
+
     def __init__(self, plane: int, sound: PlannedCopy, failing: PlannedCopy, num_planes: int) -> None:
         self._plane = plane
         self._sound = sound
@@ -93,6 +95,8 @@ class PausingDevice(CpuDevice):
 
 
 class _Paused:
+    is_certain = False
+
     def __init__(self, copy: PlannedCopy, device: PausingDevice, pause_at: int) -> None:
         self._copy = copy
         self._device = device

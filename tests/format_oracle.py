@@ -150,7 +150,8 @@ def oracle_fingerprint(layout: dict[str, Any]) -> bytes:
         return struct.pack("<Q", len(value.encode())) + value.encode()
 
     data = b"fdcache.layout.1" + text(layout["model"]) + text(layout["revision"])
-    names = ("block_size", "num_layers", "num_draft_layers", "tp_size", "group", "record_bytes")
+    layout = layout | {"records": layout["tp_size"] // layout.get("replicas", 1)}
+    names = ("block_size", "num_layers", "num_draft_layers", "records", "group", "record_bytes")
     data += struct.pack("<6Q", *(layout[name] for name in names))
     data += struct.pack("<Q", len(layout["planes"]))
     for plane in layout["planes"]:

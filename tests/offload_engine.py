@@ -72,7 +72,7 @@ def expected(layout: KVLayout, block_hash: bytes, rank: int = 0) -> list[np.ndar
     planes = []
     for number, plane in enumerate(layout.planes):
         row = np.resize(np.frombuffer(block_hash, np.uint8), plane.nbytes)
-        planes.append(row ^ np.uint8(37 * number + 101 * rank))
+        planes.append(row ^ np.uint8((37 * number + 101 * rank) % 256))
     return planes
 
 
@@ -96,7 +96,7 @@ class OffloadEngine:
     ) -> None:
         self.now = 0.0
         self.layout = layout
-        memory = host_blocks * layout.tp_size * (layout.record_bytes + 128)
+        memory = host_blocks * layout.record_ranks * (layout.record_bytes + 128)
         if "server" not in settings:
             settings["host_memory"] = memory
         storage = StorageTierSettings(prefetch_policy=prefetch)
@@ -121,12 +121,15 @@ class OffloadEngine:
         self.stores: list[SlabStore] = []
         self._folder, self._store = folder, store
         if folder is not None:
-            self.stores = [self.opened_store(rank) for rank in range(layout.tp_size)]
+            self.stores = [self.opened_store(rank) for rank in range(0, layout.tp_size, layout.replicas)]
             self.restore()
 
     def opened_store(self, rank: int) -> SlabStore:
         """Open the storage of a rank that begins."""
-        opened = self._store(self._folder, self.layout, rank=rank, size=4 * MIB, threads=2, retry_after=0.0)
+        record_rank = rank // self.layout.replicas
+        opened = self._store(
+            self._folder, self.layout, rank=record_rank, size=4 * MIB, threads=2, retry_after=0.0
+        )
         self.ranks[rank].initialize_storage(opened)
         return opened
 
@@ -179,9 +182,12 @@ class OffloadEngine:
         shape = self.layout.page_records, self.layout.num_states
         return state_keys(request.block_hashes[pages - 1 : pages], *shape)
 
+    def _expected(self, block_hash: bytes, rank: int) -> list[np.ndarray]:
+        return expected(self.layout, block_hash, rank // self.layout.replicas)
+
     def fill(self, block_id: int, block_hash: bytes | None) -> None:
         for rank, tensors in enumerate(self.tensors):
-            planes = [] if block_hash is None else expected(self.layout, block_hash, rank)
+            planes = [] if block_hash is None else self._expected(block_hash, rank)
             for number, tensor in enumerate(tensors):
                 row = tensor[block_id].reshape(-1).view(np.uint8)
                 row[:] = planes[number] if planes else 0xEE
@@ -197,7 +203,7 @@ class OffloadEngine:
             for block_id, key in zip(ids, keys, strict=False)
             if block_id != NO_BLOCK
             for rank, tensors in enumerate(self.tensors)
-            for tensor, plane in zip(tensors, expected(self.layout, key.tobytes(), rank), strict=True)
+            for tensor, plane in zip(tensors, self._expected(key.tobytes(), rank), strict=True)
         )
 
     def wrong_records(self) -> int:
@@ -210,7 +216,7 @@ class OffloadEngine:
             for rank, controller in enumerate(self.ranks):
                 arena: Any = controller._parts.arena
                 record = arena.table.record(node.block_id)
-                planes = expected(self.layout, node.hash_value, rank)
+                planes = self._expected(node.hash_value, rank)
                 wrong += any(
                     not np.array_equal(record[plane.offset : plane.offset + plane.nbytes], row)
                     for plane, row in zip(self.layout.planes, planes, strict=True)

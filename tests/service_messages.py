@@ -39,12 +39,10 @@ ANSWERS: dict[str, str] = {
     "register": "registered",
     "attach": "attached",
     "match": "matched",
-    "find_path": "path_found",
     "prefetch": "done",
     "end_fetches": "done",
     "refill": "granted",
     "describe": "done",
-    "device_blocks": "done",
     "publish": "published",
     "missed": "done",
     "load_ended": "done",
@@ -55,7 +53,7 @@ ANSWERS: dict[str, str] = {
 }
 """The answer to each request that is carried out; any may be answered by ``refused``."""
 
-_NOTICES = ("hinted", "events", "recall", "refused")
+_NOTICES = ("hinted", "events", "recall", "describe_again", "refused")
 
 _HASHES, _INT32, _INT64 = "32 bytes each", "int32 each", "int64 each"
 _UINT8, _UINT32, _UINT64 = "uint8 each", "uint32 each", "uint64 each"
@@ -98,12 +96,10 @@ REQUESTS: list[protocol.Request] = [
     protocol.Register(b"{}", _LIVE, "engine"),
     protocol.Attach(0, _LIVE),
     protocol.Match(_ONE64, _ONE32, bytes(4), _HASH, bytes(8)),
-    protocol.FindPath(_HASH),
     protocol.Prefetch(1, 0, _HASH),
     protocol.EndFetches([1]),
     protocol.Refill(64),
-    protocol.Describe(_HASH, _ONE32, tenant="acme"),
-    protocol.DeviceBlocks(b"\0", _HASH),
+    protocol.Describe([protocol.DescribedPath(_HASH, _ONE32, tenant="acme")], b"\0", _HASH),
     protocol.Publish(_ONE32, bytes(32), _HASH, b"\1", _ONE64),
     protocol.Missed(1, _HASH, _ONE32, _HASH[:8], 2**64 - 1),
     protocol.LoadEnded(_ONE32, _HASH, b"\1"),
@@ -116,13 +112,13 @@ REPLIES: list[protocol.Answer] = [
     protocol.Registered(SESSION, _GEOMETRY, 64, "/arena/ring-7", storage=True),
     protocol.Attached(_GEOMETRY, _HASH),
     protocol.Matched(_ONE64, _ONE32, _ONE32, _ONE32, b"", bytes(8), b"\1"),
-    protocol.PathFound(_HASH, there=True),
     protocol.Granted(_ONE32, _ONE32, 64),
     protocol.Published(_HASH, b"\0"),
     protocol.Hinted([HintResult(1, HintStatus.KEPT, blocks=1)]),
     protocol.Alive([0] * 13, reads=ReadTotals(1, 4096, 0.5)),
     protocol.Events(b"\0", _HASH, bytes(32)),
     protocol.Recall(32),
+    protocol.DescribeAgain(),
     protocol.Done(),
     protocol.ToolAnswer(b"{}"),
     protocol.Refused("draining", "the service is shutting down"),

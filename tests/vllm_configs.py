@@ -14,6 +14,10 @@ class SlidingWindowSpec(SimpleNamespace):
     """A group of layers that attend to the last tokens."""
 
 
+class MLAAttentionSpec(SimpleNamespace):
+    """A group of layers with latents."""
+
+
 class MambaSpec(SimpleNamespace):
     """A group of layers with a state."""
 

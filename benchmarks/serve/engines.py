@@ -33,8 +33,8 @@ from fdcache.hashing import hash_blocks, root_hash
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
 from fdcache.metadata import TransferPlan, TransferReport, TransferResult
-from fdcache.service.client.arena import SharedHostArena
 from fdcache.service.client.connection import Connection
+from fdcache.service.client.shared_arena import SharedHostArena
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.wire.liveness import LiveFile

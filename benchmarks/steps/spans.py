@@ -53,7 +53,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     hooks = (story.match_begins, story.matched, story.allocated)
 
     def without_hooks() -> float:
-        story.match_begins = lambda request_ids: 0
+        story.match_begins = lambda requests: 0
         story.matched = story.allocated = lambda *values: None  # type: ignore[assignment]
         spent = request_us(manager)
         story.match_begins, story.matched, story.allocated = hooks

@@ -268,6 +268,38 @@ void bind_token_blocks(nb::module_ &module) {
             nb::rv_policy::automatic);
 }
 
+// --- keys --------------------------------------------------------------------------------------------------
+
+// Sets 32 bytes to what 64 hexadecimal digits say. Returns false for other characters. Written so that the
+// compiler can use vectors.
+bool read_hex(const char *digits, std::uint8_t *bytes) {
+    std::uint8_t nibbles[64];
+    std::uint8_t wrong = 0;
+    for (int i = 0; i < 64; ++i) {
+        const auto each = static_cast<std::uint8_t>(digits[i]);
+        const auto lower = static_cast<std::uint8_t>(each | 0x20);
+        const bool is_digit = each >= '0' && each <= '9', is_letter = lower >= 'a' && lower <= 'f';
+        wrong |= static_cast<std::uint8_t>(!(is_digit | is_letter));
+        nibbles[i] = static_cast<std::uint8_t>(is_digit ? each - '0' : lower - 'a' + 10);
+    }
+    for (int i = 0; i < 32; ++i)
+        bytes[i] = static_cast<std::uint8_t>(nibbles[2 * i] << 4 | nibbles[2 * i + 1]);
+    return !wrong;
+}
+
+HashesOut keys_from_hex(const nb::typed<nb::list, nb::str> &keys) {
+    const std::size_t count = keys.size();
+    std::vector<Digest> digests(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        PyObject *const key = PyList_GET_ITEM(keys.ptr(), static_cast<Py_ssize_t>(i));
+        const bool is_short = !PyUnicode_Check(key) || PyUnicode_KIND(key) != PyUnicode_1BYTE_KIND ||
+                              PyUnicode_GET_LENGTH(key) != 64;
+        if (is_short || !read_hex(static_cast<const char *>(PyUnicode_DATA(key)), digests[i].bytes.data()))
+            throw HashingError("keys[" + std::to_string(i) + "] is not 64 hexadecimal digits");
+    }
+    return hashes_to_numpy(std::move(digests));
+}
+
 // --- checksums ---------------------------------------------------------------------------------------------
 
 std::uint64_t record_checksum(const VectorIn<std::uint8_t> &record, const std::vector<std::size_t> &offsets,
@@ -312,6 +344,8 @@ void bind_hashing(nb::module_ &module) {
             PyErr_SetString(nb::module_::import_("fdcache.errors").attr("HashingError").ptr(), error.what());
         }
     });
+    module.def("keys_from_hex", &keys_from_hex, "keys"_a,
+               "Return block keys that are written as 64 hexadecimal digits each. Raises HashingError.");
     module.def(
         "hash_backends",
         [] {

@@ -17,6 +17,16 @@ struct Digest {
     }
 
     bool is_zero() const { return (word(0) | word(1) | word(2) | word(3)) == 0; }
+    bool is_unknown() const { return (word(0) & word(1) & word(2) & word(3)) == ~std::uint64_t{0}; }
+    // The parent of a block without one in its tier: that of the beginning of a prompt, or an unknown one.
+    bool is_no_block() const { return is_zero() || is_unknown(); }
+
+    // Stands for the parent of a run of which nobody has told what precedes it.
+    static Digest unknown() {
+        Digest digest;
+        digest.bytes.fill(0xff);
+        return digest;
+    }
 
     // Any word of a digest is uniformly distributed, so it serves as a table hash.
     std::uint64_t word(std::size_t index) const {

@@ -67,7 +67,7 @@ std::vector<std::size_t> uncovered_heads(const BlockList &blocks, const HostInde
     std::vector<std::size_t> heads;
     std::vector<Digest> parents;
     for (std::size_t i = 0; i < blocks.slots.size(); ++i) {
-        if (!is_head(blocks, i) || blocks.parents[i].is_zero()) continue;
+        if (!is_head(blocks, i) || blocks.parents[i].is_no_block()) continue;
         heads.push_back(i);
         parents.push_back(blocks.parents[i]);
     }
@@ -134,16 +134,39 @@ void CopyOut::ended(std::span<const Slot> sources) {
     device_.unhold(sources);
 }
 
-std::size_t CopyOut::queued(const HostIndex &target) {
+CopyOut::Ended CopyOut::ended(const DevicePath &path, std::size_t start, std::size_t stop,
+                              HostIndex &target) {
+    constexpr std::size_t kPiece = 256;
+    take_offered(target);
+    const bool may_plan = target.capacity() > 0;
+    Ended out;
+    for (std::size_t at = start; at < stop; at += kPiece) {
+        const std::size_t count = std::min(kPiece, stop - at);
+        const std::vector<Presence> presence = target.contains(std::span(path.hashes).subspan(at, count));
+        for (std::size_t i = 0; i < count; ++i, ++out.count) {
+            const Slot slot = path.slots[at + i];
+            const bool is_queued = queue_.contains(slot) || awaited_.contains(slot);
+            if (presence[i] == Presence::kPending) return out;
+            if (presence[i] == Presence::kAbsent && may_plan && is_queued) return out;
+            out.there += presence[i] == Presence::kReady;
+        }
+    }
+    return out;
+}
+
+std::size_t CopyOut::queued(HostIndex &target) {
     take_offered(target);
     return queue_.size() + awaited_.size();
 }
 
 // Queues those of the blocks that came which the policy wants on the host now.
-void CopyOut::take_offered(const HostIndex &target) {
+void CopyOut::take_offered(HostIndex &target) {
     const std::vector<Slot> slots = device_.take_offered();
-    if (slots.empty() || writes_back_) return;
-    const BlockList blocks = absent(device_.entries_in(slots), target);
+    if (slots.empty()) return;
+    BlockList told = device_.entries_in(slots);
+    target.join(told.hashes, told.parents);
+    if (writes_back_) return;
+    const BlockList blocks = absent(std::move(told), target);
     for (std::size_t i = 0; i < blocks.slots.size(); ++i)
         if (blocks.hits[i] >= least_hits_) queue_.add({&blocks.slots[i], 1});
 }

@@ -18,6 +18,7 @@
 
 #include "hash/digest.hpp"
 #include "plan/block_copies.hpp"
+#include "plan/device_contents.hpp"
 #include "plan/slot_queue.hpp"
 #include "tier/device_index.hpp"
 #include "tier/host_index.hpp"
@@ -52,9 +53,15 @@ class CopyOut {
     void ended(std::span<const Slot> sources);
     bool has_queue() const { return queue_.size() || awaited_.size(); }
     // True if the next plan may copy queued blocks: a service that is away has no capacity.
-    bool has_work(const HostIndex &target) { return queued(target) && target.capacity(); }
+    bool has_work(HostIndex &target) { return queued(target) && target.capacity(); }
+    // How many blocks of an offered path from `start` on, up to the first that waits for a plan or is being
+    // copied, and how many of these the target has: the others were dropped.
+    struct Ended {
+        std::size_t count = 0, there = 0;
+    };
+    Ended ended(const DevicePath &path, std::size_t start, std::size_t stop, HostIndex &target);
     // Number of slots that wait for a plan.
-    std::size_t queued(const HostIndex &target);
+    std::size_t queued(HostIndex &target);
 
     // Plans copies of wanted blocks whose slots are about to be overwritten.
     PlannedCopies evict(const BlockList &evicted, HostIndex &target, BlockCopies &copies);
@@ -76,7 +83,7 @@ class CopyOut {
         BlockList late = {};  // blocks that wait for room
     };
 
-    void take_offered(const HostIndex &target);
+    void take_offered(HostIndex &target);
     bool waits_for_more(bool is_patient);
     void back_up(SlotQueue &queue, std::uint32_t least_hits, std::size_t most, Call &call);
     void clean(std::size_t in_flight, std::size_t most, Call &call);

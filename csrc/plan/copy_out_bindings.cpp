@@ -89,7 +89,15 @@ void bind_device_path(nb::module_ &module) {
                 if (path.hashes.empty() || !path.parent || !path.parent->is_zero()) return std::nullopt;
                 return digest_to_bytes(path.hashes.front());
             },
-            "Hash of the first block; None if there is none, or it has a parent.")
+            "Hash of the first block; None if there is none, or it is not the first of a prompt.")
+        .def(
+            "hashes_from",
+            [](const PythonPath &self, std::size_t start) {
+                const std::vector<Digest> &hashes = self.path->hashes;
+                if (start > hashes.size()) throw std::out_of_range("the path has no such block");
+                return hashes_to_numpy({hashes.begin() + static_cast<std::ptrdiff_t>(start), hashes.end()});
+            },
+            "start"_a, "Return the hashes of the blocks from one on.")
         .def(
             "extend",
             [](PythonPath &self, const HashesIn &hashes, const Ids &ids) {
@@ -176,6 +184,21 @@ void bind_planner(nb::module_ &module) {
         .def(
             "has_work", [](CopyOut &self, HostIndex &target) { return self.has_work(target); }, "target"_a,
             "Return True if the next plan may copy queued blocks.")
+        .def(
+            "ended_of",
+            [](CopyOut &self, const PythonPath &path, std::size_t start, std::size_t stop,
+               HostIndex &target) {
+                if (start > stop || stop > path.path->slots.size())
+                    throw std::invalid_argument("the path has no such blocks");
+                const CopyOut::Ended ended = self.ended(*path.path, start, stop, target);
+                return nb::make_tuple(ended.count, ended.there);
+            },
+            nb::sig("def ended_of(self, path: DevicePath, start: int, stop: int, target: HostIndex) -> "
+                    "tuple[int, int]"),
+            "path"_a, "start"_a, "stop"_a, "target"_a,
+            "Return how many blocks of an offered path, from ``start`` on, neither wait for a plan nor are "
+            "being copied,\n"
+            "up to the first that does or is; and how many of these the target has.")
         .def(
             "evict",
             [](CopyOut &self, const BlockList &evicted, HostIndex &target, BlockCopies &copies) {

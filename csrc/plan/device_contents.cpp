@@ -45,11 +45,13 @@ void DeviceContents::enter(const Offer &offer) {
         block.generation += is_new;
         const std::uint32_t hits = is_new ? 0 : block.hits;
         block.hits = std::max(hits + (i >= offer.counted), std::uint32_t{1});
+        entered_.push_back(slot);
+        const Digest parent = offer.path->parent_of(i).value_or(Digest{});
+        if (!is_new && parent.is_unknown()) continue;  // another path has told it
         block.hash = hash;
-        block.parent = offer.path->parent_of(i).value_or(Digest{});
+        block.parent = parent;
         block.path = offer.path;
         block.depth = static_cast<std::uint32_t>(i);
-        entered_.push_back(slot);
     }
 }
 

@@ -36,6 +36,7 @@ struct SwapInFlight {
     // these.
     bool check(nb::handle result, std::uint64_t plan_id) const;
     void add(nb::handle result);
+    void add_checksums(nb::object more);
     void fail() { copied.assign(size, 0); }
     bool is_whole() const;
 
@@ -43,7 +44,7 @@ struct SwapInFlight {
     nb::object purpose;
     Purpose kind;
     std::size_t size;
-    nb::object checksums;                                   // of the first rank; none before
+    nb::object checksums;                                   // of the first record; none before
     std::vector<std::uint8_t> copied;                       // 1 for each block; empty: all
     std::array<std::vector<std::uint8_t>, kCauses> causes;  // 1 for each block; empty: none
 };
@@ -59,8 +60,8 @@ struct InFlightPlan {
     }
     // Throws PlanError for results of other transfers. Returns true if the rank has copied everything.
     bool check(const nb::tuple &results, std::size_t rank) const;
-    // Counts one rank's results, which were checked.
-    void add(const nb::tuple &results, std::size_t rank, bool is_whole);
+    // Counts one rank's results, which were checked. `sharers`: see PlanTable.
+    void add(const nb::tuple &results, std::size_t rank, bool is_whole, std::size_t sharers);
     // Counts a rank that will never report as one that has copied nothing.
     void fail(std::size_t rank, const std::string &reason);
     // Tells the transfers how they have ended, once the last rank has reported.
@@ -93,7 +94,9 @@ struct CheckedReport {
 
 // The plans in flight by number.
 struct PlanTable {
-    explicit PlanTable(std::size_t ranks) : num_ranks(ranks) {}
+    // `sharers`: the ranks, from the first on, that write the first record of a block in shares. Each has
+    // zeros for the checksums of blocks that it does not write.
+    explicit PlanTable(std::size_t ranks, std::size_t sharers = 1) : num_ranks(ranks), num_sharers(sharers) {}
 
     // Null if there is none.
     InFlightPlan *find(nb::handle plan_id) const;
@@ -110,6 +113,7 @@ struct PlanTable {
     void take_if_finished(InFlightPlan &flight, nb::list &finished);
 
     std::size_t num_ranks;
+    std::size_t num_sharers;
     nb::dict plans;
     std::array<std::size_t, kPurposes> blocks{};
     double next_deadline = std::numeric_limits<double>::infinity();  // no plan is newly overdue before it

@@ -129,10 +129,17 @@ bool InFlightPlan::check(const nb::tuple &results, std::size_t rank) const {
     return is_whole;
 }
 
-void InFlightPlan::add(const nb::tuple &results, std::size_t rank, bool is_whole) {
+void SwapInFlight::add_checksums(nb::object more) {
+    if (!checksums.is_valid() || !nb::len(checksums))
+        checksums = std::move(more);
+    else if (nb::len(more))
+        checksums = checksums + more;
+}
+
+void InFlightPlan::add(const nb::tuple &results, std::size_t rank, bool is_whole, std::size_t sharers) {
     stop_waiting(rank);
     for (std::size_t i = 0; i < transfers.size(); ++i) {
-        if (!rank) transfers[i]->checksums = results[i].attr("checksums");
+        if (rank < sharers) transfers[i]->add_checksums(results[i].attr("checksums"));
         if (is_whole) continue;
         transfers[i]->add(results[i]);
         const nb::object message = results[i].attr("error_message");
@@ -206,7 +213,7 @@ CheckedReport PlanTable::check(nb::handle report) const {
 
 void PlanTable::record(const CheckedReport &report, bool is_refused, nb::list &finished) {
     InFlightPlan &flight = *report.expected();
-    flight.add(report.results, report.rank, report.is_whole);
+    flight.add(report.results, report.rank, report.is_whole, num_sharers);
     take_if_finished(flight, finished);
     if (flight.is_task || !is_refused) return;
     for (nb::handle task : nb::object(flight.plan.attr("tasks"))) {
@@ -261,7 +268,7 @@ void bind_ledger(nb::module_ &module) {
             nb::for_getter(nb::sig("def checksums(self, /) -> numpy.typing.NDArray[numpy.uint64]")),
             nb::for_setter(
                 nb::sig("def checksums(self, value: numpy.typing.NDArray[numpy.uint64], /) -> None")),
-            "Those of rank 0; empty before its report.")
+            "Those of the first record; empty before the report of a rank that writes it.")
         .def(
             "settle",
             [](SwapInFlight &self, const VectorIn<std::uint8_t> &arrived) {
@@ -317,8 +324,11 @@ void bind_ledger(nb::module_ &module) {
             nb::for_getter(nb::sig("def swaps(self, /) -> dict[fdcache.metadata.SwapPurpose, SwapInFlight]")),
             "The transfers by purpose, with what the ranks have reported.")
         .def_ro("errors", &InFlightPlan::errors, "One message per failed rank and transfer.");
-    nb::class_<PlanTable>(module, "PlanTable", "The plans in flight by number, for ``num_ranks`` ranks.")
-        .def(nb::init<std::size_t>(), "num_ranks"_a)
+    nb::class_<PlanTable>(module, "PlanTable",
+                          "The plans in flight by number, for ``num_ranks`` ranks.\n\n"
+                          "``num_sharers``: ranks, from the first on, that write the first record of a\n"
+                          "block in shares.")
+        .def(nb::init<std::size_t, std::size_t>(), "num_ranks"_a, "num_sharers"_a = 1)
         .def("__len__", [](const PlanTable &self) { return nb::len(self.plans); })
         .def_ro("num_ranks", &PlanTable::num_ranks)
         .def_prop_ro(

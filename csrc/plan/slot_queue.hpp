@@ -41,6 +41,7 @@ class SlotQueue {
     }
 
     std::size_t size() const { return slots_.size(); }
+    bool contains(Slot slot) const { return slot < is_queued_.size() && is_queued_[slot]; }
 
   private:
     bool enter(Slot slot) {

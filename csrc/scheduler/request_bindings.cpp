@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "scheduler/block_manager.hpp"
+#include "scheduler/described.hpp"
 #include "scheduler/python_loads.hpp"
 #include "scheduler/python_request.hpp"
 
@@ -186,6 +187,41 @@ void bind_request_state(nb::module_ &module) {
             "Append accepted generated tokens. Raises ``RequestStateError`` before the first match.");
 }
 
+void bind_described_blocks(nb::module_ &module) {
+    nb::class_<DescribedBlocks>(
+        module, "DescribedBlocks",
+        "Blocks of requests that were described to another process, up to ``capacity``; older\n"
+        "ones are described again.")
+        .def(nb::init<std::size_t>(), "capacity"_a)
+        .def(
+            "describe",
+            [](DescribedBlocks &self, nb::handle requests) {
+                const Requests given = requests_of(requests);
+                nb::list runs;
+                for (std::size_t i = 0; i < given.all.size(); ++i) {
+                    const PythonRequest &request = *given.all[i];
+                    if (!request.is_bound()) continue;
+                    const auto &blocks = request.blocks();
+                    const std::span<const Digest> path(blocks.hashes().data(), request.num_hashes());
+                    const std::size_t first = self.add(path), size = blocks.block_size();
+                    if (first == path.size()) continue;
+                    runs.append(nb::make_tuple(
+                        i, first, first ? digest_to_bytes(path[first - 1]) : nb::bytes("", 0),
+                        nb::bytes(path[first].bytes.data(), sizeof(Digest) * (path.size() - first)),
+                        nb::bytes(blocks.tokens().data() + first * size,
+                                  sizeof(std::int32_t) * size * (path.size() - first))));
+                }
+                return runs;
+            },
+            "requests"_a,
+            nb::sig("def describe(self, requests: collections.abc.Sequence[RequestState])"
+                    " -> list[tuple[int, int, bytes, bytes, bytes]]"),
+            "Return for each request with blocks that were not described: its position, its first such "
+            "block,\n"
+            "the hash of the one before it or nothing, and hashes and tokens of all from there on.")
+        .def("clear", &DescribedBlocks::clear, "Forget all.");
+}
+
 void bind_advance_result(nb::module_ &module) {
     const auto rows = [](auto member) {
         return [member](nb::handle self) {
@@ -288,6 +324,7 @@ void bind_scheduler(nb::module_ &module) {
         }
     });
     bind_request_state(module);
+    bind_described_blocks(module);
     bind_advance_result(module);
     bind_loads(module);
     bind_block_manager(module);

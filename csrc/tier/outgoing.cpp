@@ -69,7 +69,7 @@ CopyReservation OutgoingCopies::reserve(std::span<const Digest> parents, std::sp
         const Presence known = fresh.contains(hashes[i]) ? Presence::kPending : presence(hashes[i]);
         if (known != Presence::kAbsent) {
             out.status.push_back(known == Presence::kReady ? ReserveStatus::kReady : ReserveStatus::kPending);
-        } else if (parents[i].is_zero() || fresh.contains(parents[i]) || may_be_parent(parents[i])) {
+        } else if (parents[i].is_no_block() || fresh.contains(parents[i]) || may_be_parent(parents[i])) {
             out.status.push_back(ReserveStatus::kReserved);
             fresh.emplace(hashes[i], Presence::kPending);
             chosen.push_back(i);

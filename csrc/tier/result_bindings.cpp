@@ -240,6 +240,8 @@ void bind_views(nb::module_ &module) {
         .def_ro("quarantined", &TierStats::quarantined)
         .def_ro("withheld", &TierStats::withheld)
         .def_ro("orphans", &TierStats::orphans)
+        .def_ro("unjoined", &TierStats::unjoined)
+        .def_ro("contradictions", &TierStats::contradictions)
         .def_ro("pins", &TierStats::pins)
         .def_ro("holds", &TierStats::holds)
         .def_ro("leases", &TierStats::leases)

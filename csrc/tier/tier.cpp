@@ -114,8 +114,9 @@ void Tier::check_slot(Slot slot) const {
 }
 
 void Tier::check_hashes(std::span<const Digest> hashes) {
-    if (std::any_of(hashes.begin(), hashes.end(), [](const Digest &hash) { return hash.is_zero(); }))
-        throw std::invalid_argument("a block hash is all zero, which stands for the root");
+    if (std::any_of(hashes.begin(), hashes.end(), [](const Digest &hash) { return hash.is_no_block(); }))
+        throw std::invalid_argument(
+            "a block hash is all zero or all ones, which stand for the root and for an unknown parent");
 }
 
 // One time for all that happens in one turn of the mutex, and never an earlier one than before.
@@ -163,7 +164,7 @@ Slot Tier::find_ready(const Digest &digest) const {
 }
 
 Slot Tier::resolve_parent(const Digest &parent) const {
-    return parent.is_zero() ? kRoot : find_ready(parent);
+    return parent.is_no_block() ? kRoot : find_ready(parent);
 }
 
 // Propagates a change of pins, holds, state or children up the path, as far as it changes anything.
@@ -203,6 +204,7 @@ void Tier::unlink_child(Slot parent, const Entry &child) {
 void Tier::make_anonymous(Slot slot) {
     Entry &entry = entries_[slot];
     above_copies_ -= entry.is_above_copies();
+    set_unjoined(slot, false);
     entry.parent = kNoSlot;
     entry.children = entry.used_children = entry.busy_children = 0;
     entry.findable = entry.used = entry.busy = false;
@@ -313,8 +315,10 @@ void Tier::free_if_unused(Slot slot) {
 }
 
 // Makes a WRITING slot findable below `parent`. The caller sets the pins or holds that protect it.
-void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant) {
+// `is_unjoined`: it is below the root because its parent is unknown.
+void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant, bool is_unjoined) {
     Entry &entry = entries_[slot];
+    set_unjoined(slot, is_unjoined);
     digests_[slot] = digest;
     index_.insert(slot);
     entry.findable = entry.used = entry.busy = true;  // WRITING is a use
@@ -330,6 +334,48 @@ void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant) {
     ++above.used_children;
     ++above.busy_children;
     if (!above.used) refresh(parent);
+}
+
+void Tier::set_unjoined(Slot slot, bool is_unjoined) {
+    Entry &entry = entries_[slot];
+    unjoined_ += is_unjoined - entry.unjoined;
+    entry.unjoined = is_unjoined;
+}
+
+// Takes what was told of the parent of an entry whose parent is unknown. Returns false if that is another
+// tenant's, so that the entry stays a root. While it moves below its parent it counts as used, so that the
+// blocks above it leave the eviction order and come back after it.
+bool Tier::join(Slot slot, Slot parent) {
+    if (parent == kRoot) {
+        set_unjoined(slot, false);
+        return true;
+    }
+    if (tenants_.of(slot) != tenants_.of(parent)) return false;
+    for (Slot above = parent; above != kRoot; above = entries_[above].parent)
+        if (above == slot) return false;  // hashes that are not one path
+    ++pins_;
+    if (entries_[slot].pins++ == 0) refresh(slot);
+    Entry &entry = entries_[slot], &above = entries_[parent];
+    set_unjoined(slot, false);
+    entry.parent = parent;
+    ++above.children;
+    ++above.used_children;
+    ++above.busy_children;
+    refresh(parent);
+    unpin(slot);
+    return true;
+}
+
+// Does so if the entry of this hash has an unknown parent and the one that was told is there.
+void Tier::join_to(Slot slot, const Digest &parent) {
+    if (!entries_[slot].unjoined || entries_[slot].state != SlotState::kReady || parent.is_unknown()) return;
+    if (const Slot above = resolve_parent(parent); above != kNoSlot) join(slot, above);
+}
+
+void Tier::join(std::span<const Digest> hashes, std::span<const Digest> parents) {
+    std::lock_guard lock(mutex_);
+    for (std::size_t i = 0; unjoined_ && i < hashes.size(); ++i)
+        if (const Slot slot = index_.find(hashes[i]); slot != kNoSlot) join_to(slot, parents[i]);
 }
 
 void Tier::make_ready(Slot slot) {
@@ -379,6 +425,7 @@ void Tier::remove_entry(Slot slot) {
     tenants_.leave(slot);
     if (learns_) order_->leave(slot, digests_[slot], true);
     if (entry.parent != kRoot) --entries_[entry.parent].children;
+    set_unjoined(slot, false);
     entry.parent = kNoSlot;
     entry.findable = false;
     entry.state = SlotState::kFree;
@@ -391,244 +438,8 @@ void Tier::append(BlockList &list, Slot slot) const {
     list.slots.push_back(slot);
     list.generations.push_back(entry.generation);
     list.hashes.push_back(digests_[slot]);
-    list.parents.push_back(entry.parent == kRoot ? Digest{} : digests_[entry.parent]);
+    list.parents.push_back(parent_of(entry));
     list.hits.push_back(entry.hits);
-}
-
-void Tier::evict(Slot slot) {
-    remove_entry(slot);
-    free_.add(slot);
-}
-
-// Evicts a leaf that a copy reads. Its slot is free once the copy ends.
-void Tier::evict_held(Slot slot) {
-    const Slot parent = entries_[slot].parent;
-    publish_event(TierEvent::Kind::kRemoved, slot);
-    order_remove(slot);
-    index_.erase(slot);
-    tenants_.leave(slot);
-    if (learns_) order_->leave(slot, digests_[slot], true);
-    if (parent != kRoot) unlink_child(parent, entries_[slot]);
-    make_anonymous(slot);
-    ++evictions_;
-    if (parent != kRoot) refresh(parent);
-}
-
-bool Tier::evict_copied(std::uint32_t count, BlockList *evicted) {
-    std::lock_guard lock(mutex_);
-    return make_way(count, evicted);
-}
-
-bool Tier::make_way(std::uint32_t count, BlockList *evicted) {
-    if (count > above_copies_) return false;
-    if (learns_) order_->set_time(now_ms());
-    const std::uint32_t enough = free_or_evictable() + count, most = order_->size() + above_copies_;
-    victims_.reserve(most);
-    vacated_.reserve(most);
-    if (evicted) evicted->make_room(ready_);
-    // Once for each copied part of a path, from its end on. The caller reserves all that is evicted here.
-    do {
-        evict_coldest(order_->size(), evicted);
-        for (const FreeRuns::Run &run : vacated_) free_.add(run.first, run.count);
-        evict_held_leaves(enough, evicted);
-    } while (free_or_evictable() < enough);
-    return true;
-}
-
-// Until there is enough room.
-void Tier::evict_held_leaves(std::uint32_t enough, BlockList *evicted) {
-    const auto is_held_leaf = [this](Slot slot) {
-        const Entry &entry = entries_[slot];
-        return entry.findable && !entry.used && entry.holds && !entry.children;
-    };
-    for (Slot slot = 0; slot < entries_.size() && free_or_evictable() < enough; ++slot) {
-        for (Slot leaf = slot; free_or_evictable() < enough && leaf != kRoot && is_held_leaf(leaf);) {
-            const Slot parent = entries_[leaf].parent;
-            if (evicted) append(*evicted, leaf);
-            evict_held(leaf);
-            leaf = parent;
-        }
-    }
-}
-
-std::uint32_t Tier::missing(std::size_t count) const {
-    return static_cast<std::uint32_t>(count > free_or_evictable() ? count - free_or_evictable() : 0);
-}
-
-// Evicts up to `count` of the coldest entries. Leaves their slots in `vacated_`, as runs.
-void Tier::evict_coldest(std::size_t count, BlockList *evicted) {
-    victims_.clear();
-    vacated_.clear();
-    if (learns_ && count) order_->set_time(now_ms());
-    order_->take(static_cast<std::uint32_t>(std::min<std::size_t>(count, order_->size())), victims_);
-    // In three stages, each of which prefetches the data of the next: in a large tier, cache misses dominate.
-    const auto prefetch = [&](Slot slot) {
-        if (evicted) append(*evicted, slot);
-        index_.prefetch(digests_[slot]);
-        if (learns_) order_->prefetch(slot, digests_[slot]);
-    };
-    const auto remove = [&](Slot slot) {
-        tenants_.remove(slot);
-        remove_entry(slot);
-        // A path is evicted from its end.
-        if (!vacated_.empty() && vacated_.back().first == slot + 1)
-            vacated_.back() = {slot, vacated_.back().count + 1};
-        else
-            vacated_.push_back({slot, 1});
-    };
-    const std::size_t taken = victims_.size(), ahead = std::min(kAhead, taken);
-    for (std::size_t i = 0; i < taken + 2 * ahead; ++i) {
-        if (i < taken) prefetch_entry(victims_[i]);
-        if (i >= ahead && i - ahead < taken) prefetch(victims_[i - ahead]);
-        if (i >= 2 * ahead) remove(victims_[i - 2 * ahead]);
-    }
-    prefetch_entry(order_->next());
-}
-
-// Takes `count` slots into `taken_`, as runs, ascending, and evicts entries for them if it must. While the
-// slots form short runs, evicts ahead of need, in growing batches, up to the spare share: with more free
-// slots, runs are longer.
-void Tier::take_runs(std::uint32_t count, BlockList *evicted) {
-    if (count > free_.size()) evict_orphans(count - free_.size());
-    const std::size_t short_of = count > free_.size() ? count - free_.size() : 0;
-    const std::size_t left = free_.size() + short_of - count;
-    const auto spare = static_cast<std::size_t>(spare_ * static_cast<double>(entries_.size()));
-    std::size_t ahead = std::min(spare > left ? spare - left : 0, kMostAhead);
-    const std::size_t most_runs = free_.count() + short_of + ahead;
-    taken_.clear();
-    taken_.reserve(std::min<std::size_t>(count, most_runs));
-    victims_.reserve(std::max(short_of, ahead));
-    vacated_.reserve(std::max(short_of, ahead));
-    if (evicted) evicted->make_room(short_of + ahead);
-    evict_coldest(short_of, evicted);
-    if (short_of && !ahead) {
-        free_.take_all(taken_);
-        taken_.insert(taken_.end(), vacated_.begin(), vacated_.end());
-        std::sort(taken_.begin(), taken_.end(), FreeRuns::before);
-        return;
-    }
-    for (const FreeRuns::Run &run : vacated_) free_.add(run.first, run.count);
-    free_.take(count, taken_);
-    for (std::size_t batch = kFirstBatch; ahead && taken_.size() > count / kGoodRun + 1; batch *= 2) {
-        evict_coldest(std::min(batch, ahead), evicted);
-        if (victims_.empty()) break;
-        ahead -= victims_.size();
-        for (const FreeRuns::Run &run : vacated_) free_.add(run.first, run.count);
-        for (const FreeRuns::Run &run : taken_) free_.add(run.first, run.count);
-        taken_.clear();
-        free_.take(count, taken_);
-    }
-}
-
-// Appends `count` slots to `table`, in the order in which the blocks of a path will use them, and gives them
-// the content of `fresh`. `table` has room.
-void Tier::take_slots(std::uint32_t count, const Entry &fresh, std::vector<Slot> &table, BlockList *evicted) {
-    take_runs(count, evicted);
-    std::size_t next = table.size();
-    table.resize(next + count);
-    for (const FreeRuns::Run &run : taken_) {
-        for (Slot slot = run.first; slot < run.first + run.count; ++slot) {
-            table[next++] = slot;
-            Entry &entry = entries_[slot];
-            const std::uint32_t generation = std::max(entry.generation, least_generation_) + 1;
-            entry = fresh;
-            entry.generation = generation;
-        }
-    }
-    writing_ += count;
-}
-
-// --- computing ---------------------------------------------------------------------------------------------
-
-Reservation Tier::reserve(LeaseId lease, std::uint32_t count) {
-    Session session(*this);
-    Reservation out;
-    out.generations.reserve(std::min(count, session.available()));
-    out.missing = session.reserve(lease, count, out.slots, &out.evicted);
-    for (const Slot slot : out.slots) out.generations.push_back(session.generation(slot));
-    return out;
-}
-
-std::uint32_t Tier::take_anonymous(LeaseId lease_id, std::uint32_t count, std::vector<Slot> &table,
-                                   BlockList *evicted) {
-    Lease &lease = lease_of(lease_id);
-    if (const std::uint32_t short_of = missing(count)) return short_of;
-    make_room(lease.slots, count);
-    make_room(table, count);
-    Entry fresh;
-    fresh.state = SlotState::kWriting;
-    fresh.owner = lease_id;
-    fresh.pins = 1;
-    take_slots(count, fresh, table, evicted);
-    lease.slots.insert(lease.slots.end(), table.end() - count, table.end());
-    pins_ += count;
-    return 0;
-}
-
-void Tier::check_computed(LeaseId lease, std::span<const Slot> slots) const {
-    for (const Slot slot : slots) {
-        check_slot(slot);
-        const Entry &entry = entries_[slot];
-        if (entry.state != SlotState::kWriting || entry.findable || entry.owner != lease)
-            throw std::invalid_argument("slot " + std::to_string(slot) +
-                                        " is not one that this lease reserved and has yet to commit");
-    }
-    // Reserved slots come ascending, and are mostly committed so.
-    if (std::adjacent_find(slots.begin(), slots.end(), std::greater_equal<>()) == slots.end()) return;
-    std::vector<Slot> sorted(slots.begin(), slots.end());
-    std::sort(sorted.begin(), sorted.end());
-    if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
-        throw std::invalid_argument("a slot is committed twice in one call");
-}
-
-std::vector<CommitStatus> Tier::commit(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
-                                       std::span<const Slot> slots) {
-    std::vector<CommitStatus> status;
-    Session(*this).commit(lease, parent, hashes, slots, &status);
-    return status;
-}
-
-std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std::span<const Digest> hashes,
-                               std::span<const Slot> slots, std::vector<CommitStatus> *status) {
-    Lease &lease = current_lease(lease_id);
-    check_computed(lease_id, slots);
-    check_hashes(hashes);
-    make_room(lease.slots, hashes.size());
-    if (status) make_room(*status, hashes.size());
-    const auto prefetch = [&](std::size_t at) {
-        index_.prefetch(hashes[at]);
-        if (learns_) order_->prefetch(slots[at], hashes[at]);
-        __builtin_prefetch(&digests_[slots[at]], 1);
-    };
-    for (std::size_t at = 0; at < std::min(kAhead, hashes.size()); ++at) prefetch(at);
-    std::size_t i = 0, arrived = 0;  // those before it are known to the eviction order
-    const auto arrive_before = [&](std::size_t end) {
-        arrive(slots.subspan(arrived, end - arrived), hashes.subspan(arrived, end - arrived));
-        arrived = end;
-    };
-    Slot parent = resolve_parent(parent_hash);
-    for (; i < hashes.size() && parent != kNoSlot; ++i) {
-        if (i + kAhead < hashes.size()) prefetch(i + kAhead);
-        const Entry &entry = entries_[slots[i]];
-        if (entry.children || entry.holds) break;  // a copy into it, or into its children, is in flight
-        const Slot present = index_.find(hashes[i]);
-        if (present == kNoSlot) {
-            link(slots[i], hashes[i], parent);
-            make_ready(slots[i]);  // pinned by the lease
-            parent = slots[i];
-            if (status) status->push_back(CommitStatus::kStored);
-        } else if (entries_[present].state == SlotState::kReady && entries_[present].parent == parent) {
-            arrive_before(i);
-            arrived = i + 1;
-            pin(lease, present);
-            parent = present;
-            if (status) status->push_back(CommitStatus::kDuplicate);
-        } else {
-            break;
-        }
-    }
-    arrive_before(i);
-    return i;
 }
 
 }  // namespace fdcache

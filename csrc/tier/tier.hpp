@@ -107,8 +107,8 @@ struct TierEvent {
 };
 
 struct TierStats {
-    std::uint32_t slots, free, writing, ready, pending, evictable, quarantined, withheld, orphans;
-    std::uint64_t pins, holds, leases, epoch, evictions, lookups, memory_bytes;
+    std::uint32_t slots, free, writing, ready, pending, evictable, quarantined, withheld, orphans, unjoined;
+    std::uint64_t pins, holds, leases, epoch, evictions, lookups, contradictions, memory_bytes;
 };
 
 struct NodeView {
@@ -157,6 +157,9 @@ class Tier : public HostIndex, public DeviceIndex {
     // still until the caller's has come as far again.
     void set_clock(std::uint64_t milliseconds);
 
+    // Joins the entries with an unknown parent among these to the parents that are there.
+    void join(std::span<const Digest> hashes, std::span<const Digest> parents) override;
+
     LeaseId open_lease();
     // Releases everything the lease owns. Returns false if it is unknown or was released before. The eviction
     // order learns that the entries of a run were used if some were loaded.
@@ -172,7 +175,9 @@ class Tier : public HostIndex, public DeviceIndex {
     std::vector<HintFate> hint_fates(std::span<const Digest> hashes) const;
 
     // Pins, for `lease`, the leading run of READY blocks from index `start` on. Adds a hit to each block
-    // except the first `known`, which the same request has matched before.
+    // except the first `known`, which the same request has matched before. Runs whose parent was unknown are
+    // joined to those that the hashes show above them. Hashes that contradict the paths of this tier find
+    // nothing, and are counted.
     MatchRun match(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known = 0);
     std::vector<Presence> contains(std::span<const Digest> hashes) const override;
 
@@ -310,7 +315,7 @@ class Tier : public HostIndex, public DeviceIndex {
         std::uint32_t pins = 0;
         std::uint32_t holds = 0;
         std::uint32_t hits = 0;
-        std::uint32_t depth = 0;
+        std::uint32_t depth = 0;  // below the beginning of the run that it came with
         SlotState state = SlotState::kFree;
         bool findable : 1 = false;
         bool used : 1 = false;
@@ -318,6 +323,7 @@ class Tier : public HostIndex, public DeviceIndex {
         bool withheld : 1 = false;
         bool quarantined : 1 = false;
         bool orphan : 1 = false;
+        bool unjoined : 1 = false;  // below the root because its parent is unknown
 
         // Holds that no copy ends.
         std::uint32_t kept() const { return std::uint32_t{withheld} + std::uint32_t{quarantined}; }
@@ -362,7 +368,7 @@ class Tier : public HostIndex, public DeviceIndex {
     void evict_held(Slot slot);
     void evict_held_leaves(std::uint32_t enough, BlockList *evicted);
     Slot end_of_run(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const;
-    bool fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const;
+    bool fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> run);
     bool fill_ancestors(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const;
     std::size_t first_own(std::span<const Digest> hashes, std::span<const Slot> run) const;
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
@@ -403,7 +409,14 @@ class Tier : public HostIndex, public DeviceIndex {
     std::size_t unpin_path(std::span<const Slot> pinned);
     void free_slot(Slot slot);
     void free_if_unused(Slot slot);
-    void link(Slot slot, const Digest &digest, Slot parent, Tenant tenant = 0);
+    void link(Slot slot, const Digest &digest, Slot parent, Tenant tenant = 0, bool is_unjoined = false);
+    void set_unjoined(Slot slot, bool is_unjoined);
+    bool join(Slot slot, Slot parent);
+    void join_to(Slot slot, const Digest &parent);
+    Digest parent_of(const Entry &entry) const {
+        if (entry.parent != kRoot) return digests_[entry.parent];
+        return entry.unjoined ? Digest::unknown() : Digest{};
+    }
     void make_ready(Slot slot);
     void arrive(std::span<const Slot> path, std::span<const Digest> hashes);
     void add_entry(Slot slot);
@@ -461,6 +474,8 @@ class Tier : public HostIndex, public DeviceIndex {
     std::uint32_t withheld_ = 0;     // slots out of use for now, each with a hold
     std::uint32_t ready_ = 0;
     std::uint32_t above_copies_ = 0;
+    std::uint32_t unjoined_ = 0;          // entries and pending slots whose parent is unknown
+    std::uint64_t contradictions_ = 0;    // look-ups of hashes that are no path here
     std::uint32_t least_generation_ = 0;  // later content of any slot has one above it
     mutable std::uint64_t lookups_ = 0;
     std::optional<std::uint64_t> clock_ms_;  // of the caller

@@ -76,6 +76,51 @@ std::tuple<VectorOut<std::uint8_t>, HashesOut, HashesOut> take_events(Tier &tier
             hashes_to_numpy(std::move(parents))};
 }
 
+// (kind, seconds or priority, first block, block after the last, only those that nobody else has)
+using SaidHint = std::tuple<HintKind, double, std::size_t, std::size_t, bool>;
+
+// Reads hints of fdcache.hints about a request: at the end of each request, so attribute by attribute here.
+std::vector<SaidHint> read_hints(nb::handle hints, std::size_t prompt_tokens, std::size_t block_size,
+                                 std::size_t blocks, std::size_t records) {
+    static constexpr std::pair<const char *, HintKind> kinds[] = {{"once", HintKind::kOnce},
+                                                                  {"release", HintKind::kRelease},
+                                                                  {"retain", HintKind::kRetain},
+                                                                  {"return", HintKind::kReturn},
+                                                                  {"priority", HintKind::kPriority}};
+    std::vector<SaidHint> said;
+    for (const nb::handle hint : hints) {
+        const std::string_view name = PyUnicode_AsUTF8(nb::object(hint.attr("kind")).ptr());
+        const nb::object seconds = hint.attr("seconds"), priority = hint.attr("priority"),
+                         start = hint.attr("start"), end = hint.attr("end");
+        const bool output = nb::cast<bool>(hint.attr("output"));
+        const auto tokens = output ? prompt_tokens : nb::cast<std::size_t>(start);
+        const bool has_range = output || tokens || !end.is_none();
+        const std::size_t stop =
+            end.is_none() ? blocks : std::min(nb::cast<std::size_t>(end) / block_size, blocks);
+        const std::size_t first = std::min((tokens + block_size - 1) / block_size, stop);
+        const nb::object &value = seconds.is_none() ? priority : seconds;
+        said.emplace_back(std::ranges::find(kinds, name, [](auto &each) { return each.first; })->second,
+                          value.is_none() ? 0.0 : nb::cast<double>(value), first * records, stop * records,
+                          !has_range);
+    }
+    return said;
+}
+
+std::tuple<nb::bytes, nb::bytes, nb::bytes> take_event_bytes(Tier &tier) {
+    const std::vector<TierEvent> events = tier.take_events();
+    std::string kinds, hashes, parents;
+    const auto append = [](std::string &to, const Digest &digest) {
+        to.append(reinterpret_cast<const char *>(digest.bytes.data()), sizeof digest);
+    };
+    for (const TierEvent &event : events) {
+        kinds.push_back(static_cast<char>(event.kind));
+        append(hashes, event.hash);
+        append(parents, event.parent);
+    }
+    const auto bytes = [](const std::string &text) { return nb::bytes(text.data(), text.size()); };
+    return {bytes(kinds), bytes(hashes), bytes(parents)};
+}
+
 }  // namespace
 
 void bind_tier(nb::module_ &module) {
@@ -105,7 +150,13 @@ void bind_tier(nb::module_ &module) {
         .value("RETAIN", HintKind::kRetain)
         .value("RETURN", HintKind::kReturn)
         .value("PRIORITY", HintKind::kPriority);
-    nb::enum_<HintAnswer>(module, "HintAnswer", "What became of a hint.")
+    module.def(
+        "read_hints", &read_hints, "hints"_a, "prompt_tokens"_a, "block_size"_a, "num_blocks"_a,
+        "num_records"_a,
+        nb::sig("def read_hints(hints: collections.abc.Sequence[object], prompt_tokens: int, block_size: int,"
+                " num_blocks: int, num_records: int) -> list[tuple[HintKind, float, int, int, bool]]"),
+        "Return what hints say of the records of a request's blocks, as ``Tier.hint`` takes it.");
+    nb::enum_<HintAnswer>(module, "HintAnswer", nb::is_arithmetic(), "What became of a hint.")
         .value("TAKEN", HintAnswer::kTaken)
         .value("NOT_LEARNING", HintAnswer::kNotLearning)
         .value("OVER_BUDGET", HintAnswer::kOverBudget)
@@ -394,20 +445,18 @@ void bind_tier(nb::module_ &module) {
             "slots"_a, "Return withheld slots to use.")
         .def(
             "hint",
-            [](Tier &tier, const HashesIn &hashes,
-               const std::vector<std::tuple<HintKind, double, std::size_t, std::size_t, bool>> &hints,
-               std::size_t sample) {
+            [](Tier &tier, const HashesIn &hashes, const std::vector<SaidHint> &hints, std::size_t sample) {
                 std::vector<HintRange> ranges;
                 for (const auto &[kind, value, start, stop, own] : hints)
                     ranges.push_back({{kind, value}, start, stop, own});
                 const std::span<const Digest> path = digests_of(hashes);
-                std::vector<std::tuple<HintAnswer, std::uint32_t, std::uint32_t, nb::bytes>> answers;
+                std::vector<std::tuple<int, std::uint32_t, std::uint32_t, nb::bytes>> answers;
                 const std::vector<HintTaken> taken = tier.hint(path, ranges);
                 for (std::size_t i = 0; i < taken.size(); ++i) {
                     const auto &[answer, first, blocks] = taken[i];
                     const bool has_sample = answer == HintAnswer::kTaken && ranges[i].hint.keeps();
                     const auto some = sample_of(path.subspan(first, blocks), has_sample ? sample : 0);
-                    answers.emplace_back(answer, first, blocks,
+                    answers.emplace_back(static_cast<int>(answer), first, blocks,
                                          nb::bytes(some.data(), some.size() * sizeof(Digest)));
                 }
                 return answers;
@@ -417,7 +466,8 @@ void bind_tier(nb::module_ &module) {
             "or\n"
             "a priority of 1 to 100, first block, block after the last, True: only of those that nobody "
             "else\n"
-            "has). The last one about a block holds. Return for each its answer, its first block, their\n"
+            "has). The last one about a block holds. Return for each its ``HintAnswer``, its first block, "
+            "their\n"
             "number, and if it keeps them the hashes of up to ``sample`` of them, from the last one on.")
         .def(
             "hint_fates",
@@ -464,6 +514,7 @@ void bind_tier(nb::module_ &module) {
         .def("take_events", &take_events,
              "Return kinds (0 stored, 1 removed, 2 cleared, 3 lost: some are missing), hashes and\n"
              "parents, oldest first.")
+        .def("take_event_bytes", &take_event_bytes, "``take_events`` in bytes, which costs less for few.")
         .def("stats", &Tier::stats)
         .def("node", &Tier::node, "slot"_a, "Return the state of a slot.")
         .def_prop_ro("available", &Tier::available,

@@ -28,6 +28,7 @@ void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::
         if (present != kNoSlot) {
             const bool ready = entries_[present].state == SlotState::kReady;
             status = ready ? ReserveStatus::kReady : ReserveStatus::kPending;
+            if (ready) join_to(present, parents[i]);
             if (ready) kept.add(present);
         } else if (wanted.find(hashes[i]) != Positions::kNone || orphans_.find(hashes[i]) != kNoSlot) {
             status = ReserveStatus::kPending;
@@ -59,7 +60,8 @@ void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::
     auto slot = out.slots.begin();
     for (std::size_t i = 0; i < hashes.size(); ++i) {
         if (out.status[i] != ReserveStatus::kReserved) continue;
-        link(*slot, hashes[i], parents[i].is_zero() ? kRoot : index_.find(parents[i]));
+        link(*slot, hashes[i], parents[i].is_no_block() ? kRoot : index_.find(parents[i]), 0,
+             parents[i].is_unknown());
         if (lease) pin(*lease, *slot);
         out.generations.push_back(entries_[*slot].generation);
         ++slot;
@@ -139,6 +141,7 @@ void Tier::drop_pending(Slot slot) {
     Entry &entry = entries_[slot];
     index_.erase(slot);
     tenants_.leave(slot);
+    set_unjoined(slot, false);
     entry.findable = false;
     const Slot parent = entry.parent;
     entry.parent = kNoSlot;

@@ -33,18 +33,31 @@ bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t
     table.resize(first + count);
     const std::span<Slot> run = std::span(table).subspan(first);
     if (!fill_run(last, hashes.subspan(start, count), run)) {
+        ++contradictions_;
         table.resize(first);
-        throw std::invalid_argument("hashes are not one path");
+        return false;
     }
+    if (start) join_to(run.front(), hashes[start - 1]);
     pin_path(lease, run, known > start ? known - start : 0);
     return pending;
 }
 
 // Returns the last of the leading READY blocks from `start` on, kNoSlot if there is none, and sets `stop` to
-// the position after it. READY entries are closed under prefixes, so it is found by bisection.
+// the position after it. READY entries are closed under prefixes, so it is found by bisection, unless there
+// are runs with an unknown parent, which may follow missing blocks.
 Slot Tier::end_of_run(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const {
     std::size_t high = hashes.size();
     Slot last = kNoSlot;
+    if (unjoined_) {
+        for (stop = start; stop < high; ++stop) {
+            if (stop + kAhead < high) index_.prefetch(hashes[stop + kAhead]);
+            const Slot slot = find_ready(hashes[stop]);
+            if (slot == kNoSlot) break;
+            last = slot;
+        }
+        lookups_ += stop - std::min(start, stop);
+        return last;
+    }
     for (stop = start; stop < high;) {
         const std::size_t middle = stop + (high - stop) / 2;
         ++lookups_;
@@ -59,14 +72,18 @@ Slot Tier::end_of_run(std::span<const Digest> hashes, std::size_t start, std::si
     return last;
 }
 
-// Sets `run` to the path that ends at `last`. Returns false unless its blocks have these hashes, whatever the
-// hashes are.
-bool Tier::fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const {
-    bool one_path = entries_[last].depth + std::size_t{1} >= run.size();
-    for (std::size_t i = run.size(); one_path && i-- > 0;) {
+// Sets `run` to the path that ends at `last`, and joins runs with an unknown parent that are parts of it.
+// Returns false unless its blocks have these hashes, whatever the hashes are.
+bool Tier::fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> run) {
+    for (std::size_t i = run.size(); i-- > 0;) {
         run[i] = last;
-        one_path = digests_[last] == hashes[i];
+        if (!(digests_[last] == hashes[i])) return false;
+        if (i && entries_[last].unjoined) {
+            const Slot above = find_ready(hashes[i - 1]);
+            if (above == kNoSlot || !join(last, above)) return false;
+        }
         const Slot parent = entries_[last].parent;
+        if (i && parent == kRoot) return false;
         if (last >= kAhead && parent == last - 1) {
             // A run of neighbours, as most paths have: the next entry need not wait for this one.
             prefetch_entry(last - kAhead);
@@ -77,7 +94,7 @@ bool Tier::fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> r
             last = parent;
         }
     }
-    return one_path;
+    return true;
 }
 
 Presence Tier::presence_of(const Digest &hash) const {
@@ -256,6 +273,8 @@ TierStats Tier::stats() const {
     stats.quarantined = quarantined_;
     stats.withheld = withheld_;
     stats.orphans = orphans_.size();
+    stats.unjoined = unjoined_;
+    stats.contradictions = contradictions_;
     stats.holds = holds_ - quarantined_ - withheld_;
     stats.leases = leases_.size();
     stats.epoch = epoch_;
@@ -279,7 +298,8 @@ NodeView Tier::node(Slot slot) const {
     view.pins = entry.pins;
     view.holds = entry.holds;
     view.hits = entry.hits;
-    view.depth = entry.depth;
+    for (Slot above = entry.findable ? entry.parent : kRoot; above < kRoot; above = entries_[above].parent)
+        ++view.depth;
     view.state = entry.state;
     view.findable = entry.findable;
     view.hash = entry.findable ? digests_[slot] : Digest{};

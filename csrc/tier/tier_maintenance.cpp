@@ -120,10 +120,10 @@ std::vector<HintTaken> Tier::hint(std::span<const Digest> hashes, std::span<cons
 // Sets `run` to the entry `last` and those above it. Returns false unless they have the first and the last of
 // these hashes, and so all of them if the hashes are one path.
 bool Tier::fill_ancestors(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const {
-    if (entries_[last].depth + std::size_t{1} < run.size()) return false;
     for (std::size_t i = run.size(); i-- > 0;) {
         run[i] = last;
         if (i) last = entries_[last].parent;
+        if (last == kRoot) return false;
         if (last >= kAhead) __builtin_prefetch(&entries_[last - kAhead]);
     }
     return digests_[run.front()] == hashes.front() && digests_[run.back()] == hashes[run.size() - 1];
@@ -193,8 +193,7 @@ void Tier::tell(TierEvent::Kind kind, Slot slot) {
         events_.clear();
         events_.push_back({TierEvent::Kind::kLost, {}, {}});
     }
-    const Slot parent = entries_[slot].parent;
-    events_.push_back({kind, digests_[slot], parent == kRoot ? Digest{} : digests_[parent]});
+    events_.push_back({kind, digests_[slot], parent_of(entries_[slot])});
 }
 
 std::vector<TierEvent> Tier::take_events() {
@@ -219,11 +218,12 @@ std::vector<std::string> Tier::check_integrity() const {
         for (Slot slot = run.first; slot < run.first + run.count; ++slot) ++listed[slot];
 
     std::uint32_t orphans = 0, free = 0, writing = 0, ready = 0, findable = 0, unused = 0, evictable = 0,
-                  withheld = 0, quarantined = 0, above_copies = 0;
+                  withheld = 0, quarantined = 0, above_copies = 0, unjoined = 0;
     std::uint64_t holds = 0;
     std::vector<std::uint32_t> of_tenant(tenants_.size());
     for (Slot slot = 0; slot < slots; ++slot) {
         const Entry &entry = entries_[slot];
+        unjoined += entry.unjoined;
         const std::string name = "slot " + std::to_string(slot) + ": ";
         expect(!mirror_ || entry.state != SlotState::kReady || mirror_->holds(digests_[slot]),
                name + "ready but not in the mirror");
@@ -262,8 +262,7 @@ std::vector<std::string> Tier::check_integrity() const {
             expect(entry.state != SlotState::kReady || (parent.findable && parent.state == SlotState::kReady),
                    name + "ready below a parent that is not");
             expect(tenants_.of(slot) == tenants_.of(entry.parent), name + "another tenant's than its parent");
-            expect(!parent.findable || entry.depth == parent.depth + 1,
-                   name + "depth is not its parent's plus one");
+            expect(!entry.unjoined, name + "its parent is unknown and there");
         } else {
             expect(entry.depth == 0, name + "below the root but not at depth 0");
         }
@@ -319,6 +318,7 @@ std::vector<std::string> Tier::check_integrity() const {
     expect(!mirror_ || mirror_->size() == ready_, "mirror and entries disagree");
     expect(holds == holds_, "hold counter is wrong");
     expect(above_copies == above_copies_, "counter of entries above copies is wrong");
+    expect(unjoined == unjoined_, "counter of unknown parents is wrong");
     expect(orphans == orphans_.size(), "orphans have been lost or gained");
     for (const Digest &parent : orphans_.parents())
         expect(find_ready(parent) == kNoSlot, "an orphan's parent is there");

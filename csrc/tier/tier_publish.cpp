@@ -23,14 +23,15 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
         if (!copied[i] || !current || entries_[slots[i]].children) continue;
         const Slot parent = resolve_parent(parents[i]);
         const Tenant tenant = parent < kRoot ? tenants_.of(parent) : tenants.empty() ? 0 : tenants[i];
-        if (index_.find(hashes[i]) != kNoSlot) {
+        if (const Slot present = index_.find(hashes[i]); present != kNoSlot) {
+            join_to(present, parents[i]);
             status[i] = PublishStatus::kDuplicate;
         } else if (parent == kNoSlot) {
             status[i] = PublishStatus::kNoParent;
         } else if (!make_tenant_room(tenant, parent)) {
             status[i] = PublishStatus::kOverLimit;
         } else {
-            link(slots[i], hashes[i], parent, tenant);
+            link(slots[i], hashes[i], parent, tenant, parents[i].is_unknown());
             entries_[slots[i]].checksum = checksums[i];
             add_entry(slots[i]);
             status[i] = PublishStatus::kStored;

@@ -46,7 +46,7 @@ Forest forest_of(const FoundEntries &found) {
             if (verdict != kUnknown) break;
             path.push_back(at);
             known[at] = kOrphan;  // until proved otherwise, so that a cycle of hashes ends
-            if (found.parents[at].is_zero()) {
+            if (found.parents[at].is_no_block()) {
                 verdict = kRooted;
                 break;
             }
@@ -142,7 +142,8 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         // Pinned until all are created, so that they join the eviction order in the right order.
         entry.pins = 1;
         ++pins_;
-        link(slot, found.hashes[i], parent, found.tenants.empty() ? 0 : found.tenants[i]);
+        link(slot, found.hashes[i], parent, found.tenants.empty() ? 0 : found.tenants[i],
+             found.parents[i].is_unknown());
         add_entry(slot);
         restored[i] = 1;
     }

@@ -10,7 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fdcache.controller.arena import HostArena, Progress
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.controller.arena import HostArena, Progress, intact_records
 from fdcache.controller.device_planes import DeviceMemory
 from fdcache.controller.layers import LaunchedLayers, LayerDoneCounter, LayerEvents
 from fdcache.controller.submission import PlanSubmission, RankParts
@@ -24,7 +27,8 @@ from fdcache.errors import (
 from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
-from fdcache.settings import Settings, logs
+from fdcache.plans.ledger import Blocks
+from fdcache.settings import Settings, logs, read_settings
 from fdcache.settings.cache import CopySettings, Verify
 from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import BlockStorage, ConnectorContext, PlacedStorage, StorageStats
@@ -34,7 +38,7 @@ from fdcache.tasks import AsyncTaskHandler
 from fdcache.tiers.host import HostCache
 
 if TYPE_CHECKING:
-    from fdcache.service.client.arena import SharedHostArena
+    from fdcache.service.client.shared_arena import SharedHostArena
     from fdcache.settings.peers import PeerSettings
     from fdcache.transfer.connector import TransferStats
 
@@ -147,8 +151,10 @@ class CacheController:
         """Allocate the host arena, or map that of the service.
 
         ``host``: ``CacheManager.host_cache`` or a number of blocks, by default what the settings of ``from_settings``
-        say. ``progress`` is called with the number of bytes that are ready and the number there will be. Raises
-        ``HostMemoryError`` if the memory is not available or cannot be pinned; nothing stays allocated then.
+        say. It has to be the former where ranks hold the same blocks, for they share memory under its name, in the
+        folder FDCACHE_ARENA_DIR. ``progress`` is called with the number of bytes that are ready and the number there
+        will be. Raises ``HostMemoryError`` if the memory is not available or cannot be pinned; nothing stays allocated
+        then.
         """
         with self._plans.serial, self._lock:
             self._check_usable()
@@ -157,24 +163,36 @@ class CacheController:
             if host is None:
                 host = HostCache.of(self._settings_in_force().cache, self.layout)
             if isinstance(host, HostCache) and host.server is not None:
-                from fdcache.service.client.arena import SharedHostArena  # brings the network library
+                from fdcache.service.client.shared_arena import SharedHostArena  # brings the network library
 
                 self._parts.arena = SharedHostArena(host, self.layout, self.rank, self.device)
             elif blocks := host.num_blocks if isinstance(host, HostCache) else host:
-                self._parts.arena = HostArena(self.layout, blocks, self.device, progress)
+                shared = self._shared_file(host) if self.layout.replicas > 1 else None
+                self._parts.arena = HostArena(self.layout, blocks, self.device, progress, shared)
+
+    def _shared_file(self, host: int | HostCache) -> Path:
+        """Return the file of the memory that ranks share which hold the same bytes."""
+        if not isinstance(host, HostCache) or host.name is None:
+            raise CacheNotReadyError(
+                f"host: {self.layout.replicas} ranks hold the same blocks and share memory for them; pass the "
+                "manager's host_cache to each, which names it"
+            )
+        settings = self._loaded or read_settings().settings
+        return settings.server.arena_dir / f"{host.name}-{self.rank // self.layout.replicas}"
 
     def open_storage(self, progress: Progress | None = None) -> StorageScan | None:
         """Open the storage named in the settings of ``from_settings``, and pass it to ``initialize_storage``.
 
-        Return None if storage is off or the service's. ``progress`` is called with the number of slots scanned and
-        their total. Raises ``StorageError`` if the storage cannot be opened.
+        Return None if storage is off or the service's, or another rank's that holds the same blocks.
+        ``progress`` is called with the number of slots scanned and their total. Raises ``StorageError`` if the storage
+        cannot be opened.
         """
         settings = self._settings_in_force()
-        if settings.cache.server is not None:
+        if settings.cache.server is not None or not self._plans.shares.has_storage:
             return None
         context = ConnectorContext(
             self.layout,
-            self.rank,
+            self.rank // self.layout.replicas,
             settings.storage_tier,
             settings.connector_options,
             verify=settings.transfer.verify is not Verify.OFF,
@@ -245,7 +263,7 @@ class CacheController:
                 raise CacheNotReadyError("no device planes: call initialize_kv_cache or register_kv_cache")
             if self._parts.transfer is not None:
                 raise CacheNotReadyError("the transfer is open already; call free_cache first")
-            from fdcache.controller.handover import PlannedHandovers, open_endpoint
+            from fdcache.controller.planned_handovers import PlannedHandovers, open_endpoint
 
             if verifies is None:
                 verifies = self.settings.verify is not Verify.OFF
@@ -361,6 +379,20 @@ class CacheController:
         if not self._guard.is_own:
             self._guard.refuse()
         return self._plans.wait_reports(timeout)
+
+    def intact(self, blocks: Blocks, arena: str | None = None) -> NDArray[np.bool_]:
+        """Return a mask of the host blocks of which this rank has the record with the bytes of its checksum.
+
+        ``arena``: as in a plan, that of a service's slots. The calling thread reads all of the bytes.
+        """
+        if not self._guard.is_own:
+            self._guard.refuse()
+        with self._plans.serial, self._lock:
+            shared, mine = self._parts.shared, self._parts.arena
+            reason = None if shared is None else shared.open_records(arena, blocks.slots)
+            if reason is not None or mine is None:
+                return np.zeros(len(blocks), np.bool_)
+            return intact_records(mine.table, self.layout, blocks)
 
     def sleep(self) -> None:
         """Free the device planes, after the copies in flight; the host arena stays.

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from fdcache import _core
 from fdcache.controller.layers import LayerGroups
@@ -87,6 +88,14 @@ class Transfer:
         """Return a transfer of which nothing is copied."""
         transfer = cls(swap)
         transfer.refused(TransferResult.failure(swap, reason))
+        return transfer
+
+    @classmethod
+    def left(cls, swap: CacheSwapMetadata) -> Transfer:
+        """Return a transfer that another rank makes for this one."""
+        transfer = cls(swap)
+        nothing = TransferResult.failure(swap, None)
+        transfer.refused(replace(nothing, failed=nothing.lost))
         return transfer
 
     @property

@@ -16,6 +16,7 @@ from fdcache.controller.arena import HostArena
 from fdcache.controller.copies import Transfer, reason_of
 from fdcache.controller.device_planes import DeviceMemory
 from fdcache.controller.layers import LayerEvents
+from fdcache.controller.shares import CopyShares
 from fdcache.controller.transfers import TransferQueue, check_countable
 from fdcache.devices.base import (
     Device,
@@ -30,8 +31,8 @@ from fdcache.storage.queue import StorageQueue, StorageTransfer
 from fdcache.tasks import AsyncTaskHandler, CpuEvent, Event, Execution
 
 if TYPE_CHECKING:
-    from fdcache.controller.handover import PlannedHandovers
-    from fdcache.service.client.arena import SharedHostArena
+    from fdcache.controller.planned_handovers import PlannedHandovers
+    from fdcache.service.client.shared_arena import SharedHostArena
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,9 @@ _MIXED_WAIT = 0.002
 class PlansInFlight:
     """Executions and their handlers, in the order of submission. The caller holds the lock."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, shares: CopyShares) -> None:
         self._device = device
+        self._shares = shares
         self.executions: dict[int, Execution] = {}
         self._handlers: dict[int, AsyncTaskHandler[TransferReport]] = {}
 
@@ -68,7 +70,7 @@ class PlansInFlight:
         if plan_id not in self.executions:
             raise PlanError(f"plan {plan_id} is not in flight")
         if plan_id not in self._handlers:
-            self._handlers[plan_id] = AsyncTaskHandler(self.executions[plan_id])
+            self._handlers[plan_id] = AsyncTaskHandler(self._shares.task(plan_id, self.executions[plan_id]))
         return self._handlers[plan_id]
 
     def running(self) -> list[Execution]:
@@ -146,7 +148,8 @@ class PlanSubmission:
     ) -> None:
         self.serial = threading.RLock()
         """Serializes submissions, which may ask the service. Taken before ``lock``."""
-        self.in_flight = PlansInFlight(device)
+        self.shares = CopyShares(layout, rank)
+        self.in_flight = PlansInFlight(device, self.shares)
         self.queue = TransferQueue(device, layout, settings, lock, self.in_flight.executions)
         self.launcher: PlanLauncher | None = None
         """Submits most plans in one call; None until planes and arena were used once."""
@@ -158,6 +161,8 @@ class PlanSubmission:
     def submit(self, plan: TransferPlan, compute_stream: Any) -> LayerEvents:
         """Enqueue a plan; see ``CacheController.submit_swap_tasks``."""
         with self.serial:
+            if self.shares.divides:
+                plan = self.shares.cut(plan)
             layers = self._launch_natively(plan, compute_stream)
             if layers is None or isinstance(layers, str):
                 layers = self._launch_checked(plan, compute_stream, layers)
@@ -179,7 +184,7 @@ class PlanSubmission:
                 self.launcher.retire()
             if reports and (self.launcher is None or self.queue.keeps_reads):
                 self.queue.retire()
-            return reports
+            return self.shares.take_whole(reports) if self.shares.divides else reports
 
     def wait_reports(self, timeout: float | None) -> list[TransferReport]:
         """Wait up to ``timeout`` seconds, None without limit, for a plan to end; then return the reports."""
@@ -290,13 +295,16 @@ class PlanSubmission:
             self._parts.storage.submit((), cancelled=plan.cancelled, clear=plan.clear_storage)
 
     def _prepare_storage(self, plan: TransferPlan) -> list[StorageTransfer]:
-        if not plan.storage:
+        if not plan.storage or not self.shares.has_storage:
             return []
         if self._parts.storage is None:
             raise CacheNotReadyError("no storage: call initialize_storage")
         return [self._parts.storage.prepare(task) for task in plan.storage]
 
     def _launch_storage(self, plan: TransferPlan, prepared: list[StorageTransfer]) -> None:
+        if not self.shares.has_storage:
+            for task in plan.storage:
+                self.in_flight.add(Execution(task.plan_id, self._rank, [Transfer.left(task.swap)]))
         if self._parts.storage is None:
             return
         for transfer in prepared:

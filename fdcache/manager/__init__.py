@@ -3,6 +3,7 @@
 from fdcache.manager.cache_manager import CacheManager, ManagerState
 from fdcache.manager.keyed import KeyedRequest
 from fdcache.manager.loads import NO_BLOCK
+from fdcache.manager.offers import OfferEnd
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.requests import Request
 from fdcache.manager.results import (
@@ -26,6 +27,7 @@ __all__ = [
     "ManagerState",
     "MatchResult",
     "MatchStatus",
+    "OfferEnd",
     "OffloadManager",
     "OffloadMatch",
     "Request",

@@ -26,13 +26,13 @@ from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome
 from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
-from fdcache.service.wire.views import TreeNode
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.hint_book import RequestHints
 from fdcache.tiers.host import HostCache, HostTier
+from fdcache.tiers.pool import TreeNode
 from fdcache.tiers.reuse import RecentReuse, ReuseReport
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage, Traffic
 
@@ -213,12 +213,14 @@ class TierManager(ABC, Generic[RequestT_contra]):
         """Make the blocks in the ranks' local storage findable; return their number.
 
         Before this call nothing is read from local storage or written to it. ``scans``: those of
-        ``CacheController.open_storage``. Raises ``PlanError`` unless there is one for each rank.
+        ``CacheController.open_storage``. Raises ``PlanError`` unless there is one for each rank with
+        bytes of its own.
         """
         with self._lock:
             ranks = sorted(scan.rank for scan in scans if isinstance(scan, StorageScan))
-            if ranks != list(range(self.layout.tp_size)) or len(ranks) < len(scans):
-                raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
+            expected = self.layout.record_ranks
+            if ranks != list(range(expected)) or len(ranks) < len(scans):
+                raise PlanError(f"restore_storage needs a scan of each of the {expected} ranks")
             return self._tiers.storage.restore(scans) if self._tiers.storage else 0
 
     def prepare(self, requests: Iterable[RequestT_contra]) -> None:
@@ -255,9 +257,7 @@ class TierManager(ABC, Generic[RequestT_contra]):
         So it can tell routers of them. Requests with keys alone have no tokens.
         """
         if self._service is not None and self._service.notes.is_wanted:
-            for request in requests:
-                if isinstance(request, Request):
-                    self._service.notes.describe(request.block_hashes, request.tokens, request.note)
+            self._service.notes.describe([each for each in requests if isinstance(each, Request)])
 
     def _close_step(self) -> list[TransferPlan]:
         """Tell a service how this engine does, close the step and return its plans."""
@@ -293,7 +293,7 @@ class TierManager(ABC, Generic[RequestT_contra]):
                 if request.hints and not preempted:
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
             self._tell_device()
-        story.finished((request.request_id for request in ended), preempted=preempted)
+        story.finished(ended, preempted=preempted)
 
     @abstractmethod
     def _release(self, requests: list[RequestT_contra]) -> None:

@@ -194,7 +194,8 @@ class CacheManager(TierManager[Request]):
         progress = list(progress)
         with self._lock:
             self._set_time()
-            self._describe(request for request, _ in progress)
+            if self._service is not None:
+                self._describe(request for request, _ in progress)
             self._requests.commit(progress)
             if self._hooks is not None:
                 self._hooks.committed(progress)
@@ -226,7 +227,8 @@ class CacheManager(TierManager[Request]):
             self._set_time()
             plan = self._plans.open if self._state is ManagerState.RUNNING else None
             result = self._requests.advance(requests, tokens, uncomputed_tokens, plan)
-            self._describe(requests)
+            if self._service is not None:
+                self._describe(requests)
             if self._choices.has_open:
                 self._choices.computed((each, each.num_tokens - uncomputed_tokens) for each in requests)
             if not result.ok:

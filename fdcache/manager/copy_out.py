@@ -92,6 +92,10 @@ class CopyOut:
         """True if the next plan may copy queued blocks: there is a host to copy them to."""
         return self._native.has_work(self._host)
 
+    def ended_of(self, path: _core.DevicePath, start: int, stop: int) -> tuple[int, int]:
+        """Return how many of an offered path's blocks have ended, up to the first that waits, and are on the host."""
+        return self._native.ended_of(path, start, stop, self._host)
+
     # --- plans --------------------------------------------------------------------------------------------
 
     def evict(self, evicted: BlockList, plan: OpenPlan) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache.errors import HashingError
 from fdcache.hints import Hint, HintOutcome
@@ -14,6 +15,7 @@ from fdcache.metadata import HashArray
 from fdcache.plans.ledger import ROOT
 
 _KEY_BYTES = 32
+_ONES = np.uint64(2**64 - 1)
 
 
 class KeyedRequest:
@@ -29,12 +31,13 @@ class KeyedRequest:
 
     The run may begin anywhere in a prompt. ``parent`` is the key of the block before it: 32 zero bytes for a run from
     the beginning, None where the engine does not know it. Numbers of tokens count from the first key on. A run without
-    a known parent is loaded like any other; it is stored below those of its blocks that the host tier has. Only runs
-    from the beginning are read from storage: ``OffloadManager.path_to`` finds it.
+    a known parent is stored, found and read from storage like any other; it is joined to the block before it once a
+    match or an offer shows that one.
 
     ``hints`` and ``hint_outcomes``: as for ``Request``; all blocks count as prompt.
 
-    Raises ``HashingError`` for keys that are not 32 bytes each, or zero: that stands for the beginning of a prompt.
+    Raises ``HashingError`` for keys that are not 32 bytes each, and for those of zeros or of ones alone: they stand for
+    the beginning of a prompt, and for an unknown parent.
     """
 
     hints: Sequence[Hint] = ()
@@ -78,6 +81,10 @@ class KeyedRequest:
         self.block_hashes = np.concatenate((self.block_hashes, checked_keys(keys)))
 
 
+def _is_reserved(words: NDArray[np.uint64]) -> bool:
+    return bool((words == 0).all(axis=1).any() or (words == _ONES).all(axis=1).any())
+
+
 OffloadRequest = Request | KeyedRequest
 """A request of an ``OffloadManager``."""
 
@@ -92,6 +99,10 @@ def checked_keys(keys: Any) -> HashArray:
     ):
         raise HashingError(f"keys must be a uint8 array of shape (blocks, {_KEY_BYTES})")
     checked: HashArray = np.ascontiguousarray(keys)
-    if not checked.any(axis=1).all():
-        raise HashingError("keys: a row is all zero, which is reserved for the start of a prompt")
+    words = checked.view(np.uint64)
+    first = words[:, 0]
+    if ((first == 0) | (first == _ONES)).any() and _is_reserved(words):
+        raise HashingError(
+            "keys: a row is all zero or all ones, which stand for the start of a prompt and for an unknown parent"
+        )
     return checked

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import index
+from typing import SupportsIndex
 
 import numpy as np
 
 from fdcache import _core
 from fdcache._core import CopyReservation, DevicePath, Load, LoadPart, Loads
-from fdcache.errors import PlanError
+from fdcache.errors import PlanError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
-from fdcache.manager.keyed import OffloadRequest
+from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.requests import PeerSource, Request
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.ledger import NO_CHECKSUMS, OpenPlan, parents_of
+from fdcache.plans.ledger import NO_CHECKSUMS, ROOT, UNKNOWN, OpenPlan, parents_of
 from fdcache.tiers.host import Found, HostTier, find_only
 from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
@@ -54,6 +56,17 @@ def device_ids_of(values: object, *, with_none: bool = False) -> Int32Array:
 def table_of(values: object) -> Int32Array:
     """Return a block table as an array, of which only the part that is used is looked at. Raises ``PlanError``."""
     return values if isinstance(values, np.ndarray) else device_ids_of(values, with_none=True)
+
+
+def count_of(name: str, value: SupportsIndex) -> int:
+    """Return a number of tokens. Raises ``RequestStateError``."""
+    try:
+        count = index(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise RequestStateError(f"{name} has to be an int from 0 on, got {value!r}")
+    return count
 
 
 def require_distinct(ids: Int32Array) -> None:
@@ -361,7 +374,7 @@ class Tracked:
     taken. ``peer`` has what is neither on the device nor below it, until that is fetched or declined. ``keys`` are
     those of the records of its pages; everything here counts records, of which a page has some for each group of
     layers. ``end``: in a layout with states, the pages at whose end are those that were found, or that are read from
-    storage; 0 for none.
+    storage; 0 for none. ``ended_by``: the group of layers that ended the last match.
     """
 
     __slots__ = (
@@ -373,6 +386,7 @@ class Tracked:
         "device_blocks",
         "device_pages",
         "end",
+        "ended_by",
         "fetch",
         "found",
         "found_at",
@@ -398,6 +412,7 @@ class Tracked:
         self.asked_at = self.found_at = 0.0
         self.device_blocks = self.device_pages = self.end = 0
         self.deferred_since: float | None = None
+        self.ended_by: int | None = None
         self.fetch = 0
         self.path: DevicePath | None = None
         self.load: EngineLoad | None = None
@@ -405,6 +420,13 @@ class Tracked:
         self.counted_blocks = 0
         self.is_counted = False
         self.is_stale = False
+
+    @property
+    def parent(self) -> bytes:
+        """The key of the block before the first one."""
+        if not isinstance(self.request, KeyedRequest):
+            return ROOT
+        return UNKNOWN if self.request.parent is None else self.request.parent
 
     @property
     def lease(self) -> int:
@@ -439,6 +461,12 @@ class Tracked:
         first = self.device_blocks - self.start
         return self.found.part(first, first + count)
 
-    def forget_device(self) -> None:
-        """Forget what was offered: a request that is matched has no blocks."""
-        self.path = None
+    def count_lookup(self, counters: Counters, layout: KVLayout) -> None:
+        """Count the request as looked up, once."""
+        if not self.is_counted:
+            self.is_counted = True
+            counters.lookups += 1
+            counters.lookup_tokens += self.request.num_tokens
+            counters.device_hit_tokens += self.device_pages * layout.block_size
+            if self.ended_by is not None:
+                counters.count_end(layout.groups[self.ended_by].reach)

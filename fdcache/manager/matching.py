@@ -250,7 +250,7 @@ class PrefixMatcher:
         One native call matches all requests. Those that a service has to be asked about are asked for together, in
         one round trip. Raises ``RequestStateError`` or ``HashingError`` before any request is matched.
         """
-        began = story.match_begins(each.request_id for each in requests)
+        began = story.match_begins(requests)
         if self._requests.is_sending and any(map(self._requests.is_finishing, requests)):
             found = self._find_unless_finishing(requests)
         else:

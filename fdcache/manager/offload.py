@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import index
-from typing import SupportsIndex
 from uuid import uuid4
 
-from fdcache._core import DeviceContents, DevicePath, Loads
-from fdcache.errors import ConfigurationError, PlanError, RequestStateError
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache._core import DeviceContents, Loads
+from fdcache.errors import ConfigurationError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.base import TierManager, requests_of
 from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.loads import NO_BLOCK, Tracked, device_ids_of, require_distinct, table_of
+from fdcache.manager.loads import NO_BLOCK, count_of, device_ids_of, require_distinct, table_of
+from fdcache.manager.offers import OfferEnd, Offers
 from fdcache.manager.offloaded import OffloadedRequests
-from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
+from fdcache.manager.results import LoadOutcome, OffloadMatch
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
+from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers.host import HostService, HostTier
+from fdcache.tiers.host import HostTier
 from fdcache.tiers.pool import READY
 from fdcache.tiers.statistics import TierUsage
 
@@ -97,6 +100,7 @@ class OffloadManager(TierManager[OffloadRequest]):
             stored=tiers.storage.has if tiers.storage is not None else None,
         )
         self._loads = self._requests.native_loads
+        self._offers = Offers(self.layout, self._requests, self._contents, self._host, self._counters)
         return self._loads
 
     def attach_hooks(self, hooks: OffloadHooks) -> OffloadParts:
@@ -143,42 +147,16 @@ class OffloadManager(TierManager[OffloadRequest]):
         The answer is kept until ``load``, ``unmatch`` or ``finish``: asking again with as many tokens or more costs
         nothing. The last token is left to compute unless ``whole_prompt``. Blocks that are sooner computed than loaded
         are left out; see ``observe_prefill``. Nothing is found for ``device_tokens`` in the middle of a block. Raises
-        ``HashingError`` for tokens that cannot be hashed, and for keys of the engine that contradict those stored;
+        ``HashingError`` for tokens that cannot be hashed; keys of the engine that contradict those stored find nothing;
         ``RequestStateError`` if ``device_tokens`` is not a non-negative int.
         """
-        device_tokens = _count("device_tokens", device_tokens)
+        device_tokens = count_of("device_tokens", device_tokens)
         self._requests.prepare(request, keeps_gil=True)
         with self._lock:
             self._set_time()
-            began = story.match_begins((request.request_id,))
-            tracked = self._requests.track(request)
-            tracked.forget_device()
-            if not self._requests.match(tracked, device_tokens, whole_prompt):
-                self._counters.deferred_lookups += 1
-                coming = self._tokens(tracked.coming)
-                deferred = OffloadMatch(request.request_id, MatchStatus.DEFERRED, coming=coming)
-                return story.offload_matched(deferred, began)
-            tokens, theirs = self._requests.tokens(tracked, tracked.remaining), 0
-            stored = min(self._tokens(tracked.from_storage + tracked.coming), tokens)
-            if tracked.peer is not None and tracked.from_peer:
-                theirs = tracked.peer.num_tokens - device_tokens - tokens
-            found = OffloadMatch(request.request_id, MatchStatus.MATCHED, tokens + theirs, stored, theirs)
+            began = story.match_begins((request,))
+            found = self._requests.match(request, device_tokens, whole_prompt)
             return story.offload_matched(found, began)
-
-    def path_to(self, key: bytes) -> HashArray | None:
-        """Return the keys of the blocks above one, from the beginning of its prompt on; None for an unknown block.
-
-        ::
-
-            above = manager.path_to(tail[0].tobytes())
-            request = KeyedRequest("chat-1", np.concatenate((above, tail)), layout.block_size)
-
-        So an engine that knows the keys of a tail alone has it read from storage, with ``len(above)`` blocks on its
-        device. The host tier and local storage are asked, those of a service in one round trip. A store that others
-        use, too, does not tell its paths.
-        """
-        with self._lock:
-            return self._tiers.path_to(key)
 
     def num_copied(self, keys: HashArray) -> int:
         """Return how many leading blocks of a run the host tier has, or gets: this engine has copied them there.
@@ -188,6 +166,38 @@ class OffloadManager(TierManager[OffloadRequest]):
         with self._lock:
             there = self._host.index.contains(keys) == READY
             return len(there) if there.all() else int(there.argmin())
+
+    def host_has(self, keys: HashArray) -> NDArray[np.bool_]:
+        """Return a mask of the blocks that the host tier has."""
+        with self._lock:
+            return np.asarray(self._host.index.contains(keys) == READY)
+
+    def found_blocks(self, request: OffloadRequest) -> Blocks:
+        """Return the host blocks that ``match`` has pinned for a request."""
+        with self._lock:
+            tracked = self._requests.get(request)
+            return NO_BLOCKS if tracked is None or tracked.found is None else tracked.found
+
+    def keep_intact(self, request: OffloadRequest, intact: NDArray[np.bool_]) -> int:
+        """Forget the records among ``found_blocks`` that are not intact, in the tier too; return the tokens left."""
+        with self._lock:
+            tracked = self._requests.get(request)
+            if tracked is None or tracked.found is None:
+                return 0
+            self._counters.blocks_corrupt_in_host += int(np.count_nonzero(~intact))
+            return self._requests.tokens(tracked, self._requests.keep_intact(tracked, intact))
+
+    @property
+    def plan_arena(self) -> str | None:
+        """Name of the shared arena that host slots refer to; None if every worker has its own."""
+        with self._lock:
+            return self._service.plan_arena if self._service is not None else None
+
+    @property
+    def has_queued_copies(self) -> bool:
+        """True if the next plan may have copies of blocks that were offered."""
+        with self._lock:
+            return self._contents.has_offers or self._copies.has_queue
 
     def leave_reads(self, request: OffloadRequest) -> None:
         """Have what is being read for a request read to its end, for requests to come."""
@@ -216,35 +226,25 @@ class OffloadManager(TierManager[OffloadRequest]):
         session at a service: nothing will be loaded then. Raises ``PlanError`` for ids of no device block, or that are
         listed twice.
         """
-        layout = self.layout
-        ids = device_ids_of(device_ids, with_none=layout.has_gaps)
+        ids = device_ids_of(device_ids, with_none=self._requests.has_gaps)
         require_distinct(ids)
         with self._lock:
             self._set_time()
             tracked = self._requests.get(request)
-            most = 0 if tracked is None else tracked.remaining + tracked.from_peer
-            if tracked is None or not most or tracked.arena != self._requests.arena:
-                self.unmatch([request])
-                return 0
-            self._count_lookup(tracked)
-            ids = ids[: self._requests.loadable(tracked, len(ids), most)]
+            ids = self._requests.loadable(tracked, ids)
             wanted = ids[ids != NO_BLOCK]
-            if len(wanted):
+            if tracked is not None and len(ids):
+                tracked.count_lookup(self._counters, self.layout)
+            if tracked is not None and len(wanted):
                 self._give_away(wanted)
-                stored = tracked.from_storage
-                planned = self._requests.plan_load(tracked, ids, self._plans.open)
+                story.load_planned(request.request_id, self._requests.load(tracked, ids, self._plans.open))
                 self._has_planned = True
-                story.load_planned(request.request_id, planned)
-                stored = min(stored, planned)
-                from_storage = self._tokens(stored)
-                self._counters.storage_hit_tokens += from_storage
-                self._counters.host_hit_tokens += max(
-                    self._requests.tokens(tracked, planned) - from_storage, 0
-                )
             self.unmatch([request])
             return len(ids) if len(wanted) else 0
 
-    def offer(self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array) -> None:
+    def offer(
+        self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, *, tells_end: bool = False
+    ) -> int:
         """Offer the whole blocks of the first ``num_tokens`` tokens of a request, which lie in ``device_ids``.
 
         Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
@@ -252,21 +252,26 @@ class OffloadManager(TierManager[OffloadRequest]):
         groups of layers the table is that of the pages, as for ``load``, with ``NO_BLOCK`` for blocks that the engine
         has given up: a page is stored if the host tier has those already. Raises ``PlanError`` for ids of no device
         block.
+
+        ``tells_end``: return the number by which ``take_offer_ends`` tells what became of the blocks that are new in
+        this offer; else 0. The engine keeps those blocks until then.
         """
-        num_tokens = _count("num_tokens", num_tokens)
+        num_tokens = count_of("num_tokens", num_tokens)
         table = table_of(device_ids)
         with self._lock:
-            tracked = self._requests.track(request)
-            offered = self._requests.offer(tracked, num_tokens, table)
-            if offered is None:
-                return
-            path, start = offered
-            self._describe([request])
-            self._count_lookup(tracked)
-            self._contents.offered(path, start, tracked.counted_blocks)
-            tracked.counted_blocks = max(tracked.counted_blocks, len(path))
-            if not start and self._service is not None:
-                self._own(self._service, request, path)
+            offer = self._offers.offer(self._requests.track(request), num_tokens, table)
+            if offer is not None:
+                self._describe([request])
+            return self._offers.number(offer) if tells_end else 0
+
+    def take_offer_ends(self) -> list[OfferEnd]:
+        """Return the ends of offers that were asked for, in the order of the offers: one that goes on holds up others.
+
+        A block ends when it is in the host tier, is found to be there, or is dropped. Without a service that can be
+        reached the offers end, and what was offered has to be forgotten.
+        """
+        with self._lock:
+            return self._offers.take_ends(self._copies)
 
     def offer_states(
         self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, above: int = NO_BLOCK
@@ -278,22 +283,9 @@ class OffloadManager(TierManager[OffloadRequest]):
         those of a layout without states, are of no use. Raises ``PlanError`` for ids of no device block, or another
         number of them.
         """
-        num_tokens, ids = _count("num_tokens", num_tokens), device_ids_of(device_ids)
-        if len(ids) != self.layout.num_states:
-            raise PlanError(
-                f"device_ids: {len(ids)} device blocks for the {self.layout.num_states} states of a page"
-            )
+        num_tokens, ids = count_of("num_tokens", num_tokens), device_ids_of(device_ids)
         with self._lock:
-            tracked = self._requests.track(request)
-            path = self._requests.states_below(tracked, num_tokens, ids, above)
-            if path is not None:
-                self._count_lookup(tracked)
-                self._contents.offered(path, len(path) - len(ids), 0)
-
-    @staticmethod
-    def _own(service: HostService, request: OffloadRequest, path: DevicePath) -> None:
-        if request.tenant is not None and (root := path.root) is not None:
-            service.own(root, request.tenant)
+            self._offers.offer_states(self._requests.track(request), num_tokens, ids, above)
 
     def evicted(self, device_ids: Int32Array) -> None:
         """Take the device blocks that get another content in the step whose plans are taken next.
@@ -332,17 +324,6 @@ class OffloadManager(TierManager[OffloadRequest]):
     def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         self._requests.prepare(request)
         return super()._take_hints(request, hints)
-
-    def _count_lookup(self, tracked: Tracked) -> None:
-        if not tracked.is_counted:
-            tracked.is_counted = True
-            self._counters.lookups += 1
-            self._counters.lookup_tokens += tracked.request.num_tokens
-            self._counters.device_hit_tokens += tracked.device_pages * self.layout.block_size
-
-    def _tokens(self, num_records: int) -> int:
-        """Return the tokens of this many records of pages."""
-        return num_records // max(self.layout.page_records, 1) * self.layout.block_size
 
     # --- plans and reports --------------------------------------------------------------------------------
 
@@ -419,14 +400,3 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     def _device_usage(self) -> TierUsage:
         return TierUsage(blocks=self._contents.num_blocks, ready=self._contents.num_known)
-
-
-def _count(name: str, value: SupportsIndex) -> int:
-    """Return a number of tokens. Raises ``RequestStateError``."""
-    try:
-        count = index(value)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise RequestStateError(f"{name} has to be an int from 0 on, got {value!r}")
-    return count

@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache import _core, tracing
-from fdcache._core import DevicePath
 from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked, device_ids_of
+from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
-from fdcache.manager.results import LoadOutcome, load_forms
-from fdcache.manager.states import StatePaths, StoredMask
+from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch, load_forms
+from fdcache.manager.states import MatchEnds, StatePaths, StoredMask
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
@@ -57,8 +57,9 @@ class OffloadedRequests:
         self._block_size = layout.block_size
         self._records = layout.page_records
         self._units = layout.page_records + layout.num_states
-        self._has_gaps = layout.has_gaps
+        self.has_gaps = layout.has_gaps
         self._states = StatePaths(layout, host, stored) if layout.num_states else None
+        self._ends = MatchEnds(layout, host, stored) if layout.groups else None
         self._host = host
         self._fetches = host.fetches
         self._waits = Waits(choices, clock, host)
@@ -129,7 +130,7 @@ class OffloadedRequests:
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
 
-    def _keys(self, tracked: Tracked) -> HashArray:
+    def keys(self, tracked: Tracked) -> HashArray:
         """Return the keys of the records of a request's pages."""
         hashes = tracked.request.block_hashes
         if self._records == 1:
@@ -176,7 +177,32 @@ class OffloadedRequests:
                 tracked.request, self._fetch_number(tracked), hashes, lambda _: tracked.device_blocks
             )
 
-    def match(self, tracked: Tracked, device_tokens: int, whole: bool) -> bool:
+    def match(self, request: OffloadRequest, device_tokens: int, whole: bool) -> OffloadMatch:
+        """Find and pin what can be loaded, or defer the request."""
+        tracked = self.track(request)
+        tracked.path = None  # one that is matched has no blocks
+        if not self._pin(tracked, device_tokens, whole):
+            self._counters.deferred_lookups += 1
+            coming = self._page_tokens(tracked.coming)
+            return OffloadMatch(request.request_id, MatchStatus.DEFERRED, coming=coming)
+        tokens, theirs = self.tokens(tracked, tracked.remaining), 0
+        stored = min(self._page_tokens(tracked.from_storage + tracked.coming), tokens)
+        if tracked.peer is not None and tracked.from_peer:
+            theirs = tracked.peer.num_tokens - device_tokens - tokens
+        return OffloadMatch(
+            request.request_id,
+            MatchStatus.MATCHED,
+            tokens + theirs,
+            stored,
+            theirs,
+            ended_by=tracked.ended_by,
+        )
+
+    def _page_tokens(self, num_records: int) -> int:
+        """Return the tokens of this many records of pages."""
+        return num_records // max(self._records, 1) * self._block_size
+
+    def _pin(self, tracked: Tracked, device_tokens: int, whole: bool) -> bool:
         """Find and pin what can be loaded; return False if the request has to ask later."""
         tracked.asked_at = self._clock()
         size = self._block_size
@@ -201,9 +227,16 @@ class OffloadedRequests:
         if tracked.lease:
             self.pinned.add(tracked)
         tracked.deferred_since = None
+        if self._ends is not None:
+            tracked.ended_by = self._ended_by(self._ends, tracked, whole)
         ahead = tracked.remaining + tracked.from_peer
         self._choices.matched(tracked.request.request_id, tracked.device_blocks, ahead)
         return True
+
+    def _ended_by(self, ends: MatchEnds, tracked: Tracked, whole: bool) -> int | None:
+        """Return the group of layers that ended the match; None if none did."""
+        pages = tracked.device_pages + self.tokens(tracked, tracked.remaining) // self._block_size
+        return ends.group_after(self._matchable_pages(tracked.request, whole), pages)
 
     def tokens(self, tracked: Tracked, num_records: int) -> int:
         """Return the tokens that the first of the remaining records stand for: with states all of them, or none."""
@@ -212,11 +245,23 @@ class OffloadedRequests:
         is_whole = num_records and num_records >= tracked.remaining
         return (tracked.end - tracked.device_pages) * self._block_size if is_whole else 0
 
-    def loadable(self, tracked: Tracked, num_ids: int, most: int) -> int:
-        """Return how many device blocks of ``num_ids`` a load of what was found can fill, at most ``most``."""
+    def loadable(self, tracked: Tracked | None, ids: Int32Array) -> Int32Array:
+        """Return the device blocks that a load of what was found fills, the first of ``ids``."""
+        if tracked is None or tracked.arena != self.arena:
+            return ids[:0]
         if self._states is not None:
-            return tracked.remaining if num_ids >= tracked.remaining else 0
-        return min(num_ids // self._records * self._records, most)
+            return ids[: tracked.remaining if len(ids) >= tracked.remaining else 0]
+        return ids[: min(len(ids) // self._records * self._records, tracked.remaining + tracked.from_peer)]
+
+    def keep_intact(self, tracked: Tracked, intact: NDArray[np.bool_]) -> int:
+        """Forget the records found that are not intact, and what is found behind them; return how many are left."""
+        found, index = tracked.found, self._host.index
+        assert found is not None
+        bad = ~intact
+        index.begin_load(found.lease, found.slots)
+        index.end_load(found.slots, found.hashes, intact.view(np.uint8), bad.view(np.uint8))
+        tracked.found = found.part(0, len(found) if intact.all() else int(intact.argmin()))
+        return tracked.remaining
 
     def unpin(self, tracked: Tracked) -> None:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
@@ -343,7 +388,7 @@ class OffloadedRequests:
         limit = self._choices.limit
         if tracked.peer is not None:  # which has what follows
             return found
-        if found and limit is not None and _begins_at_root(request):
+        if found and limit is not None and tracked.parent == ROOT:
             last = request.block_hashes[(start + found - 1) // self._records].tobytes()
             found = limit(request.request_id, request.num_tokens, start, found, last)
         end = start + found
@@ -354,7 +399,7 @@ class OffloadedRequests:
         request, limit = tracked.request, self._choices.limit
         if tracked.end % max(self._cell // max(self._records, 1), 1):
             return False
-        if limit is None or not _begins_at_root(request):
+        if limit is None or tracked.parent != ROOT:
             return True
         start, found = (
             each * self._units for each in (tracked.device_pages, tracked.end - tracked.device_pages)
@@ -363,7 +408,7 @@ class OffloadedRequests:
         return limit(request.request_id, request.num_tokens, start, found, last) == found
 
     def _may_fetch(self, tracked: Tracked) -> bool:
-        return _begins_at_root(tracked.request) and self._fetches is not None and self._fetches.is_on
+        return self._fetches is not None and self._fetches.is_on
 
     def _may_load(self, tracked: Tracked) -> bool:
         request = tracked.request
@@ -372,14 +417,17 @@ class OffloadedRequests:
 
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
         """Return the keys that a match may find; with states the hashes of the pages."""
-        request = tracked.request
-        keys = self._keys(tracked) if self._states is None else request.block_hashes
+        pages = self._matchable_pages(tracked.request, whole)
+        return self.keys(tracked)[: len(pages) * self._records] if self._states is None else pages
+
+    def _matchable_pages(self, request: OffloadRequest, whole: bool) -> HashArray:
+        """Return the hashes of the pages that a match may find."""
         if isinstance(request, KeyedRequest):
-            return keys
+            return request.block_hashes
         most = request.num_tokens - (not whole)
         if request.max_cached_tokens is not None:
             most = min(most, request.max_cached_tokens)
-        return keys[: max(most, 0) // self._block_size * (self._records if self._states is None else 1)]
+        return request.block_hashes[: max(most, 0) // self._block_size]
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:
@@ -394,9 +442,9 @@ class OffloadedRequests:
 
     # --- loads and offers ---------------------------------------------------------------------------------
 
-    def plan_load(self, tracked: Tracked, ids: Int32Array, plan: OpenPlan) -> int:
+    def load(self, tracked: Tracked, ids: Int32Array, plan: OpenPlan) -> int:
         """Plan to load the blocks found into these device blocks; return how many of them are planned now."""
-        run, first = tracked.take(len(ids)), tracked.device_blocks
+        run, first, stored = tracked.take(len(ids)), tracked.device_blocks, tracked.from_storage
         if tracked.coming and len(run) == len(ids):
             self.leave_fetch(tracked)
         tracked.load = loading = self.loads.plan(tracked.request, first, ids, run, plan)
@@ -404,6 +452,9 @@ class OffloadedRequests:
         if tracked.peer is not None and len(run) < len(ids):
             self.loads.fetch_rest(loading, tracked.peer)
             tracked.peer = None
+        from_storage = self._page_tokens(min(stored, len(run)))
+        self._counters.storage_hit_tokens += from_storage
+        self._counters.host_hit_tokens += max(self.tokens(tracked, len(run)) - from_storage, 0)
         return len(run)
 
     def look(self, loading: EngineLoad) -> tuple[Found, bool]:
@@ -411,7 +462,7 @@ class OffloadedRequests:
         tracked, load = self._waiting_for(loading), loading.load
         if tracked is None:
             return NOTHING, False
-        found, stop = self._look(tracked, self._keys(tracked)[: load.stop], load.planned)
+        found, stop = self._look(tracked, self.keys(tracked)[: load.stop], load.planned)
         if stop is None:
             self._unpin_fetch(tracked)
         elif load.planned + len(found) == load.stop:
@@ -451,66 +502,11 @@ class OffloadedRequests:
         pages = loading.pages.stop if load.is_confirmed else loading.pages.start
         return msgspec.structs.replace(outcome, recompute_from=pages * self._block_size)
 
-    def offer(
-        self, tracked: Tracked, num_tokens: int, device_ids: Int32Array
-    ) -> tuple[DevicePath, int] | None:
-        """Return the path of a request on the device with the position of its first new block; None for none."""
-        request, path = tracked.request, tracked.path
-        start = 0 if path is None else len(path)
-        stop = min(num_tokens // self._block_size * self._records, len(device_ids))
-        if tracked.load is not None:
-            stop = min(stop, tracked.load.load.first)
-        if stop <= start or not self._may_offer(tracked):
-            return None
-        self.prepare(request, keeps_gil=True)
-        hashes = self._keys(tracked)
-        stop = min(stop, len(hashes))
-        if stop <= start:
-            return None
-        stop -= stop % self._records
-        ids = device_ids_of(device_ids[start:stop], with_none=self._has_gaps)
-        if path is None:
-            parent = request.parent if isinstance(request, KeyedRequest) else ROOT
-            path = tracked.path = DevicePath(parent)
-        path.extend(hashes, ids)
-        return path, start
-
-    def _may_offer(self, tracked: Tracked) -> bool:
+    def may_offer(self, tracked: Tracked) -> bool:
+        """Return True for a request whose blocks may be stored."""
         return not tracked.is_stale and self._caches_prefixes and tracked.request.use_cache
-
-    def states_below(
-        self, tracked: Tracked, num_tokens: int, device_ids: Int32Array, above: int
-    ) -> DevicePath | None:
-        """Return the path of the states at the end of a prefix, the first block of which is ``above``; None for none.
-
-        ``above``: the device block of the last record of its pages, -1 if the engine does not have it.
-        """
-        request, pages = tracked.request, num_tokens // self._block_size
-        if self._states is None or num_tokens % self._block_size or not pages or not self._may_offer(tracked):
-            return None
-        if tracked.load is not None and pages > tracked.load.pages.start:
-            return None
-        self.prepare(request, keeps_gil=True)
-        hashes = request.block_hashes
-        if pages > len(hashes):
-            return None
-        keys = self._states.keys_below(hashes, pages)
-        if not self._records:
-            path = DevicePath(ROOT)
-            path.extend(keys, device_ids)
-            return path
-        path = DevicePath(None)
-        path.extend(
-            np.concatenate((hashes[pages - 1 : pages], keys)),
-            np.concatenate(([above], device_ids)).astype(np.int32),
-        )
-        return path
 
 
 def _require_request(request: object) -> None:
     if not isinstance(request, (Request, KeyedRequest)):
         raise RequestStateError(f"request has to be a Request or KeyedRequest, got {type(request).__name__}")
-
-
-def _begins_at_root(request: OffloadRequest) -> bool:
-    return not isinstance(request, KeyedRequest) or request.parent == ROOT

@@ -35,7 +35,7 @@ class Plans:
         self._loads = loads
         self._counters = counters
         self._clock = clock
-        self._ledger = PlanLedger(layout.tp_size, timeout)
+        self._ledger = PlanLedger(layout.tp_size, timeout, layout.replicas)
         self._background = OpenPlan()
         self.hooks: PlanHooks | None = None
         """Those of hand-overs, where there are some."""

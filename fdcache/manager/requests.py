@@ -144,6 +144,8 @@ class Request(RequestState):
     def note(self) -> PathNote:
         """What its blocks depend on beside its tokens."""
         adapter_id, items = self._keys
+        if not items:
+            return PathNote(self.tenant, self.adapter_name or adapter_id)
         names = [
             (each.offset, each.length, each.hash if isinstance(each.hash, str) else each.hash.hex())
             for each in items

@@ -57,7 +57,8 @@ class OffloadMatch(msgspec.Struct, frozen=True):
     DEFERRED: the next block is on its way to the host tier; ask again in a later step. ``num_tokens``: whole blocks;
     ``from_storage`` of them were read from storage for this request. ``from_peer``: those that a peer hands over, after
     the others; the last of them need not fill a block. ``coming``: tokens beyond the device's that the host tier has
-    once the reads in flight for a deferred request have ended, if they end well.
+    once the reads in flight for a deferred request have ended, if they end well. ``ended_by``: in a layout with groups,
+    the one that has no more, None if no group ended the match.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class OffloadMatch(msgspec.Struct, frozen=True):
     from_storage: int = 0
     from_peer: int = 0
     coming: int = 0
+    ended_by: int | None = None
 
 
 class AllocationFailure(StrEnum):

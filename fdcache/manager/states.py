@@ -1,4 +1,4 @@
-"""Paths of records that a match asks for, where states stand for the tokens before a position.
+"""Layers in groups: which of them ended a match, and the paths to ask for where states stand for tokens before them.
 
 Attention needs every page of a prefix; a state is of use at its own position alone, and only some pages have one. The
 longest prefix that can be used ends at the last page that has the states of all groups, and whose pages are all there.
@@ -19,6 +19,37 @@ from fdcache.tiers.pool import ABSENT
 
 StoredMask = Callable[[HashArray], Mask]
 """Returns which of these blocks the storage has."""
+
+
+class MatchEnds:
+    """Tells which group ended a match of a layout with groups."""
+
+    def __init__(self, layout: KVLayout, host: HostTier, stored: StoredMask | None) -> None:
+        self._layout = layout
+        self._host = host
+        self._stored = stored
+
+    def group_after(self, hashes: HashArray, pages: int) -> int | None:
+        """Return the group that has nothing of the page after the first ``pages``, or of the state after it.
+
+        None if there is no such page, or all of it: then the match was cut, as where loading it would take too long.
+        """
+        layout, page = self._layout, hashes[pages : pages + 1]
+        if not len(page):
+            return None
+        keys = [
+            record_keys(page, layout.page_records),
+            state_keys(page, layout.page_records, layout.num_states),
+        ]
+        groups = (*layout.page_groups, *layout.state_groups)
+        there = is_there(np.concatenate(keys), self._host, self._stored)
+        return None if there.all() else groups[int(there.argmin())]
+
+
+def is_there(keys: HashArray, host: HostTier, stored: StoredMask | None) -> Mask:
+    """Return which records the host tier has, or gets, or the storage has."""
+    there = np.asarray(host.index.contains(keys) != ABSENT)
+    return there if stored is None else there | stored(keys)
 
 
 class StatePaths:
@@ -46,8 +77,6 @@ class StatePaths:
         last = state_keys(hashes[on_device:], self._records, self._states)[self._states - 1 :: self._states]
         if not len(last):
             return []
-        is_there = np.asarray(self._host.index.contains(last) != ABSENT)
-        if self._stored is not None:
-            is_there |= self._stored(last)
-        found: list[int] = (np.flatnonzero(is_there)[::-1] + on_device + 1).tolist()
+        there = is_there(last, self._host, self._stored)
+        found: list[int] = (np.flatnonzero(there)[::-1] + on_device + 1).tolist()
         return found

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from fdcache import tracing
+from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, LoadOutcome, MatchResult, MatchStatus, OffloadMatch
 from fdcache.metadata import TransferPlan
@@ -17,9 +18,9 @@ def _log(request_id: str, event: str, *values: object) -> None:
     log.debug("request %s: " + event, request_id, *values, extra={"request": request_id})
 
 
-def match_begins(request_ids: Iterable[str]) -> int:
+def match_begins(requests: Iterable[OffloadRequest]) -> int:
     """Return the time at which the match of these requests begins, for its spans; 0 if there are none."""
-    return 0 if tracing.spans is None else tracing.spans.begin_match(list(request_ids))
+    return 0 if tracing.spans is None else tracing.spans.begin_match([each.request_id for each in requests])
 
 
 def _trace_match(request_id: str, began: int, **figures: str | int) -> None:
@@ -136,8 +137,8 @@ def reads_wanted(request_id: str, num_blocks: int) -> None:
         _log(request_id, "reads from storage may begin, for a path of %d blocks", num_blocks)
 
 
-def finished(request_ids: Iterable[str], *, preempted: bool = False) -> None:
+def finished(requests: Iterable[OffloadRequest], *, preempted: bool = False) -> None:
     """Log requests that have ended."""
     if log.isEnabledFor(logging.DEBUG):
-        for request_id in request_ids:
-            _log(request_id, "preempted" if preempted else "finished")
+        for request in requests:
+            _log(request.request_id, "preempted" if preempted else "finished")

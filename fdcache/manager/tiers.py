@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from uuid import uuid4
 
 import numpy as np
 
@@ -204,14 +205,6 @@ class Tiers:
         events = self.device_events
         return dict(self.pools) if events is None else self.pools | {CacheLevel.DEVICE: events}
 
-    def path_to(self, block: bytes) -> HashArray | None:
-        """Return the hashes of the blocks above one, from the root on; None if no tier with paths has it."""
-        for pool in self.own_pools.values():
-            if (path := pool.path_to(block)) is not None:
-                return path
-        service = self.host.service if self.host is not None else None
-        return service.path_to(block) if service is not None else None
-
     def find(self, hashes: HashArray) -> dict[CacheLevel, list[BlockNode]]:
         """Return the blocks of a path in each tier of this process; pin nothing."""
         return {level: pool.nodes(pool.find(hashes).slots.tolist()) for level, pool in self.own_pools.items()}
@@ -286,7 +279,10 @@ def _own_host(settings: CacheSettings, layout: KVLayout) -> LocalHostTier | None
     if not blocks:
         return None
     extent = max(EXTENT_BYTES // layout.record_bytes, 1)
-    return LocalHostTier(CacheLevel.HOST, blocks, settings.eviction, extent=extent, spare=HOST_SPARE)
+    name = uuid4().hex if layout.replicas > 1 else None
+    return LocalHostTier(
+        CacheLevel.HOST, blocks, settings.eviction, extent=extent, spare=HOST_SPARE, name=name
+    )
 
 
 def _shared_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier:

@@ -36,8 +36,18 @@ from fdcache.metadata import (
 ROOT = bytes(32)
 """Parent hash of the first block of a path."""
 
+UNKNOWN = b"\xff" * 32
+"""Parent hash of the first block of a run of which nobody has told what precedes it."""
+
 _MOST_SHOWN = 8
+_ONES = np.uint64(2**64 - 1)
 _ROOT_ROW = np.zeros((1, 32), np.uint8)
+
+
+def have_parents(parents: HashArray) -> NDArray[np.bool_]:
+    """Return a mask of the blocks below another one, whose parent is neither the root nor unknown."""
+    words = parents.view(np.uint64)
+    return np.asarray((words != 0).any(axis=1) & (words != _ONES).any(axis=1))
 
 
 def parents_of(path: HashArray, start: int, stop: int) -> HashArray:
@@ -284,10 +294,10 @@ _IS_GONE = "its process is gone"
 
 
 class PlanLedger(PlanTable):
-    """The plans in flight: those that some rank has not reported yet."""
+    """The plans in flight: those that some rank has not reported yet; ``num_sharers`` as for ``PlanTable``."""
 
-    def __init__(self, num_ranks: int, timeout: float) -> None:
-        super().__init__(num_ranks)
+    def __init__(self, num_ranks: int, timeout: float, num_sharers: int = 1) -> None:
+        super().__init__(num_ranks, num_sharers)
         self._timeout = timeout
         self._ids = count(1)
 

@@ -37,7 +37,7 @@ def write_page(report: Report, layout: KVLayout, settings: Settings, path: Path)
 
 def _shown(report: Report, layout: KVLayout, settings: Settings) -> ShownService:
     now, stats, tally = time.time(), report.stats, report.tally
-    started, slot_bytes = now - report.wall_seconds, layout.record_bytes * layout.tp_size
+    started, slot_bytes = now - report.wall_seconds, layout.block_bytes
     host = stats.host or TierUsage()
     rows = [TrendRow(), *(sample.row for sample in report.timeline.samples)]
     for row in rows:

@@ -12,7 +12,7 @@ from fdcache.manager import CacheManager
 from fdcache.replay.config import ReplayConfig
 from fdcache.replay.statistics import CopyTraffic, Stopwatch, Tally, Timeline
 from fdcache.replay.worker import peak_rss_bytes
-from fdcache.service.wire.views import TreeNode
+from fdcache.tiers.pool import TreeNode
 from fdcache.tiers.statistics import CacheStats
 
 _HOTTEST = 1000

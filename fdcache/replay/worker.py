@@ -75,13 +75,14 @@ class RankWorker:
         self.controller.initialize_host_cache(spec.host, on_memory)
         context = ConnectorContext(
             layout,
-            rank,
+            rank // layout.replicas,
             spec.storage,
             spec.storage_options,
             verify=spec.transfer.verify is not Verify.OFF,
             on_progress=on_start and partial(on_start, f"scanning the storage of rank {rank}"),
         )
-        storage = open_storage(context) if spec.host.num_blocks else None
+        keeps = spec.host.num_blocks and not rank % layout.replicas
+        storage = open_storage(context) if keeps else None
         self._scan = self.controller.initialize_storage(storage) if storage is not None else None
         gpu = spec.device is DeviceName.CUDA
         self.planes: Planes = GpuPlanes(tensors, layout) if gpu else HostPlanes(tensors)
@@ -90,7 +91,7 @@ class RankWorker:
             np.array([plane.layer for plane in layout.planes], dtype=np.int32),
             layout.total_layers,
             layout.block_size,
-            rank,
+            rank // layout.replicas,
         )
 
     def execute(self, order: StepOrder) -> StepResult:

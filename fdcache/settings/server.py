@@ -44,7 +44,10 @@ class ServerSettings(Group):
         used_in=(Component.SERVE, Component.COMMANDS, Component.INIT),
     )
     arena_dir: FilePath = variable(
-        "FDCACHE_ARENA_DIR", Path("/dev/shm"), "Folder of the shared arena, on a tmpfs or hugetlbfs."
+        "FDCACHE_ARENA_DIR",
+        Path("/dev/shm"),
+        "Folder of the shared arena, on a tmpfs or hugetlbfs; also of host memory that ranks share.",
+        used_in=(Component.SERVE, Component.CONTROLLER),
     )
     huge_pages: Flag = variable("FDCACHE_HUGE_PAGES", False, "Ask for huge pages for the arena.")
     numa_node: Integer | None = variable(

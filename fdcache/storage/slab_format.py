@@ -53,7 +53,7 @@ class Superblock:
         capacity = slots * _SPARE_SLOTS
         return cls(
             rank=rank,
-            num_ranks=layout.tp_size,
+            num_ranks=layout.record_ranks,
             slots=slots,
             header_capacity=capacity,
             record_bytes=layout.record_bytes,
@@ -227,9 +227,9 @@ def check_fits(superblock: Superblock, layout: KVLayout, rank: int, path: Path) 
             f"{path}: made for another model or layout (fingerprint {superblock.fingerprint.hex()[:16]}, "
             f"not {layout.fingerprint.hex()[:16]}); the file was renamed: restore its name or remove it"
         )
-    if (superblock.rank, superblock.num_ranks) != (rank, layout.tp_size):
+    if (superblock.rank, superblock.num_ranks) != (rank, layout.record_ranks):
         raise StorageFormatError(
-            f"{path}: made for rank {superblock.rank} of {superblock.num_ranks}, not {rank} of {layout.tp_size}"
+            f"{path}: made for rank {superblock.rank} of {superblock.num_ranks}, not {rank} of {layout.record_ranks}"
         )
 
 

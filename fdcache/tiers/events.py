@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from fdcache.metadata import CacheLevel, HashArray
+from fdcache.plans.ledger import ROOT, UNKNOWN
 from fdcache.tiers.host import SharedNotes
 from fdcache.tiers.pool import EVENT_CLEARED, EVENT_LOST, EVENT_REMOVED, EVENT_STORED, BlockPool, EventKinds
 
@@ -63,7 +64,9 @@ def events_of(source: EventSource, level: CacheLevel, block_size: int) -> Iterat
     for kind, block_hash, parent in zip(kinds.tolist(), hashes, parents, strict=True):
         if kind == EVENT_STORED:
             above = parent.tobytes()
-            yield BlockStored(level, block_hash.tobytes(), above if any(above) else None, block_size)
+            yield BlockStored(
+                level, block_hash.tobytes(), above if above not in (ROOT, UNKNOWN) else None, block_size
+            )
         elif kind == EVENT_REMOVED:
             yield BlockRemoved(level, block_hash.tobytes())
         elif kind == EVENT_CLEARED:
@@ -77,6 +80,7 @@ _MOST_TOLD = 1 << 16
 
 
 _NO_HASH: HashArray = np.zeros((1, 32), np.uint8)
+_LOST = bytes([EVENT_LOST])
 
 
 class _Batch(NamedTuple):
@@ -93,7 +97,7 @@ class DeviceEvents:
         self._capacity = capacity
         self._kept: deque[_Batch] = deque()
         self._num_kept = 0
-        self._untold: deque[_Batch] = deque()
+        self._untold: deque[tuple[bytes, bytes]] = deque()
         self._is_telling = False
 
     def take_events(self) -> tuple[EventKinds, HashArray, HashArray]:
@@ -114,23 +118,25 @@ class DeviceEvents:
             self._pool.record_events(max(self._capacity, _MOST_TOLD))
             self._is_telling = True
         self._move()
-        is_lost = any((batch.kinds == EVENT_LOST).any() for batch in self._untold)
+        if not self._untold and notes.has_device:
+            return
+        is_lost = any(_LOST in kinds for kinds, _ in self._untold)
         if is_lost or not notes.has_device:
             self._untold.clear()
             every = self._pool.ancestry(self._pool.starting_with(b"").slots).hashes
-            kinds = np.full(len(every) + 1, EVENT_STORED, np.uint8)
-            kinds[0] = EVENT_CLEARED
-            notes.tell_device(kinds, np.concatenate([_NO_HASH, every]))
+            kinds = bytes([EVENT_CLEARED]) + bytes([EVENT_STORED]) * len(every)
+            notes.tell_device(kinds, bytes(32) + every.tobytes())
         while self._untold:
-            batch = self._untold.popleft()
-            notes.tell_device(batch.kinds, batch.hashes)
+            notes.tell_device(*self._untold.popleft())
 
     def _move(self) -> None:
         """Take the events of the tier for both readers."""
-        batch = _Batch(*self._pool.take_events())
-        if len(batch.kinds):
-            self._untold.append(batch)
-            self._keep(batch)
+        kinds, hashes, parents = self._pool.take_event_bytes()
+        if kinds:
+            self._untold.append((kinds, hashes))
+            if self._capacity:
+                paths = (np.frombuffer(each, np.uint8).reshape(-1, 32) for each in (hashes, parents))
+                self._keep(_Batch(np.frombuffer(kinds, np.uint8), *paths))
 
     def _keep(self, batch: _Batch) -> None:
         """Keep events for the engine; of too many it is told that they are lost."""

@@ -12,11 +12,10 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache._core import HintAnswer, HintFate
-from fdcache._core import HintKind as NativeKind
+from fdcache._core import HintAnswer, HintFate, read_hints
 from fdcache.errors import HintError
 from fdcache.groups import record_keys
-from fdcache.hints import EARLY_REASONS, GivenHints, Hint, HintKind, HintOutcome, HintStatus
+from fdcache.hints import EARLY_REASONS, GivenHints, Hint, HintOutcome, HintStatus
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
 from fdcache.tiers.host import SharedHints
@@ -38,32 +37,20 @@ SAMPLE = 32
 _PRIORITY_SECONDS = 3600.0
 """Time after which the outcome of a priority is told, which has no end of its own."""
 
-_NATIVE = {
-    HintKind.ONCE: NativeKind.ONCE,
-    HintKind.RELEASE: NativeKind.RELEASE,
-    HintKind.RETAIN: NativeKind.RETAIN,
-    HintKind.RETURN: NativeKind.RETURN,
-    HintKind.PRIORITY: NativeKind.PRIORITY,
-}
+_NO_BLOCK, _WAS_REPLACED = int(HintAnswer.NO_BLOCK), int(HintAnswer.REPLACED)
 _STATUS = {
-    HintAnswer.TAKEN: HintStatus.TAKEN,
-    HintAnswer.NOT_LEARNING: HintStatus.IGNORED,
-    HintAnswer.OVER_BUDGET: HintStatus.OVER_BUDGET,
-    HintAnswer.NO_BLOCK: HintStatus.NO_BLOCK,
-    HintAnswer.REPLACED: HintStatus.NO_BLOCK,
+    int(HintAnswer.TAKEN): HintStatus.TAKEN,
+    int(HintAnswer.OVER_BUDGET): HintStatus.OVER_BUDGET,
+    _WAS_REPLACED: HintStatus.NO_BLOCK,
+    _NO_BLOCK: HintStatus.NO_BLOCK,
+    int(HintAnswer.NOT_LEARNING): HintStatus.IGNORED,
 }
-_BEST_FIRST = (
-    HintAnswer.TAKEN,
-    HintAnswer.OVER_BUDGET,
-    HintAnswer.REPLACED,
-    HintAnswer.NO_BLOCK,
-    HintAnswer.NOT_LEARNING,
-)
+_BEST_FIRST = tuple(_STATUS)
 _REPLACED = "later hints are about all its blocks"
 _HASH = 32
 """Bytes of a hash."""
 
-Answer = tuple[HintAnswer, int, int, bytes]
+Answer = tuple[int, int, int, bytes]
 """What a tier answers to a hint: with its first block, their number, and a sample of their hashes if it keeps them."""
 
 
@@ -94,7 +81,7 @@ class TakenHints(Sequence[HintOutcome]):
             kind=hint.kind,
             status=_STATUS[answer],
             blocks=blocks,
-            reason=_REPLACED if answer == HintAnswer.REPLACED else "",
+            reason=_REPLACED if answer == _WAS_REPLACED else "",
         )
 
 
@@ -132,20 +119,17 @@ class HintBook:
 
         A block takes the last hint about it.
         """
-        said = [
-            (_NATIVE[hint.kind], hint.value, start, stop, not hint.has_range)
-            for hint, (start, stop) in zip(given.hints, given.places, strict=True)
-        ]
+        said = given.said
         pools = self._pools() if len(path) else ()
         found: list[list[Answer]] = [pool.hint(path, said, SAMPLE) for pool in pools]
         if not found:
-            answers: list[Answer] = [(HintAnswer.NO_BLOCK, 0, 0, b"")] * len(said)
+            answers: list[Answer] = [(_NO_BLOCK, 0, 0, b"")] * len(said)
         elif len(found) == 1:
             answers = found[0]
         else:
             answers = [min(each, key=_worse) for each in zip(*found, strict=True)]
         self._watch(given, answers)
-        codes = [answer for answer, *_ in answers]
+        codes = [each[0] for each in answers]
         for code in set(codes):
             self.figures.count(_STATUS[code], codes.count(code))
         return TakenHints(given, answers)
@@ -154,9 +138,9 @@ class HintBook:
         """Remember the hints that keep blocks, up to ``MOST_OPEN``, until their time is over."""
         now = self._clock()
         watched = [
-            (now + (given.hints[i].seconds or _PRIORITY_SECONDS), i)
-            for i, (*_, sample) in enumerate(answers)
-            if sample
+            (now + (hint.seconds or _PRIORITY_SECONDS), i)
+            for i, (hint, answer) in enumerate(zip(given.hints, answers, strict=True))
+            if answer[3]
         ][: MOST_OPEN - self._num_watched]
         if watched:
             self._num_watched += len(watched)
@@ -271,21 +255,16 @@ class RequestHints:
         hints = tuple(hints)
         if not hints:
             return ()
-        given = GivenHints(request_id, hints, self._places(hints, len(hashes), prompt_tokens))
+        if other := next((each for each in set(map(type, hints)) if not issubclass(each, Hint)), None):
+            raise HintError(f"hints: {other.__name__} is not a Hint")
+        said = read_hints(hints, prompt_tokens, self._block_size, len(hashes), self._num_records)
+        given = GivenHints(request_id, hints, said)
         self.figures.given += len(hints)
         path = record_keys(hashes, self._num_records)
         sent = self._service.give(path, given) if self._service is not None else []
         for outcome in sent:
             self.figures.count(outcome.status)
         return self._book.take(path, given) if self._book is not None else sent
-
-    def _places(self, hints: Sequence[Hint], num_blocks: int, prompt_tokens: int) -> list[tuple[int, int]]:
-        for hint in hints:
-            if not isinstance(hint, Hint):
-                raise HintError(f"hints: {type(hint).__name__} is not a Hint")
-        records = self._num_records
-        places = [hint.place(prompt_tokens, self._block_size, num_blocks) for hint in hints]
-        return places if records == 1 else [(start * records, stop * records) for start, stop in places]
 
     def settle(self) -> None:
         """Find out what became of the hints whose time is over."""

@@ -17,37 +17,39 @@ import msgspec
 import numpy as np
 
 from fdcache._core import CopyReservation, HostIndex, SwapInFlight
-from fdcache.errors import ConfigurationError, HashingError
+from fdcache.errors import ConfigurationError
 from fdcache.hints import GivenHints, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
     CacheLevel,
     HashArray,
-    Int32Array,
     SwapPurpose,
 )
 from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches, FetchTable
-from fdcache.tiers.pool import BlockPool, EventKinds
+from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters, ReadTotals, TierUsage, TrafficMeter
 
 
 class HostCache(msgspec.Struct, frozen=True):
     """The host memory that every worker makes or maps; plain data, sent to the workers' processes.
 
-    ``server`` is the address of a service, or None for an arena of ``num_blocks`` of the worker's own.
+    ``server`` is the address of a service, or None for an arena of ``num_blocks`` of the worker's own. ``name``: of the
+    memory that workers share whose layout has ``replicas``, another one for each engine.
     """
 
     num_blocks: int = 0
     server: str | None = None
+    name: str | None = None
 
     @classmethod
-    def of(cls, settings: CacheSettings, layout: KVLayout) -> HostCache:
+    def of(cls, settings: CacheSettings, layout: KVLayout, name: str | None = None) -> HostCache:
         """Return the host tier of the settings. The only place where host memory in bytes becomes blocks.
 
-        Every rank keeps its part of a block. Raises ``ConfigurationError`` for less memory than one block needs.
+        Every rank keeps its part of a block; those that hold the same keep it once. Raises ``ConfigurationError`` for
+        less memory than one block needs.
         """
         if settings.server is not None:
             return cls(server=settings.server)
@@ -56,12 +58,12 @@ class HostCache(msgspec.Struct, frozen=True):
             raise ConfigurationError(
                 f"host_memory: {memory} bytes are less than one block of {block_bytes} bytes; give at least that, or 0"
             )
-        return cls(memory // block_bytes)
+        return cls(memory // block_bytes, name=name)
 
 
 def host_block_bytes(layout: KVLayout) -> int:
-    """Return the host memory of one block: its record and slot header on every rank."""
-    return layout.tp_size * (layout.record_bytes + SLOT_HEADER_BYTES)
+    """Return the host memory of one block: its records and their slot headers."""
+    return layout.record_ranks * (layout.record_bytes + SLOT_HEADER_BYTES)
 
 
 class Found(Blocks, eq=False, frozen=True):
@@ -130,10 +132,10 @@ class SharedNotes(Protocol):
     def has_device(self) -> bool:
         """True once the service was told of the device's blocks; False again for the next session."""
 
-    def describe(self, hashes: HashArray, tokens: Int32Array, note: PathNote) -> None:
-        """Describe the blocks of one path that are not described yet: those at its end."""
+    def describe(self, requests: Sequence[Any]) -> None:
+        """Describe the blocks of requests, each with a ``note``, that are not described yet."""
 
-    def tell_device(self, kinds: EventKinds, hashes: HashArray) -> None:
+    def tell_device(self, kinds: bytes, hashes: bytes) -> None:
         """Tell which blocks came to and left the device, in order."""
 
 
@@ -168,9 +170,6 @@ class HostService(Protocol):
 
         ``fetches``: the number of each path's fetch from storage, 0 for none.
         """
-
-    def path_to(self, block: bytes) -> HashArray | None:
-        """Return the hashes of the blocks above one, from the root on; None for a block that is not there."""
 
     def own(self, block: bytes, tenant: str) -> None:
         """Assign a first block of paths, and all blocks below it, to a tenant."""
@@ -244,8 +243,9 @@ class HostTier(Protocol):
 
 
 class LocalHostTier(BlockPool):
-    """The host tier of one engine, in its scheduler's process; every worker has an arena of its own.
+    """The host tier of one engine, in its scheduler's process; its workers have the arenas.
 
+    ``name``: of the memory that workers share, if they do; another one for each engine.
     ``on_evict`` is called with the hashes that leave the tier to make room for reads.
     """
 
@@ -261,8 +261,10 @@ class LocalHostTier(BlockPool):
         *,
         extent: int = 0,
         spare: float = 0.0,
+        name: str | None = None,
     ) -> None:
         super().__init__(level, num_blocks, eviction, extent=extent, spare=spare)
+        self.name = name
         self.traffic = TrafficMeter()
 
     @property
@@ -282,8 +284,8 @@ class LocalHostTier(BlockPool):
 
     @property
     def host_cache(self) -> HostCache:
-        """An arena of each worker's own."""
-        return HostCache(num_blocks=self.num_blocks)
+        """An arena of each worker's own, or of workers that hold the same bytes."""
+        return HostCache(num_blocks=self.num_blocks, name=self.name)
 
     @property
     def num_blocks(self) -> int:
@@ -313,7 +315,7 @@ def find_and_pin(
 
     ``fetches``: the number of each path's fetch from storage, 0 for none. Of a service one round trip asks for all
     paths that its storage may have, and for those of which something is there that cannot be pinned without it now.
-    Raises ``HashingError`` for keys that contradict those stored.
+    Keys that contradict those stored find nothing.
     """
     service = host.service
     if service is not None:
@@ -342,12 +344,7 @@ def find_only(host: HostTier, hashes: HashArray, start: int) -> Found:
 def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[Found, int]:
     fetches = host.fetches
     storage_use = 0 if fetches is None else fetches.storage_use(number)
-    try:
-        run, pending, ask_for = host.index.find_and_pin(hashes, start, storage_use)
-    except ValueError as error:
-        raise HashingError(
-            f"keys: {error}; a key that was stored below another block than the one before it has to differ"
-        ) from error
+    run, pending, ask_for = host.index.find_and_pin(hashes, start, storage_use)
     fetched = range(0)
     if (table := host.fetch_table) is not None:
         fetched, stop = table.fetched(number, start, len(run)), start + len(run)

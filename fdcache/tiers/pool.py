@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fdcache import _core
 from fdcache.errors import ConfigurationError, IntegrityError
 from fdcache.metadata import BlockNode, CacheLevel, CacheStatus, HashArray, Int32Array
-from fdcache.plans.ledger import Blocks, path_starts
+from fdcache.plans.ledger import Blocks, have_parents, path_starts
 from fdcache.tiers.statistics import TierUsage
 
 ABSENT, READY, PENDING = range(3)
@@ -117,12 +118,6 @@ class BlockPool(_core.Tier):
             if node.findable and node.hash == key.tobytes():
                 yield node, parent.tobytes()
 
-    def path_to(self, block: bytes) -> HashArray | None:
-        """Return the hashes of the blocks above one, from the root on; None for a block that is not here."""
-        found = self.find(np.frombuffer(block, np.uint8).reshape(1, -1)).slots
-        above = self.ancestry(found).hashes[:-1]  # nothing above the block of a root, or once it has left
-        return above if len(found) else None
-
     def usage(self) -> TierUsage:
         """Return the state of the tier."""
         return TierUsage.of(self.stats())
@@ -153,10 +148,37 @@ def with_absent_ancestors(
         grown, listed = len(blocks) > listed, len(blocks)
         blocks = blocks.select(is_absent(blocks.hashes))
         above = blocks.parents[path_starts(blocks)]
-        above = above[above.any(axis=1)]
+        above = above[have_parents(above)]
         if not grown or not len(above) or not is_absent(above).any():
             return blocks
         own = {row.tobytes() for row in blocks.hashes}
         if all(parent.tobytes() in own for parent in above[is_absent(above)]):
             return blocks
         levels = max(64, 4 * levels)
+
+
+class TreeNode(msgspec.Struct):
+    """A hot block, or an ancestor of one. ``parent`` is None below the root."""
+
+    namespace: str
+    hash: str
+    parent: str | None
+    depth: int
+    hits: int
+    children: int
+    pins: int
+    idle_seconds: float
+
+    @classmethod
+    def of(cls, namespace: str, node: _core.NodeView, parent: bytes) -> TreeNode:
+        """Return what is shown of a block; ``parent`` is 0 below the root."""
+        return cls(
+            namespace=namespace,
+            hash=node.hash.hex(),
+            parent=parent.hex() if any(parent) else None,
+            depth=node.depth,
+            hits=node.hits,
+            children=node.children,
+            pins=node.pins,
+            idle_seconds=node.idle_seconds,
+        )

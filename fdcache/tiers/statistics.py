@@ -10,6 +10,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from fdcache._core import CopyMeter, TierStats
+from fdcache.groups import Reach
 from fdcache.hints import HintStatus
 from fdcache.metadata import HandoverEnd, SwapPurpose, TransferReport
 
@@ -23,7 +24,8 @@ class TierUsage(msgspec.Struct, frozen=True):
     ``writing`` includes ``pending``, ``quarantined``, ``withheld`` and ``orphans``; ``evictable`` is part of ``ready``.
     ``quarantined`` slots held a corrupt record or cannot be read or written, and are never used again. ``withheld``
     slots have no room on the disk for now. ``orphans`` are stored blocks that cannot be found until a block above them
-    is stored again.
+    is stored again. ``unjoined`` blocks begin runs of which nobody has told what precedes them. ``contradictions``
+    counts look-ups that found nothing because their keys contradict the paths of the tier.
     """
 
     blocks: int = 0
@@ -40,6 +42,8 @@ class TierUsage(msgspec.Struct, frozen=True):
     quarantined: int = 0
     withheld: int = 0
     orphans: int = 0
+    unjoined: int = 0
+    contradictions: int = 0
 
     @classmethod
     def of(cls, stats: TierStats) -> TierUsage:
@@ -84,6 +88,10 @@ class Counters(msgspec.Struct):
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0
     deferred_lookups: int = 0
+    matches_ended_by_all: int = 0
+    matches_ended_by_last: int = 0
+    matches_ended_by_chunk: int = 0
+    matches_ended_by_state: int = 0
     allocation_failures: int = 0
     loads_confirmed: int = 0
     loads_failed: int = 0
@@ -109,6 +117,11 @@ class Counters(msgspec.Struct):
     prefetches_shared: int = 0
     prefetches_timed_out: int = 0
     unexpected_reports: int = 0
+
+    def count_end(self, reach: Reach) -> None:
+        """Count a match that ended since a group of layers of this reach had no more."""
+        name = f"matches_ended_by_{reach.value}"
+        setattr(self, name, getattr(self, name) + 1)
 
     def count_copies(self, purpose: SwapPurpose, copied: int, planned: int) -> None:
         """Count a finished transfer: ``copied`` of ``planned`` blocks."""

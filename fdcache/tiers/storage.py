@@ -245,7 +245,7 @@ class StorageTier:
             self.orders,
             counters,
             clock,
-            block_bytes=layout.record_bytes * layout.tp_size,
+            block_bytes=layout.block_bytes,
             timeout=storage_tier.timeout,
             make_room=make_room,
         )

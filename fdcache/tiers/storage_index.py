@@ -25,7 +25,7 @@ from fdcache.metadata import (
     UInt32Array,
     UInt64Array,
 )
-from fdcache.plans.ledger import NO_BLOCKS, Blocks
+from fdcache.plans.ledger import NO_BLOCKS, UNKNOWN, Blocks
 from fdcache.storage.connector import Outcome, RemembersBlocks, RunResult, StorageConnector
 from fdcache.tiers.pool import ABSENT, NO_PARENT, BlockPool
 
@@ -198,6 +198,9 @@ class StorageIndex(Protocol):
     def take_answered(self) -> Iterable[Question]:
         """Return the questions that were answered, or given up, since the last call."""
 
+    def parent_of(self, block: HashArray) -> bytes:
+        """Return the parent of a stored block, shape (1, 32), as far as the storage knows it."""
+
     def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
         """Hold the leading blocks of ``hashes``, one path in order, that are stored without a gap."""
 
@@ -271,16 +274,18 @@ class LocalIndex:
         Nothing is stored of a path whose keys an engine has given to blocks of another path as well.
         """
         lease = self.pool.open_lease()
-        try:
-            return len(self.pool.match(lease, hashes, start))
-        except ValueError:
-            return 0
-        finally:
-            self.pool.finish(lease)
+        found = len(self.pool.match(lease, hashes, start))
+        self.pool.finish(lease)
+        return found
 
     def take_answered(self) -> Iterable[Question]:
         """Return nothing: every question is answered at once."""
         return ()
+
+    def parent_of(self, block: HashArray) -> bytes:
+        """Return the parent; unknown for a block that has left since."""
+        parents = self.pool.find(block).parents
+        return parents[0].tobytes() if len(parents) else UNKNOWN
 
     def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
         """Hold the leading blocks that are stored."""
@@ -412,6 +417,10 @@ class RemoteIndex:
         """Return the questions that were answered since the last call."""
         while self._answered:
             yield self._answered.popleft()
+
+    def parent_of(self, block: HashArray) -> bytes:
+        """Return an unknown one: a store has blocks by their hashes alone."""
+        return UNKNOWN
 
     def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
         """Return every block: a store finds them by hash, and nothing is held."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from fdcache.errors import StaleLeaseError
 from fdcache.metadata import CacheSwapMetadata, HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.ledger import Blocks, StorageOrders, parents_of
+from fdcache.plans.ledger import ROOT, UNKNOWN, Blocks, StorageOrders, parents_of
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.pool import ABSENT, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
@@ -381,9 +381,12 @@ class StorageReads:
         """Reserve host blocks as far as there is room, and order the read; return False for nothing to read."""
         hashes, wanted = fetch.hashes, stop
         stop = min(stop, start + self._most_in_flight - self._blocks_in_flight - self._blocks_pinned)
+        stop = start + _leading(
+            self._host.contains(hashes[start:stop]) == ABSENT
+        )  # others may have come as a run
         self._make_room(stop - start)
         while start < stop:
-            parents = parents_of(hashes, start, stop)
+            parents = self._parents_of(hashes, start, stop)
             taken = self._host.reserve_copies(0, parents, hashes[start:stop])
             if not taken.missing:
                 break
@@ -401,6 +404,15 @@ class StorageReads:
         self._order(fetch, source, start, taken.slots[: len(source)], taken.generations[: len(source)])
         fetch.is_final = fetch.stop == wanted
         return True
+
+    def _parents_of(self, hashes: HashArray, start: int, stop: int) -> HashArray:
+        """Return the parents of blocks of a path. That of the first one is told by the storage."""
+        parents = parents_of(hashes, start, stop)
+        if not start and len(parents):
+            parent = self._index.parent_of(hashes[:1])
+            is_there = parent in (ROOT, UNKNOWN) or self._host.contains(_row(parent))[0] == READY
+            parents[0] = np.frombuffer(parent if is_there else UNKNOWN, np.uint8)
+        return parents
 
     def _give_back(self, slots: Int32Array) -> None:
         self._host.complete(slots, np.zeros(len(slots), np.uint8), _NO_CHECKSUMS)
@@ -437,6 +449,10 @@ def _wait_for(read: Read, fetch: Fetch) -> None:
     fetch.reads.append(read)
     if fetch.request_id:
         read.requests.append(fetch.request_id)
+
+
+def _row(key: bytes) -> HashArray:
+    return np.frombuffer(key, np.uint8).reshape(1, 32)
 
 
 def _leading(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:

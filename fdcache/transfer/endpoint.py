@@ -35,9 +35,9 @@ from fdcache.transfer.connector import (
 )
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded
 from fdcache.transfer.factory import open_connector
-from fdcache.transfer.fetches import PeerFetches
 from fdcache.transfer.links import Links, LinkState, machine_id
 from fdcache.transfer.messages import BlocksGranted, Envelope, Identity, encode
+from fdcache.transfer.peer_fetches import PeerFetches
 from fdcache.transfer.prefill import (
     ComputeSums,
     OfferEnded,

@@ -152,13 +152,12 @@ class TestTheSettingsOfAnEngine:
         assert found.cache.host_memory == 1 << 30
         assert found.storage_tier.directory == tmp_path / "blocks"
 
-    def test_the_line_of_sglang_names_the_storage_and_its_options(self, tmp_path: Path) -> None:
+    def test_the_line_of_sglang_names_the_linker(self, tmp_path: Path) -> None:
         done = run_init("--engine", "sglang", "--model", "m", "--host-memory", "1GiB", **home(tmp_path))
         words = shlex.split(done.stdout.splitlines()[-1].strip())
-        extra = json.loads(words[-1])
-        storage = (Path(__file__).parents[2] / (extra["module_path"].replace(".", "/") + ".py")).read_text()
-        assert f"class {extra['class_name']}(" in storage
-        assert extra["interface_v1"] == 1 and extra["hicache_storage_pass_prefix_keys"] is True
+        given = json.loads(words[-1])
+        module = given["linker_module_path"].replace(".", "/") + ".py"
+        assert f"class {given['linker']}(" in (Path(__file__).parents[2] / module).read_text()
 
     def test_with_a_service_the_engine_has_its_address_alone(self, tmp_path: Path) -> None:
         options = ("--engine", "fastdeploy", "--host-memory", "64MiB", "--service", "--json")

@@ -28,7 +28,7 @@ TRIES = 20
 
 
 def engine_of(**variables: str) -> Engine:
-    given = {"FDCACHE_HOST_MEMORY": "512MiB", "FDCACHE_VERIFY": "auto"}
+    given = {"FDCACHE_HOST_MEMORY": "512MiB", "FDCACHE_VERIFY": "storage"}
     engine = Engine(LARGE, "cuda", **(given | variables))
     engine.compute(request("first", TOKENS), list(range(BLOCKS - 1)), fill=7)
     engine.load(request("second", TOKENS), list(range(LOADED)))  # tells how fast the link is

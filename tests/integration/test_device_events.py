@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers import events
 from fdcache.tiers.events import BlocksCleared, BlockStored, EventsLost
 from tests.service_engine import PROMPT, Engine
-from tests.service_help import TIMEOUT, LocalService, local_service, until
+from tests.service_help import TIMEOUT, LocalService, local_service, next_line, spawned, until
 
 BLOCKS = 10
 
@@ -74,6 +78,27 @@ def test_a_new_session_tells_all_blocks_again(service: LocalService) -> None:
     until(lambda: on_devices(service) == [0] * BLOCKS, "the former session ended")
     until(is_told, "the new one tells them")
     engine.close()
+
+
+def test_an_engine_that_is_silent_has_no_blocks_for_routers_until_it_is_heard_again(tmp_path: Path) -> None:
+    variables = {"FDCACHE_KV_EVENTS": "tcp://127.0.0.1:*", "FDCACHE_SESSION_TIMEOUT": "2"}
+    with local_service(tmp_path, **variables) as service:
+        command = (sys.executable, "-m", "tests.router.engine", service.address)
+        with spawned(*command, stdin=subprocess.PIPE) as engine:
+            assert next_line(engine) == "ready\n"
+            assert engine.stdin is not None
+            engine.stdin.write(json.dumps([PROMPT, None]) + "\n")
+            engine.stdin.flush()
+            next_line(engine)
+            until(lambda: on_devices(service) == [1] * BLOCKS, "the engine has the blocks")
+            engine.send_signal(signal.SIGSTOP)
+            until(
+                lambda: on_devices(service) == [0] * BLOCKS,
+                "nobody is sent to an engine that does not answer",
+            )
+            assert len(service.ask("clients")) == 1
+            engine.send_signal(signal.SIGCONT)
+            until(lambda: on_devices(service) == [1] * BLOCKS, "it has them still, without a further step")
 
 
 def test_blocks_beyond_the_buffer_are_told_anew(

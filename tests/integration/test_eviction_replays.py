@@ -7,8 +7,8 @@ import pytest
 
 from fdcache.hints import HintKind
 from fdcache.replay.config import VerifyBytes
-from fdcache.replay.hints import with_hints
 from fdcache.replay.points import Point, run_point
+from fdcache.replay.replay_hints import with_hints
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 from fdcache.settings.cache import WritePolicy
 from tests.replay_help import small_config

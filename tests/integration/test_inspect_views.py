@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from fdcache.hashing import TokenBlocks, root_hash
-from fdcache.service.wire.views import TreeNode
+from fdcache.tiers.pool import TreeNode
 from fdcache_cli.inspect_blocks import draw_tree
 from tests.service_engine import BLOCK, PROMPT, Engine, ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, next_line, run, spawned, until

@@ -454,6 +454,13 @@ def test_groups_and_states_of_one_engine_are_found_by_another(
             return second.manager.match(other, 0).num_tokens == 3 * BLOCK
 
         until(is_found, "the blocks of the other engine")
+        engine_ends = second.manager.match(other, 0).ended_by
+        hashes = [row.tobytes().hex() for row in other.block_hashes]
+        told = service.ask("explain", namespace="", hashes=hashes)
+        assert told["usable"] == 3
+        assert engine_ends is not None
+        assert told["ended_by"].startswith(f"{engine_ends + 1} of {len(groups)}: {groups[engine_ends].reach}")
+        assert service.ask("explain", namespace="", hashes=hashes[:3])["ended_by"] is None
         into = list(range(3 * records + states))
         assert second.manager.load(other, ids(*into)) == len(into)
         second.step()

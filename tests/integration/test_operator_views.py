@@ -15,8 +15,8 @@ from fdcache.manager import Request
 from fdcache.service.client.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Heartbeat, Register
-from fdcache.service.wire.views import TreeNode
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers.pool import TreeNode
 from fdcache_cli.inspect_blocks import draw_trees
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
 from tests.service_help import TIMEOUT, LocalService, local_service, run, until

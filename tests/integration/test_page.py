@@ -119,6 +119,7 @@ def test_each_panel_shows_the_traffic_of_engines_that_die_and_of_a_service_that_
         light.picture("page-dark.png")
         light.page.set_viewport_size({"width": 390, "height": 844})
         light.wait_for("document.documentElement.scrollWidth <= innerWidth")
+        light.picture("page-narrow.png")
 
         running[0].kill()
         light.wait_for("document.querySelectorAll('#clients tbody tr').length === 1")

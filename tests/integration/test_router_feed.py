@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,11 +16,11 @@ from fdcache.errors import ProtocolError
 from fdcache.groups import CacheGroup, Reach, record_keys
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel
-from fdcache.service.server import router_feed
+from fdcache.service.server import kept_notes
 from fdcache.service.server.event_publisher import EventPublisher
 from fdcache.service.server.notes_file import NotesFile
 from fdcache.service.server.router_feed import RouterFeed
-from fdcache.service.wire.protocol import Describe
+from fdcache.service.wire.protocol import DescribedPath
 from fdcache.tiers.pool import EVENT_STORED, BlockPool
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
 from tests.service_help import local_service, until
@@ -37,19 +39,27 @@ def feed_of(publisher: EventPublisher, path: Path, shape: KVLayout, **more: bool
 
     def is_loaded() -> bool:
         feed.work()
-        return feed._loading is None
+        return feed.notes.is_loaded
 
     until(is_loaded, "the notes are read")
     return feed
 
 
-def described(hashes: np.ndarray[Any, Any], **more: Any) -> Describe:
+def described(hashes: np.ndarray[Any, Any], **more: Any) -> DescribedPath:
     tokens = np.arange(BLOCK * len(hashes), dtype=np.int32)
-    return Describe(hashes.tobytes(), tokens.tobytes(), **more)
+    return DescribedPath(hashes.tobytes(), tokens.tobytes(), **more)
 
 
 def snapshot(feed: RouterFeed) -> list[Any]:
-    return [event for batch in feed.snapshot() for event in batch]
+    """Return the events of all blocks, as a reader of vLLM decodes them."""
+    decoder = msgspec.msgpack.Decoder(dict[str, Any])
+    return [
+        SimpleNamespace(
+            **({"kv_cache_spec_sliding_window": None} | decoder.decode(msgspec.msgpack.encode(event)))
+        )
+        for batch in feed.snapshot()
+        for event in batch
+    ]
 
 
 def test_a_page_of_two_groups_is_told_for_each(publisher: EventPublisher, tmp_path: Path) -> None:
@@ -58,7 +68,7 @@ def test_a_page_of_two_groups_is_told_for_each(publisher: EventPublisher, tmp_pa
     )
     assert shape.page_records == 2
     feed, hashes = feed_of(publisher, tmp_path / "a.notes", shape), path_hashes(3)
-    feed.describe(described(hashes, items=[(BLOCK + 1, 2, "picture")]))
+    feed.describe([described(hashes, items=[(BLOCK + 1, 2, "picture")])])
     feed.tier_events(CacheLevel.HOST, np.full(6, EVENT_STORED, np.uint8), record_keys(hashes, 2))
     first, second = snapshot(feed)
     assert (first.kv_cache_spec_kind, first.kv_cache_spec_sliding_window, first.group_idx) == (
@@ -77,8 +87,8 @@ def test_a_page_of_two_groups_is_told_for_each(publisher: EventPublisher, tmp_pa
 def test_notes_outlive_the_service_and_those_of_lost_blocks_are_dropped(
     publisher: EventPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_feed, "_SLACK", 4)
-    monkeypatch.setattr(router_feed, "_AT_ONCE", 8)
+    monkeypatch.setattr(kept_notes, "_SLACK", 4)
+    monkeypatch.setattr(kept_notes, "_AT_ONCE", 8)
     pool = BlockPool(CacheLevel.HOST, 64)
     feed = feed_of(publisher, tmp_path / "a.notes", layout())
     feed.attach(CacheLevel.HOST, pool)
@@ -87,14 +97,14 @@ def test_notes_outlive_the_service_and_those_of_lost_blocks_are_dropped(
     slots = pool.reserve(lease, 5).slots
     assert not pool.commit(lease, bytes(32), kept, slots).any()
     for path in (kept, lost):
-        feed.describe(described(path, tenant="acme"))
+        feed.describe([described(path, tenant="acme")])
     for _ in range(20):
         feed.work()
     feed.close()
     again = feed_of(publisher, tmp_path / "a.notes", layout(), has_storage=True)
     for _ in range(20):
         again.work()  # nothing is dropped while the storage is not open yet
-    assert 5 <= len(again._notes) < 20
+    assert 5 <= len(again.notes._notes) < 20
     again.attach(CacheLevel.STORAGE, pool)
     (event,) = snapshot(again)
     assert event.token_ids == list(range(5 * BLOCK))
@@ -105,9 +115,9 @@ def test_notes_outlive_the_service_and_those_of_lost_blocks_are_dropped(
 def test_a_description_that_does_not_fit_is_refused(publisher: EventPublisher, tmp_path: Path) -> None:
     feed = feed_of(publisher, tmp_path / "a.notes", layout())
     with pytest.raises(ProtocolError, match="tokens"):
-        feed.describe(Describe(bytes(64), bytes(4)))
+        feed.describe([DescribedPath(bytes(64), bytes(4))])
     with pytest.raises(ProtocolError, match="parent"):
-        feed.describe(Describe(bytes(32), bytes(4 * BLOCK), parent=b"x"))
+        feed.describe([DescribedPath(bytes(32), bytes(4 * BLOCK), parent=b"x")])
     feed.close()
 
 

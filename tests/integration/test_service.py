@@ -14,7 +14,7 @@ from fdcache._core import PresenceTable
 from fdcache.devices.cpu import CpuDevice
 from fdcache.manager import CacheManager, LoadStatus, MatchStatus, Request
 from fdcache.service.client import session
-from fdcache.service.client.arena import SharedHostArena
+from fdcache.service.client.shared_arena import SharedHostArena
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.events import BlockStored
 from tests.replay_help import assert_clean, run_chat, small_config

@@ -12,7 +12,7 @@ import zmq
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.metadata import SLOT_HEADER_BYTES
-from fdcache.service.client import arena
+from fdcache.service.client import shared_arena
 from fdcache.service.wire.protocol import Attached, decode_request_frame, encode_answer
 from fdcache.service.wire.shared_memory import Geometry
 from fdcache.settings.cache import CopySettings
@@ -33,7 +33,7 @@ def door(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
 def test_reports_are_polled_while_a_submission_waits_for_the_service(
     tmp_path: Path, door: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena, "ATTACH_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(shared_arena, "ATTACH_TIMEOUT", PATIENCE)
     with CacheController(CopySettings(), uniform_layout()) as controller:
         controller.initialize_kv_cache(4)
         controller.initialize_host_cache(HostCache(server=f"ipc://{tmp_path}/fdcache.sock"))
@@ -55,7 +55,7 @@ def test_extents_that_are_missing_hide_none_of_those_that_are_there(
     tmp_path: Path, door: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As while a service starts again: the plan that needs the missing one fails, the next plan is copied."""
-    monkeypatch.setattr(arena, "ATTACH_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(shared_arena, "ATTACH_TIMEOUT", PATIENCE)
     layout = uniform_layout()
     extent_bytes = 2 * (layout.record_bytes + SLOT_HEADER_BYTES)
     geometry = Geometry(str(tmp_path), "extent", 1, extent_bytes, layout.record_bytes, 0)

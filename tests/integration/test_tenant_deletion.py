@@ -13,6 +13,8 @@ from fdcache.errors import RefusedError
 from fdcache.hashing import tenant_key
 from fdcache.service.client.connection import Client
 from fdcache.service.client.control import Control, Prefix
+from fdcache.service.client.remote_tier import RemoteHostTier
+from tests.integration.test_router_feed import snapshot
 from tests.service_engine import PROMPT, Engine
 from tests.service_help import LocalService, local_service, until
 
@@ -136,6 +138,55 @@ def test_what_routers_are_told_of_a_deleted_tenant_is_in_no_file(tmp_path: Path)
         reset(service, "all", "acme")
         until(lambda: b"acme" not in file.read_bytes(), "the notes are gone")
         assert b"other" in file.read_bytes()
+
+
+def test_what_routers_are_told_of_a_deleted_prefix_is_in_no_file(tmp_path: Path) -> None:
+    with serving(tmp_path, FDCACHE_KV_EVENTS="tcp://127.0.0.1:*") as (service, engine):
+        longer = [*OTHER[:40], *range(5000, 5009)]
+        for tokens, tenant in ((longer, "other"), (PROMPT, "acme")):
+            engine.serve(tokens, tenant)
+            engine.await_stock()
+        (file,) = (tmp_path / "disk").glob("*.notes")
+        beyond = np.array(longer[40:44], np.int32).tobytes()
+        kept = np.array(PROMPT[:4], np.int32).tobytes()
+        until(lambda: {beyond, kept} <= present(file, beyond, kept), "the notes are written")
+        until(lambda: service.ask("storage")["blocks"] == 2 * BLOCKS + 2, "all blocks are stored")
+        engine.close()
+        until(lambda: not service.ask("clients"), "no device has the blocks")
+        with Client(service.address) as client:
+            Control(client).delete(Prefix(OTHER, tenant="other"), 4)
+        until(lambda: present(file, beyond, kept) == {kept}, "the notes of what continues it are gone, too")
+        assert present(file, *(np.array(OTHER[i : i + 4], np.int32).tobytes() for i in (0, 12, 16, 36))) == {
+            np.array(OTHER[i : i + 4], np.int32).tobytes() for i in (0, 12)
+        }
+
+
+def present(file: Path, *parts: bytes) -> set[bytes]:
+    """Return those parts that a file has."""
+    data = file.read_bytes()
+    return {part for part in parts if part in data}
+
+
+def test_a_deleted_prompt_that_comes_again_is_described_again(tmp_path: Path) -> None:
+    with serving(tmp_path, FDCACHE_KV_EVENTS="tcp://127.0.0.1:*") as (service, engine):
+        engine.serve(PROMPT, "acme")
+        (feed,) = service.service.namespaces.feeds._feeds.values()
+        until(lambda: service.ask("storage")["blocks"] == BLOCKS, "all blocks are stored")
+        engine.manager.reset_cache()
+        reset(service, "all", "acme")
+        until(lambda: not feed.notes._notes, "the notes are gone")
+        host = engine.manager._host
+        assert isinstance(host, RemoteHostTier)
+        session = host.sessions.session
+        until(lambda: session is None or session.has_forgotten, "the engine is told")
+        engine.await_stock()
+        engine.serve(PROMPT, "acme")
+
+        def told() -> list[int]:
+            every = [event for event in snapshot(feed) if event.medium == "CPU"]
+            return [token for event in every for token in event.token_ids]
+
+        until(lambda: told() == PROMPT[:40], "routers are told of the blocks with their tokens")
 
 
 def test_a_prefix_that_is_deleted_does_not_come_back(tmp_path: Path) -> None:

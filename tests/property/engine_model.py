@@ -18,7 +18,7 @@ from fdcache.devices.cpu import CpuDevice
 from fdcache.layout_planes import Plane
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, MatchStatus, Request
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport, TransferResult
-from fdcache.service.client.arena import SharedHostArena
+from fdcache.service.client.shared_arena import SharedHostArena
 from tests.property.disk_model import Disk
 
 BLOCK = 4

@@ -30,7 +30,7 @@ def groups_of(draw: st.DrawFn, block_size: int) -> tuple[CacheGroup, ...]:
     found = []
     for reach in draw(st.lists(st.sampled_from(Reach), max_size=4)):
         tokens = draw(st.integers(1, 1 << 40)) if reach in (Reach.LAST, Reach.CHUNK) else 0
-        size = block_size if reach is Reach.STATE else draw(st.sampled_from(sizes))
+        size = draw(st.sampled_from(sizes))
         found.append(CacheGroup(size, reach, tokens))
     return () if found == [CacheGroup(block_size)] else tuple(found)
 
@@ -43,6 +43,8 @@ dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 def layouts(draw: st.DrawFn) -> KVLayout:
     options: dict[str, Any] = draw(common)
     options["groups"] = draw(groups_of(options["block_size"]))
+    divisors = [each for each in range(1, 9) if not options["tp_size"] % each]
+    options["replicas"] = draw(st.sampled_from(divisors))
     head_options: dict[str, Any] = draw(heads)
     match draw(st.sampled_from(["uniform", "mla", "block_fp8"])):
         case "uniform":
@@ -85,7 +87,7 @@ def test_fields_of_the_record_change_the_fingerprint(layout: KVLayout, data: st.
         {"revision": layout.revision + "x"},
         {"model": layout.model + layout.revision[:1], "revision": layout.revision[1:] or "x"},
         {"block_size": layout.block_size + 1, "groups": ()},
-        {"tp_size": layout.tp_size + 1},
+        {"tp_size": layout.tp_size + layout.replicas},
         {"record_bytes": layout.record_bytes + RECORD_ALIGNMENT},
         {"num_layers": layout.num_layers + 1, "num_draft_layers": layout.num_draft_layers - 1},
     ]
@@ -109,6 +111,13 @@ def test_fields_of_the_record_change_the_fingerprint(layout: KVLayout, data: st.
         variants.append((*layout.planes[:position], other, *layout.planes[position + 1 :]))
     for planes in variants:
         assert dataclasses.replace(roomy, planes=planes).fingerprint != roomy.fingerprint
+
+
+@given(layouts(), st.integers(1, 4))
+def test_ranks_that_hold_the_same_do_not_change_the_fingerprint(layout: KVLayout, times: int) -> None:
+    more: dict[str, Any] = {"tp_size": layout.tp_size * times, "replicas": layout.replicas * times}
+    assert dataclasses.replace(layout, **more).fingerprint == layout.fingerprint
+    assert dataclasses.replace(layout, **more).block_bytes == layout.block_bytes
 
 
 @given(layouts(), st.integers(0, 10**6))

@@ -130,6 +130,7 @@ class Engine:
         skew: int = 0,
         head_dim: int = 8,
         ranks: int = 1,
+        replicas: int = 1,
         **options: Any,
     ) -> None:
         self.random = random.Random(seed)
@@ -137,7 +138,12 @@ class Engine:
         self.skew = skew
         self.offload = OffloadEngine(
             layout=uniform_layout(
-                block_size=BLOCK, num_layers=2, head_dim=head_dim, groups=groups, tp_size=ranks
+                block_size=BLOCK,
+                num_layers=2,
+                head_dim=head_dim,
+                groups=groups,
+                tp_size=ranks,
+                replicas=replicas,
             ),
             device_blocks=DEVICE_BLOCKS * max(_records(groups), 1),
             host_blocks=host_blocks,

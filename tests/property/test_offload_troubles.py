@@ -156,6 +156,10 @@ class Troubled(Engine):
         super().drain()
 
 
+RANKS = [(1, 1), (2, 1), (2, 2), (4, 2)]
+"""Ranks of an engine, and how many of them hold the same bytes."""
+
+
 class Stored(Troubled):
     """The same engine with storage, which a rank that begins anew opens. Resets are rare, so that it is of use."""
 
@@ -170,7 +174,10 @@ class Stored(Troubled):
             self.manager.change_revision("other")
 
     def begun(self, rank: int) -> None:
-        self.offload.stores[rank] = self.offload.opened_store(rank)
+        record_rank, share = divmod(rank, self.layout.replicas)
+        if share:
+            return
+        self.offload.stores[record_rank] = self.offload.opened_store(rank)
         if self.random.random() < 0.8:
             self.offload.restore()
 
@@ -206,12 +213,12 @@ def play(engine: Troubled, steps: int) -> None:
     seed=st.integers(0, 2**32),
     policy=st.sampled_from(WritePolicy),
     host=st.sampled_from([5, 14, 40]),
-    ranks=st.sampled_from([1, 2]),
+    ranks=st.sampled_from(RANKS),
 )
 def test_no_block_of_any_rank_has_wrong_bytes_and_every_load_ends_once(
-    seed: int, policy: WritePolicy, host: int, ranks: int
+    seed: int, policy: WritePolicy, host: int, ranks: tuple[int, int]
 ) -> None:
-    engine = Troubled(seed, policy, host_blocks=host, ranks=ranks)
+    engine = Troubled(seed, policy, host_blocks=host, ranks=ranks[0], replicas=ranks[1])
     play(engine, 150)
     assert engine.close() == 0
 
@@ -222,11 +229,12 @@ def test_no_block_of_any_rank_has_wrong_bytes_and_every_load_ends_once(
     policy=st.sampled_from([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK]),
     host=st.sampled_from([10, 28, 80]),
     groups=st.sampled_from(MODELS),
+    replicas=st.sampled_from([1, 2]),
 )
 def test_groups_of_layers_survive_the_same(
-    seed: int, policy: WritePolicy, host: int, groups: tuple[CacheGroup, ...]
+    seed: int, policy: WritePolicy, host: int, groups: tuple[CacheGroup, ...], replicas: int
 ) -> None:
-    engine = Troubled(seed, policy, host_blocks=host, ranks=2, groups=groups)
+    engine = Troubled(seed, policy, host_blocks=host, ranks=2, replicas=replicas, groups=groups)
     play(engine, 120)
     assert engine.close() == 0
 
@@ -236,12 +244,17 @@ def test_groups_of_layers_survive_the_same(
     seed=st.integers(0, 2**32),
     policy=st.sampled_from([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK]),
     host=st.sampled_from([9, 14, 30]),
-    ranks=st.sampled_from([1, 2]),
+    ranks=st.sampled_from(RANKS),
     streams=st.booleans(),
     groups=st.sampled_from([(), (), (window(5, BLOCK // 2), FULL), (HALVES, STATE), (STATE, STATE)]),
 )
 def test_storage_and_a_restart_survive_the_same(
-    seed: int, policy: WritePolicy, host: int, ranks: int, streams: bool, groups: tuple[CacheGroup, ...]
+    seed: int,
+    policy: WritePolicy,
+    host: int,
+    ranks: tuple[int, int],
+    streams: bool,
+    groups: tuple[CacheGroup, ...],
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage_reads, "MOST_GROUP_BYTES", 1)  # each read brings one block
@@ -251,7 +264,8 @@ def test_storage_and_a_restart_survive_the_same(
                 policy,
                 Path(folder),
                 host_blocks=host,
-                ranks=ranks,
+                ranks=ranks[0],
+                replicas=ranks[1],
                 streams=streams,
                 groups=groups,
             )

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from fdcache import _core
 from fdcache.errors import StaleLeaseError
-from tests.property.tier_oracle import EVENT_LOST, ROOT, TierOracle
+from tests.property.tier_oracle import EVENT_LOST, ROOT, UNKNOWN_HASH, TierOracle
 from tests.seeds import budget
 from tests.tier_help import (
     ROOT_HASH,
@@ -141,7 +141,10 @@ class TierHistory(RuleBasedStateMachine):
         assert hash_list(listed.hashes) == [block.hash for block in blocks]
         assert listed.generations.tolist() == [block.generation for block in blocks]
         assert listed.hits.tolist() == [block.hits for block in blocks]
-        parents = [ROOT_HASH if b.parent == ROOT else before[b.parent].hash for b in blocks]
+        parents = [
+            UNKNOWN_HASH if b.unjoined else ROOT_HASH if b.parent == ROOT else before[b.parent].hash
+            for b in blocks
+        ]
         assert hash_list(listed.parents) == parents
 
     @rule(pick=PICK, count=st.integers(0, 4))
@@ -203,9 +206,11 @@ class TierHistory(RuleBasedStateMachine):
 
     # --- copies ---
 
-    def reserve_copies(self, lease: int, blocks: Sequence[Path]) -> None:
+    def reserve_copies(self, lease: int, blocks: Sequence[Path], *, is_unknown: bool = False) -> None:
         wanted = [digest(path) for path in blocks]
         parents = [digest(path[:-1]) if path[:-1] else ROOT_HASH for path in blocks]
+        if is_unknown:
+            parents[0] = UNKNOWN_HASH
         before = dict(self.oracle.used)
         taken = self.same_error(
             lambda: self.tier.reserve_copies(lease, hashes(parents), hashes(wanted)),
@@ -223,6 +228,23 @@ class TierHistory(RuleBasedStateMachine):
     def copy_paths_in(self, pick: int, owned: bool, paths: list[Path]) -> None:
         blocks = [path[: depth + 1] for path in paths for depth in range(len(path))]
         self.reserve_copies(self.lease(pick) if owned else 0, blocks)
+
+    @rule(pick=PICK, owned=st.booleans(), path=PATHS, above=st.integers(1, 4))
+    def copy_run_in(self, pick: int, owned: bool, path: Path, above: int) -> None:
+        """Copy the end of a path of which nobody tells what precedes it."""
+        blocks = [path[:end] for end in range(min(above, len(path) - 1) + 1, len(path) + 1)]
+        self.reserve_copies(self.lease(pick) if owned else 0, blocks, is_unknown=True)
+
+    @rule(pick=PICK, path=PATHS)
+    def copy_and_look_up(self, pick: int, path: Path) -> None:
+        for end in range(len(path), 0, -1):
+            self.reserve_copies(0, [path[:end]], is_unknown=True)
+            self.complete(self.held_pending(), [True] * len(self.held_pending()), [])
+        self.match(pick, path, 0)
+
+    def held_pending(self) -> list[int]:
+        used = self.oracle.used.items()
+        return [slot for slot, block in used if block.hash is not None and not block.ready]
 
     @rule(pick=PICK, blocks=st.lists(PATHS, max_size=4))
     def copy_blocks_in(self, pick: int, blocks: list[Path]) -> None:
@@ -322,6 +344,8 @@ class TierHistory(RuleBasedStateMachine):
         assert stats.holds == sum(block.holds for block in blocks)
         assert (stats.leases, stats.epoch) == (len(oracle.leases), oracle.epoch)
         assert stats.evictions == oracle.evictions
+        assert stats.unjoined == sum(block.unjoined for block in blocks)
+        assert stats.contradictions == oracle.contradictions
 
     @invariant()
     def same_blocks(self) -> None:

@@ -4,6 +4,7 @@ The tier chooses free slots and their new generations. The oracle takes its choi
 continues from there.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from fdcache.errors import StaleLeaseError
 
 ROOT = -1
 ROOT_HASH = bytes(32)
+UNKNOWN_HASH = b"\xff" * 32
 
 RESERVED, READY, PENDING, NO_PARENT = range(4)
 STORED, DUPLICATE = range(2)
@@ -31,6 +33,7 @@ class Block:
     hits: int = 0
     checksum: int = 0
     holds: int = 0
+    unjoined: bool = False
 
 
 @dataclass
@@ -55,6 +58,7 @@ class TierOracle:
         self.seen_generations: set[tuple[int, int]] = set()
         self.events: list[Event] = []
         self.event_capacity = 0
+        self.contradictions = 0
 
     # --- what can be read off the state ---
 
@@ -73,6 +77,9 @@ class TierOracle:
 
     def hash_of(self, slot: int) -> bytes:
         return ROOT_HASH if slot == ROOT else self.used[slot].hash or ROOT_HASH
+
+    def parent_hash(self, block: Block) -> bytes:
+        return UNKNOWN_HASH if block.unjoined else self.hash_of(block.parent)
 
     def path(self, slot: int) -> list[int]:
         """Return the entries from the root down to `slot`."""
@@ -125,7 +132,7 @@ class TierOracle:
             return
         if len(self.events) >= self.event_capacity:
             self.events = [(EVENT_LOST, ROOT_HASH, ROOT_HASH)]
-        self.events.append((kind, self.hash_of(slot), self.hash_of(self.used[slot].parent)))
+        self.events.append((kind, self.hash_of(slot), self.parent_hash(self.used[slot])))
 
     def _pin(self, lease: int, slot: int) -> None:
         self.leases[lease].pins.append(slot)
@@ -201,13 +208,32 @@ class TierOracle:
             if slot is None:
                 break
             run.append(slot)
-        if run and self.path(run[-1])[-len(run) :] != run:
-            raise ValueError("not one path")
+        for above, slot in reversed(list(itertools.pairwise(run))):
+            self.join(slot, self.hash_of(above))
+            if self.used[slot].parent != above:
+                self.contradictions += 1
+                return [], False
+        if run and start:
+            self.join(run[0], hashes[start - 1])
         for slot in run:
             self.used[slot].hits += 1
             self._pin(lease, slot)
         end = start + len(run)
         return run, end < len(hashes) and self.find(hashes[end]) is not None
+
+    def join(self, slot: int, parent: bytes) -> None:
+        """Tell a block of unknown parent its parent, which counts as a use of it and of those above."""
+        block, above = self.used[slot], self.find_ready(parent)
+        if parent == ROOT_HASH and block.unjoined:
+            block.unjoined = False
+        elif block.unjoined and block.ready and above is not None and slot not in self.path(above):
+            lease = self.leases.setdefault(-1, Lease(self.epoch))
+            self._pin(-1, slot)
+            block.parent, block.unjoined = above, False
+            self._settle()
+            lease.pins.clear()
+            self._settle()
+            del self.leases[-1]
 
     def contains(self, hashes: Sequence[bytes]) -> list[int]:
         presence = {(False, False): 0, (True, True): 1, (True, False): 2}
@@ -282,7 +308,7 @@ class TierOracle:
     ) -> tuple[list[int], int, list[int]]:
         if lease:
             self._current(lease)
-        if ROOT_HASH in hashes:
+        if {ROOT_HASH, UNKNOWN_HASH} & set(hashes):
             raise ValueError("a hash that means the root")
         status: list[int] = []
         wanted: dict[bytes, bytes] = {}
@@ -290,11 +316,12 @@ class TierOracle:
         for parent, digest in zip(parents, hashes, strict=True):
             present, above = self.find_ready(digest), self.find_ready(parent)
             if present is not None:
+                self.join(present, parent)
                 status.append(READY)
                 named.append(present)
             elif digest in wanted or self.find(digest) is not None:
                 status.append(PENDING)
-            elif parent in wanted or parent == ROOT_HASH or above is not None:
+            elif parent in wanted or parent in (ROOT_HASH, UNKNOWN_HASH) or above is not None:
                 status.append(RESERVED)
                 wanted[digest] = parent
                 named += [above] if above is not None else []
@@ -309,6 +336,7 @@ class TierOracle:
             found = self.find(parent)
             self.used[slot].hash = digest
             self.used[slot].parent = ROOT if found is None else found
+            self.used[slot].unjoined = parent == UNKNOWN_HASH
             self._settle()
             if lease:
                 self._pin(lease, slot)
@@ -334,7 +362,7 @@ class TierOracle:
             if becomes_ready:
                 self._become_ready(slot, checksums[index] if checksums else 0)
             elif pending:
-                block.hash, block.parent = None, ROOT
+                block.hash, block.parent, block.unjoined = None, ROOT, False
             ready.append(int(becomes_ready))
             self._settle()
         return ready
@@ -357,7 +385,7 @@ class TierOracle:
     def reset(self) -> None:
         self.epoch += 1
         for block in self.used.values():
-            block.hash, block.parent, block.ready = None, ROOT, False
+            block.hash, block.parent, block.ready, block.unjoined = None, ROOT, False, False
         self._settle()
         if self.event_capacity:
             self.events = [(EVENT_CLEARED, ROOT_HASH, ROOT_HASH)]

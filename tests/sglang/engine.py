@@ -63,6 +63,18 @@ def storage_options(**settings: object) -> dict[str, Any]:
     }
 
 
+def linker_options(
+    linker: str = "FdcacheLinker", module: str = "fdcache.integrations.sglang.linker", **settings: object
+) -> dict[str, Any]:
+    """Return the options of an engine with FdcacheLinker; ``settings`` go into its configuration."""
+    config = {"linker": linker, "linker_module_path": module, "linker_extra_config": settings}
+    return {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": config,
+    }
+
+
 def leave_out_models(*needed: str) -> None:
     """Let SGLang import the modules of these models alone: all of them take longer than the rest of a start."""
     spec = importlib.util.find_spec("sglang")
@@ -74,7 +86,7 @@ def leave_out_models(*needed: str) -> None:
 @contextmanager
 def running_engine(model: Path, **options: Any) -> Iterator[Any]:
     """Run an engine with few device pages; end it afterwards."""
-    leave_out_models("llama", "deepseek_v2")
+    leave_out_models("llama", "deepseek_v2", "commandr")
     from sglang.srt.entrypoints.engine import Engine
 
     engine = Engine(

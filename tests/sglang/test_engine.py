@@ -57,22 +57,8 @@ def test_a_longer_prompt_finds_the_pages_of_a_shorter_one(engine: Any, prompts: 
 def test_salts_and_aborts_leave_right_answers(
     engine: Any, prompts: list[list[int]], computed: list[Answer]
 ) -> None:
-    async def aborted() -> None:
-        for number in range(12):
-            prompt = prompts[number % len(prompts)]
-            stream = await engine.async_generate(
-                input_ids=prompt,
-                sampling_params={"temperature": 0, "max_new_tokens": 64, "ignore_eos": True},
-                stream=True,
-                rid=f"aborted {number}",
-            )
-            task = asyncio.ensure_future(_first(stream))
-            await asyncio.sleep(0.003 * number)
-            engine.tokenizer_manager.abort_request(rid=f"aborted {number}")
-            await asyncio.wait([task], timeout=60)
-
     flush(engine)
-    engine.loop.run_until_complete(aborted())
+    engine.loop.run_until_complete(aborted(engine, prompts))
     for number in range(3):
         assert ask(engine, prompts[number]).equals(computed[number])
     salted = ask(engine, prompts[0], cache_salt="tenant 1")
@@ -81,6 +67,22 @@ def test_salts_and_aborts_leave_right_answers(
     other = ask(engine, prompts[0], cache_salt="tenant 2")
     assert other.cached.get("storage", 0) == 0, "another tenant's pages"
     assert asked_until(engine, prompts[0], from_storage, cache_salt="tenant 1").equals(computed[0])
+
+
+async def aborted(engine: Any, prompts: list[list[int]]) -> None:
+    """Abort requests in every state: some milliseconds later each."""
+    for number in range(12):
+        prompt = prompts[number % len(prompts)]
+        stream = await engine.async_generate(
+            input_ids=prompt,
+            sampling_params={"temperature": 0, "max_new_tokens": 64, "ignore_eos": True},
+            stream=True,
+            rid=f"aborted {number}",
+        )
+        task = asyncio.ensure_future(_first(stream))
+        await asyncio.sleep(0.003 * number)
+        engine.tokenizer_manager.abort_request(rid=f"aborted {number}")
+        await asyncio.wait([task], timeout=60)
 
 
 async def _first(stream: Any) -> None:
@@ -96,7 +98,7 @@ def test_corrupt_pages_are_computed(
     extents = list(service.directory.glob("*-r0-*"))
     assert extents
     for path in extents:
-        _flip(path)
+        flip(path)
     flush(engine)
     answer = ask(engine, prompts[0])
     assert answer.equals(computed[0])
@@ -104,7 +106,7 @@ def test_corrupt_pages_are_computed(
     assert asked_until(engine, prompts[0], from_storage).equals(computed[0])
 
 
-def _flip(path: Path) -> None:
+def flip(path: Path) -> None:
     """Change a byte of every KiB of the records of an extent; their headers are behind them."""
     size = path.stat().st_size * 3 // 4
     with path.open("r+b", buffering=0) as file:

@@ -286,7 +286,7 @@ def test_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_changed_interface_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_config, "_METHODS", (*sglang_config._METHODS, "batch_exists_v3"))
+    monkeypatch.setattr(module, "STORAGE_METHODS", (*sglang_config.STORAGE_METHODS, "batch_exists_v3"))
     with pytest.raises(ConfigurationError, match="has no batch_exists_v3"):
         FdcacheStorage(config(), {})
 

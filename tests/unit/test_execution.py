@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fdcache.controller.shares import CopyShares
 from fdcache.controller.submission import PlansInFlight
 from fdcache.devices.cpu import CpuDevice
 from fdcache.tasks import CpuEvent, Event
+from tests.swaps import uniform_layout
 
 
 class ForeignDevice(CpuDevice):
@@ -17,7 +19,7 @@ class ForeignDevice(CpuDevice):
 
 
 def test_storage_events_are_not_passed_to_a_device_that_does_not_know_them() -> None:
-    plans = PlansInFlight(ForeignDevice())
+    plans = PlansInFlight(ForeignDevice(), CopyShares(uniform_layout(), 0))
     ended, running = CpuEvent(), CpuEvent()
     ended.set()
     assert plans.wait_any([running, ended], 10)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fdcache import _core
 from fdcache.errors import HintError
 from fdcache.hints import MOST_HINTS, Hint, HintKind, HintStatus, read_hints
 
@@ -150,4 +151,23 @@ def test_a_hint_that_contradicts_itself_is_refused() -> None:
     ],
 )
 def test_a_hint_is_about_the_whole_blocks_of_its_range(hint: Hint, blocks: range) -> None:
-    assert range(*hint.place(400, 64, 10)) == blocks
+    ((_, _, start, stop, is_own),) = _core.read_hints([hint], 400, 64, 10, 1)
+    assert range(start, stop) == blocks
+    assert is_own == (not hint.has_range)
+    ((_, _, first, last, _),) = _core.read_hints([hint], 400, 64, 10, 3)
+    assert (first, last) == (3 * start, 3 * stop)
+
+
+@pytest.mark.parametrize(
+    ("hint", "said"),
+    [
+        (Hint.once(), (_core.HintKind.ONCE, 0.0)),
+        (Hint.release(), (_core.HintKind.RELEASE, 0.0)),
+        (Hint.retain(2.5), (_core.HintKind.RETAIN, 2.5)),
+        (Hint.returns(60), (_core.HintKind.RETURN, 60.0)),
+        (Hint(kind=HintKind.PRIORITY, priority=7), (_core.HintKind.PRIORITY, 7.0)),
+    ],
+)
+def test_each_kind_of_hint_is_read(hint: Hint, said: tuple[object, float]) -> None:
+    ((kind, value, *_),) = _core.read_hints([hint], 400, 64, 10, 1)
+    assert (kind, value) == said

@@ -127,7 +127,7 @@ def test_small_planes_are_aligned_and_the_record_is_padded() -> None:
         ({"groups": (FULL, CacheGroup(SIZE, Reach.LAST))}, r"groups\[1\].tokens must be at least 1"),
         ({"groups": (CacheGroup(SIZE, tokens=4),)}, r"groups\[0\].tokens must be 0 for the reach"),
         ({"groups": (FULL, CacheGroup(SIZE - 1))}, r"groups\[1\]: a page of \d+ tokens must be a multiple"),
-        ({"groups": (CacheGroup(1, Reach.STATE),)}, "for states equal to them"),
+        ({"groups": (CacheGroup(3, Reach.STATE),)}, "a multiple of its blocks of 3 tokens"),
         ({"groups": (FULL,)}, r"use \(\)"),
         ({"groups": (WINDOW,) * 256}, "256 records of a page are more than 255"),
         ({"groups": [FULL, WINDOW]}, "groups must be a tuple of CacheGroup"),

@@ -322,6 +322,8 @@ def test_memory_that_runs_out_fails_the_loads_concerned_and_the_queue_goes_on(
 class _BreaksOff:
     """A copy whose second group of layers cannot be put on the stream."""
 
+    is_certain = False
+
     def __init__(self, copy: PlannedCopy) -> None:
         self._copy = copy
         self.done, self.started = copy.done, False

@@ -9,7 +9,7 @@ from fdcache.errors import ProtocolError
 from fdcache.hashing import hash_blocks
 from fdcache.hints import EARLY_REASONS, MOST_HINTS, HintKind, HintStatus
 from fdcache.metadata import CacheLevel, HashArray
-from fdcache.service.server.hints import NamespaceHints
+from fdcache.service.server.namespace_hints import NamespaceHints
 from fdcache.service.wire.protocol import HintGiven, Hints
 from fdcache.tiers.pool import BlockPool
 

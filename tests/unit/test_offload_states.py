@@ -129,3 +129,31 @@ def test_a_failed_load_of_states_counts_for_nothing(engine: OffloadEngine) -> No
     assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 0)
     assert found(engine, request) == 0
     engine.manager.finish([request])
+
+
+def test_a_match_names_the_group_that_ended_it(engine: OffloadEngine) -> None:
+    stored(engine, "first", prompt(1, 2, 3), [0, 1, 2], {1: [4, 5]})
+    ended: list[int | None] = []
+    for number, tokens in enumerate(
+        (prompt(1), prompt(1, 2), prompt(1, 2, 3, 4), prompt(5), prompt(1, 6)), start=1
+    ):
+        request = Request(f"{number}", tokens)
+        engine.manager.begin([request])
+        ended.append(engine.manager.match(request, 0).ended_by)
+        assert engine.manager.load(request, ids()) == 0
+        engine.manager.offer(request, 0, ids())
+        engine.manager.finish([request])
+    assert ended == [None, 0, 0, 2, 2]  # whole; no states after page 2, nor 3; no page; none after the first
+
+
+def test_ends_of_matches_are_counted_by_what_their_layers_need(engine: OffloadEngine) -> None:
+    stored(engine, "first", prompt(1, 2), [0, 1], {1: [4, 5]})
+    for name, tokens in (("a", prompt(1, 2)), ("b", prompt(1, 3)), ("c", prompt(1))):
+        request = Request(name, tokens)
+        assert found(engine, request) == 1
+        assert engine.manager.load(request, ids(8, 9, 10)) == 3
+        engine.settle()
+        engine.manager.finish([request])
+    counters = engine.manager.get_stats().counters
+    assert (counters.matches_ended_by_state, counters.matches_ended_by_all) == (1, 1)
+    assert (counters.matches_ended_by_last, counters.matches_ended_by_chunk) == (0, 0)

@@ -17,8 +17,17 @@ from fdcache.errors import ConfigurationError, UnsupportedLayoutError
 from fdcache.groups import CacheGroup, Reach
 from fdcache.integrations.vllm import config, keys, settings
 from fdcache.layout import KVLayout
+from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.manager import OffloadManager
-from tests.vllm_configs import FullAttentionSpec, MambaSpec, SlidingWindowSpec, kv_config, placed, vllm_config
+from tests.vllm_configs import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    kv_config,
+    placed,
+    vllm_config,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -383,3 +392,70 @@ def test_blocks_are_cached_only_where_another_request_has_a_use_for_them(
 
 def test_a_model_without_a_kv_cache_has_no_blocks() -> None:
     assert config.why_not_cached(vllm_config(), SimpleNamespace(kv_cache_groups=[])) is not None
+
+
+# --- what ranks hold alike --------------------------------------------------------------------------------
+
+
+def ranks(count: int, *, heads: object = 8, kind: type = FullAttentionSpec, **changed: Any) -> KVLayout:
+    """The layout of a model on ranks of one node, of layers that have one head a rank."""
+    given = vllm_config(
+        parallel_config__world_size=count,
+        parallel_config__tensor_parallel_size=count,
+        parallel_config__distributed_executor_backend="mp",
+    )
+    given.model_config.hf_text_config = SimpleNamespace(
+        num_hidden_layers=4, to_dict=lambda: {"num_key_value_heads": heads}
+    )
+    for name, value in changed.items():
+        setattr(given.parallel_config, name, value)
+    found = kv_config(kind)
+    for group in found.kv_cache_groups:
+        group.kv_cache_spec.num_kv_heads = 1
+    return config.layout_from_config(given, found)
+
+
+def test_latents_are_kept_once_at_every_parallelism() -> None:
+    made = [ranks(count, kind=MLAAttentionSpec) for count in (1, 2, 4, 8)]
+    assert [layout.replicas for layout in made] == [1, 2, 4, 8]
+    assert len({layout.fingerprint for layout in made}) == 1
+
+
+def test_ranks_that_share_a_head_keep_it_once() -> None:
+    assert [ranks(count, heads=2).replicas for count in (1, 2, 4, 8)] == [1, 1, 2, 4]
+    assert ranks(4, heads=2).fingerprint == ranks(2, heads=2).fingerprint != ranks(1, heads=2).fingerprint
+    assert ranks(8, heads=3).replicas == 1
+    assert ranks(8, heads=[2, 4]).replicas == 1  # layers with unequal numbers of heads
+
+
+@pytest.mark.parametrize(
+    ("changed", "replicas"),
+    [
+        ({"nnodes_within_dp": 2}, 4),
+        ({"distributed_executor_backend": "ray"}, 1),
+        ({"distributed_executor_backend": "external_launcher"}, 1),
+    ],
+)
+def test_ranks_share_memory_only_with_those_of_their_node(changed: dict[str, Any], replicas: int) -> None:
+    assert ranks(8, kind=MLAAttentionSpec, **changed).replicas == replicas
+
+
+def test_the_start_tells_which_groups_are_kept_and_how_many_tokens_fit() -> None:
+    plain = config.layout_from_config(vllm_config(), kv_config())
+    assert config.kept_by(plain, 100) == (
+        "kept: all in blocks of 16 tokens; host memory has room for 1,600 tokens"
+    )
+    assert config.kept_by(plain, 0) == "kept: all in blocks of 16 tokens, in the memory of a service"
+    groups = (CacheGroup(16, Reach.LAST, 128), CacheGroup(16, Reach.LAST, 128), CacheGroup(32))
+    mixed = KVLayout.build(
+        [PlaneSpec(PlaneKind.KEY, "uint8", (64,))],
+        model="m",
+        revision="1",
+        block_size=32,
+        num_layers=1,
+        groups=groups,
+    )
+    assert config.kept_by(mixed, 100) == (
+        "kept: 2 x last 128 in blocks of 16 tokens, all in blocks of 32 tokens; host memory has room for 640 tokens"
+    )
+    assert "once for 2 ranks; host memory" in config.kept_by(ranks(2, kind=MLAAttentionSpec), 10)

@@ -120,7 +120,7 @@ def test_what_is_wrong_is_told_before_the_weights_are_loaded(extra: dict[str, ob
             "FDCACHE_TRANSFER_DIR .*no effect in vLLM",
         ),
         ({"FDCACHE_DEVICE_BLOCKS": 5}, "FDCACHE_DEVICE_BLOCKS .*no effect in vLLM"),
-        ({"FDCACHE_ARENA_DIR": "/dev/shm"}, "FDCACHE_ARENA_DIR .*a setting of a service"),
+        ({"FDCACHE_HUGE_PAGES": "1"}, "FDCACHE_HUGE_PAGES .*a setting of a service"),
         ({"FD_MAX_PREFETCH": "1"}, "FD_MAX_PREFETCH is no setting"),
         ({"FD_CACHE_PARAMS": "none"}, "FD_CACHE_PARAMS .*a setting of another engine"),
         ({"FDCACHE_SERVER": "ipc:///s"}, "FDCACHE_HOST_MEMORY .*no effect beside FDCACHE_SERVER"),

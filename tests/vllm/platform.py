@@ -31,6 +31,40 @@ def _slot_mapping(
         slots[begin:end] = (blocks * block_size + where % block_size).to(slots.dtype)
 
 
+def _prepack_experts(weight: torch.Tensor, out: torch.Tensor, isa: str) -> None:
+    out.copy_(weight)
+
+
+def _experts(
+    out: torch.Tensor,
+    given: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    skips_weights: bool,
+    activation: str,
+    isa: str,
+) -> None:
+    """Compute each token by its experts, which gpt-oss activates by pairs of lanes and others by halves."""
+    out.zero_()
+    for token, experts in enumerate(chosen.tolist()):
+        for place, expert in enumerate(experts):
+            inner = gate_up[expert] @ given[token]
+            inner = inner if gate_up_bias is None else inner + gate_up_bias[expert]
+            if "oai" in activation:
+                gate, up = inner[0::2].clamp(max=7.0), inner[1::2].clamp(-7.0, 7.0)
+                inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            else:
+                gate, up = inner.chunk(2)
+                inner = torch.nn.functional.silu(gate) * up
+            result = down[expert] @ inner
+            result = result if down_bias is None else result + down_bias[expert]
+            out[token] += result if skips_weights else result * weights[token, place]
+
+
 def _greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1).view(-1)
 
@@ -130,6 +164,12 @@ for _schema, _function in (
         _recover,
     ),
     ("greedy_argmax(Tensor logits) -> Tensor", _greedy_argmax),
+    ("prepack_moe_weight(Tensor weight, Tensor! out, str isa) -> ()", _prepack_experts),
+    (
+        "cpu_fused_moe(Tensor! out, Tensor given, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
+        "Tensor? down_bias, Tensor weights, Tensor chosen, bool skips_weights, str activation, str isa) -> ()",
+        _experts,
+    ),
     ("init_cpu_memory_env(int[] nodes) -> ()", _init_cpu_memory_env),
     ("silu_and_mul(Tensor! out, Tensor input) -> ()", _silu_and_mul),
     (
@@ -148,15 +188,25 @@ class TestPlatform(CpuPlatform):  # type: ignore[misc]
     __test__ = False
 
     @classmethod
-    def get_attn_backend_cls(cls, *_: Any, **__: Any) -> str:
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        if getattr(attn_selector_config, "use_mla", False):
+            return "tests.vllm.mla.TorchMlaBackend"
         return "tests.vllm.attention.TorchBackend"
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        scheduling = vllm_config.scheduler_config
-        wanted = scheduling.async_scheduling
+        scheduling, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        wanted = (
+            scheduling.async_scheduling,
+            scheduling.enable_chunked_prefill,
+            scheduling.max_num_batched_tokens,
+            cache.enable_prefix_caching,
+        )
         super().check_and_update_config(vllm_config)
-        scheduling.async_scheduling = wanted
+        scheduling.async_scheduling, scheduling.enable_chunked_prefill = wanted[:2]
+        scheduling.max_num_batched_tokens, cache.enable_prefix_caching = wanted[2:]
 
     @classmethod
     def import_kernels(cls) -> None:

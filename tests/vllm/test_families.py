@@ -54,11 +54,12 @@ def state(page: int | None = None, block: int = 32) -> MambaSpec:
     )
 
 
-def latent(dim: int, dtype: torch.dtype) -> MLAAttentionSpec:
-    return MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=dim, dtype=dtype)
+def latent(dim: int, dtype: torch.dtype, block: int = 16) -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=dim, dtype=dtype)
 
 
 _PAGE = full(block=32).page_size_bytes
+_INDEXED = latent(72, F32, 32).page_size_bytes
 
 FAMILIES: dict[str, tuple[list[KVCacheSpec], str, int]] = {
     "Llama": ([full()] * 3, "", 32),
@@ -76,6 +77,11 @@ FAMILIES: dict[str, tuple[list[KVCacheSpec], str, int]] = {
     "Llama 4": ([chunked()] * 3 + [full()], "chunk/16 chunk/16 chunk/16 all/16", 68),
     "Qwen3-Next": ([state(_PAGE)] * 3 + [full(block=32)], "state/32 state/32 state/32 all/32", 40),
     "Jamba": (([state(_PAGE)] * 7 + [full(block=32)]) * 2, " ".join(["state/32"] * 7 + ["all/32"]), 80),
+    "GLM-5 Flash": (
+        [state(_INDEXED)] * 2 + [latent(72, F32, 32), latent(144, torch.uint8, 32)],
+        "state/32 state/32 all/32 all/64",
+        60,
+    ),
     "Mamba": ([state()] * 3, "state/32", 7),
 }
 """Layers of each family, the groups that vLLM makes of them, and device blocks that are too few for all prompts."""

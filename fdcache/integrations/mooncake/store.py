@@ -128,7 +128,7 @@ class MooncakeConnector:
                 found = self._client.ask(ask, _left(deadline))
             except StorageGoneError as error:
                 return RunResult(length, Outcome.TIMEOUT, str(error))
-            codes = np.array(found, np.int64).reshape(len(part), self._layout.tp_size)
+            codes = np.array(found, np.int64).reshape(len(part), self._layout.record_ranks)
             if (codes < 0).any():
                 code = int(codes.min())
                 self._client.breaker.failed(describe(code))
@@ -331,7 +331,7 @@ class _ObjectKeys:
 
     def __init__(self, layout: KVLayout, rank: int) -> None:
         self._fingerprint = layout.fingerprint.hex()
-        self._ranks = layout.tp_size
+        self._ranks = layout.record_ranks
         self._rank = rank
 
     def prefix(self, rank: int | None = None) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fdcache.controller.cache_controller import CacheController
-from fdcache.errors import FdcacheError, HashingError
+from fdcache.errors import FdcacheError
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest
 from fdcache.manager.offload import OffloadManager
@@ -42,8 +42,8 @@ class PageClient:
         loaded = client.load(keys[:found], slots)        # leading pages that are in their slots now
         stored = client.store(keys, slots, above)        # leading pages that are there now
 
-    ``keys`` are a run of pages, uint8 of shape (pages, 32). It may begin anywhere in a prompt, but a store has to know
-    the keys of all pages ``above`` it, from the beginning of the prompt on.
+    ``keys`` are a run of pages, uint8 of shape (pages, 32). It may begin anywhere in a prompt. Keys that contradict
+    those stored find nothing, and are counted in ``stats``.
 
     Threads may share a client: no call waits for another one's copies or reads, except that stores take turns. A call
     ends ``timeout`` seconds after it began; a copy in memory that has begun by then is waited for, since its slots
@@ -53,8 +53,6 @@ class PageClient:
 
     def __init__(self, layout: KVLayout, settings: Settings, planes: Sequence[Any]) -> None:
         self.layout = layout
-        self.contradictions = 0
-        """Calls whose keys contradicted those stored: the engine's chains of keys are broken."""
         self._timeout = settings.cache.plan_timeout
         self._names = count(1)
         self._outcomes: dict[str, LoadOutcome | None] = {}
@@ -120,18 +118,16 @@ class PageClient:
         """Copy pages out of their slots; return how many leading ones are there now, whoever stored them.
 
         ``above``: the keys of all pages before them, none for the beginning of a prompt. Pages whose beginning is not
-        there any more cannot be stored.
+        there any more are joined to it once it is.
         """
         deadline = time.monotonic() + self._timeout
         if not self._storing.acquire(timeout=self._timeout):
             return 0
         try:
-            with self._reading(above, ROOT) as asked:  # the page above is pinned meanwhile
-                while asked.is_deferred and self._pause(deadline):
-                    asked.again()
-                if self._pages(asked.match.num_tokens) < len(above):
-                    return 0
-                self._copy_out(keys, slots, above[-1].tobytes() if len(above) else ROOT, deadline)
+            parent = above[-1].tobytes() if len(above) else ROOT
+            if len(above) and not self._manager.host_has(above[-1:])[0]:
+                parent = None
+            self._copy_out(keys, slots, parent, deadline)
             return self._there(keys, deadline)
         finally:
             self._storing.release()
@@ -155,20 +151,17 @@ class PageClient:
     # --- parts of calls -------------------------------------------------------------------------------------
 
     @contextmanager
-    def _reading(
-        self, keys: HashArray, parent: bytes | None = None, *, keeps_reads: bool = False
-    ) -> Iterator[_Asked]:
+    def _reading(self, keys: HashArray, *, keeps_reads: bool = False) -> Iterator[_Asked]:
         """Look a run up, and end that afterwards."""
-        asked = _Asked(self._manager, self._names, keys, parent)
+        asked = _Asked(self._manager, self._names, keys)
         try:
-            asked.begin()
+            asked.again()
             self._step()  # what is to be read from storage is in the next plan
             yield asked
         finally:
             if keeps_reads:
                 self._manager.leave_reads(asked.request)
             self._manager.finish([asked.request])
-            self.contradictions += asked.contradicts
 
     def _loaded(self, asked: _Asked, slots: Int32Array, deadline: float) -> int:
         """Load what was found; return how many leading pages are in their slots."""
@@ -182,12 +175,12 @@ class PageClient:
             self._step()
             self._await(lambda: self._outcomes[name] is not None and not self._uses(slots), slots, deadline)
             outcome = self._outcomes[name]
-            return 0 if outcome is None else self._pages(outcome.recompute_from) - asked.above
+            return 0 if outcome is None else self._pages(outcome.recompute_from)
         finally:
             with self._changed:
                 del self._outcomes[name]
 
-    def _copy_out(self, keys: HashArray, slots: Int32Array, parent: bytes, deadline: float) -> None:
+    def _copy_out(self, keys: HashArray, slots: Int32Array, parent: bytes | None, deadline: float) -> None:
         """Copy pages until all are there or dropped; their slots are not read any more afterwards."""
         name = f"pages {next(self._names)}"
         request = KeyedRequest(name, keys, self.layout.block_size, parent=parent)
@@ -300,21 +293,13 @@ class PageClient:
 
 
 class _Asked:
-    """A run of pages that is looked up, with what was found last.
+    """A run of pages that is looked up, with what was found last."""
 
-    Of a run that begins anywhere, nothing is read from storage. One that the host tier does not have whole is asked for
-    again with the ``above`` pages before it, if some tier has them.
-    """
-
-    def __init__(
-        self, manager: OffloadManager, names: Iterator[int], keys: HashArray, parent: bytes | None
-    ) -> None:
+    def __init__(self, manager: OffloadManager, names: Iterator[int], keys: HashArray) -> None:
         self._manager = manager
         self._names = names
         self._keys = keys
-        self.above = 0
-        self.contradicts = False
-        self.request = self._request(keys, parent)
+        self.request = self._request(keys)
         self.match = OffloadMatch(self.request.request_id, MatchStatus.MATCHED)
 
     @property
@@ -322,39 +307,21 @@ class _Asked:
         """True while the next page is on its way to the host tier."""
         return self.match.status is MatchStatus.DEFERRED
 
-    def begin(self) -> None:
-        """Look the run up, and begin to read what is stored of it."""
-        self.again()
-        size = self._manager.layout.block_size
-        is_whole = self.match.num_tokens == len(self._keys) * size
-        if self.request.parent is not None or is_whole or not self._manager.reads_storage:
-            return
-        above = self._manager.path_to(self._keys[0].tobytes())
-        if above is not None:
-            self._manager.finish([self.request])
-            self.above = len(above)
-            self.request = self._request(np.concatenate((above, self._keys)), ROOT)
-            self.again()
-
     def again(self) -> None:
-        """Look again. Keys that contradict those stored find nothing."""
+        """Look again, and begin to read what is stored of the run."""
         self._manager.unmatch([self.request])  # its last answer would be kept
-        try:
-            self.match = self._manager.match(self.request, self.above * self._manager.layout.block_size)
-        except HashingError as error:
-            logger.warning("pages are not cached: %s", error)
-            self.match, self.contradicts = OffloadMatch(self.request.request_id, MatchStatus.MATCHED), True
+        self.match = self._manager.match(self.request, 0)
 
     def take_what_is_there(self) -> None:
         """Give up what is being read; what the host tier has is found."""
         self._manager.leave_reads(self.request)
         self._manager.finish([self.request])
-        self.above, self.request = 0, self._request(self._keys, None)
+        there = self._manager.host_has(self._keys)
+        self.request = self._request(self._keys[: len(there) if there.all() else int(there.argmin())])
         self.again()
 
-    def _request(self, keys: HashArray, parent: bytes | None) -> KeyedRequest:
-        name = f"pages {next(self._names)}"
-        return KeyedRequest(name, keys, self._manager.layout.block_size, parent=parent)
+    def _request(self, keys: HashArray) -> KeyedRequest:
+        return KeyedRequest(f"pages {next(self._names)}", keys, self._manager.layout.block_size, parent=None)
 
 
 def _slots_of(plan: TransferPlan) -> Iterator[Int32Array]:

@@ -16,6 +16,8 @@ from fdcache.errors import ConfigurationError, UnsupportedCallError
 from fdcache.integrations.sglang.client import PageClient
 from fdcache.integrations.sglang.config import (
     PREFIX_KEYS,
+    STORAGE,
+    STORAGE_METHODS,
     layout_of,
     load_settings,
     require_options,
@@ -50,7 +52,7 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
-        require_version(HiCacheStorage)
+        require_version(HiCacheStorage, STORAGE_METHODS, STORAGE.name)
         self._config = storage_config
         self._server_args = get_server_args()
         require_options(storage_config, self._server_args)

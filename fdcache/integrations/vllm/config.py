@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 from fdcache.errors import ConfigurationError
 from fdcache.groups import CacheGroup, page_of, require_served
-from fdcache.integrations.vllm.pages import group_of, pages_of, plane_bytes, words_for
+from fdcache.integrations.vllm.pages import group_of, layer_specs, pages_of, plane_bytes, words_for
 from fdcache.integrations.weights import digest_of, has_weights
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
@@ -111,15 +113,62 @@ def layout_from_config(
     Raises the errors of ``require_supported``.
     """
     groups = require_supported(vllm_config, kv_cache_config)
-    page = page_of(groups)
+    page, replicas = page_of(groups), replicas_of(vllm_config, kv_cache_config)
     return KVLayout.of_layers(
         [[PlaneSpec(PlaneKind.KEY, "uint8", (nbytes,))] for nbytes in plane_bytes(kv_cache_config)],
         model=weights or model_of(vllm_config.model_config),
-        revision=revision_of(vllm_config, packed_by, weights),
+        revision=revision_of(vllm_config, packed_by, weights, replicas),
         block_size=page,
         tp_size=int(vllm_config.parallel_config.world_size),
         groups=() if groups == (CacheGroup(page),) else groups,
+        replicas=replicas,
     )
+
+
+def replicas_of(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return how many consecutive ranks of a node have the same bytes in every page.
+
+    All of them do with latents alone, and those that share a head where a model has fewer heads than ranks, as long as
+    all its layers have as many. Ranks on other nodes, or with an executor that may use some, count by themselves.
+    """
+    parallel = vllm_config.parallel_config
+    ranks = int(parallel.tensor_parallel_size)
+    if ranks == 1 or getattr(parallel, "distributed_executor_backend", None) != "mp":
+        return 1
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()]
+    if not all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs):
+        heads = _heads_of_every_layer(vllm_config)
+        is_split = any(getattr(spec, "num_kv_heads", None) != 1 for spec in specs)
+        if heads is None or is_split or ranks % heads:
+            return 1
+        ranks //= heads
+    return gcd(ranks, int(parallel.world_size) // int(getattr(parallel, "nnodes_within_dp", 1)))
+
+
+def _heads_of_every_layer(vllm_config: Any) -> int | None:
+    """Return the KV heads of each layer; None if layers may have unequal numbers."""
+    fields = vllm_config.model_config.hf_text_config.to_dict()
+    counts = {name: value for name, value in fields.items() if "kv_head" in name or "key_value_head" in name}
+    if list(counts) != ["num_key_value_heads"] or vllm_config.speculative_config is not None:
+        return None
+    heads = counts["num_key_value_heads"]
+    return heads if isinstance(heads, int) and heads > 0 else None
+
+
+def kept_by(layout: KVLayout, host_blocks: int) -> str:
+    """Return in words which groups of layers are kept, and how many tokens fit into ``host_blocks`` records of them."""
+    groups = layout.groups or (CacheGroup(layout.block_size),)
+    counts = Counter(
+        f"{group.reach}{f' {group.tokens}' if group.tokens else ''} in blocks of {group.block_size} tokens"
+        for group in groups
+    )
+    kept = ", ".join(f"{count} x {what}" if count > 1 else what for what, count in counts.items())
+    shared = f", once for {layout.replicas} ranks" if layout.replicas > 1 else ""
+    if not host_blocks:
+        return f"kept: {kept}{shared}, in the memory of a service"
+    tokens = host_blocks // max(layout.page_records, layout.num_states, 1) * layout.block_size
+    states = f", less {layout.num_states} blocks for each prompt's states" if layout.num_states else ""
+    return f"kept: {kept}{shared}; host memory has room for {tokens:,} tokens{states}"
 
 
 def model_of(model: Any) -> str:
@@ -130,10 +179,13 @@ def model_of(model: Any) -> str:
     return f"{getattr(model.hf_config, 'model_type', 'model')}@{str(digest_of(Path(place)))[:8]}"
 
 
-def revision_of(vllm_config: Any, packed_by: object = None, weights: str | None = None) -> str:
+def revision_of(
+    vllm_config: Any, packed_by: object = None, weights: str | None = None, replicas: int = 1
+) -> str:
     """Return a digest of the weights and of what decides how vLLM computes and packs a page.
 
-    ``weights`` names them in place of their revision and files. Rotary embeddings of the kind "longrope" have other
+    ``weights`` names them in place of their revision and files. ``replicas``: ranks that hold the same bytes, which do
+    not depend on their number. Rotary embeddings of the kind "longrope" have other
     factors from a certain longest prompt on.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
@@ -149,7 +201,7 @@ def revision_of(vllm_config: Any, packed_by: object = None, weights: str | None 
         "inputs": repr(getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)),
         "load_format": str(load.load_format),
         "seed": model.seed if str(load.load_format) == "dummy" else None,
-        "tensor_parallel": parallel.tensor_parallel_size,
+        "tensor_parallel": parallel.tensor_parallel_size // replicas,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "backend": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
         "packing": (getattr(cache, "kv_cache_layout", None), str(packed_by)),

@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.vllm.callers import configurations
 from fdcache.integrations.vllm.config import (
+    kept_by,
     layout_from_config,
     require_supported_options,
     why_not_cached,
@@ -106,6 +107,8 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                 )
                 settings = self._events.enable(settings)
             manager = OffloadManager.from_settings(layout, settings, loads_ahead=True)
+            own = 0 if settings.cache.server is not None else manager.num_host_blocks
+            logger.info("%s", kept_by(layout, own))
             parallel = vllm_config.parallel_config
             identity = EngineIdentity(
                 self._kv_transfer_config.engine_id,
@@ -122,7 +125,9 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             )
             self._stats = StatsDelta(manager)
         else:
-            self._worker = WorkerSide(settings, layout, vllm_config.parallel_config.rank)
+            self._worker = WorkerSide(
+                settings, layout, vllm_config.parallel_config.rank, self._kv_transfer_config.engine_id
+            )
 
     # --- worker -------------------------------------------------------------------------------------------
 

@@ -237,7 +237,7 @@ class SchedulerSide:
         return made
 
     def received(self, request_ids: Iterable[str]) -> None:
-        """Note requests whose blocks have come on all ranks, or are sure to: the next step waits for the rest."""
+        """Record requests whose blocks have come on all ranks, or are sure to: the next step waits for the rest."""
         for request_id in request_ids:
             if request_id in self._loading:
                 del self._loading[request_id]

@@ -18,6 +18,10 @@ _INTERVAL = 1.0
 _COUNTERS = {
     "host_hit_tokens": "Tokens that were loaded from host memory.",
     "storage_hit_tokens": "Tokens that were loaded from storage.",
+    "matches_ended_by_all": "Prompts of which the layers that attend to all tokens had no more.",
+    "matches_ended_by_last": "Prompts of which the layers with a sliding window had no more.",
+    "matches_ended_by_chunk": "Prompts of which the layers with chunked attention had no more.",
+    "matches_ended_by_state": "Prompts of which the layers with states had none further on.",
     "loads_confirmed": "Loads of requests that every rank completed.",
     "loads_failed": "Loads of requests that failed; their tokens were computed.",
     "loads_overdue": "Loads of requests that missed their deadline.",

@@ -114,7 +114,8 @@ class GroupTables:
 
     def state_ids(self, pages: int) -> Int32Array:
         """Return the blocks of states."""
-        return np.array([self._tables[at][pages - 1] for at in self._shape.states], np.int32)
+        ends = [(at, pages * blocks - 1) for at, blocks in self._shape.states]
+        return np.array([self._tables[at][end] for at, end in ends], np.int32)
 
     def all_ids(self) -> Sequence[int]:
         """Return all blocks, placeholders too."""
@@ -125,7 +126,7 @@ class TableShape:
     """Makes the tables of a layout.
 
     ``columns``: of each group that has blocks of every page its place among the groups, its blocks of a page, and what
-    it needs; ``states``: the places of the others.
+    it needs; ``states``: the places of the others, and their blocks of a page.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -136,7 +137,7 @@ class TableShape:
             for at, group in enumerate(layout.groups)
             if not group.is_state
         ]
-        self.states = layout.state_groups
+        self.states = [(at, layout.block_size // layout.groups[at].block_size) for at in layout.state_groups]
 
     def table(self, blocks: BlockIds = ()) -> RequestTable:
         """Return a table of these blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,11 +99,12 @@ class WorkerSide:
 
     Loads run behind all work that the compute stream has, unless no step in flight uses their blocks, so that they
     cannot overwrite what a step still reads. Stores read what earlier steps computed. No call holds up a step for a
-    copy, except on a CPU, which has no streams.
+    copy, except on a CPU, which has no streams. ``engine_id``: that of all ranks, and of no other engine of the node.
     """
 
-    def __init__(self, settings: Settings, layout: KVLayout, rank: int) -> None:
+    def __init__(self, settings: Settings, layout: KVLayout, rank: int, engine_id: str = "") -> None:
         self._settings = settings
+        self._engine = hashlib.sha256(engine_id.encode()).hexdigest()[:32]
         self._layout = layout
         self.rank = rank
         self._controller: CacheController | None = None
@@ -152,7 +154,7 @@ class WorkerSide:
                 self._clock = LoadClock(self._layout.payload_bytes)
                 self.hooks = LayerHooks(layers, self._current_stream)
         if self._settings.cache.server is None:
-            controller.initialize_host_cache()
+            controller.initialize_host_cache(HostCache.of(self._settings.cache, self._layout, self._engine))
             scan = controller.open_storage()
             self._scan = None if scan is None else encode(scan)
         self.address = controller.open_transfer(lookahead_tokens=self._settings.cache.lookahead_tokens)

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from fdcache.errors import ConfigurationError, ProtocolError
-from fdcache.hashing import TokenBlocks, root_hash
+from fdcache.hashing import SGLANG, TokenBlocks, root_hash, sglang_keys
 from fdcache.layout import KVLayout
+from fdcache.metadata import HashArray
 from fdcache.service.client.connection import Client
 from fdcache.service.wire.control_views import (
     DeleteView,
@@ -30,7 +31,8 @@ class Prefix:
     """A prefix by its ``tokens``, or by the hexadecimal ``hashes`` of its blocks.
 
     ``namespace``: the beginning of a name; None where the service has only one. Tokens belong to ``tenant``, are
-    computed with ``adapter``, and ``lookahead`` is the FDCACHE_LOOKAHEAD_TOKENS of the engines.
+    computed with ``adapter``, and ``lookahead`` is the FDCACHE_LOOKAHEAD_TOKENS of the engines. Of SGLang's requests
+    ``tenant`` is the ``cache_salt`` and ``adapter`` the ``extra_key``.
     """
 
     tokens: Sequence[int] | None = None
@@ -50,11 +52,16 @@ class Prefix:
         if self.tokens is None:
             return {"namespace": self.namespace, "hashes": list(self.hashes or ())}
         layout = KVLayout.from_json(msgspec.json.encode(ask("layout", namespace=self.namespace)))
+        hashes = [row.tobytes().hex() for row in self._keys(layout, list(self.tokens))]
+        return {"namespace": layout.fingerprint.hex()[:16], "hashes": hashes}
+
+    def _keys(self, layout: KVLayout, tokens: list[int]) -> HashArray:
+        if layout.revision.startswith(SGLANG):
+            return sglang_keys(tokens, layout.block_size, adapter=self.adapter, salt=self.tenant)
         root = root_hash(layout.fingerprint, self.tenant)
         blocks = TokenBlocks(layout.block_size, root, adapter_id=self.adapter, lookahead=self.lookahead)
-        blocks.append(list(self.tokens))
-        hashes = [row.tobytes().hex() for row in blocks.hashes]
-        return {"namespace": layout.fingerprint.hex()[:16], "hashes": hashes}
+        blocks.append(tokens)
+        return blocks.hashes
 
 
 class Control:

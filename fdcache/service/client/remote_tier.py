@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any
 
 import numpy as np
 
-from fdcache._core import SharedHost
+from fdcache._core import DescribedBlocks, SharedHost
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
-from fdcache.metadata import HashArray, Int32Array
+from fdcache.metadata import HashArray
 from fdcache.service.client.connection import Connection
-from fdcache.service.client.hints import RemoteHints
-from fdcache.service.client.session import Session
+from fdcache.service.client.remote_hints import RemoteHints
+from fdcache.service.client.session import MOST_BLOCKS, Session
 from fdcache.service.client.session_keeper import SessionKeeper
 from fdcache.service.wire.protocol import (
     FETCHING,
@@ -23,13 +23,10 @@ from fdcache.service.wire.protocol import (
     MAX_PATHS,
     NOT_FETCHED,
     Ask,
-    Describe,
-    DeviceBlocks,
+    DescribedPath,
     EndFetches,
-    FindPath,
     Match,
     Matched,
-    PathFound,
     Prefetch,
     hashes_from,
     int32_from,
@@ -40,7 +37,7 @@ from fdcache.service.wire.protocol import (
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms, OnDevice
 from fdcache.tiers.host import NOTHING, Found, HostCache, PathNote, Reading
-from fdcache.tiers.pool import PENDING, EventKinds
+from fdcache.tiers.pool import PENDING
 from fdcache.tiers.statistics import ReadTotals, TierUsage, TrafficMeter
 from fdcache.tiers.waiting_fetches import ReadJudge
 
@@ -122,20 +119,22 @@ class RemoteFetches:
 
 MOST_REMEMBERED = 1 << 17
 """Blocks that are known to be described; what is forgotten is described again."""
-_MOST_BLOCKS = 1024
-_MOST_TOKENS = 1 << 18
-"""Of one message."""
-_MOST_EVENTS = 4096
+MOST_TOKENS = 1 << 18
+"""Of a part of a path."""
+_HASH_BYTES, _TOKEN_BYTES = 32, 4
 
 
 class BlockNotes:
-    """Descriptions of the blocks of this process. They are queued before the blocks are stored."""
+    """Descriptions of the blocks of this process. They are queued before the blocks are stored.
+
+    A step queues them and goes on: they are sent before the next message, or within moments.
+    """
 
     def __init__(self, sessions: SessionKeeper) -> None:
         self._sessions = sessions
         self._session: Session | None = None
         self._device_session: Session | None = None
-        self._described: OrderedDict[bytes, None] = OrderedDict()
+        self._described = DescribedBlocks(MOST_REMEMBERED)
 
     @property
     def is_wanted(self) -> bool:
@@ -148,51 +147,54 @@ class BlockNotes:
         """True if this session was told of the device's blocks."""
         return self._device_session is self._sessions.session
 
-    def tell_device(self, kinds: EventKinds, hashes: HashArray) -> None:
+    def tell_device(self, kinds: bytes, hashes: bytes) -> None:
         """Tell which blocks came to and left the device, in order; a session is told of all first."""
         session = self._device_session = self._sessions.session
         if session is None:
             return
-        for start in range(0, len(kinds), _MOST_EVENTS):
-            some = slice(start, start + _MOST_EVENTS)
-            body = DeviceBlocks(kinds[some].tobytes(), hashes[some].tobytes())
-            self._sessions.outbox.add(session, body)
+        for start in range(0, len(kinds), MOST_BLOCKS):
+            stop = start + MOST_BLOCKS
+            part = (kinds[start:stop], hashes[_HASH_BYTES * start : _HASH_BYTES * stop])
+            self._sessions.outbox.note(session, part)
 
-    def describe(self, hashes: HashArray, tokens: Int32Array, note: PathNote) -> None:
-        """Describe the blocks of one path that this session has not described: those at its end."""
+    def describe(self, requests: Sequence[Any]) -> None:
+        """Describe the blocks of requests that are not described in this session: those at the end of each path."""
         session = self._sessions.session
-        if session is not self._session:
-            self._session = session
+        if session is None:
+            return
+        if session is not self._session or session.has_forgotten:
+            self._session, session.has_forgotten = session, False
             self._described.clear()
-        if session is None or not len(hashes):
-            return
-        stop = len(hashes)
-        first = stop
-        while first and hashes[first - 1].tobytes() not in self._described:
-            first -= 1
-        if first == stop:
-            return
-        size = session.block_size
-        step = max(min(_MOST_BLOCKS, _MOST_TOKENS // size), 1)
-        for start in range(first, stop, step):
-            end = min(start + step, stop)
-            begin, last = start * size, end * size
-            body = Describe(
-                parent=hashes[start - 1].tobytes() if start else b"",
-                hashes=hashes[start:end].tobytes(),
-                tokens=np.ascontiguousarray(tokens[begin:last], np.int32).tobytes(),
-                tenant=note.tenant,
-                adapter=note.adapter,
-                items=[
-                    (offset - begin, length, name)
-                    for offset, length, name in note.items
-                    if offset < last and offset + length > begin
-                ],
-            )
-            self._sessions.outbox.add(session, body)
-        self._described.update((row.tobytes(), None) for row in hashes[first:])
-        while len(self._described) > MOST_REMEMBERED:
-            self._described.popitem(last=False)
+        for position, first, parent, hashes, tokens in self._described.describe(requests):
+            note = requests[position].note
+            path = DescribedPath(hashes, tokens, parent, note.tenant, note.adapter)
+            if (
+                note.items
+                or len(hashes) > _HASH_BYTES * MOST_BLOCKS
+                or len(tokens) > _TOKEN_BYTES * MOST_TOKENS
+            ):
+                for part in _parts(session.block_size, first, path, note):
+                    self._sessions.outbox.note(session, part)
+            else:
+                self._sessions.outbox.note(session, path)
+
+
+def _parts(size: int, first: int, path: DescribedPath, note: PathNote) -> list[DescribedPath]:
+    """Return the blocks of a path, from ``first`` on, in parts of one message each."""
+    step, made, parent = max(min(MOST_BLOCKS, MOST_TOKENS // size), 1), list[DescribedPath](), path.parent
+    for start in range(0, len(path.hashes) // _HASH_BYTES, step):
+        hashes = path.hashes[start * _HASH_BYTES : (start + step) * _HASH_BYTES]
+        tokens = path.tokens[start * size * _TOKEN_BYTES : (start + step) * size * _TOKEN_BYTES]
+        begin = (first + start) * size
+        end = begin + len(tokens) // _TOKEN_BYTES
+        items = [
+            (offset - begin, length, name)
+            for offset, length, name in note.items
+            if offset < end and offset + length > begin
+        ]
+        made.append(DescribedPath(hashes, tokens, parent, note.tenant, note.adapter, items))
+        parent = hashes[-_HASH_BYTES:]
+    return made
 
 
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
@@ -339,21 +341,6 @@ class RemoteHostTier:
     def _count_in_flight_miss(self, session: Session, block: HashArray) -> None:
         if session.copies.contains(block[np.newaxis])[0] == PENDING:
             self.index.misses.in_flight += 1
-
-    def path_to(self, block: bytes) -> HashArray | None:
-        """Ask the service for the blocks above one; None without an answer in time, and the session is over."""
-        session = self.sessions.session
-        if session is None or self._reset_owed:
-            return None
-        self._connection.session = session.id
-        try:
-            answer, _ = self._connection.call(FindPath(block), self._timeout)
-            if not isinstance(answer, PathFound):
-                raise ProtocolError(f"expected a path, got {type(answer).__name__}")
-            return hashes_from(answer.hashes) if answer.there else None
-        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
-            self.sessions.lose(session, str(error))
-            return None
 
     # --- the tier as a whole ------------------------------------------------------------------------------
 

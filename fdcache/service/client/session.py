@@ -18,6 +18,8 @@ from fdcache.metadata import Int32Array, UInt32Array
 from fdcache.service.client.connection import Connection
 from fdcache.service.wire.liveness import Live
 from fdcache.service.wire.protocol import (
+    Describe,
+    DescribedPath,
     LoadEnded,
     Missed,
     Publish,
@@ -34,6 +36,8 @@ _FIRST_STOCK, _MAX_STOCK = 64, 8192
 _STOCKED_RESERVATIONS = 4  # the stock covers this many reservations of the largest size so far
 _REGISTER_TIMEOUT = 2.0
 _MAX_OWNERS = 1 << 20
+MOST_BLOCKS = 1024
+"""Of a message with what routers are told."""
 _ROOT = bytes(32)
 
 _key = lru_cache(maxsize=65536)(tenant_key)
@@ -51,6 +55,7 @@ class Session:
         storage: the service has a storage tier below its host tier.
         is_resetting: a reset is requested; slots granted before it would be useless.
         block_size, wants_notes: tokens of a block; True if the service wants blocks to be described.
+        has_forgotten: the service has dropped descriptions of blocks that it had no more.
         unanswered: heartbeats sent since the last message of the service.
     """
 
@@ -67,6 +72,7 @@ class Session:
     unanswered: int = 0
     block_size: int = 0
     wants_notes: bool = False
+    has_forgotten: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -123,8 +129,14 @@ class Owners:
         return b"".join(keys) if any(key is not NO_TENANT for key in keys) else b""
 
 
+Note = DescribedPath | tuple[bytes, bytes]
+"""Blocks of a path, or kinds and hashes of what came to and left the device."""
+
+
 class Outbox:
     """Messages that wait to be sent. Any thread adds, one sends; ``lock`` keeps their order.
+
+    What is noted for routers is sent before the next message, together; it wakes nobody.
 
     The ``host`` counts misses, and knows which copies and loads have ended. These are sent before the next message, or
     with the next heartbeat.
@@ -133,6 +145,7 @@ class Outbox:
     def __init__(self, host: SharedHost) -> None:
         self.lock = threading.RLock()
         self._messages: deque[tuple[Session, Request]] = deque()
+        self._notes: deque[tuple[Session, Note]] = deque()
         self._host = host
         self.misses = host.misses
         self.owners = Owners()
@@ -146,6 +159,10 @@ class Outbox:
             self.add_ended(session)
             self.add_misses(session)
             self._messages.append((session, body))
+
+    def note(self, session: Session, note: Note) -> None:
+        """Queue what routers are to be told: at most a message's worth."""
+        self._notes.append((session, note))
 
     def add_ended(self, session: Session) -> None:
         """Queue what the service has to be told of copies and loads that have ended."""
@@ -174,11 +191,35 @@ class Outbox:
     def clear(self) -> None:
         """Drop messages of earlier sessions."""
         self._messages.clear()
+        self._notes.clear()
 
     def take_messages(self) -> Iterator[tuple[Session, Request]]:
         """Yield the queued messages in order."""
         while self._messages:
-            yield self._messages.popleft()
+            message = self._messages.popleft()
+            yield from self._take_notes()  # those queued before it
+            yield message
+        yield from self._take_notes()
+
+    def _take_notes(self) -> Iterator[tuple[Session, Describe]]:
+        """Yield what is noted, up to ``MOST_BLOCKS`` blocks of paths and of the device in a message."""
+        while self._notes:
+            session, paths, kinds, hashes = self._notes[0][0], list[DescribedPath](), b"", b""
+            described = told = 0
+            while self._notes and self._notes[0][0] is session:
+                note = self._notes[0][1]
+                if isinstance(note, DescribedPath):
+                    described += len(note.hashes) // len(_ROOT)
+                    if paths and described > MOST_BLOCKS:
+                        break
+                    paths.append(note)
+                else:
+                    told += len(note[0])
+                    if kinds and told > MOST_BLOCKS:
+                        break
+                    kinds, hashes = kinds + note[0], hashes + note[1]
+                self._notes.popleft()
+            yield session, Describe(paths, kinds, hashes)
 
 
 def _roots(parents: bytes, hashes: bytes) -> Iterator[bytes]:

@@ -24,6 +24,7 @@ from fdcache.service.wire.protocol import (
     Alive,
     Answer,
     Bye,
+    DescribeAgain,
     Events,
     Granted,
     Heartbeat,
@@ -398,6 +399,8 @@ class SessionKeeper:
             self._hint_results.extend(answer.results)
         elif isinstance(answer, Recall):
             self.return_stock(session, answer.first)
+        elif isinstance(answer, DescribeAgain):
+            session.has_forgotten = True
         elif isinstance(answer, Alive):
             session.figures, session.reads = answer.figures, answer.reads
             self._device_resets = answer.device_resets

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.groups import record_keys, state_keys
+from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
 from fdcache.service.server.arguments import (
     ArgumentError,
@@ -18,7 +23,8 @@ from fdcache.service.server.arguments import (
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.service import Service
 from fdcache.service.server.slices import in_batches, json_list, json_object
-from fdcache.service.wire.views import BlockView, ExplainedBlock, TreeNode
+from fdcache.service.wire.views import BlockView, ExplainedBlock
+from fdcache.tiers.pool import TreeNode
 
 MAX_TREE = 10_000
 BLOCKS_A_SLICE = 128
@@ -86,18 +92,22 @@ class BlockViews:
         """Yield where each block of a path is. ``hashes`` are hexadecimal, in path order."""
         namespace = select_namespace(self._service, arguments)
         texts = check_path(arguments.get("hashes"))
-        broken: list[int] = []
+        run = _Run(namespace.layout)
 
         def batches() -> Iterator[list[ExplainedBlock]]:
             for first in range(0, len(texts), BLOCKS_A_SLICE):
                 blocks = self._explained(
                     namespace, hashes_of_path(texts[first : first + BLOCKS_A_SLICE]), first
                 )
-                broken.extend(block.position for block in blocks if block.tier is None and not broken)
+                run.add(blocks)
                 yield blocks
 
         return json_object(
-            namespace=namespace.id, blocks=batches(), broken_at=lambda: broken[0] if broken else None
+            namespace=namespace.id,
+            blocks=batches(),
+            broken_at=lambda: run.broken_at,
+            usable=lambda: run.usable,
+            ended_by=lambda: run.ended_by,
         )
 
     def _explained(self, namespace: Namespace, hashes: HashArray, first: int) -> list[ExplainedBlock]:
@@ -126,7 +136,31 @@ class BlockViews:
             if namespace.feed is not None:
                 block.devices = namespace.feed.on_devices(key)
             blocks.append(block)
+        if namespace.layout.groups:
+            self._explain_groups(namespace, hashes, blocks)
         return blocks
+
+    def _explain_groups(
+        self, namespace: Namespace, hashes: HashArray, blocks: Sequence[ExplainedBlock]
+    ) -> None:
+        """Tell for each page the first group that has nothing of it, and whether states are at its end."""
+        layout = namespace.layout
+        there = self._there(namespace, record_keys(hashes, layout.page_records)).reshape(len(blocks), -1)
+        kept = self._there(namespace, state_keys(hashes, layout.page_records, layout.num_states))
+        kept = kept.reshape(len(blocks), -1)
+        for block, records, states in zip(blocks, there, kept, strict=True):
+            if not records.all():
+                block.group = layout.page_groups[int(records.argmin())]
+            if layout.num_states:
+                block.states = bool(states.all())
+            if not layout.page_records and states.all():
+                block.tier = "host"
+
+    def _there(self, namespace: Namespace, keys: HashArray) -> NDArray[np.bool_]:
+        """Return which records are in the host tier or stored."""
+        found = set() if namespace.tier is None else set(map(bytes, namespace.tier.find(keys).hashes))
+        found |= self._stored(namespace, keys)
+        return np.array([key.tobytes() in found for key in keys], np.bool_)
 
     def _stored(self, namespace: Namespace, hashes: HashArray) -> set[bytes]:
         """Return the blocks known to be stored; of a shared store, those that went through this service."""
@@ -135,6 +169,42 @@ class BlockViews:
             return set()
         absent = storage.index.is_absent(hashes).tolist()
         return {row.tobytes() for row, gone in zip(hashes, absent, strict=True) if not gone}
+
+
+class _Run:
+    """The leading blocks of a path that are there, and the group of layers that ends them."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._has_pages = not layout.groups or layout.page_records > 0
+        self._group: int | None = None
+        self._blocks = 0
+        self.broken_at: int | None = None
+        self.usable = 0
+
+    def add(self, blocks: Sequence[ExplainedBlock]) -> None:
+        """Add the next blocks of the path."""
+        for block in blocks:
+            self._blocks += 1
+            if self.broken_at is not None:
+                continue
+            if block.tier is None and self._has_pages:
+                self.broken_at = block.position
+                self._group = block.group if isinstance(block.group, int) else None
+            elif block.states is not False:
+                self.usable = block.position + 1
+
+    @property
+    def ended_by(self) -> str | None:
+        """The group that ends the run; that of states if there are pages beyond the last that has them."""
+        groups, states = self._layout.groups, self._layout.state_groups
+        end = self._blocks if self.broken_at is None else self.broken_at
+        at = states[0] if states and (self.usable < end or self._group is None) else self._group
+        if at is None or self.usable == self._blocks:
+            return None
+        group = groups[at]
+        tokens = f" {group.tokens}" if group.tokens else ""
+        return f"{at + 1} of {len(groups)}: {group.reach}{tokens}, blocks of {group.block_size} tokens"
 
 
 def _nodes(namespace: Namespace, limit: int) -> Iterator[TreeNode]:

@@ -103,6 +103,8 @@ class RegisteredClient:
     since: float = field(default_factory=time.time)
     heartbeat_at: float = field(default_factory=time.monotonic)
     silent: bool = False
+    num_ranks: int = 1
+    """Ranks of the engine, of which some may keep their blocks in common."""
     ranks: dict[str, int] = field(default_factory=dict)
     """Ranks by the live file of their worker."""
     device_resets: int = 0
@@ -208,7 +210,10 @@ class RegisteredClient:
     def hear(self) -> None:
         """Record that it is alive."""
         self.heartbeat_at = time.monotonic()
-        self.silent = False
+        if self.silent:
+            self.silent = False
+            if self.namespace.feed is not None:
+                self.namespace.feed.show_device(self.session)
 
     def take_runs(self) -> None:
         """Carry out what it has pinned and unpinned by itself."""
@@ -320,11 +325,11 @@ class Clients(dict[int, RegisteredClient]):
             raise RefusalError("malformed", f"layout: more than {MAX_LAYOUT_BYTES} bytes")
         self._check_live(request.live)
         layout = KVLayout.from_json(request.layout)
-        if layout.tp_size > (extents := self._namespaces.arena.manifest.extents):
+        if layout.record_ranks > (extents := self._namespaces.arena.manifest.extents):
             raise RefusalError(
                 "no_memory",
-                f"layout.tp_size: {layout.tp_size} ranks need an extent each, and the arena has {extents}; give the "
-                "service more --host-memory",
+                f"layout.tp_size: {layout.record_ranks} ranks need an extent each, and the arena has {extents}; give "
+                "the service more --host-memory",
             )
         for client in [each for each in self.values() if each.live.path == request.live.path]:
             self.remove(client)
@@ -353,6 +358,7 @@ class Clients(dict[int, RegisteredClient]):
             session=session,
             identity=identity,
             namespace=namespace,
+            num_ranks=layout.tp_size,
             live=request.live,
             name=request.name[:MAX_NAME_LENGTH],
             wants_events=request.events,
@@ -382,11 +388,9 @@ class Clients(dict[int, RegisteredClient]):
         self._check_live(request.live)
         for client in self.values():
             if client.live.path == request.live.engine and session in (0, client.session):
-                if not 0 <= request.rank < client.namespace.ranks:
-                    raise RefusalError(
-                        "malformed", f"rank {request.rank} is not below {client.namespace.ranks}"
-                    )
-                if len(client.watches) >= MAX_WATCHES * client.namespace.ranks + 1:
+                if not 0 <= request.rank < client.num_ranks:
+                    raise RefusalError("malformed", f"rank {request.rank} is not below {client.num_ranks}")
+                if len(client.watches) >= MAX_WATCHES * client.num_ranks + 1:
                     raise RefusalError(
                         "too_many", f"{len(client.watches)} processes work for this engine already"
                     )
@@ -472,4 +476,6 @@ class Clients(dict[int, RegisteredClient]):
             client.silent = True
             client.fetches.end_all()
             self._totals.runs_given_up += client.release_runs()
+            if client.namespace.feed is not None:
+                client.namespace.feed.hide_device(client.session)
             log.warning("client %s is silent: its pins are released, its slots stay its own", client.name)

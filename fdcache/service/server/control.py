@@ -332,10 +332,11 @@ class ControlCommands:
             host = max(on_host - first, 0)
             stored = 0 if storage is None else int((~storage.index.is_absent(hashes)).sum())
         else:
-            if namespace.tier is not None and len(hashes):
-                there = hashes[namespace.tier.contains(hashes) != ABSENT]
-                host = namespace.drop(there[:1]) if len(there) else 0
-            stored = storage.delete(hashes) if storage is not None else 0
+            with namespace.deleting(hashes):
+                if namespace.tier is not None and len(hashes):
+                    there = hashes[namespace.tier.contains(hashes) != ABSENT]
+                    host = namespace.drop(there[:1]) if len(there) else 0
+                stored = storage.delete(hashes) if storage is not None else 0
             self._check_at = 0.0
             self._end_pins(time.monotonic())
         return DeleteView(

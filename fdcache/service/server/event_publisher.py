@@ -31,9 +31,13 @@ MOST_UNREAD = 256
 MOST_KEPT = 1024
 """Messages that can be replayed."""
 MOST_KEPT_BYTES = 16 << 20
+MOST_BLOCKS = 4096
+"""Of a message, after which no more events are added to it."""
 _JOIN_SECONDS, _BIND_SECONDS = 2.0, 1.0
 _GATHER_SECONDS = 0.05
 """New subscribers are waited for that long before all blocks are told once for all of them."""
+_REST_SECONDS = 0.02
+"""After each sending: what comes meanwhile is sent together."""
 
 Snapshot = Callable[[], Iterator[list[Any]]]
 """Yields the events of all blocks that are there now, some at a time."""
@@ -82,8 +86,13 @@ class EventStream:
                 self.number += 1
                 self._send(socket, payload)
         while self._waiting:
+            events = list[Any]()
             try:
-                events = self._waiting.popleft()()
+                while (
+                    self._waiting
+                    and sum(len(getattr(each, "block_hashes", ())) for each in events) < MOST_BLOCKS
+                ):
+                    events += self._waiting.popleft()()
             except Exception:
                 self.begin_again()  # else readers would keep what has changed
                 raise
@@ -150,7 +159,8 @@ class EventPublisher:
             if replay_address is not None:
                 _bind(self._replay, replay_address, "FDCACHE_KV_EVENTS_REPLAY")
         except ConfigurationError:
-            self._close()
+            self._close_sockets()
+            os.close(self._wake_fd)
             raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_address = self._replay.getsockopt_string(zmq.LAST_ENDPOINT) or None
@@ -174,6 +184,8 @@ class EventPublisher:
         self._is_ending = True
         self._wake()
         self._thread.join(_JOIN_SECONDS)
+        if not self._thread.is_alive():
+            os.close(self._wake_fd)
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
@@ -192,9 +204,10 @@ class EventPublisher:
                 if self._replay in ready:
                     self._answer()
                 self._send()
+                time.sleep(_REST_SECONDS)
             self._send()
         finally:
-            self._close()
+            self._close_sockets()
 
     def _send(self) -> None:
         for stream in list(self._streams.values()):
@@ -228,10 +241,9 @@ class EventPublisher:
                 self._replay.send_multipart((identity, b"", stream.topic, number.to_bytes(8, "big"), payload))
         self._replay.send_multipart((identity, b"", b"", END, b""))
 
-    def _close(self) -> None:
+    def _close_sockets(self) -> None:
         self._socket.close()
         self._replay.close()
-        os.close(self._wake_fd)
 
 
 def _bind(socket: zmq.Socket[bytes], address: str, variable: str) -> None:

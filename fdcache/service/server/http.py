@@ -23,14 +23,8 @@ from fdcache.service.server.metrics import render
 from fdcache.service.wire.address import http_key_path
 from fdcache.service.wire.client_views import ClientView
 from fdcache.service.wire.page_views import ShownService
-from fdcache.service.wire.views import (
-    BlockView,
-    ConfigView,
-    NamespaceView,
-    ResetView,
-    ServiceView,
-    TreeNode,
-)
+from fdcache.service.wire.views import BlockView, ConfigView, NamespaceView, ResetView, ServiceView
+from fdcache.tiers.pool import TreeNode
 
 _TIMEOUT = 5.0
 

@@ -16,7 +16,8 @@ from fdcache.service.client.connection import Client
 from fdcache.service.page import SCRIPTS, STYLES, asset, document
 from fdcache.service.server.http_schema import returns
 from fdcache.service.wire.page_views import ShownService
-from fdcache.service.wire.views import BlockView, TreeNode
+from fdcache.service.wire.views import BlockView
+from fdcache.tiers.pool import TreeNode
 
 MOST_STREAMS = 4
 """Limit of the pages that are shown at the same time."""

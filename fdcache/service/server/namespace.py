@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.service.server.arena import MOST_EXTENTS, Arena
 from fdcache.service.server.eviction_order import OrderFile
-from fdcache.service.server.hints import NamespaceHints
 from fdcache.service.server.history import History
 from fdcache.service.server.host_pool import HostPool
+from fdcache.service.server.namespace_hints import NamespaceHints
 from fdcache.service.server.namespace_memory import NamespaceMemory
 from fdcache.service.server.router_feed import RouterFeed
 from fdcache.service.server.tenants import Quotas, Tenants
@@ -66,7 +67,7 @@ class Namespace:
         self._layout_text = layout.to_json().encode()
         self._eviction = eviction
         self.id = layout.fingerprint.hex()[:16]
-        self.ranks = layout.tp_size
+        self.ranks = layout.record_ranks
         self.feed = feed
         self._arena = arena
         self.geometry = Geometry(
@@ -319,11 +320,7 @@ class Namespace:
             self.history.count_missed(hashes, start)
             return None
         lease = self.tier.open_lease()
-        try:
-            run = self.tier.match(lease, hashes, start)
-        except ValueError:
-            self.tier.release(lease)
-            raise
+        run = self.tier.match(lease, hashes, start)
         if not len(run):
             self.tier.release(lease)
             self.history.count_missed(hashes, start)
@@ -458,6 +455,10 @@ class Namespace:
         self.hints.forget(session)
         if self.feed is not None:
             self.feed.forget_device(session)
+
+    def deleting(self, hashes: HashArray) -> AbstractContextManager[None]:
+        """Have what routers are told of these blocks, and of those that are removed meanwhile, forgotten."""
+        return nullcontext() if self.feed is None else self.feed.deleting(hashes)
 
     def pools(self) -> list[BlockPool]:
         """Return its tiers that have slots: host, then local storage."""

@@ -27,7 +27,7 @@ class NamespaceMemory:
         self._arena = arena
         self._layout = layout
         self._geometry = geometry
-        self._ranks = range(layout.tp_size)
+        self._ranks = range(layout.record_ranks)
         self._padding = _padding(layout)
         self._extents: list[list[Extent]] = [[] for _ in self._ranks]
         self._guards: list[list[MemoryGuard]] = [[] for _ in self._ranks]

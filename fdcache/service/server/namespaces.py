@@ -202,7 +202,7 @@ class Namespaces(dict[bytes, Namespace]):
         whole, layout = 0, None
         try:
             layout = KVLayout.from_json(path.read_bytes())
-            whole, lost = _recoverable(extents, layout.tp_size, self.arena.num_free)
+            whole, lost = _recoverable(extents, layout.record_ranks, self.arena.num_free)
         except (LayoutError, OSError) as error:
             log.warning("namespace %s: its blocks are lost: %s", name, error)
         torn = [f"{prefix}-r{rank}-{index:05d}" for rank, index in sorted(extents) if index >= whole]

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from fdcache.hashing import NO_TENANT
 from fdcache.metadata import UInt32Array
+from fdcache.plans.ledger import ROOT, UNKNOWN
 from fdcache.service.server.eviction_order import places_of
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.namespace_memory import READY_HEADER
@@ -70,12 +71,12 @@ def _recover_tenants(namespace: Namespace, headers: np.ndarray) -> UInt32Array:
 
 
 def _parents_first(slots: list[int], headers: np.ndarray) -> list[int]:
-    """Return the slots that are connected to the root, each after its parent."""
+    """Return the slots that are connected to the beginning of a run, each after its parent."""
     children: dict[bytes, list[int]] = {}
     for slot in slots:
         children.setdefault(headers[slot]["parent"].tobytes(), []).append(slot)
     ordered: list[int] = []
-    level = children.pop(bytes(32), [])
+    level = children.pop(ROOT, []) + children.pop(UNKNOWN, [])
     while level:
         ordered += level
         level = [child for slot in level for child in children.pop(headers[slot]["hash"].tobytes(), [])]

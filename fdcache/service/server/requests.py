@@ -18,17 +18,14 @@ from fdcache.service.wire.protocol import (
     NOT_FETCHED,
     Answer,
     Describe,
-    DeviceBlocks,
     Done,
     EndFetches,
-    FindPath,
     Hinted,
     Hints,
     LoadEnded,
     Match,
     Matched,
     Missed,
-    PathFound,
     Prefetch,
     Publish,
     Published,
@@ -129,17 +126,6 @@ def _constant(on_device: int) -> OnDevice:
     return lambda hashes: on_device
 
 
-def find_path(client: RegisteredClient, request: FindPath) -> PathFound:
-    """Return the path to a block, so that a client that knows a prompt's end alone can have all of it read."""
-    if len(hashes_from(request.block, "block")) != 1:
-        raise ProtocolError("block: not one hash of 32 bytes")
-    for pool in client.namespace.pools():
-        path = pool.path_to(request.block)
-        if path is not None and len(path) <= MAX_BLOCKS:
-            return PathFound(path.tobytes(), there=True)
-    return PathFound(b"", there=False)
-
-
 def missed(client: RegisteredClient, request: Missed) -> Answer:
     """Count look-ups that the client answered itself from the presence table."""
     first = hashes_from(request.first)
@@ -170,19 +156,13 @@ def end_fetches(client: RegisteredClient, request: EndFetches) -> Answer:
 
 
 def describe(client: RegisteredClient, request: Describe) -> Answer:
-    """Take what routers are to be told of blocks; nothing without routers."""
-    if (feed := client.namespace.feed) is not None:
-        feed.describe(request)
-    return Done()
-
-
-def device_blocks(client: RegisteredClient, request: DeviceBlocks) -> Answer:
-    """Take which blocks a client's device has; nothing without routers."""
+    """Take what routers are to be told of blocks, and which the client's device has; nothing without routers."""
     hashes = hashes_from(request.hashes)
     kinds = uint8_from(request.kinds, "kinds", len(hashes))
     if (kinds > EVENT_CLEARED).any():
         raise ProtocolError("kinds: only 0, 1 and 2 are sent")
     if (feed := client.namespace.feed) is not None:
+        feed.describe(request.paths)
         feed.device_events(client.session, kinds, hashes)
     return Done()
 

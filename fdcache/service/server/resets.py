@@ -176,7 +176,7 @@ def reset(service: Service, arguments: Arguments) -> ResetView:
         feeds = [each.feed for each in order.namespaces] + [each.feed for each in order.storages]
         for feed in feeds:
             if feed is not None:
-                feed.forget_tenant(order.tenant)
+                feed.notes.forget_tenant(order.tenant)
     if order.has_devices:
         answer.device = [_reset_device(client, order) for client in clients]
     return answer
@@ -215,7 +215,7 @@ def _reset_storage(storage: LayoutStorage, order: CheckedReset, owned: HashArray
         blocks = len(slots) + stored.orphans if order.dry_run else storage.forget(slots)
     else:
         blocks = stored.ready + stored.orphans if order.dry_run else storage.reset()
-    return StorageResetView(storage.id, blocks, blocks * storage.layout.record_bytes * storage.layout.tp_size)
+    return StorageResetView(storage.id, blocks, blocks * storage.layout.block_bytes)
 
 
 def _reset_stored_of_tenant(storage: LayoutStorage, order: CheckedReset, owned: HashArray) -> int:

@@ -6,22 +6,20 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from fdcache.errors import ProtocolError
 from fdcache.groups import CacheGroup, Reach
-from fdcache.hashing import tenant_key
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray
 from fdcache.service.server.event_publisher import EventPublisher, EventStream
+from fdcache.service.server.kept_notes import KeptNotes
 from fdcache.service.server.notes_file import NotesFile
-from fdcache.service.wire.protocol import Describe, hashes_from, int32_from
+from fdcache.service.wire.protocol import DescribedPath
 from fdcache.service.wire.router_events import (
     MEDIUM,
     Origin,
@@ -39,8 +37,6 @@ MOST_EVENTS = 1 << 18
 """Events of storage between two calls; of more, all blocks are told anew."""
 MOST_ON_DEVICE = 1 << 20
 """Blocks of one client's device; of further ones routers are not told."""
-_SLACK = 65536
-"""Notes of blocks that are in no tier, before they are dropped."""
 _AT_ONCE = 4096
 """Blocks of one message."""
 _LOCAL: dict[str, Any] = {"locality": "LOCAL"}
@@ -57,20 +53,6 @@ _KINDS = {
 
 Change = tuple[Callable[[CacheLevel, list[bytes]], Iterable[Any]], list[bytes]]
 """Blocks that came or left, and what makes their events."""
-
-
-class Note(msgspec.Struct, frozen=True, array_like=True):
-    """A block: hash of the one before it, tokens in int32, and what else its hash covers."""
-
-    parent: bytes
-    tokens: bytes
-    salt: str | None = None
-    adapter: str | None = None
-    items: list[tuple[str, int]] = []
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Note).decode
 
 
 @dataclass(slots=True)
@@ -106,39 +88,18 @@ class RouterFeed:
             (_KINDS[each.reach], each.tokens if each.reach is Reach.LAST else None)
             for each in layout.groups or (CacheGroup(layout.block_size),)
         ]
-        self._file = file
-        self._notes: dict[bytes, bytes] = {}
-        self._to_sweep: list[bytes] = []
-        self._deleted: set[bytes] = set()  # keys of tenants whose notes are to go
         self._origins: dict[tuple[str | None, str | None], Origin] = {}
         self._tiers = {level: _Tier(level) for level in MEDIUM}
-        self._devices: dict[int, set[bytes]] = {}  # what each client has, by its session
+        self._devices: dict[int, dict[bytes, None]] = {}  # of each client by its session, parents first
+        self._silent: dict[int, dict[bytes, None]] = {}  # of clients that are not heard
         self._holders: Counter[bytes] = Counter()  # clients with each block
-        self._loading: Future[dict[bytes, bytes]] | None = file.load()
+        self.notes = KeptNotes(layout.block_size, file, self._are_gone)
         self._stream: EventStream = publisher.stream(topic, self.snapshot)
 
-    # --- notes ----------------------------------------------------------------------------------------------
-
-    def describe(self, message: Describe) -> None:
+    def describe(self, paths: Iterable[DescribedPath]) -> None:
         """Keep what a client says of blocks. Raises ``ProtocolError`` for fields that do not fit."""
-        hashes, size = hashes_from(message.hashes), self._layout.block_size
-        int32_from(message.tokens, "tokens", size * len(hashes))
-        if len(message.parent) not in (0, hashes.shape[1]):
-            raise ProtocolError("parent: a hash has 32 bytes")
-        parent, rows, step = message.parent, [], 4 * size
-        for i in range(len(hashes)):
-            key = message.hashes[32 * i : 32 * (i + 1)]
-            if key not in self._notes:
-                tokens = message.tokens[step * i : step * (i + 1)]
-                items = _items_in(message, i * size, (i + 1) * size) if message.items else []
-                note = _encode(Note(parent, tokens, message.tenant, message.adapter, items))
-                self._notes[key] = note
-                rows.append((key, note))
-            parent = key
-        if not rows:
-            return
-        self._file.add(rows)
-        self._tell_described([key for key, _ in rows])
+        if new := self.notes.add(paths):
+            self._tell_described(new)
 
     def _tell_described(self, keys: list[bytes]) -> None:
         """Tell of blocks that were there before their notes, such as those of which the file had none."""
@@ -155,42 +116,22 @@ class RouterFeed:
                 bytes(byte ^ mark for byte in page) if mark else page for mark in range(len(self._marks))
             )
 
-    def forget_tenant(self, key: bytes) -> None:
-        """Drop the notes of a tenant's blocks that are in no tier, from the file too, in the next calls of ``work``."""
-        self._deleted.add(key)
+    @contextmanager
+    def deleting(self, hashes: HashArray) -> Iterator[None]:
+        """Forget the notes of these records, and of those that leave a tier meanwhile, once they are in no tier."""
+        with self.notes.deleting(self._page_of(row.tobytes())[0] for row in hashes):
+            yield
+            self._take_storage_events()
 
-    def _sweep(self) -> None:
-        """Drop the notes of blocks that are in no tier, some at a time.
-
-        That is due once the file has many rows too many; or for a tenant whose blocks were deleted, for these alone.
-        """
-        resident = sum(len(tier.blocks) for tier in self._tiers.values())
-        is_known = self._loading is None and not (
-            self._has_storage and self._tiers[CacheLevel.STORAGE].pool is None  # it is being opened
-        )
-        if self._deleted and is_known and not self._to_sweep:
-            self._to_sweep = list(self._notes)
-        elif not self._to_sweep and is_known and self._file.rows > 2 * resident + _SLACK:
-            self._to_sweep = list(self._notes)[: -_SLACK // 2]  # the newest are perhaps about to be stored
-        if not self._to_sweep:
-            return
-        some, self._to_sweep = self._to_sweep[-_AT_ONCE:], self._to_sweep[:-_AT_ONCE]
-        pages = np.frombuffer(b"".join(some), np.uint8).reshape(-1, 32)
-        gone = np.array([page not in self._holders for page in some], np.bool_)
+    def _are_gone(self, pages: list[bytes]) -> list[bool]:
+        """Return for each page whether no tier has it."""
+        hashes = np.frombuffer(b"".join(pages), np.uint8).reshape(-1, 32)
+        gone = np.array([page not in self._holders for page in pages], np.bool_)
         for tier in self._tiers.values():
             if tier.pool is not None:
-                gone &= tier.pool.contains(pages) == ABSENT
-        for i in np.flatnonzero(gone).tolist():
-            if not self._deleted or self._is_deleted(some[i]):
-                self._notes.pop(some[i], None)
-        if not self._to_sweep:
-            self._deleted.clear()
-            self._file.rewrite(list(self._notes.items()))
-
-    def _is_deleted(self, page: bytes) -> bool:
-        note = self._notes.get(page)
-        salt = _decode(note).salt if note is not None else None
-        return salt is not None and tenant_key(salt) in self._deleted
+                gone &= tier.pool.contains(hashes) == ABSENT
+        found: list[bool] = gone.tolist()
+        return found
 
     # --- tiers ----------------------------------------------------------------------------------------------
 
@@ -231,6 +172,7 @@ class RouterFeed:
                 for key in keys:
                     tier.blocks.pop(key, None)
                 changes.append((self._removed, keys))
+                self.notes.removed(self._page_of(key)[0] for key in keys)
             first = end
         self._stream.publish(lambda: [event for tell, keys in changes for event in tell(level, keys)])
 
@@ -241,15 +183,17 @@ class RouterFeed:
 
         Routers are told when the first client has a block, and when the last one has it no more.
         """
-        own = self._devices.setdefault(session, set())
+        if not len(kinds):
+            return
+        own = self._devices.setdefault(session, {})
         codes, keys = list[int](), list[bytes]()
         for kind, key in zip(kinds.tolist(), (row.tobytes() for row in hashes), strict=True):
             if kind == EVENT_STORED and key not in own and len(own) < MOST_ON_DEVICE:
-                own.add(key)
+                own[key] = None
                 self._holders[key] += 1
                 is_told = self._holders[key] == 1
             elif kind == EVENT_REMOVED and key in own:
-                own.remove(key)
+                del own[key]
                 is_told = self._is_last(key)
             else:
                 is_told = False
@@ -266,9 +210,27 @@ class RouterFeed:
 
     def forget_device(self, session: int) -> None:
         """Forget what the device of a client had that has gone."""
-        gone = [key for key in self._devices.pop(session, ()) if self._is_last(key)]
+        self.hide_device(session)
+        self._silent.pop(session, None)
+
+    def hide_device(self, session: int) -> None:
+        """Tell routers no more of the device of a client that is not heard, until ``show_device``."""
+        if (own := self._devices.pop(session, None)) is None:
+            return
+        self._silent[session] = own
+        gone = [key for key in own if self._is_last(key)]
         if gone:
             self._change(CacheLevel.DEVICE, [EVENT_REMOVED] * len(gone), gone)
+
+    def show_device(self, session: int) -> None:
+        """Tell routers of the device of a client that is heard again."""
+        if (own := self._silent.pop(session, None)) is None:
+            return
+        self._devices[session] = own
+        self._holders.update(own.keys())
+        new = [key for key in own if self._holders[key] == 1]
+        if new:
+            self._change(CacheLevel.DEVICE, [EVENT_STORED] * len(new), new)
 
     def on_devices(self, key: bytes) -> int:
         """Return how many clients have a block on their device."""
@@ -284,12 +246,14 @@ class RouterFeed:
 
     def work(self) -> None:
         """Take the notes that were read from the file, and the events of storage."""
-        if self._loading is not None and self._loading.done():
-            self._notes = self._loading.result() | self._notes
-            self._loading = None
+        if self.notes.take_loaded():
             for level in self._tiers:
                 self.tell_anew(level)
-        self._sweep()
+        if not (self._has_storage and self._tiers[CacheLevel.STORAGE].pool is None):  # it is being opened
+            self.notes.tidy(sum(len(tier.blocks) for tier in self._tiers.values()))
+        self._take_storage_events()
+
+    def _take_storage_events(self) -> None:
         pool = self._tiers[CacheLevel.STORAGE].pool
         if pool is not None:
             kinds, hashes, _ = pool.take_events()
@@ -330,7 +294,7 @@ class RouterFeed:
         """Return the hash of a record's page, and the mark in the record's key: 0 if that is the hash."""
         for mark in range(len(self._marks)):
             page = bytes(byte ^ mark for byte in key) if mark else key
-            if page in self._notes:
+            if page in self.notes:
                 return page, mark
         return key, 0
 
@@ -340,10 +304,9 @@ class RouterFeed:
 
     def _block(self, key: bytes) -> RouterBlock | None:
         page, mark = self._page_of(key)
-        text = self._notes.get(page)
-        if text is None or not self._is_told(mark):
+        note = self.notes.of(page)
+        if note is None or not self._is_told(mark):
             return None
-        note = _decode(text)
         origin = self._origins.get((note.adapter, note.salt))
         if origin is None:
             origin = self._origins.setdefault(
@@ -364,16 +327,7 @@ class RouterFeed:
 
     def close(self) -> None:
         """Write the notes that wait."""
-        self._file.close()
-
-
-def _items_in(message: Describe, first: int, last: int) -> list[tuple[str, int]]:
-    """Return the images and the like in a range of tokens, each with its offset there."""
-    return [
-        (name, offset - first)
-        for offset, length, name in message.items
-        if offset < last and offset + length > first
-    ]
+        self.notes.close()
 
 
 def _name(page: bytes) -> int:
@@ -407,6 +361,13 @@ class RouterFeeds:
                 layout, self.publisher, topic, file, has_storage=self._has_storage
             )
         return feed
+
+    def take_forgetful(self) -> list[RouterFeed]:
+        """Return the feeds that have dropped notes since the last call."""
+        found = [feed for feed in self._feeds.values() if feed.notes.has_forgotten]
+        for feed in found:
+            feed.notes.has_forgotten = False
+        return found
 
     def work(self) -> None:
         """Go on with all feeds."""

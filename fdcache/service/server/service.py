@@ -28,11 +28,10 @@ from fdcache.service.wire.protocol import (
     Attached,
     Bye,
     Describe,
-    DeviceBlocks,
+    DescribeAgain,
     Done,
     EndFetches,
     Events,
-    FindPath,
     Granted,
     Heartbeat,
     Hinted,
@@ -103,12 +102,10 @@ class Service:
         self.tools = ToolQueue(self._slices, self.totals)
         self._handlers: dict[type, Callable[..., Answer]] = {
             Match: self._match,
-            FindPath: requests.find_path,
             Prefetch: self._prefetch,
             EndFetches: requests.end_fetches,
             Refill: self._refill,
             Describe: requests.describe,
-            DeviceBlocks: requests.device_blocks,
             Publish: self._publish,
             Missed: requests.missed,
             LoadEnded: requests.load_ended,
@@ -342,6 +339,10 @@ class Service:
         self.drive_commands()
         if (feeds := self.namespaces.feeds) is not None:
             feeds.work()
+            forgetful = feeds.take_forgetful()
+            for client in self.clients.values():
+                if client.namespace.feed in forgetful:
+                    send(client.identity, DescribeAgain())
         for namespace in self.namespaces.values():
             namespace.save_learned()
         self.send_events(send)

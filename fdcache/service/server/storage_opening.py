@@ -86,7 +86,7 @@ def open_layout(
     """Open every rank's storage and load the index. Raises ``StorageError`` and leaves nothing open."""
     ranks: list[BlockStorage] = []
     try:
-        for rank in range(layout.tp_size):
+        for rank in range(layout.record_ranks):
 
             def note(done: int, total: int, rank: int = rank) -> None:
                 scanned.note(layout.fingerprint, rank, done, total)
@@ -116,7 +116,7 @@ def stored_layouts(folder: Path) -> list[KVLayout]:
         except (StorageError, OSError) as error:
             log.warning("%s: skipped, the file is damaged: %s", path.name, error)
             continue
-        names = [file_name(layout.fingerprint, rank) for rank in range(layout.tp_size)]
+        names = [file_name(layout.fingerprint, rank) for rank in range(layout.record_ranks)]
         if all((folder / name).exists() for name in names):
             newest[layout.fingerprint] = max(
                 newest.get(layout.fingerprint, (0.0, layout)), (written, layout), key=lambda each: each[0]

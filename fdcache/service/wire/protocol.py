@@ -62,12 +62,6 @@ class Match(msgspec.Struct, frozen=True, tag="match"):
     requests: list[str] = []
 
 
-class FindPath(msgspec.Struct, frozen=True, tag="find_path"):
-    """Ask for the path that leads to a block in the host tier or the local storage."""
-
-    block: bytes
-
-
 class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
     """Start to read the stored part of the path of request ``number``; its first ``start`` blocks are on the device.
 
@@ -93,11 +87,10 @@ class Refill(msgspec.Struct, frozen=True, tag="refill"):
     count: int
 
 
-class Describe(msgspec.Struct, frozen=True, tag="describe"):
-    """Describe blocks of one path before they are published, for a service that tells routers of them.
+class DescribedPath(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one path, below the block ``parent``; that is empty for the first block of a prompt.
 
-    ``parent``: the hash of the block before the first; empty for the first block of a prompt. ``tokens``: int32, all of
-    the blocks. ``items``: offset from the first token, length and name of each image or the like in them.
+    ``items``: offset from the first token, length and name of each image or the like in them.
     """
 
     hashes: bytes
@@ -108,14 +101,15 @@ class Describe(msgspec.Struct, frozen=True, tag="describe"):
     items: list[tuple[int, int, str]] = []
 
 
-class DeviceBlocks(msgspec.Struct, frozen=True, tag="device_blocks"):
-    """Tell which blocks came to and left the client's device, in order, for a service that tells routers of them.
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """Tell a service with routers of blocks before they are published, and what came to and left the device.
 
-    Kinds are those of ``Events``; 2 clears what was told before, 3 is not sent.
+    ``kinds`` and ``hashes``: of the device, in order, as in ``Events``; 2 clears what was told before, 3 is not sent.
     """
 
-    kinds: bytes
-    hashes: bytes
+    paths: list[DescribedPath] = []
+    kinds: bytes = b""
+    hashes: bytes = b""
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
@@ -203,12 +197,10 @@ Request = (
     Register
     | Attach
     | Match
-    | FindPath
     | Prefetch
     | EndFetches
     | Refill
     | Describe
-    | DeviceBlocks
     | Publish
     | Missed
     | LoadEnded
@@ -261,13 +253,6 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
     unverified: bytes
     fetched: bytes = b""
     states: bytes = b""
-
-
-class PathFound(msgspec.Struct, frozen=True, tag="path_found"):
-    """The hashes of the blocks above the block asked for, from the root on; none also if the block is not ``there``."""
-
-    hashes: bytes
-    there: bool
 
 
 NOT_FETCHED, FETCHED, FETCHING, FETCHING_LAST = range(4)
@@ -329,6 +314,10 @@ class Recall(msgspec.Struct, frozen=True, tag="recall"):
     first: int
 
 
+class DescribeAgain(msgspec.Struct, frozen=True, tag="describe_again"):
+    """The service has dropped descriptions: what is stored from now on is to be described again."""
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """The request was carried out."""
 
@@ -351,13 +340,13 @@ Answer = (
     Registered
     | Attached
     | Matched
-    | PathFound
     | Granted
     | Published
     | Hinted
     | Alive
     | Events
     | Recall
+    | DescribeAgain
     | Done
     | ToolAnswer
     | Refused

@@ -6,6 +6,7 @@ order and tags are those that vLLM has; ``cache_salt`` is Dynamo's, which others
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from fdcache.metadata import CacheLevel
 MEDIUM = {CacheLevel.DEVICE: "GPU", CacheLevel.HOST: "CPU", CacheLevel.STORAGE: "STORAGE"}
 MOST_IN_RUN = 512
 """Blocks of one event."""
+_UINT32 = np.dtype([("tag", "u1"), ("value", ">u4")])
+"""A number in msgpack."""
 END = (-1).to_bytes(8, "big", signed=True)
 """Number of the message that ends an answer of the replay socket."""
 
@@ -35,7 +38,7 @@ class RouterBlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    token_ids: list[int]
+    token_ids: list[int] | msgspec.Raw
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -128,8 +131,11 @@ def fields_of(run: list[RouterBlock], medium: str, block_size: int) -> dict[str,
     return fields | {name: value for name, value in more.items() if value is not None}
 
 
-def _tokens_of(run: list[RouterBlock]) -> list[int]:
+def _tokens_of(run: list[RouterBlock]) -> list[int] | msgspec.Raw:
+    """Return the tokens of a run; bytes are written as msgpack at once, which takes a tenth of the time of a list."""
     if isinstance(run[0].tokens, bytes):
-        tokens: list[int] = np.frombuffer(b"".join(block.tokens for block in run), "<i4").tolist()  # type: ignore[misc]
-        return tokens
+        tokens = np.frombuffer(b"".join(block.tokens for block in run), "<u4")  # type: ignore[misc]
+        written = np.empty(len(tokens), _UINT32)
+        written["tag"], written["value"] = 0xCE, tokens
+        return msgspec.Raw(struct.pack(">BI", 0xDD, len(tokens)) + written.tobytes())
     return [token for block in run for token in block.tokens]

@@ -168,7 +168,7 @@ class NamespaceStorageView(StoredBlocks, kw_only=True):
     namespace: Annotated[str, shown("Name of the namespace.", column="namespace")]
     model: Annotated[str, shown("Name of the model.", column="model")] = ""
     revision: Annotated[str, shown("Revision of the model.")] = ""
-    ranks: Annotated[int, shown("Ranks of the model.", column="ranks")] = 0
+    ranks: Annotated[int, shown("Ranks of the model that hold bytes of their own.", column="ranks")] = 0
     state: Annotated[str, shown("One of ready, full, read_only and off.", column="state")]
     error: Annotated[str | None, shown("Last error of the storage.")] = None
     restored_blocks: Annotated[int, shown("Blocks that were stored before the service started.")] = 0

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fdcache._core import NodeView
 from fdcache.service.wire.client_views import HIT_TIERS, ClientView
 from fdcache.service.wire.records import Unit, counter, gauge, histogram, shown
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
@@ -244,7 +243,7 @@ class NamespaceView(msgspec.Struct):
     ]
     model: Annotated[str, shown("Name of the model.", column="model")]
     revision: Annotated[str, shown("Revision of the model.")]
-    ranks: Annotated[int, shown("Ranks of the model.", column="ranks")]
+    ranks: Annotated[int, shown("Ranks of the model that hold bytes of their own.", column="ranks")]
     block_size: Annotated[int, shown("Tokens of a block.", column="block")]
     record_bytes: Annotated[int, shown("Bytes of a block on one rank.", column="record", unit=Unit.BYTES)]
     extents: Annotated[int, shown("Extents of all ranks.")] = 0
@@ -351,33 +350,6 @@ class StateView(msgspec.Struct):
 # --- blocks ------------------------------------------------------------------------------------------------
 
 
-class TreeNode(msgspec.Struct):
-    """A hot block, or an ancestor of one. ``parent`` is None below the root."""
-
-    namespace: str
-    hash: str
-    parent: str | None
-    depth: int
-    hits: int
-    children: int
-    pins: int
-    idle_seconds: float
-
-    @classmethod
-    def of(cls, namespace: str, node: NodeView, parent: bytes) -> TreeNode:
-        """Return what is shown of a block; ``parent`` is 0 below the root."""
-        return cls(
-            namespace=namespace,
-            hash=node.hash.hex(),
-            parent=parent.hex() if any(parent) else None,
-            depth=node.depth,
-            hits=node.hits,
-            children=node.children,
-            pins=node.pins,
-            idle_seconds=node.idle_seconds,
-        )
-
-
 class BlockView(msgspec.Struct):
     """A block in the host tier or in storage, or one that left: then with ``reason`` and ``left_at``."""
 
@@ -408,7 +380,9 @@ class BlockView(msgspec.Struct):
 class ExplainedBlock(msgspec.Struct):
     """A block of a prompt: in tier ``host`` or ``storage``, or None with the reason why it is in neither.
 
-    ``devices``: how many engines have it on their device, as far as they tell a service that tells routers.
+    ``devices``: how many engines have it on their device, as far as they tell a service that tells routers. In a layout
+    with groups of layers a block is a page of all of them: ``group`` is the first that has nothing of it, and
+    ``states`` whether those at its end are there.
     """
 
     position: int
@@ -422,14 +396,22 @@ class ExplainedBlock(msgspec.Struct):
     reason: str | UnsetType = UNSET
     left_at: float | UnsetType | None = UNSET
     devices: int | UnsetType = UNSET
+    group: int | UnsetType = UNSET
+    states: bool | UnsetType = UNSET
 
 
 class ExplainView(msgspec.Struct):
-    """The blocks of a prompt; ``broken_at`` is the first that is missing, None for a full hit."""
+    """The blocks of a prompt; ``broken_at`` is the first that is missing, None for a full hit.
+
+    ``usable`` blocks are of use to a request: with states, up to the last that has them. ``ended_by``: the group of
+    layers that ends them, as "2 of 3: state, blocks of 544 tokens"; None without groups, and for a full hit.
+    """
 
     namespace: str
     blocks: list[ExplainedBlock]
     broken_at: int | None
+    usable: int = 0
+    ended_by: str | None = None
 
 
 class ReuseView(msgspec.Struct):

@@ -78,7 +78,7 @@ class ObjectConnector:
         self._objects = ObjectFormat(layout)
         self._most_records = min(max(tier.object_bytes // layout.record_bytes, 1), MOST_RECORDS)
         self._pool = CallPool(tier.threads, f"fdcache-{name}")
-        self._ranks = [self._locator(context, rank, catalogues) for rank in range(layout.tp_size)]
+        self._ranks = [self._locator(context, rank, catalogues) for rank in range(layout.record_ranks)]
         self.room = Room(backend, tier.size, self._own.catalogue.forget)
         self._layout = layout
         self._has_layout = False
@@ -88,7 +88,7 @@ class ObjectConnector:
 
     def _locator(self, context: ConnectorContext, rank: int, catalogues: Catalogues) -> Locator:
         layout = context.layout
-        prefix = f"{layout_prefix(layout.fingerprint)}{rank}of{layout.tp_size}/"
+        prefix = f"{layout_prefix(layout.fingerprint)}{rank}of{layout.record_ranks}/"
         return Locator(
             self._backend,
             self._pool,

@@ -37,13 +37,13 @@ class RemoteHints:
             ignored = HintResult(0, HintStatus.IGNORED, reason=_NO_SERVICE)
             return [_outcome(given.request_id, hint, ignored) for hint in given.hints]
         outcomes, sent = [], []
-        for hint, place in zip(given.hints, given.places, strict=True):
+        for hint, (_, _, start, stop, _) in zip(given.hints, given.said, strict=True):
             number = next(self._numbers)
             self._waiting[number] = (session, given.request_id, hint)
             if len(self._waiting) > MOST_WAITING:
                 self._waiting.popitem(last=False)
             outcomes.append(_outcome(given.request_id, hint, HintResult(number, HintStatus.SENT)))
-            sent.append(_sent(number, hint, *place))
+            sent.append(_sent(number, hint, start, stop))
         for first in range(0, len(sent), MOST_HINTS):
             part = sent[first : first + MOST_HINTS]
             stop = min(max(each.stop for each in part), MAX_BLOCKS)

@@ -32,6 +32,7 @@ class SharedHostArena:
         assert host.server is not None
         self.fingerprint = layout.fingerprint
         self._rank = rank
+        self._record_rank = rank // layout.replicas
         self._record_bytes = layout.record_bytes
         self._directory = socket_path(host.server).parent
         self._live: dict[str, LiveFile] = {}
@@ -54,8 +55,16 @@ class SharedHostArena:
 
     def attach(self, plan: TransferPlan) -> str | None:
         """Announce this process to the service of the plan's slots; return the reason if that fails, else None."""
-        arena = plan.arena or "none"
-        if arena == self._arena or not any(len(swap) for swap in plan.swaps()):
+        if not any(len(swap) for swap in plan.swaps()):
+            return None
+        return self._attach(plan.arena or "none")
+
+    def open_records(self, arena: str | None, slots: Int32Array) -> str | None:
+        """Attach to a session and map its slots, so that records can be read; return the reason if that fails."""
+        return self._attach(arena or "none") or self._prepare(slots)
+
+    def _attach(self, arena: str) -> str | None:
+        if arena == self._arena:
             return None
         try:
             self._attached = arena, self._ask(arena)
@@ -70,11 +79,12 @@ class SharedHostArena:
             for swap in plan.swaps()
             if len(swap)
         ]
-        if not slots:
-            return None
+        return self._prepare(np.concatenate(slots)) if slots else None
+
+    def _prepare(self, slots: Int32Array) -> str | None:
         try:
             self._apply_attachment()
-            self._map(np.concatenate(slots))
+            self._map(slots)
         except (HostMemoryError, OSError) as error:
             return f"the service's arena cannot be used: {error}"
         return None
@@ -124,7 +134,7 @@ class SharedHostArena:
         needed = np.unique(slots // geometry.records_per_extent).tolist()
         try:
             for index in [*range(len(self.extents), needed[-1] + 1), *needed]:
-                path = geometry.path(self._rank, index)
+                path = geometry.path(self._record_rank, index)
                 if index < len(self.extents) and self.extents[index].is_still(path):
                     continue
                 extent, pinned = self._pinned(path, geometry.extent_bytes)

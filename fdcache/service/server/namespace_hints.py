@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache._core import HintKind as NativeKind
 from fdcache.errors import HintError
 from fdcache.hints import MOST_HINTS, GivenHints, Hint, HintOutcome, HintStatus
 from fdcache.metadata import HashArray
@@ -47,7 +48,7 @@ class NamespaceHints:
         path = hashes_from(message.hashes)
         self.figures.given += len(message.hints)
         results: list[HintResult | None] = []
-        accepted, places = list[Hint](), list[tuple[int, int]]()
+        accepted, said = list[Hint](), list[tuple[NativeKind, float, int, int, bool]]()
         limit, kept = self._limit_of(path) if len(path) else None, np.zeros(len(path), np.bool_)
         for i, each in enumerate(message.hints):
             hint = _hint(each, is_extra=i >= MOST_HINTS)
@@ -63,9 +64,9 @@ class NamespaceHints:
                     refused = self._refused(each, HintStatus.OVER_BUDGET, reason)
             if isinstance(hint, Hint) and refused is None:
                 accepted.append(hint)
-                places.append((start, stop))
+                said.append((NativeKind[hint.kind.name], hint.value, start, stop, not hint.has_range))
             results.append(refused)
-        outcomes = iter(self._book.take(path, GivenHints(str(session), accepted, places)))
+        outcomes = iter(self._book.take(path, GivenHints(str(session), accepted, said)))
         if limit is not None and kept.any():
             self._kept[limit[0]].append(self._book.waiting(path[kept]))
         return [

@@ -1,0 +1,92 @@
+"""Time what FdcacheLinker does on the thread of SGLang's scheduler, call by call, without an engine.
+
+    python -m benchmarks.sglang.calls [--pages 2048]
+
+A pool of one small layer in host memory: copies take next to nothing, so that what is left is the bookkeeping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import machine
+from fdcache._core import keys_from_hex
+from fdcache.integrations.sglang.device_pools import DevicePages
+from fdcache.integrations.sglang.pool_tier import PoolTier
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import PlaneKind
+from fdcache.settings import Settings, Sourced
+
+ROUNDS = 15
+
+
+def main() -> None:
+    """Print a table of microseconds."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sglang.calls", description=__doc__)
+    parser.add_argument("--pages", type=int, default=2048)
+    pages = parser.parse_args().pages
+    planes = [torch.zeros((2 * pages, 256), dtype=torch.uint8) for _ in range(2)]
+    pool = DevicePages("kv", None, planes, (PlaneKind.KEY, PlaneKind.VALUE), [0], 16)
+    layout = KVLayout.of_layers(pool.specs, model="calls", revision="1", block_size=16)
+    given = {
+        "FDCACHE_HOST_MEMORY": 2 * ROUNDS * pages * (layout.record_bytes + 128),
+        "FDCACHE_BLOCK_SIZE": 16,
+        "FDCACHE_WRITE_POLICY": "write_through",
+        "FDCACHE_LOAD_OR_RECOMPUTE": "always",
+    }
+    settings = Settings.load(
+        arguments={name: Sourced("benchmark", str(value)) for name, value in given.items()}
+    )
+    tier = PoolTier(pool, layout, settings, verifies_all=False, stores=True)
+    slots = np.arange(pages, dtype=np.int32)
+    spent: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = call(*arguments)
+        spent.setdefault(name, []).append((time.perf_counter() - began) * 1e6)
+        return result
+
+    for _ in range(ROUNDS):
+        names = [os.urandom(32).hex() for _ in range(pages)]
+        keys = timed("keys from hex", keys_from_hex, names)
+        request = timed("look-up: begin", tier.look, keys)
+        timed("look-up: nothing there", tier.found, request)
+        tier.end([request])
+        timed("offload: offer", tier.offer, keys, slots)
+        timed("offload: plan, submit", tier.submit, None, None)
+        while not timed("offload: turn", turn, tier):
+            time.sleep(0.001)
+        timed("offload: forget", tier.manager.forget, slots)
+        request = tier.look(keys)
+        assert timed("look-up: all there", tier.found, request) == pages
+        timed("look-up: again", tier.found, request)
+        timed("load: plan", tier.plan_load, request, slots)
+        timed("load: submit", tier.submit, None, None)
+        assert timed("load: wait and end", tier.outcome, request, time.monotonic() + 5)
+        tier.end([request])
+        timed("offered again: offer", tier.offer, keys, slots)
+        timed("offered again: turn", turn, tier)
+        tier.manager.forget(slots)
+    tier.close()
+    print(f"{machine()}; {pages} pages; microseconds: median, most")
+    for name, times in spent.items():
+        print(f"{name:24} {median(times):8.0f} {max(times):8.0f}")
+
+
+def turn(tier: PoolTier) -> list[Any]:
+    """Do what SGLang asks for at each step."""
+    tier.turn(None)
+    return tier.take_ends()
+
+
+if __name__ == "__main__":
+    main()

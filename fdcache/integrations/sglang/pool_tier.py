@@ -1,0 +1,212 @@
+"""PoolTier: look-ups that pin, loads and offers of the pages of one device pool of SGLang."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.controller.cache_controller import CacheController
+from fdcache.controller.layers import LayerDoneCounter
+from fdcache.errors import FdcacheError
+from fdcache.integrations.sglang.device_pools import DevicePages
+from fdcache.integrations.torch_devices import device_of
+from fdcache.layout import KVLayout
+from fdcache.manager.keyed import KeyedRequest
+from fdcache.manager.offers import OfferEnd
+from fdcache.manager.offload import OffloadManager
+from fdcache.manager.results import LoadOutcome, LoadStatus
+from fdcache.metadata import HashArray, Int32Array, TransferPlan
+from fdcache.settings import Settings
+from fdcache.tiers.statistics import CacheStats
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN = 0.005
+"""Seconds between two looks at what others do, such as the service or the storage."""
+
+_POLL = 0.05
+
+
+class PoolTier:
+    """The pages of one pool, by keys of SGLang; for one thread, which waits for nothing but ``outcome`` and ``drain``.
+
+    ``verifies_all``: compare every record with its checksum before it is promised, not only those recovered.
+    ``stores``: False for a rank whose pages another rank stores.
+    """
+
+    def __init__(
+        self, pages: DevicePages, layout: KVLayout, settings: Settings, *, verifies_all: bool, stores: bool
+    ) -> None:
+        self.pages = pages
+        self.layout = layout
+        self.stores = stores
+        self._verifies_all = verifies_all
+        self._names = count(1)
+        self._in_flight = 0
+        self._looked_at = 0.0
+        self._outcomes: dict[str, LoadOutcome] = {}
+        self._awaited: set[str] = set()
+        self.manager = OffloadManager.from_settings(layout, settings)
+        try:
+            self.controller = self._make_controller(settings)
+        except BaseException:
+            self.manager.close()
+            raise
+
+    def _make_controller(self, settings: Settings) -> CacheController:
+        device = self.pages.device
+        controller = CacheController.from_settings(
+            self.layout, settings, device=lambda transfer: device_of(device, transfer)
+        )
+        try:
+            controller.register_kv_cache(self.pages.planes)
+            controller.initialize_host_cache(self.manager.host_cache)
+            scan = controller.open_storage()
+            if scan is not None:
+                self.manager.restore_storage([scan])
+        except BaseException:
+            controller.shutdown()
+            raise
+        return controller
+
+    @property
+    def stats(self) -> CacheStats:
+        """The figures of the tiers, and what was copied."""
+        return self.manager.get_stats()
+
+    # --- look-ups -------------------------------------------------------------------------------------------
+
+    def look(self, keys: HashArray) -> KeyedRequest:
+        """Begin to look a run up; what is stored of it is read for look-ups to come."""
+        name = f"{self.pages.name} {next(self._names)}"
+        request = KeyedRequest(name, keys, self.layout.block_size, parent=None)
+        self.manager.begin([request])
+        return request
+
+    def found(self, request: KeyedRequest) -> int:
+        """Pin what the host tier has of a run, unless that is pinned; return how many leading pages."""
+        found = self.manager.match(request, 0, whole_prompt=True).num_tokens // self.layout.block_size
+        if not found:
+            return 0
+        return self._verified(request, found)
+
+    def look_again(self, request: KeyedRequest) -> int:
+        """Do so once more, as others may have come."""
+        self.manager.unmatch([request])
+        return self.found(request)
+
+    def has(self, keys: HashArray) -> NDArray[np.bool_]:
+        """Return a mask of the pages that the host tier has."""
+        return self.manager.host_has(keys)
+
+    def end(self, requests: Iterable[KeyedRequest]) -> None:
+        """Unpin, and forget these requests; what is read for them is read to its end."""
+        requests = list(requests)
+        for request in requests:
+            self.manager.leave_reads(request)
+            self._awaited.discard(request.request_id)
+            self._outcomes.pop(request.request_id, None)
+        self.manager.finish(requests)
+
+    def _verified(self, request: KeyedRequest, found: int) -> int:
+        """Compare records with their checksums that nobody has verified; those that differ are forgotten."""
+        blocks = self.manager.found_blocks(request)
+        if blocks.unverified is None and not self._verifies_all:
+            return found
+        doubtful = (
+            np.ones(len(blocks), np.bool_)
+            if blocks.unverified is None or self._verifies_all
+            else blocks.unverified != 0
+        )
+        if not doubtful.any():
+            return found
+        intact = ~doubtful
+        intact[doubtful] = self.controller.intact(blocks.select(doubtful), self.manager.plan_arena)
+        return self.manager.keep_intact(request, intact) // self.layout.block_size
+
+    # --- loads ----------------------------------------------------------------------------------------------
+
+    def plan_load(self, request: KeyedRequest, slots: Int32Array) -> bool:
+        """Plan to load the first pages of what was found into these slots; False if they are gone."""
+        planned = self.manager.load(request, slots)
+        if planned:
+            self._awaited.add(request.request_id)
+        return planned == len(slots)
+
+    def submit(self, loads_after: Any, stores_after: Any) -> list[LayerDoneCounter]:
+        """Submit what is planned: loads behind one stream, stores behind another; return the counters of the loads."""
+        counters = []
+        for plan in self.manager.take_plans():
+            self._in_flight += len(plan.plan_ids)
+            counter = self._submit(plan, stores_after if plan.loads is None else loads_after)
+            if counter is not None and plan.loads is not None:
+                counters.append(counter)
+        self._looked_at = time.monotonic()
+        return counters
+
+    def _submit(self, plan: TransferPlan, after: Any) -> LayerDoneCounter | None:
+        try:
+            return self.controller.submit_swap_tasks(plan, after)
+        except FdcacheError as error:  # the controller reports such a plan as failed
+            logger.warning("plan %d is not executed: %s", plan.plan_id, error)
+            return None
+
+    def outcome(self, request: KeyedRequest, deadline: float) -> bool:
+        """Wait for the end of a load; True if all of it has landed. No copy writes its slots afterwards."""
+        name = request.request_id
+        while name not in self._outcomes and name in self._awaited:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._take(self.controller.wait_reports(min(left, _POLL)))
+        outcome = self._outcomes.get(name)
+        return outcome is not None and outcome.status is LoadStatus.CONFIRMED
+
+    # --- offers ---------------------------------------------------------------------------------------------
+
+    def offer(self, keys: HashArray, slots: Int32Array) -> int:
+        """Offer pages in these slots; return the number of the offer."""
+        name = f"{self.pages.name} offer {next(self._names)}"
+        request = KeyedRequest(name, keys, self.layout.block_size, parent=None)
+        number = self.manager.offer(request, request.num_tokens, slots, tells_end=True)
+        self.manager.finish([request])
+        return number
+
+    def take_ends(self) -> list[OfferEnd]:
+        """Return the offers that have ended, in their order."""
+        return self.manager.take_offer_ends()
+
+    # --- turns ----------------------------------------------------------------------------------------------
+
+    def turn(self, stores_after: Any) -> None:
+        """Take the reports of copies that have ended, and submit what is to be copied, read or written next."""
+        if self._in_flight:
+            self._take(self.controller.poll())
+        is_due = time.monotonic() - self._looked_at >= _LOOK_AGAIN
+        if is_due or self.manager.has_queued_copies:
+            self.submit(stores_after, stores_after)
+
+    def _take(self, reports: Sequence[Any]) -> None:
+        self._in_flight -= len(reports)
+        outcomes = self.manager.apply(reports) if reports else []
+        for outcome in (*outcomes, *self.manager.expire()):
+            if outcome.request_id in self._awaited:
+                self._outcomes[outcome.request_id] = outcome
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until no copy is in flight; return False if one has not ended."""
+        deadline = time.monotonic() + timeout
+        while self._in_flight and time.monotonic() < deadline:
+            self._take(self.controller.wait_reports(_POLL))
+        return not self._in_flight
+
+    def close(self) -> None:
+        """End the copies in flight, free the host memory and leave the service."""
+        self.controller.shutdown()
+        self.manager.close()

@@ -1,0 +1,195 @@
+"""What requests offer of an engine's device cache, and the ends of offers: which of it the host tier has now."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from fdcache._core import DeviceContents, DevicePath, HostIndex
+from fdcache.errors import PlanError
+from fdcache.groups import state_keys
+from fdcache.layout import KVLayout
+from fdcache.manager.copy_out import CopyOut
+from fdcache.manager.loads import Tracked, device_ids_of
+from fdcache.manager.offloaded import OffloadedRequests
+from fdcache.metadata import Int32Array
+from fdcache.plans.ledger import ROOT
+from fdcache.tiers.host import HostService, HostTier
+from fdcache.tiers.pool import READY
+from fdcache.tiers.statistics import Counters
+
+
+class OfferEnd(msgspec.Struct, frozen=True):
+    """The end of the offer ``number``: of its ``blocks``, ``present`` were there before and ``stored`` are there now.
+
+    The others were dropped.
+    """
+
+    number: int
+    blocks: int = 0
+    stored: int = 0
+    present: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the host tier has all blocks."""
+        return self.stored + self.present == self.blocks
+
+
+class OpenOffer:
+    """Blocks ``start`` to ``stop`` of a path, of which those before ``next`` have ended."""
+
+    def __init__(self, path: DevicePath, start: int, stop: int, host: HostIndex) -> None:
+        self.path = path
+        self.start = self.next = start
+        self.stop = stop
+        self.there = 0
+        self.present = int(np.count_nonzero(host.contains(path.hashes_from(start)[: stop - start]) == READY))
+
+    def advance(self, copies: CopyOut) -> bool:
+        """Look at the blocks that had not ended; return True once all have."""
+        ended, there = copies.ended_of(self.path, self.next, self.stop)
+        self.next += ended
+        self.there += there
+        return self.next == self.stop
+
+
+class OfferEnds:
+    """The offers whose ends are told. An offer without new blocks has ended."""
+
+    def __init__(self) -> None:
+        self._open: deque[tuple[int, OpenOffer | None]] = deque()
+        self._last = 0
+
+    def add(self, offer: OpenOffer | None) -> int:
+        """Return the number of one more offer."""
+        self._last += 1
+        self._open.append((self._last, offer))
+        return self._last
+
+    def take(self, copies: CopyOut) -> list[OfferEnd]:
+        """Return the ends since the last call."""
+        ends = []
+        while self._open:
+            number, offer = self._open[0]
+            if offer is None:
+                ends.append(OfferEnd(number))
+            elif offer.advance(copies):
+                blocks = offer.stop - offer.start
+                present = min(offer.present, offer.there)
+                ends.append(OfferEnd(number, blocks, offer.there - present, present))
+            else:
+                break
+            self._open.popleft()
+        return ends
+
+
+class Offers:
+    """Takes what requests have on the device to ``contents``, from which the write policy chooses what is copied."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        requests: OffloadedRequests,
+        contents: DeviceContents,
+        host: HostTier,
+        counters: Counters,
+    ) -> None:
+        self._layout = layout
+        self._block_size, self._records = layout.block_size, layout.page_records
+        self._has_gaps, self._num_states = layout.has_gaps, layout.num_states
+        self._requests = requests
+        self._contents = contents
+        self._host = host
+        self._counters = counters
+        self._ends = OfferEnds()
+
+    def take_ends(self, copies: CopyOut) -> list[OfferEnd]:
+        """Return the ends since the last call, in the order of the offers."""
+        return self._ends.take(copies)
+
+    def offer(self, tracked: Tracked, num_tokens: int, table: Int32Array) -> OpenOffer | None:
+        """Offer the whole blocks of the first tokens of a request; return None if none of them is new."""
+        if (offered := self._extended(tracked, num_tokens, table)) is None:
+            return None
+        path, start = offered
+        tracked.count_lookup(self._counters, self._layout)
+        self._contents.offered(path, start, tracked.counted_blocks)
+        tracked.counted_blocks = max(tracked.counted_blocks, len(path))
+        if not start and self._host.service is not None:
+            _own(self._host.service, tracked, path)
+        return OpenOffer(path, start, len(path), self._host.index)
+
+    def number(self, offer: OpenOffer | None) -> int:
+        """Return the number by which the end of an offer is told."""
+        return self._ends.add(offer)
+
+    def offer_states(self, tracked: Tracked, num_tokens: int, ids: Int32Array, above: int) -> None:
+        """Offer the states after the first tokens of a request. Raises ``PlanError`` for another number of them."""
+        if len(ids) != self._num_states:
+            raise PlanError(
+                f"device_ids: {len(ids)} device blocks for the {self._num_states} states of a page"
+            )
+        path = self._states_below(tracked, num_tokens, ids, above)
+        if path is not None:
+            tracked.count_lookup(self._counters, self._layout)
+            self._contents.offered(path, len(path) - len(ids), 0)
+
+    def _extended(
+        self, tracked: Tracked, num_tokens: int, device_ids: Int32Array
+    ) -> tuple[DevicePath, int] | None:
+        """Return the path of a request on the device with the position of its first new block; None for none."""
+        request, path = tracked.request, tracked.path
+        start = 0 if path is None else len(path)
+        stop = min(num_tokens // self._block_size * self._records, len(device_ids))
+        if tracked.load is not None:
+            stop = min(stop, tracked.load.load.first)
+        if stop <= start or not self._requests.may_offer(tracked):
+            return None
+        self._requests.prepare(request, keeps_gil=True)
+        hashes = self._requests.keys(tracked)
+        stop = min(stop, len(hashes))
+        if stop <= start:
+            return None
+        stop -= stop % self._records
+        ids = device_ids_of(device_ids[start:stop], with_none=self._has_gaps)
+        if path is None:
+            path = tracked.path = DevicePath(tracked.parent)
+        path.extend(hashes, ids)
+        return path, start
+
+    def _states_below(
+        self, tracked: Tracked, num_tokens: int, device_ids: Int32Array, above: int
+    ) -> DevicePath | None:
+        """Return the path of the states at the end of a prefix, the first block of which is ``above``; None for none.
+
+        ``above``: the device block of the last record of its pages, -1 if the engine does not have it.
+        """
+        request, pages = tracked.request, num_tokens // self._block_size
+        is_end = self._num_states and pages and not num_tokens % self._block_size
+        if not is_end or not self._requests.may_offer(tracked):
+            return None
+        if tracked.load is not None and pages > tracked.load.pages.start:
+            return None
+        self._requests.prepare(request, keeps_gil=True)
+        hashes = request.block_hashes
+        if pages > len(hashes):
+            return None
+        keys = state_keys(hashes[pages - 1 : pages], self._records, self._num_states)
+        if not self._records:
+            path = DevicePath(ROOT)
+            path.extend(keys, device_ids)
+            return path
+        path = DevicePath(None)
+        path.extend(
+            np.concatenate((hashes[pages - 1 : pages], keys)),
+            np.concatenate(([above], device_ids)).astype(np.int32),
+        )
+        return path
+
+
+def _own(service: HostService, tracked: Tracked, path: DevicePath) -> None:
+    if tracked.request.tenant is not None and (root := path.root) is not None:
+        service.own(root, tracked.request.tenant)

@@ -1,0 +1,277 @@
+"""FdcacheLinker without an engine: its calls over pools of SGLang, what it refuses by name, and what it forgets."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from fdcache.errors import ConfigurationError, UnsupportedLayoutError
+from fdcache.hashing import sglang_keys
+from fdcache.integrations.sglang import config as sglang_config
+from fdcache.integrations.sglang import linker as module
+from fdcache.integrations.sglang.linker import FdcacheLinker
+from tests.service_help import until
+from tests.sglang.test_storage import keys as hex_keys
+
+PAGE, TOKENS, LAYERS = 16, 64 * 16, 3
+
+
+def mha() -> MHATokenToKVPool:
+    return MHATokenToKVPool(TOKENS, PAGE, torch.float32, 2, 8, LAYERS, "cpu", False, enable_alt_stream=False)
+
+
+def mla() -> MLATokenToKVPool:
+    return MLATokenToKVPool(TOKENS, PAGE, torch.float32, 24, 8, LAYERS, "cpu", False)
+
+
+def parameters(pool: Any, **more: Any) -> Any:
+    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    return SimpleNamespace(
+        token_to_kv_pool_allocator=allocator, page_size=PAGE, sliding_window_size=None, **more
+    )
+
+
+def arguments(**given: Any) -> Any:
+    return SimpleNamespace(
+        **{"model_path": "model", "served_model_name": "model", "dtype": "float32", "random_seed": 0} | given
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank_of(server_args: Any, pages: Any, extra: Any) -> sglang_config.Rank:
+        is_mla = all(each.description.get("type") == "MLATokenToKVPool" for each in pages)
+        return sglang_config.Rank("model", 0, 1, 0, 1, 0, 1, 0, is_mla, extra)
+
+    monkeypatch.setattr(module, "_rank_of", rank_of)
+
+
+@contextmanager
+def linker(pool: Any, **extra: Any) -> Iterator[FdcacheLinker]:
+    made = FdcacheLinker(
+        arguments(),
+        parameters(pool),
+        components={ComponentType.FULL},
+        extra_config={"FDCACHE_HOST_MEMORY": "4MiB", **extra},
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def transfer(keys: list[str], pages: list[int] | None = None) -> list[PoolTransfer]:
+    indices = None
+    if pages is not None:
+        indices = (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+    return [PoolTransfer(name=PoolName.KV, keys=keys, device_indices=indices)]
+
+
+def stored(made: FdcacheLinker, keys: list[str], pages: list[int]) -> bool:
+    assert made.offload(transfer(keys, pages))
+    until(lambda: made.num_completed_offloads() == 1, "the offload ends")
+    return made.pop_completed_offload()
+
+
+def loaded(made: FdcacheLinker, rid: str, keys: list[str], pages: list[int]) -> bool:
+    assert made.load(rid, transfer(keys, pages))
+    index = made.start_layer_wise_loading()
+    made.layer_done_counter.set_consumer(index)
+    for layer in range(LAYERS):
+        made.layer_done_counter.wait_until(layer)
+    made.layer_done_counter.set_consumer(-1)
+    return made.finish_layer_wise_loading(index)
+
+
+@pytest.mark.parametrize(("adapter", "salt"), [(None, None), ("a", None), (None, "s"), ("", "s")])
+def test_tools_know_the_keys_of_sglang(adapter: str | None, salt: str | None) -> None:
+    tokens = list(range(3, 3 + 5 * PAGE))
+    key = RadixKey(array("q", tokens), extra_key=adapter, cache_salt=salt)
+    expected = get_storage_hash_str(key, None, page_size=PAGE)
+    assert [row.tobytes().hex() for row in sglang_keys(tokens, PAGE, adapter=adapter, salt=salt)] == expected
+
+
+@pytest.mark.parametrize("make", [mha, mla])
+def test_pages_of_all_layers_come_back(make: Any) -> None:
+    pool = make()
+    buffers = pool.kv_buffer if make is mla else [*pool.k_buffer, *pool.v_buffer]
+    for buffer in buffers:
+        buffer.copy_(torch.rand(buffer.shape))
+    before = [buffer.clone() for buffer in buffers]
+    keys = hex_keys(6)
+    with linker(pool) as made:
+        assert made.lookup("a", transfer(keys)) == []
+        assert stored(made, keys, [1, 2, 3, 4, 5, 6])
+        for buffer in buffers:
+            buffer.zero_()
+        assert made.lookup("b", transfer(keys)) == [1, 2, 3, 4, 5, 6]
+        assert loaded(made, "b", keys[:5], [9, 8, 12, 20, 10])
+        for buffer, was in zip(buffers, before, strict=True):
+            for target, source in zip([9, 8, 12, 20, 10], range(1, 6), strict=True):
+                rows = slice(target * PAGE, target * PAGE + PAGE)
+                assert torch.equal(buffer[rows], was[source * PAGE : source * PAGE + PAGE])
+            assert not buffer[11 * PAGE : 12 * PAGE].any()
+
+
+def test_pages_offered_again_after_their_load_are_not_copied() -> None:
+    keys = hex_keys(4)
+    with linker(mha()) as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        copied = made._kv.stats.counters.blocks_backed_up
+        made.lookup("a", transfer(keys))
+        assert loaded(made, "a", keys, [5, 6, 7, 8])
+        assert made.offload(transfer(keys, [5, 6, 7, 8]))
+        assert made.num_completed_offloads() == 1
+        assert made.pop_completed_offload()
+        assert made._kv.stats.counters.blocks_backed_up == copied == 4
+
+
+def test_ends_come_in_the_order_of_the_offloads() -> None:
+    keys = hex_keys(12)
+    with linker(mha()) as made:
+        for first in (0, 4, 8):
+            assert made.offload(transfer(keys[first : first + 4], list(range(1 + first, 5 + first))))
+        until(lambda: made.num_completed_offloads() == 3, "all end")
+        assert [made.pop_completed_offload() for _ in range(3)] == [True] * 3
+        assert made.lookup("a", transfer(keys)) == list(range(1, 13))
+
+
+def test_a_load_that_was_not_promised_is_refused_and_one_can_be_withdrawn() -> None:
+    keys = hex_keys(4)
+    with linker(mha()) as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        assert not made.load("a", transfer(keys, [5, 6, 7, 8]))
+        made.lookup("a", transfer(keys))
+        assert made.load("a", transfer(keys, [5, 6, 7, 8]))
+        assert made.cancel_queued_load("a")
+        assert not made.cancel_queued_load("a")
+        assert made.start_layer_wise_loading() == -1
+        assert made._kv.manager.get_stats().live_requests == 0
+        assert made._kv.manager._host.in_use == 0
+
+
+def test_requests_that_ask_and_are_aborted_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = hex_keys(4)
+    with linker(mha()) as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        monkeypatch.setattr(module, "_FORGET_AFTER", 0.01)
+        for number in range(10_000):
+            assert made.lookup(str(number), transfer(keys)) == [1, 2, 3, 4]
+        assert len(made._asked) < 5000
+        made.reset()
+        assert made._kv.manager.get_stats().live_requests == 0
+        assert made._kv.manager._host.in_use == 0
+        assert made.lookup("after", transfer(keys)) == [1, 2, 3, 4]
+
+
+def test_what_is_promised_stays_pinned_while_the_request_asks() -> None:
+    keys, other = hex_keys(4), hex_keys(64, "other")
+    with linker(mha(), FDCACHE_PLAN_TIMEOUT=1, FDCACHE_HOST_MEMORY="800KiB") as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        deadline = time.monotonic() + 2.5
+        turn = 0
+        while time.monotonic() < deadline:
+            assert made.lookup("a", transfer(keys)) == [1, 2, 3, 4]
+            pages = list(range(5, 55))
+            stored(made, hex_keys(50, str(turn)), pages)  # more than the tier has room for
+            turn += 1
+        assert turn > 1
+        assert made.lookup("a", transfer(keys)) == [1, 2, 3, 4]
+        assert loaded(made, "a", keys, [60, 61, 62, 63])
+        assert made.lookup("b", transfer(other)) == []
+
+
+def test_a_reset_ends_what_is_in_flight_and_forgets_nothing_that_is_stored() -> None:
+    keys = hex_keys(8)
+    with linker(mha()) as made:
+        assert stored(made, keys[:4], [1, 2, 3, 4])
+        assert made.offload(transfer(keys[4:], [5, 6, 7, 8]))
+        made.lookup("a", transfer(keys))
+        made.load("a", transfer(keys[:4], [9, 10, 11, 12]))
+        made.reset()
+        assert made.num_completed_offloads() == 0
+        assert made.start_layer_wise_loading() == -1
+        assert made.lookup("b", transfer(keys[:4])) == [1, 2, 3, 4]
+
+
+def test_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_config, "version", lambda name: "0.5.21")
+    with (
+        pytest.raises(ConfigurationError, match=r"FdcacheLinker: SGLang 0\.5\.21; served are 0\.5\.23"),
+        linker(mha()),
+    ):
+        pass
+
+
+def test_a_method_that_is_gone_or_new_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINKER_METHODS", (*sglang_config.LINKER_METHODS, "num_completed_loads"))
+    with (
+        pytest.raises(ConfigurationError, match="UnifiedCacheLinker has no num_completed_loads"),
+        linker(mha()),
+    ):
+        pass
+    monkeypatch.setattr(module, "LINKER_METHODS", sglang_config.LINKER_METHODS[1:-1])
+    with pytest.raises(ConfigurationError, match="UnifiedCacheLinker has also lookup"), linker(mha()):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mtp_draft_device_pools", "draft"),
+        ("sidecar_draft_device_pools", "draft"),
+        ("mtp_draft_mamba_pools", "draft"),
+    ],
+)
+def test_draft_pools_that_nobody_else_checks_are_refused(name: str, message: str) -> None:
+    with pytest.raises(UnsupportedLayoutError, match=message):
+        FdcacheLinker(arguments(), parameters(mha(), **{name: (mha(),)}), components={ComponentType.FULL})
+
+
+def test_pools_that_are_not_carried_are_refused_by_name() -> None:
+    for pool, components, named in (
+        (SimpleNamespace(layer_num=1), {ComponentType.FULL}, "SimpleNamespace named kv"),
+        (mha(), {ComponentType.FULL, ComponentType.SWA}, "MHATokenToKVPool with the components FULL, SWA"),
+    ):
+        with pytest.raises(UnsupportedLayoutError, match=named):
+            FdcacheLinker(arguments(), parameters(pool), components=components)
+    scaled = mha()
+    scaled.k_scale_buffer = scaled.v_scale_buffer = [torch.zeros(1)]
+    with (
+        pytest.raises(UnsupportedLayoutError, match="MHATokenToKVPool named kv is not carried"),
+        linker(scaled),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        (
+            {"FDCACHE_HOST_MEMROY": "1GiB"},
+            "linker_extra_config: FDCACHE_HOST_MEMROY is no setting; did you mean",
+        ),
+        ({"FDCACHE_VERIFY": "some"}, "FDCACHE_VERIFY"),
+    ],
+)
+def test_settings_that_are_wrong_are_refused_by_name(extra: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named), linker(mha(), **extra):
+        pass
+
+
+def test_a_linker_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="FDCACHE_HOST_MEMORY and FDCACHE_SERVER are not set"):
+        FdcacheLinker(arguments(), parameters(mha()), components={ComponentType.FULL}, extra_config={})
