@@ -190,7 +190,7 @@ class WorkerSide:
             if step:
                 self._submit(controller, step)
         if step.timed:
-            self.timer.begin(step.timed, on_gpu=self._on_gpu)
+            self.timer.begin(step.timed, on_gpu=self._on_gpu, waits=bool(self._held))
 
     def _submit(self, controller: CacheController, step: StepMetadata) -> None:
         self.attach(step.host_cache)
