@@ -74,7 +74,7 @@ class Engine:
         self.layout = layout
         self.arrays = arrays
         settings = CacheSettings(
-            host_memory=blocks * (layout.record_bytes + 128),
+            host_memory=(blocks + blocks // 2 + 64) * (layout.record_bytes + 128),  # it evicts ahead of need
             write_policy=WritePolicy.WRITE_THROUGH,
             load_or_recompute=LoadOrRecompute.ALWAYS,
         )
