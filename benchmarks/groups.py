@@ -259,6 +259,7 @@ def measured(name: str, shape: Shape, options: argparse.Namespace, link: dict[st
         "model": name,
         "MB of a prompt": nbytes / 1e6,
         "records": layout.page_records + layout.num_states,
+        "padding": 1 - layout.payload_bytes / layout.record_bytes,
         "D2H / link": statistics.median(out) / link["D2H"],
         "H2D / link": statistics.median(home) / link["H2D"],
         "TTFT, ms": 1e3 * statistics.median(first),

@@ -29,7 +29,7 @@ _OTHERS = (
     "ranks",
     "speed",
 )
-_ALONE = ("verify", "device", "load_failures")
+_ALONE = ("verify", "load_failures")
 
 
 def require_pd(pd: bool, options: Mapping[str, object]) -> None:
@@ -68,6 +68,7 @@ def run_and_print(
         seed=config.seed,
         faults=parse_faults(faults) if faults else {},
         ranks=parse_ranks(ranks) if ranks else None,
+        device=config.device,
     )
     report = replay_pd(items, pd, should_stop=should_stop)
     if json_output:

@@ -20,6 +20,16 @@ WORK = ROOT / "build" / "release"
 MACHINES = ("x86_64", "aarch64")
 _GLIBC = "2.28"
 _PLATFORM = f"manylinux_{_GLIBC.replace('.', '_')}"
+_AUDIT = """
+import platform, sys
+
+machine = sys.argv.pop(1)
+platform.machine = lambda: machine
+from auditwheel.main import main
+
+sys.exit(main())
+"""
+"""auditwheel knows every machine, but lets its options name this one alone."""
 _ZIG = Path(ziglang.__file__).with_name("zig")
 
 
@@ -70,7 +80,18 @@ def make_wheel(sdist: Path, python: Python, machine: str, folder: Path) -> Path:
     _run([str(program), "-m", "pip", "--disable-pip-version-check", *command], environ)
     (wheel,) = raw.glob("*.whl")
     platform = ["--plat", f"{_PLATFORM}_{machine}", "--only-plat"]
-    _run([sys.executable, "-m", "auditwheel", "repair", *platform, "--wheel-dir", str(folder), str(wheel)])
+    audit = [
+        sys.executable,
+        "-c",
+        _AUDIT,
+        machine,
+        "repair",
+        *platform,
+        "--wheel-dir",
+        str(folder),
+        str(wheel),
+    ]
+    _run(audit)
     (made,) = folder.glob(f"fdcache-*-{python.tag}-*{machine}.whl")
     return made
 

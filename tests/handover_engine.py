@@ -148,6 +148,7 @@ def main(folder: str, address: str, key: str) -> None:
             right = decode.is_right(request, table)
             decode.manager.finish([request])
             decode.until(lambda: decode.is_clean)
+            decode._free += table.tolist()
             seconds = time.monotonic() - begun
             outcome = decode.outcomes[0]
             say(outcome.status, right, f"{seconds:.1f}", outcome.error_message)

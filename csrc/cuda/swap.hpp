@@ -80,7 +80,8 @@ class Swap {
     // Ends the batch before it starts: copies nothing, and `finish` reports the reason.
     void refuse(StreamHandle main, const std::string &reason);
     bool started() const { return promised_; }
-    // True once all of the batch is enqueued, its records were what the plan names, and no checksum is compared.
+    // True once all of the batch is enqueued, its records were what the plan names, and no checksum is
+    // compared.
     bool is_certain() const { return certain_.load(std::memory_order_acquire); }
     const std::vector<Plane> &planes() const { return *planes_->planes; }
     const std::shared_ptr<Event> &done() const { return done_; }

@@ -199,7 +199,7 @@ class CacheManager(TierManager[Request]):
             self._requests.commit(progress)
             if self._hooks is not None:
                 self._hooks.committed(progress)
-            if self._choices.has_open:
+            if self._choices.open:
                 self._choices.computed(progress)
 
     def advance(
@@ -229,7 +229,7 @@ class CacheManager(TierManager[Request]):
             result = self._requests.advance(requests, tokens, uncomputed_tokens, plan)
             if self._service is not None:
                 self._describe(requests)
-            if self._choices.has_open:
+            if self._choices.open:
                 self._choices.computed((each, each.num_tokens - uncomputed_tokens) for each in requests)
             if not result.ok:
                 self._give_way()
@@ -240,7 +240,8 @@ class CacheManager(TierManager[Request]):
             for request in requests:
                 self._hooks.released(request)
         self._requests.finish(requests)
-        self._choices.forget(requests)
+        if self._choices.open:
+            self._choices.forget(requests)
         self._matcher.forget(requests)
 
     # --- the whole cache ----------------------------------------------------------------------------------

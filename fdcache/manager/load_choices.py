@@ -86,7 +86,9 @@ class LoadChoices:
         self._clock = clock
         self._loads_ahead = loads_ahead
         self._last: dict[bool, LoadChoice] = {}  # by: some of the prefix is in storage
-        self._open: dict[str, _Open] = {}
+        self.open: dict[str, _Open] = {}
+        """Decisions whose requests have not computed their prompts yet, by request."""
+
         self._num_ranks = layout.tp_size
         self._unreported: dict[int, dict[int, tuple[TransferResult, ...]]] = {}
         self._recent: deque[LoadDecision] = deque(maxlen=_MOST_RECENT)
@@ -172,22 +174,17 @@ class LoadChoices:
 
     def _loaded(self, request: OffloadRequest) -> int:
         """Return how many blocks a request has loaded since its match, if there is a decision on it."""
-        found = self._open.get(request.request_id)
+        found = self.open.get(request.request_id)
         return found.loaded if found is not None else 0
-
-    @property
-    def has_open(self) -> bool:
-        """True if there is a decision whose request has not computed its prompt."""
-        return bool(self._open)
 
     def computed(self, progress: Iterable[tuple[OffloadRequest, int]]) -> None:
         """Record when prompts are computed: their decisions have come true."""
-        if not self._open:
+        if not self.open:
             return
         for request, num_tokens in progress:
-            found = self._open.get(request.request_id)
+            found = self.open.get(request.request_id)
             if found is not None and num_tokens >= found.decision.num_tokens:
-                del self._open[request.request_id]
+                del self.open[request.request_id]
                 self._close(found)
 
     # --- decisions ------------------------------------------------------------------------------------------
@@ -237,14 +234,14 @@ class LoadChoices:
 
     def matched(self, request_id: str, on_device: int, to_load: int) -> None:
         """Record what a request reuses in the end: after its reads, some of which may not have come."""
-        found = self._open.get(request_id)
+        found = self.open.get(request_id)
         if found is not None:
             found.decision.reused_blocks, found.loaded = on_device + to_load, to_load
             found.decision.waited_seconds = self._seconds_of(found)
 
     def asked(self, request_id: str) -> None:
         """Record that a request is to be matched."""
-        found = self._open.get(request_id)
+        found = self.open.get(request_id)
         if found is not None and found.since is None:
             found.since = self._clock()
 
@@ -257,7 +254,7 @@ class LoadChoices:
     def forget(self, requests: Iterable[OffloadRequest]) -> None:
         """Forget requests that have ended before they computed their prompt."""
         for request in requests:
-            self._open.pop(request.request_id, None)
+            self.open.pop(request.request_id, None)
 
     def figures(self) -> LoadFigures:
         """Return totals, speeds and recent decisions."""
@@ -307,7 +304,7 @@ class LoadChoices:
             return True
         num_tokens, on_device = request.num_tokens, wait.on_device
         arrived, ends, ahead, since = wait.arrived, wait.ends, wait.ahead, wait.since
-        now_is, found = self._clock(), self._open.get(request.request_id)
+        now_is, found = self._clock(), self.open.get(request.request_id)
         if found is not None and found.settled[0] == since and now_is <= found.settled[1]:
             return True
         model, elapsed = self.model, now_is - since
@@ -352,7 +349,7 @@ class LoadChoices:
         return decision
 
     def _note(self, request_id: str, last_block: bytes, cached: Cached, decision: Decision) -> None:
-        if decision.seconds is None or request_id in self._open:
+        if decision.seconds is None or request_id in self.open:
             return
         noted = LoadDecision(
             request_id=request_id,
@@ -367,7 +364,7 @@ class LoadChoices:
             expected_seconds_whole=decision.seconds_whole or 0.0,
             expected_seconds_nothing=decision.seconds_nothing or 0.0,
         )
-        self._open[request_id] = _Open(noted)
+        self.open[request_id] = _Open(noted)
         self._recent.append(noted)
         name = decision.choice.value
         setattr(self._figures, name, getattr(self._figures, name) + 1)

@@ -52,7 +52,8 @@ class Waits:
         self._table = host.fetch_table if host is not None else None
         self._service = host.service if host is not None else None
         self._before: ReadTotals | None = None
-        self._waits: dict[str, tuple[float, Wait]] = {}  # for a service, with the time when each began
+        self.waiting: dict[str, tuple[float, Wait]] = {}
+        """Requests that wait for reads of a service, with the time when each began."""
 
     def judge_of(self, request: OffloadRequest) -> RequestReads | None:
         """Return the judge of a request's reads; None if all is read.
@@ -84,7 +85,7 @@ class Waits:
         A read that is not worth it is taken back; one that has become too slow still fills the host tier.
         """
         arrived, stop, now = reading.arrived, reading.stop, self._clock()
-        known = self._waits.get(request.request_id)
+        known = self.waiting.get(request.request_id)
         if stop <= arrived or (known is None and stop <= on_device):  # not known yet
             first = 0 if known is None else known[1].first
             return Wait(first, arrived, stop, now, is_last=reading.is_last)
@@ -99,10 +100,10 @@ class Waits:
             wait = replace(wait, stop=max(wait.stop, stop))
             judged = replace(wait, arrived=arrived, ends=(stop,), on_device=on_device)
             waits, keep = self._is_worth(request, judged), True
-        self._waits[request.request_id] = began, wait
+        self.waiting[request.request_id] = began, wait
         if waits:
             return replace(wait, arrived=arrived, stop=stop, is_last=reading.is_last)
-        del self._waits[request.request_id]
+        del self.waiting[request.request_id]
         if self._fetches is not None:
             self._fetches.leave(number, keep=keep)
         return None
@@ -127,14 +128,14 @@ class Waits:
 
         Others may not, as they were waited for too long or could not be read.
         """
-        if (known := self._waits.pop(request.request_id, None)) is not None:
+        if (known := self.waiting.pop(request.request_id, None)) is not None:
             began, wait = known
             blocks, seconds = wait.stop - wait.first, self._clock() - began
             self._choices.observe_read(blocks, seconds, has_ended=arrived >= wait.stop)
 
     def forget(self, request: OffloadRequest) -> None:
         """Forget a request that has ended."""
-        self._waits.pop(request.request_id, None)
+        self.waiting.pop(request.request_id, None)
 
     def observe_service(self) -> None:
         """Observe the reads of the service since the last call."""
@@ -239,8 +240,9 @@ class PrefixMatcher:
 
     def forget(self, requests: list[Request]) -> None:
         """Forget requests that have ended."""
-        for request in requests:
-            self._waits.forget(request)
+        if self._waits.waiting:
+            for request in requests:
+                self._waits.forget(request)
         if self._ahead is not None and self._ahead.requests:
             self._ahead.forget(requests)
 
@@ -255,7 +257,7 @@ class PrefixMatcher:
             found = self._find_unless_finishing(requests)
         else:
             found = self._find(requests)
-        if self._choices.has_open:
+        if self._choices.open:
             for each in found:
                 if each.status is MatchStatus.MATCHED:
                     to_load = each.num_host_blocks + each.num_storage_blocks

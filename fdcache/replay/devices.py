@@ -22,9 +22,11 @@ from fdcache.devices.cpu import CpuDevice, memory_bytes
 from fdcache.devices.topology import import_cupy, visible_gpus
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheSwapMetadata, Int32Array, SwapPurpose, TransferResult
-from fdcache.replay.messages import StepOrder
 from fdcache.settings.cache import CopySettings, Verify
 from fdcache.tasks import CpuEvent, Event
+
+_FLIPPED = 0x10
+"""Bits that ``flip`` changes."""
 
 
 class DeviceName(StrEnum):
@@ -45,14 +47,20 @@ class Planes(Protocol):
     def stream(self) -> Any | None:
         """Stream on which ``fetch`` and ``store`` use the planes; None on the CPU."""
 
-    def open_step(self, order: StepOrder) -> None:
-        """Record the blocks that the step reads and writes."""
+    def open_step(self, segments: Int32Array, blocks: Int32Array) -> None:
+        """Record the blocks that the step reads and writes; see ``StepOrder``."""
+
+    def forget(self, sequence: int) -> None:
+        """Forget the block table of a sequence."""
 
     def fetch(self, layer: int) -> None:
         """Copy the layer's part of these blocks from the device."""
 
     def store(self, layer: int) -> None:
         """Copy the layer's part of the written blocks to the device, and wait."""
+
+    def flip(self, plane: int, block: int, byte: int) -> None:
+        """Change one byte on the device."""
 
 
 class HostPlanes:
@@ -63,7 +71,10 @@ class HostPlanes:
     def __init__(self, tensors: Sequence[np.ndarray]) -> None:
         self.arrays = list(tensors)
 
-    def open_step(self, order: StepOrder) -> None:
+    def open_step(self, segments: Int32Array, blocks: Int32Array) -> None:
+        """Do nothing: the planes are used in place."""
+
+    def forget(self, sequence: int) -> None:
         """Do nothing: the planes are used in place."""
 
     def fetch(self, layer: int) -> None:
@@ -71,6 +82,10 @@ class HostPlanes:
 
     def store(self, layer: int) -> None:
         """Do nothing: the planes are used in place."""
+
+    def flip(self, plane: int, block: int, byte: int) -> None:
+        """Change one byte."""
+        _bytes_of(self.arrays[plane])[block, byte] ^= _FLIPPED
 
 
 class GpuPlanes:
@@ -86,21 +101,23 @@ class GpuPlanes:
         with tensors[0].device:
             self.stream = import_cupy().cuda.get_current_stream()
 
-    def open_step(self, order: StepOrder) -> None:
+    def open_step(self, segments: Int32Array, blocks: Int32Array) -> None:
         """Record the blocks that the step compares and those that get tokens; track the block tables."""
         compared, written = [self._used[:0]], [self._used[:0]]
         taken = 0
-        for sequence, start, end, keep, grow, verify in order.segments.T.tolist():
+        for sequence, start, end, keep, grow, verify in segments.T.tolist():
             kept = self._tables.get(sequence, self._used[:0])[:keep]
-            table = np.concatenate([kept, order.blocks[taken : taken + grow]])
+            table = np.concatenate([kept, blocks[taken : taken + grow]])
             taken += grow
             self._tables[sequence] = table
             compared.append(table[:verify])
             written.append(table[start // self._block_size : -(-end // self._block_size)])
         self._written = np.unique(np.concatenate(written))
         self._used = np.union1d(np.concatenate(compared), self._written)
-        for sequence in order.ends:
-            self._tables.pop(sequence, None)
+
+    def forget(self, sequence: int) -> None:
+        """Forget the block table of a sequence."""
+        self._tables.pop(sequence, None)
 
     def fetch(self, layer: int) -> None:
         """Copy these blocks from the GPU."""
@@ -116,8 +133,21 @@ class GpuPlanes:
                 tensor[self._written] = import_cupy().asarray(self.arrays[index][self._written])
                 device.synchronize()
 
+    def flip(self, plane: int, block: int, byte: int) -> None:
+        """Change one byte on the GPU."""
+        tensor = self._tensors[plane]
+        with tensor.device as device:
+            content = tensor[block : block + 1].get()
+            _bytes_of(content)[0, byte] ^= _FLIPPED
+            tensor[block : block + 1] = import_cupy().asarray(content)
+            device.synchronize()
+
     def _planes_of(self, layer: int) -> list[int]:
         return [index for index, each in enumerate(self._layers) if each == layer]
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return array.reshape(array.shape[0], -1).view(np.uint8)
 
 
 def device_bytes(device: DeviceName, ranks: int) -> int:

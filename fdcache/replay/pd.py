@@ -16,6 +16,7 @@ import numpy as np
 
 from fdcache.errors import LayoutError, ReplayError, ReplayOptionError, TransferError
 from fdcache.layout import KVLayout
+from fdcache.replay.devices import DeviceName
 from fdcache.replay.pd_instance import (
     Abort,
     Ended,
@@ -87,7 +88,10 @@ def parse_faults(text: str) -> dict[FaultKind, int]:
 
 @dataclass(frozen=True, slots=True)
 class PdConfig:
-    """A replay of prefill and decode. ``ranks``: those of each, by default as many as the layout has."""
+    """A replay of prefill and decode. ``ranks``: those of each, by default as many as the layout has.
+
+    On GPUs, the ranks of prefill take the first ones, those of decode the next.
+    """
 
     layout: KVLayout
     cache: CacheSettings
@@ -98,6 +102,7 @@ class PdConfig:
     seed: int = 0
     faults: dict[FaultKind, int] = field(default_factory=dict)
     ranks: tuple[int, int] | None = None
+    device: DeviceName = DeviceName.CPU
 
 
 @dataclass(slots=True)
@@ -243,7 +248,8 @@ class _Driver:
         peers = config.peers.model_copy(
             update={"role": role, "address": f"ipc://{folder}/{role.value}", "peer_ranks": theirs}
         )
-        shared = peers.directory if peers.connector == "ipc" else None
+        on_cpu = config.device is DeviceName.CPU
+        shared = peers.directory if peers.connector == "ipc" and on_cpu else None
         return InstanceSpec(
             config.layout.with_tp_size(own),
             config.cache,
@@ -255,6 +261,8 @@ class _Driver:
             ),  # a killed decode asks for nothing: it ends before the run
             shared,
             max(own, theirs),
+            config.device,
+            0 if role is PREFILL else prefill,
         )
 
     def run(self, should_stop: Callable[[], bool]) -> PdReport:

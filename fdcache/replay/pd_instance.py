@@ -19,6 +19,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import AllocationFailure, LoadStatus, MatchStatus
+from fdcache.replay.devices import DeviceName
 from fdcache.replay.pd_ranks import InstanceRanks
 from fdcache.settings.cache import CacheSettings, CopySettings
 from fdcache.settings.peers import PeerSettings
@@ -30,7 +31,7 @@ _IDLE_SECONDS = 0.001
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """Parameters of an instance; plain data that can be sent to its process."""
+    """Parameters of an instance; plain data that can be sent to its process. Its ranks take GPUs from ``first_gpu``."""
 
     layout: KVLayout
     cache: CacheSettings
@@ -40,6 +41,8 @@ class InstanceSpec:
     wait: float
     shared: Path | None
     shards: int = 1
+    device: DeviceName = DeviceName.CPU
+    first_gpu: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,9 @@ class Instance:
         self._size = layout.block_size
         self.manager = CacheManager(spec.cache, layout)
         self.handovers = Handovers(self.manager, PeerTerms(spec.peers, spec.wait))
-        self._ranks = InstanceRanks(layout, spec.transfer, self.manager, spec.shards, spec.shared)
+        self._ranks = InstanceRanks(
+            layout, spec.transfer, self.manager, spec.shards, spec.shared, spec.device, spec.first_gpu
+        )
         self._state = _State()
         self._sent: dict[int, Request] = {}
         """Requests that were computed for decode. They are live as long as their blocks are held for it."""
@@ -332,9 +337,7 @@ class Instance:
         if not len(slots):
             return False
         random = np.random.default_rng(command.seed)
-        planes = self._ranks.planes[int(random.integers(len(self._ranks.planes)))]
-        plane = planes[int(random.integers(len(planes)))]
-        plane[slots[int(random.integers(len(slots)))], int(random.integers(plane.shape[1]))] ^= 0x10
+        self._ranks.flip(random, slots)
         self.manager.reset_cache()
         return True
 

@@ -13,11 +13,10 @@ from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager
 from fdcache.metadata import TransferPlan, TransferReport
 from fdcache.replay._pattern import PatternModel
+from fdcache.replay.devices import DeviceName, GpuPlanes, HostPlanes, Planes, open_gpu
 from fdcache.settings.cache import CopySettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import TransferStats
-
-Planes = list[NDArray[np.uint8]]
 
 
 class InstanceRanks:
@@ -34,21 +33,30 @@ class InstanceRanks:
         manager: CacheManager,
         shards: int,
         shared: Path | None,
+        device: DeviceName = DeviceName.CPU,
+        first_gpu: int = 0,
     ) -> None:
         self._layout = layout
-        self.controllers = [CacheController(transfer, layout, rank=rank) for rank in range(layout.tp_size)]
-        self.planes: list[Planes] = []
+        gpu = device is DeviceName.CUDA
+        self.controllers = [
+            CacheController(
+                transfer, layout, rank=rank, device=open_gpu(first_gpu + rank, transfer) if gpu else None
+            )
+            for rank in range(layout.tp_size)
+        ]
+        self._planes: list[Planes] = []
         self._models: list[PatternModel] = []
         layers = np.array([plane.layer for plane in layout.planes], dtype=np.int32)
         parts = 1 if layout.is_latent else shards // layout.tp_size
         for rank, controller in enumerate(self.controllers):
             tensors = controller.initialize_kv_cache(manager.num_device_blocks, shared=shared)
-            planes = [each.reshape(each.shape[0], -1).view(np.uint8) for each in tensors]
-            self.planes.append(planes)
+            planes: Planes = GpuPlanes(tensors, layout) if gpu else HostPlanes(tensors)
+            self._planes.append(planes)
+            arrays = [each.reshape(each.shape[0], -1).view(np.uint8) for each in planes.arrays]
             controller.initialize_host_cache(manager.host_cache)
             for part in range(parts):
                 number = 0 if layout.is_latent else rank * parts + part
-                heads = [_part(plane, part, parts) for plane in planes]
+                heads = [_part(array, part, parts) for array in arrays]
                 model = PatternModel(heads, layers, layout.total_layers, layout.block_size, number)
                 self._models.append(model)
 
@@ -71,6 +79,15 @@ class InstanceRanks:
         """Forget a request."""
         for model in self._models:
             model.end(sequence)
+        for planes in self._planes:
+            planes.forget(sequence)
+
+    def flip(self, random: np.random.Generator, slots: NDArray[np.int32]) -> None:
+        """Change a byte of one of these blocks, in some plane of some rank."""
+        planes = self._planes[int(random.integers(len(self._planes)))]
+        plane = int(random.integers(len(planes.arrays)))
+        nbytes = self._layout.planes[plane].nbytes
+        planes.flip(plane, int(slots[int(random.integers(len(slots)))]), int(random.integers(nbytes)))
 
     def step(
         self,
@@ -80,17 +97,23 @@ class InstanceRanks:
         computed: Mapping[str, int],
     ) -> set[tuple[int, int]]:
         """Compute a step layer by layer; return the segments and blocks whose bytes are wrong."""
-        counters = [c.submit_swap_tasks(plan) for plan in plans for c in self.controllers]
+        ranks = list(zip(self.controllers, self._planes, strict=True))
+        counters = [c.submit_swap_tasks(plan, planes.stream) for plan in plans for c, planes in ranks]
         for model in self._models:
             model.prepare(segments, table, 1)
+        for planes in self._planes:
+            planes.open_step(segments, table)
         wrong: set[tuple[int, int]] = set()
         for layer in range(self._layout.total_layers):
             for counter in counters:
                 counter.wait_for_layer(layer)
+            for planes in self._planes:
+                planes.fetch(layer)
             for model in self._models:
                 wrong.update(model.run_layer(layer))
-            for controller in self.controllers:
-                controller.layer_computed(layer, computed)
+            for controller, planes in ranks:
+                planes.store(layer)
+                controller.layer_computed(layer, computed, planes.stream)
         return wrong
 
     def poll(self) -> list[TransferReport]:

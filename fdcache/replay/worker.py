@@ -102,7 +102,7 @@ class RankWorker:
         stream = self.planes.stream
         counters = [self.controller.submit_swap_tasks(plan, stream) for plan in order.plans]
         verified = model.prepare(order.segments, order.blocks, self._verify_every)
-        self.planes.open_step(order)
+        self.planes.open_step(order.segments, order.blocks)
         differing: list[tuple[int, int]] = []
         for layer in range(self._layers):
             for counter in counters:
@@ -112,6 +112,7 @@ class RankWorker:
             self.planes.store(layer)
         for sequence in order.ends:
             model.end(sequence)
+            self.planes.forget(sequence)
         scan, self._scan = self._scan, None
         return StepResult(
             verified,

@@ -276,11 +276,13 @@ class _Send:
     """A send that has not ended.
 
     One that was ``delayed`` by a load, whose end decides what lies below the blocks, is planned once all are committed.
+    ``is_computed``: all its blocks are.
     """
 
     request: Request
     transfer: str
     delayed: bool
+    is_computed: bool
     committed_tokens: int = 0
 
 
@@ -308,17 +310,17 @@ class Handovers(HandoverTasks[_Send, PlannedFetch]):
 
     # --- calls of the engine ----------------------------------------------------------------------------------
 
-    def send(self, transfers: Iterable[tuple[Request, str]]) -> None:
+    def send(self, transfers: Iterable[tuple[Request, str]], *, is_computed: bool = False) -> None:
         """Hand over the full blocks of requests under these names, to the decode instance that asks for them.
 
         Call it after the allocation: with the next plan the workers hand over what the engine then reports with
-        ``CacheController.layer_computed``. A request keeps its blocks until then, also after ``finish``; end
-        what will not be completed with ``end_transfers``. Raises ``RequestStateError`` for a request without blocks
-        or a name that another send has.
+        ``CacheController.layer_computed``; or, with ``is_computed``, after the last block was computed. A request keeps
+        its blocks until then, also after ``finish``; end what will not be completed with ``end_transfers``. Raises
+        ``RequestStateError`` for a request without blocks or a name that another send has.
         """
         with self._manager.lock:
             for request, transfer in transfers:
-                self._send(request, transfer)
+                self._send(request, transfer, is_computed)
 
     def fetch(self, sources: Iterable[tuple[Request, PeerSource]]) -> list[int]:
         """Make the allocation of matched requests fetch the blocks that they lack from a prefill instance.
@@ -349,7 +351,7 @@ class Handovers(HandoverTasks[_Send, PlannedFetch]):
 
     # --- prefill ----------------------------------------------------------------------------------------------
 
-    def _send(self, request: Request, transfer: str) -> None:
+    def _send(self, request: Request, transfer: str, is_computed: bool) -> None:
         count = len(request.block_hashes)
         if not request.is_live or request.num_blocks < count:
             raise RequestStateError(
@@ -357,7 +359,7 @@ class Handovers(HandoverTasks[_Send, PlannedFetch]):
                 "them first"
             )
         self._require_new(transfer)
-        self._named[transfer] = send = _Send(request, transfer, delayed=request.is_loading)
+        self._named[transfer] = send = _Send(request, transfer, request.is_loading, is_computed)
         self._unsent.append(send)
         self._requests.begin_send(request)
 
@@ -451,7 +453,7 @@ class Handovers(HandoverTasks[_Send, PlannedFetch]):
     def _send_task(self, unsent: _Send) -> PeerTask:
         request, hashes = unsent.request, unsent.request.block_hashes
         cached = request.num_cached_tokens // self._layout.block_size
-        computed = len(hashes) if unsent.delayed else cached
+        computed = len(hashes) if unsent.delayed or unsent.is_computed else cached
         return self._task_of_send(unsent.transfer, hashes, request.block_table[: len(hashes)], computed)
 
     def _send_ended(self, send: _Send) -> None:

@@ -362,8 +362,8 @@ class TestLoadsAhead:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"role": "prefill"}, "splitwise_role='prefill'.*--splitwise-role mixed"),
-        ({"role": "decode"}, "splitwise_role='decode'.*--splitwise-role mixed"),
+        ({"role": "prefill"}, "splitwise_role='prefill'.*set FDCACHE_TRANSFER=ipc or rdma"),
+        ({"role": "decode"}, "splitwise_role='decode'.*set FDCACHE_TRANSFER=ipc or rdma"),
         (
             {"backend": "mooncake"},
             "kvcache_storage_backend='mooncake'.*set FDCACHE_STORAGE=mooncake.*leave out",
@@ -383,3 +383,11 @@ def test_options_that_would_have_no_effect_are_refused_by_name_in_scheduler_and_
         LinkedManager(config)
     with pytest.raises(ConfigurationError, match=named):
         LinkedController(config, 0, 0)
+
+
+def test_a_transfer_without_a_role_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FDCACHE_TRANSFER", "ipc")
+    config = fd_config()
+    config.parallel_config.local_engine_worker_queue_port = 1
+    with pytest.raises(ConfigurationError, match=r"FDCACHE_TRANSFER=ipc.*--splitwise-role prefill or decode"):
+        LinkedManager(config)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fdcache.errors import ConfigurationError
+from fdcache.integrations.vllm.keyed_storage import EndedJob, KeyedStorage
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.settings.cache import StorageTierSettings
-from fdcache.tiers.keyed_storage import EndedJob, KeyedStorage
 from tests import preload
 from tests.service_help import until
 

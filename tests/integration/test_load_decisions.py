@@ -280,7 +280,7 @@ def test_whatever_is_decided_leaves_nothing_behind(tmp_path: Path, policy: Prefe
             engine.manager.check_integrity()
         engine.manager.finish(traffic.requests)
         settle_reads(engine)
-        assert not engine.manager._choices.has_open
+        assert not engine.manager._choices.open
         storage = engine.manager._tiers.storage
         assert storage is not None
         assert storage.reads.is_idle

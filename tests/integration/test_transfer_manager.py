@@ -51,6 +51,25 @@ def test_blocks_arrive_while_prefill_computes(pair: tuple[Instance, Instance]) -
     assert prefill.start(Request("too", prompt_of(1, 6))) == 6 * BLOCK
 
 
+def test_blocks_that_are_computed_are_sent_without_a_report_of_their_layers(
+    pair: tuple[Instance, Instance],
+) -> None:
+    """An engine that learns of the end of a prefill by its first token alone, perhaps after its request has ended."""
+    prefill, decode = pair
+    mine, theirs = Request("r", prompt_of(1, 4)), Request("r", prompt_of(1, 4))
+    prefill.start(mine)
+    prefill.step()
+    prefill.compute(mine, "of nobody")
+    prefill.handovers.send([(mine, "r")], is_computed=True)
+    prefill.manager.finish([mine])
+    assert decode.fetch(theirs, prefill.source("r")) == 4
+    decode.until(lambda: decode.outcomes, prefill)
+    assert decode.outcomes[0].status is LoadStatus.CONFIRMED
+    assert decode.wrong_blocks(theirs, 0, 4) == []
+    decode.manager.finish([theirs])
+    prefill.until(lambda: is_clean(prefill, decode), decode)
+
+
 def test_only_blocks_that_decode_lacks_are_read(pair: tuple[Instance, Instance]) -> None:
     prefill, decode = pair
     for name, blocks, lacking in (("a", 3, 3), ("b", 6, 3), ("c", 6, 0)):

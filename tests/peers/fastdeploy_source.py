@@ -61,12 +61,13 @@ def unpack() -> Path:
 def install(source: Path, logs: Path) -> None:
     """Make FastDeploy importable from ``source``; its logs go to ``logs``."""
     os.environ["FD_LOG_DIR"] = str(logs)
-    package = _module("fastdeploy", [str(source / "fastdeploy")])
+    package = stand_in("fastdeploy", [str(source / "fastdeploy")])
     package.__file__ = str(source / "fastdeploy" / "__init__.py")
     _stand_ins()
 
 
-def _module(name: str, path: list[str] | None = None, **content: Any) -> ModuleType:
+def stand_in(name: str, path: list[str] | None = None, **content: Any) -> ModuleType:
+    """Install a module with this content instead of one that is not there."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None, is_package=True)
     module.__path__ = path or []
@@ -77,15 +78,15 @@ def _module(name: str, path: list[str] | None = None, **content: Any) -> ModuleT
 
 def _stand_ins() -> None:
     """Install stand-ins for packages that need a GPU or are not in the package index; none of them is called."""
-    _module("paddleformers")
-    _module("paddleformers.utils")
-    _module("paddleformers.utils.log", logger=logging.getLogger("paddleformers"))
-    _module("paddleformers.transformers")
+    stand_in("paddleformers")
+    stand_in("paddleformers.utils")
+    stand_in("paddleformers.utils.log", logger=logging.getLogger("paddleformers"))
+    stand_in("paddleformers.transformers")
     config = type("PretrainedConfig", (), {})
-    _module("paddleformers.transformers.configuration_utils", PretrainedConfig=config)
-    _module("crcmod")  # has no wheel; only FastDeploy's scheduler over Redis calls it
-    _module("aistudio_sdk")
-    _module("aistudio_sdk.snapshot_download", snapshot_download=None)
+    stand_in("paddleformers.transformers.configuration_utils", PretrainedConfig=config)
+    stand_in("crcmod")  # has no wheel; only FastDeploy's scheduler over Redis calls it
+    stand_in("aistudio_sdk")
+    stand_in("aistudio_sdk.snapshot_download", snapshot_download=None)
     names = ["VideoReaderWrapper", "read_video_paddlecodec"]
     names += ["sample_frames", "sample_frames_paddleocr", "sample_frames_qwen"]
-    _module("fastdeploy.input.utils.video", **dict.fromkeys(names))
+    stand_in("fastdeploy.input.utils.video", **dict.fromkeys(names))

@@ -188,6 +188,15 @@ class Worker:
         """Drop every request; the engine recomputes all of them."""
         self._slots.clear()
 
+    def limit_to_first_token(self) -> None:
+        """End every request with its first token, as a prefill instance does."""
+        for slot in self._slots.values():
+            slot.limit = 0
+
+    def has(self, index: int) -> bool:
+        """Return True while the request of a slot goes on."""
+        return index in self._slots
+
     def insert(self, data: bytes) -> None:
         """Insert a batch from the queue."""
         from fastdeploy.engine.request import BatchRequest, RequestType

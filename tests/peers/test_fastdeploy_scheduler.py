@@ -106,9 +106,9 @@ def test_the_plug_in_names_the_missing_variable(tmp_path: Path) -> None:
 
 def test_an_option_that_fdcache_has_no_part_in_ends_the_start_with_its_remedy(tmp_path: Path) -> None:
     """Each option has its case in ``tests/integration/test_fastdeploy_engine.py``."""
-    remedy = "splitwise_role='prefill'.*start the instance with --splitwise-role mixed"
+    remedy = "kvcache_storage_backend='mooncake'.*set FDCACHE_STORAGE=mooncake"
     with pytest.raises(AssertionError, match=f"ConfigurationError.*{remedy}"):
-        drive({"scenario": "exact", "role": "prefill"}, folder=tmp_path)
+        drive({"scenario": "exact", "storage_backend": "mooncake"}, folder=tmp_path)
 
 
 def test_blocks_go_on_to_the_device_while_later_ones_are_read(tmp_path: Path) -> None:

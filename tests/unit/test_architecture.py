@@ -274,21 +274,6 @@ def test_a_framework_is_imported_in_its_room_alone(framework: str, rooms: set[st
     assert importing == rooms
 
 
-def test_no_public_class_name_is_there_twice() -> None:
-    homes: dict[str, list[str]] = {}
-    for name in MODULES:
-        for node in tree(name).body:
-            if isinstance(node, ast.ClassDef) and name.startswith("fdcache.") and node.name[0] != "_":
-                homes.setdefault(node.name, []).append(name)
-    drop_ins = "fdcache.integrations.fastdeploy."  # under the names of what they replace
-    twice = {
-        name: found
-        for name, found in homes.items()
-        if len([each for each in found if not each.startswith(drop_ins)]) > 1
-    }
-    assert not twice
-
-
 def test_only_the_settings_and_the_session_read_the_environment() -> None:
     readers = set()
     for name in MODULES:

@@ -33,28 +33,46 @@ def worker(scheduler: SchedulerLink, rank: int = 0) -> WorkerLink:
     return WorkerLink(scheduler.path, rank, LAYOUT, None, SECONDS)
 
 
-def ids(plans: list[TransferPlan]) -> list[int]:
-    return [plan.plan_id for plan in plans]
+def take(rank: WorkerLink, number: int, batch: int = 0) -> list[int]:
+    """Take the plans up to a number, once they have arrived; return their ids."""
+    rank.wait_for(number, SECONDS)
+    return [plan.plan_id for _, plan in rank.take(number, batch)]
 
 
 def test_plans_of_a_step_wait_for_the_batch_that_names_them(scheduler: SchedulerLink) -> None:
     rank = worker(scheduler)
-    rank.start(lambda plan: None)
+    rank.start(lambda plan: None, lambda: None)
     numbers = [scheduler.announce(TransferPlan(plan_id=number)) for number in (5, 6, 9)]
-    assert ids(rank.take(0, SECONDS)) == []
-    assert ids(rank.take(numbers[1], SECONDS)) == [5, 6]
-    assert ids(rank.take(numbers[1], SECONDS)) == []
-    assert ids(rank.take(numbers[2], SECONDS)) == [9]
+    assert take(rank, 0) == []
+    assert take(rank, numbers[1]) == [5, 6]
+    assert take(rank, numbers[1]) == []
+    assert take(rank, numbers[2]) == [9]
     rank.close()
 
 
 def test_plans_without_a_step_are_submitted_on_arrival(scheduler: SchedulerLink) -> None:
     submitted: Queue[TransferPlan] = Queue()
     rank = worker(scheduler)
-    rank.start(submitted.put)
+    rank.start(submitted.put, lambda: None)
     scheduler.announce(TransferPlan(plan_id=1))
     scheduler.send(TransferPlan(plan_id=2))
     assert submitted.get(timeout=SECONDS).plan_id == 2
+    rank.close()
+
+
+def test_plans_that_wait_for_no_batch_wait_for_the_one_that_stops_requests(scheduler: SchedulerLink) -> None:
+    released: Queue[None] = Queue()
+    rank = worker(scheduler)
+    rank.start(lambda plan: None, lambda: released.put(None))
+    last = [scheduler.announce(TransferPlan(plan_id=number)) for number in (5, 6)][-1]
+    scheduler.go(3)
+    later = scheduler.announce(TransferPlan(plan_id=7))
+    released.get(timeout=SECONDS)
+    rank.wait_for(later, SECONDS)
+    assert take(rank, 0) == take(rank, 0, 2) == []
+    assert last < later
+    assert take(rank, 0, 3) == [5, 6]
+    assert take(rank, later) == [7]
     rank.close()
 
 
@@ -62,8 +80,8 @@ def test_plans_sent_before_a_rank_connects_wait_for_it(scheduler: SchedulerLink)
     number = scheduler.announce(TransferPlan(plan_id=3))
     for rank in (0, 1):
         late = worker(scheduler, rank)
-        late.start(lambda plan: None)
-        assert ids(late.take(number, SECONDS)) == [3]
+        late.start(lambda plan: None, lambda: None)
+        assert take(late, number) == [3]
         late.close()
 
 
@@ -104,9 +122,9 @@ def test_a_lost_worker_is_replaced_after_forget_and_its_successor_gets_no_older_
     settled = scheduler.announce(TransferPlan(plan_id=1))
     scheduler.forget(0)
     second = worker(scheduler)
-    second.start(lambda plan: None)
-    assert ids(second.take(settled, SECONDS)) == []
-    assert ids(second.take(scheduler.announce(TransferPlan(plan_id=2)), SECONDS)) == [2]
+    second.start(lambda plan: None, lambda: None)
+    assert take(second, settled) == []
+    assert take(second, scheduler.announce(TransferPlan(plan_id=2))) == [2]
     second.close()
 
 
@@ -139,18 +157,18 @@ def test_a_missing_scheduler_is_reported_with_the_remedy(tmp_path: Path) -> None
 def test_the_end_of_the_scheduler_wakes_workers_that_wait_for_plans(tmp_path: Path) -> None:
     scheduler = SchedulerLink(tmp_path / "line.sock", LAYOUT, None)
     rank = worker(scheduler)
-    rank.start(lambda plan: None)
+    rank.start(lambda plan: None, lambda: None)
     scheduler.close()
     scheduler.close()
     with pytest.raises(CacheNotReadyError, match="has ended"):
-        rank.take(7, SECONDS)
+        rank.wait_for(7, SECONDS)
 
 
 def test_marks_survive_the_merging_of_batches() -> None:
-    merged = SimpleNamespace(hash_values=[*PlanMark.of(3).hash_values, *PlanMark.of(12).hash_values])
-    assert marked_plan(merged) == 12
-    assert marked_plan(None) == 0
-    assert marked_plan(SimpleNamespace(hash_values=[])) == 0
+    merged = SimpleNamespace(hash_values=[*PlanMark.of(3, 7).hash_values, *PlanMark.of(12, 6).hash_values])
+    assert marked_plan(merged) == (12, 7)
+    assert marked_plan(None) == (0, 0)
+    assert marked_plan(SimpleNamespace(hash_values=[])) == (0, 0)
 
 
 def test_a_second_engine_on_the_port_is_refused_until_the_first_ends(

@@ -82,6 +82,9 @@ def test_a_load_is_told_that_ends_before_the_next_step_begins(steps_ahead: int, 
         clock.now += 0.01
         pace.step(8)
     assert pace.seconds_left == pytest.approx(share * 0.01)
+    clock.now += 0.2  # a long prompt is computed beside
+    pace.step(8000)
+    assert pace.seconds_left == pytest.approx(share * 0.01)
     pace.step(0)
     assert pace.seconds_left == IDLE_SECONDS
     clock.now += 5.0

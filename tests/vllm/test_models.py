@@ -81,3 +81,23 @@ def test_ranks_keep_the_latents_of_a_model_once(prompts: Answers, tmp_path: Path
             assert counters.loads_failed == 0
             blocks.append((manager.num_host_blocks, manager.layout.fingerprint))
     assert blocks[0] == blocks[1]
+
+
+def test_a_loaded_block_with_the_bytes_of_another_changes_the_tokens(
+    cached: Observed, prompts: Answers, alone: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: wrong bytes in loaded blocks are seen."""
+    cached.answers(prompts)
+    cached.forget_device()
+    poll = cached.worker.poll
+
+    def copying() -> set[str]:
+        loads = [[block for block in load.blocks if block > 0] for load in cached.worker._loads.values()]
+        received = poll()
+        for blocks in loads if received else ():
+            for pages in cached.tensors:
+                pages[blocks[:-1]] = pages[blocks[-1]].clone()
+        return received
+
+    monkeypatch.setattr(cached.worker, "poll", copying)
+    assert cached.answers(prompts) != alone

@@ -53,14 +53,15 @@ def prompts_of(seed: int) -> list[list[int]]:
 class Pair:
     """A prefill and a decode engine, and what a router does with both. ``alone`` has no connector."""
 
-    def __init__(self, model: Path, logs: Path) -> None:
-        self.model, self.logs = model, logs
+    def __init__(self, model: Path, logs: Path, **options: object) -> None:
+        self.model, self.logs, self._options = model, logs, options
         self.prefill, self.decode = self.start("kv_producer"), self.start("kv_consumer")
         self.alone = start_engine(model, logs / "alone.log", None)
 
     def start(self, role: str) -> Server:
         """Start an engine."""
-        return start_engine(self.model, self.logs / f"{role}-{free_port()}.log", transfer_of(role))
+        log = self.logs / f"{role}-{free_port()}.log"
+        return start_engine(self.model, log, transfer_of(role), **self._options)
 
     def parameters(self, prompt: list[int]) -> dict[str, Any] | None:
         """Compute a prompt at prefill; return the parameters for decode."""
@@ -231,3 +232,19 @@ def test_vllms_own_proxy_routes_both(pair: Pair, tmp_path: Path) -> None:
             assert router.tokens(prompt) == pair.alone.tokens(prompt)
     until(lambda: pair.decode.counter("vllm:fdcache_blocks_fetched_total") > before, "blocks from prefill")
     until(lambda: pair.is_clean, "the end of every hand-over")
+
+
+@pytest.mark.slow
+def test_two_ranks_of_each_engine_hand_over_their_parts(model: Path, tmp_path: Path) -> None:
+    options = {"tensor-parallel-size": 2, "distributed-executor-backend": "mp"}
+    pair = Pair(make_tokenizer(model), tmp_path, **options)
+    with running(pair.prefill, pair.decode, pair.alone):
+        for prompt in prompts_of(11)[:4]:
+            parameters = pair.parameters(prompt)
+            assert parameters is not None
+            assert len(parameters["remote_addresses"]) == 2
+            assert pair.decode.tokens(prompt, kv_transfer_params=parameters) == pair.alone.tokens(prompt)
+        blocks = sum(-(-length // BLOCK_SIZE) for length in _LENGTHS[:4])
+        until(lambda: pair.decode.counter("vllm:fdcache_blocks_fetched_total") >= blocks, "blocks")
+        assert pair.decode.counter("vllm:fdcache_loads_failed_total") == 0
+        until(lambda: pair.is_clean, "the end of every hand-over")

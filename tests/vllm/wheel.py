@@ -1,10 +1,10 @@
-"""Install a wheel of fdcache into vLLM's environments, and run vLLM with the configuration of docs/vllm.md.
+"""Install a wheel of fdcache into vLLM's environments, and start vLLM with the line of docs/vllm.md.
 
     python -m tests.vllm.wheel WHEEL [--version VERSION]
 
-The wheel lies in a layer above an environment of ``tests.vllm.setup``, which is left as it is. These have no HTTP
-server, so that the engine is asked without one. Exits 1 if pip would change a package of vLLM's, or if vLLM does not
-find in host memory what it stored there. A version that is not there is skipped with a line.
+The wheel lies in a layer above an environment of ``tests.vllm.setup``, which is left as it is. Exits 1 if pip would
+change a package of vLLM's, or if ``vllm serve`` does not find in host memory what it stored there. A version that is
+not there is skipped with a line.
 """
 
 from __future__ import annotations
@@ -22,20 +22,25 @@ ROOT = Path(__file__).parents[2]
 ASK = """
 import json, sys
 from pathlib import Path
-from tests.vllm.engine import generate, install_plugin, make_model, running_engine
+from tests.vllm.engine import install_plugin, make_model, make_tokenizer
+from tests.vllm.served import running, start_engine
 
 folder = Path(sys.argv[1])
 install_plugin(folder)
+model = make_tokenizer(make_model(folder / "model"))
 prompts = [[3 + (7 * i + j) % 500 for j in range(180)] for i in range(8)]  # more than the device holds
-with running_engine(make_model(folder / "model"), json.loads(sys.argv[2])) as llm:
-    first, second = generate(llm, prompts), generate(llm, prompts)
-    hits = sum(each.value for each in llm.get_metrics() if each.name == "vllm:external_prefix_cache_hits")
+server = start_engine(model, folder / "log", json.loads(sys.argv[2]))
+with running(server):
+    first, second = ([server.tokens(prompt) for prompt in prompts] for _ in range(2))
+    hits = server.counter("vllm:external_prefix_cache_hits_total")
 import fdcache
 assert Path(fdcache.__file__).is_relative_to(sys.prefix), fdcache.__file__
 assert first == second
 assert hits > 0
-print(f"{hits} tokens from host memory, the same answers")
+print(f"vllm serve: {hits:.0f} tokens from host memory, the same answers")
 """
+NEEDED_TO_SERVE = ("orjson",)
+"""What ``vllm serve`` imports and the environments lack, which have what an engine in a process needs."""
 
 
 def main() -> None:
@@ -56,11 +61,17 @@ def main() -> None:
 
 
 def make_layer(folder: Path, program: Path) -> Path:
-    """Make an environment that sees the packages of another one, and return its interpreter."""
+    """Make an environment that sees the packages of another one and has its command; return its interpreter."""
     subprocess.run([program, "-m", "venv", "--without-pip", str(folder)], check=True)
     (below,) = program.parents[1].glob("lib/python*/site-packages")
     (own,) = folder.glob("lib/python*/site-packages")
     (own / "below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
+    command = folder / "bin/vllm"
+    command.write_text(
+        f"#!{folder}/bin/python\nimport sys\nfrom vllm.entrypoints.cli.main import main\n"
+        'if __name__ == "__main__":\n    sys.exit(main())\n'
+    )
+    command.chmod(0o755)
     return folder / "bin/python"
 
 
@@ -73,6 +84,9 @@ def install(layer: Path, program: Path, wheel: Path) -> None:
             subprocess.run([*pip, "freeze"], capture_output=True, text=True, check=True).stdout.splitlines()
         )
 
+    subprocess.run(
+        [*pip, "install", "--quiet", "--only-binary", ":all:", "--no-deps", *NEEDED_TO_SERVE], check=True
+    )
     before = freeze()
     subprocess.run([*pip, "install", "--quiet", "--only-binary", ":all:", str(wheel)], check=True)
     after = freeze()
@@ -82,7 +96,7 @@ def install(layer: Path, program: Path, wheel: Path) -> None:
 
 
 def try_line(layer: Path, folder: Path) -> None:
-    """Ask an engine with the configuration of the guide twice for more prompts than its device holds."""
+    """Ask a server with the configuration of the guide twice for more prompts than its device holds."""
     (folder / "tests").symlink_to(ROOT / "tests")  # the platform without a GPU; fdcache is the wheel's
     environ = {name: value for name, value in os.environ.items() if not name.startswith("FDCACHE_")}
     environ |= {

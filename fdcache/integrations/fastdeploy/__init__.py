@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from fdcache.integrations.fastdeploy.config import layout_from_config, settings_from_config
     from fdcache.integrations.fastdeploy.controller import FastDeployController
     from fdcache.integrations.fastdeploy.controller import FastDeployController as CacheController
-    from fdcache.integrations.fastdeploy.manager import FastDeployManager, MatchedPrefix
+    from fdcache.integrations.fastdeploy.manager import FastDeployManager
     from fdcache.integrations.fastdeploy.manager import FastDeployManager as CacheManager
+    from fdcache.integrations.fastdeploy.request_fields import MatchedPrefix
 
 _HOME_OF = {
     "FastDeployController": "fdcache.integrations.fastdeploy.controller",
     "FastDeployManager": "fdcache.integrations.fastdeploy.manager",
     "LayerDoneCounter": "fdcache.controller.layers",
     "LayerSwapTimeoutError": "fdcache.errors",
-    "MatchedPrefix": "fdcache.integrations.fastdeploy.manager",
+    "MatchedPrefix": "fdcache.integrations.fastdeploy.request_fields",
     "layout_from_config": "fdcache.integrations.fastdeploy.config",
     "settings_from_config": "fdcache.integrations.fastdeploy.config",
 }

@@ -22,7 +22,7 @@ _BLOCKS, _MEMORY = "FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY"
 _ALTERNATIVES = {_BLOCKS: (_MEMORY,), "FDCACHE_HOST_MEMORY": ("FDCACHE_SERVER",)}
 """Variables that decide a tier's size in place of another."""
 
-_MIXED = "mixed"
+MIXED = "mixed"
 """FastDeploy's role of an instance that both prefills and decodes."""
 
 _STORAGES = {
@@ -149,8 +149,14 @@ def load_settings(
         "FDCACHE_BLOCK_SIZE": layout.block_size,
         "FDCACHE_LOOKAHEAD_TOKENS": lookahead,
         "FDCACHE_DEFER_TIMEOUT": 0.0,
+        "FDCACHE_TRANSFER_ROLE": role_of(config),
     }
     settings = Settings.load(defaults={**own, **theirs})
+    if (role := role_of(config)) != MIXED and not settings.peers.is_on:
+        raise ConfigurationError(
+            f"splitwise_role={role!r}, but FDCACHE_TRANSFER is none: set FDCACHE_TRANSFER=ipc or rdma on both "
+            f"instances, or start with --splitwise-role {MIXED}"
+        )
     if settings.cache.lookahead_tokens < lookahead:
         name = "FDCACHE_LOOKAHEAD_TOKENS"
         wrong = f"the KV of draft layers depends on {lookahead} token more than its own"
@@ -169,12 +175,6 @@ def load_settings(
 
 def require_supported(config: Any) -> None:
     """Raise ``ConfigurationError`` for options of FastDeploy's that would have no effect, with what to set instead."""
-    role = getattr(getattr(config, "scheduler_config", None), "splitwise_role", None) or _MIXED
-    if role != _MIXED:
-        raise ConfigurationError(
-            f"splitwise_role={role!r}: fdcache hands no blocks from prefill to decode instances of FastDeploy; start "
-            f"the instance with --splitwise-role {_MIXED}, or remove fdcache from FD_PLUGINS"
-        )
     backend = getattr(getattr(config, "cache_config", None), "kvcache_storage_backend", None)
     if backend:
         ours = _STORAGES.get(str(backend), "FDCACHE_STORAGE")
@@ -182,6 +182,11 @@ def require_supported(config: Any) -> None:
             f"kvcache_storage_backend={backend!r}: FastDeploy's storage is not used with fdcache, which has its own; "
             f"set {ours}, and leave out --kvcache-storage-backend"
         )
+
+
+def role_of(config: Any) -> str:
+    """Return the ``splitwise_role`` of the configuration."""
+    return str(getattr(getattr(config, "scheduler_config", None), "splitwise_role", None) or MIXED)
 
 
 def settings_from_config(config: Any, layout: KVLayout) -> CacheSettings:

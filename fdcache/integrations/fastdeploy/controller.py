@@ -71,11 +71,12 @@ class FastDeployController:
         self.core = CacheController.from_settings(self.layout, self._settings, rank=rank, device=device)
         self.swap_layer_done_counter: LayerDoneCounter | None = None
         self._host_cache = host_cache
-        self._allocate = allocate or _allocate_in_paddle
+        self._allocate = allocate or self._allocate_in_paddle
         self._stream = compute_stream or (_no_stream if isinstance(device, CpuDevice) else _paddle_stream)
         self._tensors: list[Any] = []
         self._unclaimed: list[Any] = []
         self._ready = False
+        self._is_registered = False
         self._own_plans = count(-1, -1)
 
     def is_initialized(self) -> bool:
@@ -142,7 +143,8 @@ class FastDeployController:
             del self._unclaimed[: len(planes)]
         self._tensors += made
         if len(self._tensors) == len(self.layout.planes):
-            self.core.register_kv_cache(self._tensors)
+            if not self._is_registered:
+                self.core.register_kv_cache(self._tensors)
             self.initialize_host_cache()
             self._ready = True
         return made
@@ -167,6 +169,14 @@ class FastDeployController:
                 )
             tensors += [made[kind] for kind in kinds]
         return tensors
+
+    def _allocate_in_paddle(self, layout: KVLayout, num_blocks: int) -> Sequence[Any]:
+        if self._settings.peers.is_on:  # peers read the planes in memory that they can map
+            self._is_registered = True
+            return self.core.initialize_kv_cache(num_blocks, "paddle")
+        from fdcache.integrations.paddle import allocate_planes
+
+        return allocate_planes(layout, num_blocks)
 
     # --- copies -------------------------------------------------------------------------------------------
 
@@ -250,7 +260,7 @@ class FastDeployController:
     def _forget_tensors(self) -> None:
         self._tensors.clear()
         self._unclaimed.clear()
-        self._ready = False
+        self._ready = self._is_registered = False
 
     def shutdown(self) -> None:
         """Wait for copies in flight and release everything."""
@@ -287,9 +297,3 @@ def _paddle_stream() -> Any | None:
 
 def _no_stream() -> None:
     """Return None: a CPU computes synchronously."""
-
-
-def _allocate_in_paddle(layout: KVLayout, num_blocks: int) -> Sequence[Any]:
-    from fdcache.integrations.paddle import allocate_planes
-
-    return allocate_planes(layout, num_blocks)

@@ -19,9 +19,11 @@ from fdcache.integrations.fastdeploy.config import (
     quantisation,
 )
 from fdcache.integrations.fastdeploy.controller import FastDeployController
-from fdcache.integrations.fastdeploy.link import SchedulerLink, WorkerLink, WorkerLost
-from fdcache.integrations.fastdeploy.manager import FastDeployManager, is_preempted
+from fdcache.integrations.fastdeploy.link import PeerAddress, SchedulerLink, WorkerLink, WorkerLost
+from fdcache.integrations.fastdeploy.manager import FastDeployManager
 from fdcache.integrations.fastdeploy.prefills import PrefillTimes
+from fdcache.integrations.fastdeploy.request_fields import is_preempted
+from fdcache.integrations.fastdeploy.splitwise import Splitwise, has_role
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
@@ -54,7 +56,7 @@ def socket_of(config: Any, settings: Settings) -> Path:
 
 @dataclass
 class PlanMark:
-    """Number of the last plan that a batch's step needs, in the shape of FastDeploy's swap record.
+    """Number of the last plan that a batch's step needs, and the batch's own, in the shape of FastDeploy's swap record.
 
     FastDeploy concatenates the lists of batches that it merges.
     """
@@ -64,15 +66,18 @@ class PlanMark:
     dst_block_ids: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, number: int) -> PlanMark:
+    def of(cls, number: int, batch: int) -> PlanMark:
         """Return the record for a batch that needs the plan with this number."""
-        return cls([f"{_MARK}{number}"])
+        return cls([f"{_MARK}{number}:{batch}"])
 
 
-def marked_plan(metadata: Any) -> int:
-    """Return the highest plan number in a batch's record; 0 for none."""
+def marked_plan(metadata: Any) -> tuple[int, int]:
+    """Return the highest plan number in a batch's record, and the highest number of a batch; 0 for none."""
     values = getattr(metadata, "hash_values", None) or ()
-    return max((int(value[len(_MARK) :]) for value in values if value.startswith(_MARK)), default=0)
+    marks = [value[len(_MARK) :].split(":") for value in values if value.startswith(_MARK)]
+    return max((int(plan) for plan, _ in marks), default=0), max(
+        (int(batch) for _, batch in marks), default=0
+    )
 
 
 class LinkedManager(FastDeployManager):
@@ -87,7 +92,10 @@ class LinkedManager(FastDeployManager):
     def __init__(self, config: Any) -> None:
         super().__init__(config, loads_ahead=self._has_quiet_workers)
         self._stopping: Callable[[], Sized] | None = None
+        self.splitwise = Splitwise.of(self, config, self._settings, self._lock)
+        """The hand-overs of an instance whose role is prefill or decode."""
         self.link = SchedulerLink(socket_of(config, self._settings), self.core.layout, quantisation(config))
+        self._batch = self._stopping_batch = self._released = 0
         self._scans: dict[int, StorageScan] = {}
         self._failed: dict[str, Any] = {}
         self._unsound: set[str] = set()
@@ -171,6 +179,8 @@ class LinkedManager(FastDeployManager):
             if request.request_id in self._reading:
                 return
             self._failed.pop(request.request_id, None)
+            if self.splitwise is not None:
+                self.splitwise.forget(request.request_id)
             tracked = self._tracked.get(request.request_id)
             self._prefills.ended(request.request_id)
             if not is_preempted(request):
@@ -197,10 +207,15 @@ class LinkedManager(FastDeployManager):
             if found is not None:
                 self.core.observe_prefill(found.chunks, found.seconds, waited=found.waited, steps=found.steps)
 
-    def take_failed(self) -> list[Any]:
-        """Return the requests whose load failed since the last call and that still run; the caller preempts them."""
+    def take_failed(self, running: Callable[[Any], bool] = lambda _: True) -> list[Any]:
+        """Return once the requests whose load failed and that are ``running``; the caller preempts them.
+
+        A prefill instance plans the loads of a request before it runs it.
+        """
         with self._lock:
-            failed, self._failed = list(self._failed.values()), {}
+            failed = [request for request in self._failed.values() if running(request)]
+            for request in failed:
+                del self._failed[request.request_id]
             return failed
 
     def unsound(self, names: Iterable[str]) -> set[str]:
@@ -237,6 +252,8 @@ class LinkedManager(FastDeployManager):
         with self._lock:
             for outcome in outcomes:
                 tracked = self._tracked.get(outcome.request_id)
+                if self.splitwise is not None and self.splitwise.take_outcome(outcome):
+                    continue
                 if outcome.status is LoadStatus.CONFIRMED or tracked is None:
                     continue
                 logger.warning(
@@ -275,12 +292,13 @@ class LinkedManager(FastDeployManager):
     # --- a step -------------------------------------------------------------------------------------------
 
     def issue_pending_backup_to_batch_request(self) -> Any:
-        """Close the step, send its plans, and return the mark for its batch; None before the first plan.
+        """Close the step, send its plans, and return the mark for its batch.
 
         Every batch names the last plan, even if it needs none: the previous batch may have been lost.
         """
         self._send_plans()
-        return PlanMark.of(self.link.announced) if self.link.announced else None
+        self._batch += 1
+        return PlanMark.of(self.link.announced, self._batch)
 
     def check_and_add_pending_backup(self) -> None:
         """Commit computed blocks, process the workers' messages, and send plans that do not depend on a step."""
@@ -296,6 +314,9 @@ class LinkedManager(FastDeployManager):
             for event in self.link.collect():
                 if isinstance(event, TransferReport):
                     reports.append(event)
+                elif isinstance(event, PeerAddress):
+                    if self.splitwise is not None:
+                        self.splitwise.addresses[event.rank] = event.address
                 elif isinstance(event, WorkerLost):
                     self.apply(reports)
                     reports = []
@@ -312,6 +333,20 @@ class LinkedManager(FastDeployManager):
                 self.link.send(plan)
             else:
                 self.link.announce(plan)
+
+    def release_plans(self, *, has_batch: bool, stops: bool) -> None:
+        """Have workers submit the announced plans if the scheduler has made no batch that names them.
+
+        Only roles do: a prefill ends, and a decode begins, beside what is scheduled. ``stops``: the batch stops
+        requests, whose blocks are free already; nothing later is written to them before workers have taken that batch.
+        """
+        if self.splitwise is None:
+            return
+        if stops:
+            self._stopping_batch = self._batch
+        if not has_batch and self.link.announced > self._released:
+            self._released = self.link.announced
+            self.link.go(self._stopping_batch)
 
     def _restore(self, scan: StorageScan) -> None:
         self._scans[scan.rank] = scan
@@ -336,8 +371,10 @@ class LinkedController(FastDeployController):
         self._has_storage = False
         self._to_report: set[int] = set()
         self._submitted = threading.Condition()
+        self._in_order = threading.Lock()
+        self._early: list[tuple[int, LayerDoneCounter]] = []
         self._is_closed = False
-        self._link.start(self._submit_now)
+        self._link.start(self._submit_now, self._submit_early)
         self._reporter = threading.Thread(target=self._report, name="fdcache-reports", daemon=True)
         self._reporter.start()
 
@@ -345,6 +382,7 @@ class LinkedController(FastDeployController):
         """Make the tensors of the main layers and the host cache; without draft layers, also open the storage."""
         tensors = super().initialize_kv_cache(attn_backend, num_gpu_blocks)
         self._open_storage()
+        self._open_transfer()
         return tensors
 
     def initialize_mtp_kv_cache(
@@ -353,13 +391,17 @@ class LinkedController(FastDeployController):
         """Make the tensors of the draft layers and open the storage."""
         tensors = super().initialize_mtp_kv_cache(attn_backend, num_gpu_blocks, num_mtp_layers, layer_offset)
         self._open_storage()
+        self._open_transfer()
         return tensors
 
     def submit_swap_tasks(self, evict_metadata: Any, swap_in_metadata: Any = None) -> LayerDoneCounter | None:
         """Submit the plans that the batch's step needs; return the layer counter of the last one."""
-        plans = self._link.take(marked_plan(evict_metadata), self._timeout)
-        stream = self._stream() if plans else None
-        counters = [counter for plan in plans if (counter := self._submit(plan, stream))]
+        number, batch = marked_plan(evict_metadata)
+        self._link.wait_for(number, self._timeout)
+        with self._in_order:
+            self._submit_up_to(number, batch)
+            counters = [counter for plan, counter in self._early if plan <= number]
+            self._early = [each for each in self._early if each[0] > number]
         for earlier in counters[:-1]:
             earlier.wait_all()
         self.swap_layer_done_counter = counters[-1] if counters else None
@@ -387,6 +429,25 @@ class LinkedController(FastDeployController):
             self._has_storage = True
             if scan is not None:
                 self._link.send_scan(scan)
+
+    def _open_transfer(self) -> None:
+        """Begin to answer peers, if the instance has a role in hand-overs, and tell the scheduler the address."""
+        if self.is_initialized() and has_role(self.config):
+            address = self.core.open_transfer(lookahead_tokens=self._settings.cache.lookahead_tokens)
+            if address is not None:
+                self._link.send_address(address)
+
+    def _submit_early(self) -> None:
+        """Submit the plans that wait for no batch."""
+        with self._in_order:
+            self._submit_up_to(0, 0)
+
+    def _submit_up_to(self, number: int, batch: int) -> None:
+        plans = self._link.take(number, batch)
+        stream = self._stream() if plans else None
+        for taken, plan in plans:
+            if (counter := self._submit(plan, stream)) is not None:
+                self._early.append((taken, counter))
 
     def _submit_now(self, plan: TransferPlan) -> None:
         """Submit a plan that belongs to no step."""

@@ -70,10 +70,24 @@ class WorkerReport(msgspec.Struct, tag=True, frozen=True):
     report: bytes
 
 
+class Go(msgspec.Struct, tag=True, frozen=True):
+    """The plans up to ``number`` wait for no batch of their own, but for that of number ``batch``."""
+
+    number: int
+    batch: int
+
+
 class Scan(msgspec.Struct, tag=True, frozen=True):
     """Contents of one rank's storage when it was opened."""
 
     scan: bytes
+
+
+class PeerAddress(msgspec.Struct, tag=True, frozen=True):
+    """Address at which peer instances reach a rank. Also an event."""
+
+    rank: int
+    address: str
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -82,9 +96,9 @@ class WorkerLost(msgspec.Struct, frozen=True):
     rank: int
 
 
-WorkerEvent: TypeAlias = TransferReport | StorageScan | WorkerLost
-_to_scheduler = msgspec.msgpack.Decoder(WorkerHello | WorkerReport | Scan)
-_to_worker = msgspec.msgpack.Decoder(WorkerWelcome | Order)
+WorkerEvent: TypeAlias = TransferReport | StorageScan | PeerAddress | WorkerLost
+_to_scheduler = msgspec.msgpack.Decoder(WorkerHello | WorkerReport | Scan | PeerAddress)
+_to_worker = msgspec.msgpack.Decoder(WorkerWelcome | Order | Go)
 _encode = msgspec.msgpack.encode
 
 
@@ -151,6 +165,11 @@ class SchedulerLink:
         """Send a plan that workers submit when it arrives."""
         with self._changed:
             self._send(_encode(Order(0, encode(plan))))
+
+    def go(self, batch: int) -> None:
+        """Have workers submit the announced plans without a batch, as soon as they have taken the one numbered so."""
+        with self._changed:
+            self._send(_encode(Go(self.announced, batch)))
 
     @property
     def pending_events(self) -> tuple[WorkerEvent, ...]:
@@ -272,11 +291,13 @@ class SchedulerLink:
                 return f"{name} differs: {other} at the worker, {ours} at the scheduler; give both one configuration"
         return None
 
-    def _handle(self, message: WorkerHello | WorkerReport | Scan) -> None:
+    def _handle(self, message: WorkerHello | WorkerReport | Scan | PeerAddress) -> None:
         if isinstance(message, WorkerReport):
             self._events.append(decode_report(message.report))
         elif isinstance(message, Scan):
             self._events.append(decode_scan(message.scan))
+        elif isinstance(message, PeerAddress):
+            self._events.append(message)
 
 
 class WorkerLink:
@@ -303,27 +324,44 @@ class WorkerLink:
         self.layout = KVLayout.from_json(welcome.layout)
         self._changed = threading.Condition()
         self._received = welcome.number
+        self._rank = rank
         self._steps: deque[tuple[int, TransferPlan]] = deque()
+        self._batch = 0
+        self._go = Go(0, 0)
         self._sending = threading.Lock()
         self._closed = False
 
-    def start(self, submit: Callable[[TransferPlan], None]) -> None:
-        """Start the listening thread, which calls ``submit`` with plans that belong to no step."""
-        threading.Thread(target=self._listen, args=(submit,), name="fdcache-plans", daemon=True).start()
+    def start(self, submit: Callable[[TransferPlan], None], submit_early: Callable[[], None]) -> None:
+        """Start the listening thread.
 
-    def take(self, number: int, timeout: float) -> list[TransferPlan]:
-        """Return the plans of steps up to ``number`` that were not taken yet, in order.
+        It calls ``submit`` with plans that belong to no step, and ``submit_early`` when others wait for no batch.
+        """
+        arguments = (submit, submit_early)
+        threading.Thread(target=self._listen, args=arguments, name="fdcache-plans", daemon=True).start()
 
-        Raises ``CacheNotReadyError`` if they do not arrive within ``timeout`` seconds.
+    def wait_for(self, number: int, timeout: float) -> None:
+        """Wait until the plans up to ``number`` have arrived.
+
+        Raises ``CacheNotReadyError`` if they do not within ``timeout`` seconds.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or self._received >= number, timeout):
                 raise CacheNotReadyError(f"plan {number} of the scheduler did not arrive within {timeout} s")
             if self._received < number:
                 raise CacheNotReadyError("the scheduler has ended; start the engine again")
+
+    def take(self, number: int, batch: int) -> list[tuple[int, TransferPlan]]:
+        """Return, with their numbers, the plans of steps up to ``number`` that were not taken yet, in order.
+
+        ``batch``: number of the batch that takes them, 0 for none.
+        """
+        with self._changed:
+            self._batch = max(self._batch, batch)
+            if self._go.batch <= self._batch:
+                number = max(number, self._go.number)
             plans = []
             while self._steps and self._steps[0][0] <= number:
-                plans.append(self._steps.popleft()[1])
+                plans.append(self._steps.popleft())
             return plans
 
     def report(self, reports: Iterable[TransferReport]) -> None:
@@ -334,6 +372,10 @@ class WorkerLink:
     def send_scan(self, scan: StorageScan) -> None:
         """Send the scan of this rank's storage to the scheduler."""
         self._send(_encode(Scan(encode(scan))))
+
+    def send_address(self, address: str) -> None:
+        """Send the address at which peers reach this rank to the scheduler."""
+        self._send(_encode(PeerAddress(self._rank, address)))
 
     def close(self) -> None:
         """Disconnect; call it when this rank's copies have ended."""
@@ -348,10 +390,15 @@ class WorkerLink:
                 if not self._closed:
                     logger.error("the scheduler is no longer connected: %s", error)
 
-    def _listen(self, submit: Callable[[TransferPlan], None]) -> None:
+    def _listen(self, submit: Callable[[TransferPlan], None], submit_early: Callable[[], None]) -> None:
         try:
             while True:
                 order = _to_worker.decode(self._connection.recv_bytes())
+                if isinstance(order, Go):
+                    with self._changed:
+                        self._go = order
+                    submit_early()
+                    continue
                 if not isinstance(order, Order):
                     continue
                 plan = decode_plan(order.plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import Any, Never, overload
@@ -12,7 +12,6 @@ from typing import Any, Never, overload
 import numpy as np
 
 from fdcache.errors import RequestStateError, UnsupportedCallError
-from fdcache.hashing import MultimodalItem
 from fdcache.hints import HintOutcome, read_hints
 from fdcache.integrations.fastdeploy.config import (
     device_blocks,
@@ -21,44 +20,22 @@ from fdcache.integrations.fastdeploy.config import (
     load_settings,
     warn_of_old_manager,
 )
+from fdcache.integrations.fastdeploy.request_fields import (
+    MatchedPrefix,
+    images_of,
+    is_preempted,
+    reuse_before_images,
+    tokens_of,
+)
 from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.layout import KVLayout
 from fdcache.manager.cache_manager import CacheManager
 from fdcache.manager.requests import Request
 from fdcache.manager.results import AllocationFailure, LoadOutcome, MatchResult, MatchStatus
-from fdcache.metadata import BlockNode, CacheLevel, TransferPlan, TransferReport
+from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.host import HostCache
-
-
-@dataclass(frozen=True, slots=True)
-class MatchedPrefix:
-    """Result of ``match_prefix``, stored in ``request._match_result``: device blocks first, then host, then storage.
-
-    With ``deferred`` the blocks are still being read from storage; match the request again in a later step.
-    """
-
-    device_nodes: list[BlockNode] = field(default_factory=list)
-    matched_host_nums: int = 0
-    matched_storage_nums: int = 0
-    uncached_block_ids: list[int] = field(default_factory=list)
-    deferred: bool = False
-
-    @property
-    def device_block_ids(self) -> list[int]:
-        """Device blocks that the request can use at once, in path order."""
-        return [node.block_id for node in self.device_nodes]
-
-    @property
-    def matched_device_nums(self) -> int:
-        """Number of blocks found on the device."""
-        return len(self.device_nodes)
-
-    @property
-    def total_matched_blocks(self) -> int:
-        """Number of blocks found in all tiers."""
-        return self.matched_device_nums + self.matched_host_nums + self.matched_storage_nums
 
 
 @dataclass(slots=True, eq=False)
@@ -262,6 +239,30 @@ class FastDeployManager:
 
     allocate_gpu_blocks = allocate_device_blocks
 
+    def allocate_anew(
+        self, request: Any, num_blocks: int, extend: Callable[[Request], object]
+    ) -> list[int] | None:
+        """Give up the request's blocks, match it, ``extend`` it, and return a table of new ones; None without room."""
+        with self._lock:
+            known = self._tracked.get(request.request_id)
+            if known is not None and known.has_blocks:
+                del self._tracked[request.request_id]
+                self.core.finish([known.request], preempted=True)
+                request._fdcache_device_only = known.request.device_only
+            tracked = self._begin(request, use_cache=True)
+            self._match(tracked)
+            if not tracked.matched:
+                return None
+            extend(tracked.request)
+            found: list[int] = request._match_result.device_block_ids
+            new = self.allocate_device_blocks(request, num_blocks - len(found))
+            if len(found) + len(new) == num_blocks:
+                return found + new
+            if tracked.matched:
+                self.core.unmatch([tracked.request])
+                tracked.matched = False
+            return None
+
     def request_finish(self, request: Any) -> None:
         """End, abort or preempt a request: its computed blocks stay cached, its pins are released. Idempotent.
 
@@ -338,6 +339,28 @@ class FastDeployManager:
             computed = min(computed, len(tracked.engine_request.prompt_token_ids))
         self.core.commit([(request, computed)])
         tracked.publish_at = tracked.outputs + self.block_size - computed % self.block_size
+
+    def send_computed(self, request: Any, send: Callable[[Request], object]) -> None:
+        """Commit the blocks that a request has computed and hand it to ``send``, unless a load below them failed."""
+        with self._lock:
+            tracked = self._tracked.get(request.request_id)
+            if tracked is not None and not tracked.load_failed:
+                self._publish(tracked)
+                send(tracked.request)
+
+    def take_first_token(self, request: Any, token: int) -> None:
+        """Take the token that another instance has sampled; unlike later ones it proves nothing of the KV here."""
+        with self._lock:
+            tracked = self._tracked[request.request_id]
+            tracked.request.append_tokens(tokens_of([token]))
+            tracked.outputs = tracked.outputs_at_match = tracked.outputs + 1
+            tracked.publish_at = tracked.outputs + 1
+
+    def cached_tokens(self, request: Any) -> int | None:
+        """Return how many tokens of a request were found in the cache; None while its load is in flight."""
+        with self._lock:
+            tracked = self._tracked[request.request_id]
+            return None if tracked.request.is_loading else tracked.request.num_cached_tokens
 
     # --- a step -------------------------------------------------------------------------------------------
 
@@ -474,31 +497,3 @@ class FreeBlocks(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._manager.free_device_blocks())
-
-
-def is_preempted(request: Any) -> bool:
-    """Return True if FastDeploy has preempted the request, judged by the name of its status."""
-    return getattr(getattr(request, "status", None), "name", None) == "PREEMPTED"
-
-
-def tokens_of(tokens: Sequence[int] | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return token ids as an array; empty for None."""
-    return np.asarray([] if tokens is None else tokens, np.int64)
-
-
-def reuse_before_images(images: Sequence[MultimodalItem], matched: int, block_size: int) -> int:
-    """Round ``matched`` tokens down to whole blocks before an image, if the match ends inside one."""
-    for image in reversed(images):
-        if image.offset < matched < image.offset + image.length:
-            matched = image.offset // block_size * block_size
-    return matched
-
-
-def images_of(request: Any) -> tuple[MultimodalItem, ...]:
-    """Return the items of ``multimodal_inputs``: ``mm_positions`` (offset, length) with ``mm_hashes``, in order."""
-    inputs = getattr(request, "multimodal_inputs", None) or {}
-    positions, hashes = inputs.get("mm_positions") or [], inputs.get("mm_hashes") or []
-    return tuple(
-        MultimodalItem(int(position.offset), int(position.length), name)
-        for position, name in zip(positions, hashes, strict=True)
-    )

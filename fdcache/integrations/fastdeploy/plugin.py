@@ -1,12 +1,13 @@
 """FastDeploy plug-in: with FD_PLUGINS=fdcache, FastDeploy uses fdcache's cache manager and controller.
 
 FastDeploy calls the entry point ``install`` in the engine's and the workers' processes. It replaces FastDeploy's
-classes by those of ``fastdeploy.engine``. The first manager adapts FastDeploy's scheduler in five points:
+classes by those of ``fastdeploy.engine``. The first manager adapts FastDeploy's scheduler in six points:
 
 - a request whose load failed is preempted;
 - tokens that were sampled after a failed load are dropped before they are sent;
 - a request whose blocks are in storage waits for them, which is no error in FastDeploy's log;
-- prefills are timed, so that the manager knows which blocks are sooner computed than loaded.
+- prefills are timed, so that the manager knows which blocks are sooner computed than loaded;
+- in the roles prefill and decode, blocks are handed over (``fastdeploy.roles``).
 
 A FastDeploy with other classes or signatures is refused.
 """
@@ -18,12 +19,14 @@ import importlib
 import inspect
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy.engine import LinkedController, LinkedManager
+from fdcache.integrations.fastdeploy.roles import adapt_roles, add_arrivals
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,8 @@ _CACHE = "fastdeploy.cache_manager.v1"
 _SCHEDULER = "fastdeploy.engine.sched.resource_manager_v1"
 _REQUESTS = "fastdeploy.engine.request"
 _TOKENS = "fastdeploy.output.token_processor"
+_PROTOCOL = "fastdeploy.splitwise.splitwise_connector"
+_QUEUE = "fastdeploy.inter_communicator.engine_worker_queue"
 _ADAPTED = "_fdcache_adapted"
 _ENVIRONMENT = "fastdeploy.envs"
 
@@ -59,7 +64,18 @@ EXPECTED_SIGNATURES: dict[tuple[str, str], tuple[str, ...]] = {
     (_SCHEDULER, "ResourceManagerV1._free_blocks"): ("self", "request"),
     (_SCHEDULER, "ResourceManagerV1.reschedule_preempt_task"): ("self", "request_id", "process_func"),
     (_SCHEDULER, "ResourceManagerV1.waiting_async_process"): ("self", "request"),
+    (_SCHEDULER, "ResourceManagerV1.preallocate_resource_in_p"): ("self", "request"),
+    (_SCHEDULER, "ResourceManagerV1.preallocate_resource_in_d"): ("self", "request"),
+    (_SCHEDULER, "ResourceManagerV1.add_prefilled_request"): ("self", "request_output"),
+    (_SCHEDULER, "ResourceManagerV1.pre_recycle_resource"): ("self", "request_id"),
     (_TOKENS, "TokenProcessor.postprocess"): ("self", "batch_result", "mtype"),
+    (_TOKENS, "TokenProcessor._recycle_resources"): (
+        *("self", "task_id", "index", "task", "result", "is_prefill"),
+    ),
+    (_PROTOCOL, "SplitwiseConnector.__init__"): ("self", "cfg", "worker_queue", "resource_manager"),
+    (_QUEUE, "EngineWorkerQueue.put_cache_info"): ("self", "cache_info"),
+    (_QUEUE, "EngineWorkerQueue.get_finished_add_cache_task_req"): ("self",),
+    (_QUEUE, "EngineWorkerQueue.get_finished_req"): ("self",),
 }
 """FastDeploy's functions that the plug-in calls or replaces, with their parameters."""
 
@@ -127,7 +143,8 @@ def adapt_scheduler() -> None:
 
     Raises ``ConfigurationError`` if FastDeploy has other functions than expected.
     """
-    modules = {name: importlib.import_module(name) for name in (_REQUESTS, _SCHEDULER, _TOKENS)}
+    names = (_REQUESTS, _SCHEDULER, _TOKENS, _PROTOCOL, _QUEUE)
+    modules = {name: importlib.import_module(name) for name in names}
     scheduler = modules[_SCHEDULER].ResourceManagerV1
     if hasattr(scheduler.schedule, _ADAPTED):
         return
@@ -137,6 +154,7 @@ def adapt_scheduler() -> None:
     scheduler.get_prefix_cached_blocks = _with_waiting(scheduler.get_prefix_cached_blocks)
     tokens = modules[_TOKENS].TokenProcessor
     tokens.postprocess = _with_sound_tokens(tokens.postprocess)
+    adapt_roles(scheduler, tokens, modules[_PROTOCOL].SplitwiseConnector)
     logger.warning(
         "fdcache added to %s.ResourceManagerV1.schedule, add_request and get_prefix_cached_blocks, and to "
         "%s.TokenProcessor.postprocess",
@@ -194,10 +212,18 @@ def _with_preemption(schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 lambda: self.to_be_rescheduled_request_id_set | self.to_be_aborted_req_id_set
             )
         tasks = _preempt_failed(self)
+        add_arrivals(self)
         batch, errors = schedule(self)
+        was_empty = not len(batch)
         for task in tasks:
             batch.add_request(task)
         if isinstance(self.cache_manager, LinkedManager):
+            if tasks and was_empty:  # the scheduler has not marked it
+                batch.append_evict_metadata([self.cache_manager.issue_pending_backup_to_batch_request()])
+            kinds = {each.task_type.name for each in batch.requests}
+            self.cache_manager.release_plans(
+                has_batch=bool(len(batch)), stops=not kinds.isdisjoint(("PREEMPTED", "ABORT"))
+            )
             prefill = sys.modules[_REQUESTS].RequestType.PREFILL
             self.cache_manager.scheduled(each for each in batch.requests if each.task_type is prefill)
         return batch, errors
@@ -214,10 +240,12 @@ def _preempt_failed(scheduler: Any) -> list[Any]:
     with scheduler.lock:
         scheduler.cache_manager.collect()
         tasks = []
-        for request in scheduler.cache_manager.take_failed():
-            if not any(each is request for each in scheduler.running):
-                continue
+        for request in scheduler.cache_manager.take_failed(
+            lambda request: any(each is request for each in scheduler.running)
+        ):
             scheduler.running.remove(request)
+            if request.metrics.inference_start_time is None:  # its load failed before its first batch
+                request.metrics.inference_start_time = time.time()
             request.status = request_type.RequestStatus.PREEMPTED
             request.num_computed_tokens = 0
             scheduler._free_blocks(request)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,13 +22,16 @@ IDLE_SECONDS = 0.03
 _LEAST_BYTES = 4 << 20
 """Smaller loads say nothing of the link's speed."""
 
+_STEPS = 8
+
 _WEIGHT = 0.25
 """Of the latest measurement."""
 
 
 class StepPace:
-    """In the scheduler: how soon the step after those in flight begins, from the time between steps so far.
+    """In the scheduler: how soon the step after those in flight begins, by the shortest of the latest steps.
 
+    A step that waits for a load holds up every request in it, and one with a long prompt says nothing of the next.
     ``steps_ahead``: how many steps end before one begins that is planned with what this step tells.
     """
 
@@ -35,7 +39,7 @@ class StepPace:
         self._steps_ahead = steps_ahead
         self._clock = clock
         self._last: float | None = None
-        self._seconds: float | None = None
+        self._latest: deque[float] = deque(maxlen=_STEPS)
 
     def step(self, num_tokens: int) -> None:
         """Record a step that computes this many tokens."""
@@ -44,8 +48,7 @@ class StepPace:
             return
         now = self._clock()
         if self._last is not None:
-            spent = now - self._last
-            self._seconds = spent if self._seconds is None else _mean(self._seconds, spent)
+            self._latest.append(now - self._last)
         self._last = now
 
     @property
@@ -53,7 +56,7 @@ class StepPace:
         """Seconds within which a load has to end that is told with this step; 0 while the pace is not known."""
         if self._last is None:
             return IDLE_SECONDS
-        return 0.0 if self._seconds is None else (self._steps_ahead - 0.5) * self._seconds
+        return (self._steps_ahead - 0.5) * min(self._latest, default=0.0)
 
 
 class LoadClock:

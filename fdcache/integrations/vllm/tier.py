@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import TIER_LABEL, JobResult, SecondaryTierManager, TransferJob
 
 from fdcache.errors import ConfigurationError
+from fdcache.integrations.vllm.keyed_storage import EndedJob, KeyedStorage
 from fdcache.integrations.vllm.settings import extra_settings
 from fdcache.integrations.weights import digest_of
 from fdcache.layout import KVLayout
@@ -42,7 +43,6 @@ from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.metadata import HashArray
 from fdcache.settings import Settings, SettingsError
 from fdcache.settings.kinds import format_size
-from fdcache.tiers.keyed_storage import EndedJob, KeyedStorage
 from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED
 
 logger = logging.getLogger(__name__)

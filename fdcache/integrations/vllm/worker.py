@@ -23,6 +23,7 @@ from fdcache.integrations.vllm.timing import StepTimer
 from fdcache.layout import KVLayout
 from fdcache.manager.results import NO_BLOCKS
 from fdcache.metadata import (
+    CacheSwapMetadata,
     Int32Array,
     SwapPurpose,
     TransferPlan,
@@ -110,7 +111,7 @@ class WorkerSide:
         self._controller: CacheController | None = None
         self._loads: dict[int, _Load] = {}
         self._copies_out: dict[int, TransferPlan] = {}
-        self._overwritten: dict[int, TransferPlan] = {}
+        self._overwritten: dict[int, tuple[TransferPlan, set[int] | None]] = {}
         self._in_flight = 0  # reports that the controller owes
         self.reports: list[TransferReport] = []
         self._arrivals = _Arrivals()
@@ -197,7 +198,7 @@ class WorkerSide:
             self._learn_loads(step)
         self._sends |= step.sends
         if step.is_late:
-            self._overwritten |= self._copies_out
+            self._overwritten |= {number: (plan, None) for number, plan in self._copies_out.items()}
         elif len(step.overwritten) and self._copies_out:
             self._lose_copies_of(step.overwritten)
         stream = self._current_stream() if self._on_gpu and step.plans else None
@@ -212,6 +213,7 @@ class WorkerSide:
                     continue
                 if plan.evictions is not None or plan.backups is not None:
                     self._copies_out[plan.plan_id] = plan
+                    self._lose_copies(plan, step.overwritten)  # vLLM has filled them before this call
                 before = self._idle_stream if plan.plan_id in step.unordered else stream
                 counter = controller.submit_swap_tasks(plan, before)
                 if not self._on_gpu:  # no stream holds the step back
@@ -234,10 +236,17 @@ class WorkerSide:
         """Take plans for failed that copy out of these device blocks, unless they have ended."""
         if self._controller is not None:
             self._collect(self._controller.poll())
-        filled = np.array(blocks, np.int32)
-        for plan_id, plan in self._copies_out.items():
-            if any(np.isin(swap.src_block_ids, filled).any() for swap in plan.swaps() if swap.to_host):
-                self._overwritten[plan_id] = plan
+        for plan in self._copies_out.values():
+            self._lose_copies(plan, blocks)
+
+    def _lose_copies(self, plan: TransferPlan, blocks: Sequence[int]) -> None:
+        """Take a plan's copies out of these device blocks for failed."""
+        if not len(blocks) or not any(
+            np.isin(swap.src_block_ids, blocks).any() for swap in plan.swaps() if swap.to_host
+        ):
+            return
+        _, before = self._overwritten.get(plan.plan_id, (plan, set()))
+        self._overwritten[plan.plan_id] = plan, None if before is None else before | set(map(int, blocks))
 
     def _mark_step_before(self, step: StepMetadata) -> None:
         """While there are loads, mark the end of the work that the device had before this step."""
@@ -330,12 +339,12 @@ class WorkerSide:
     def _without_overwritten(self, report: TransferReport) -> TransferReport:
         """Return a report in which copies of blocks fail that a step may have overwritten meanwhile."""
         self._copies_out.pop(report.plan_id, None)
-        plan = self._overwritten.pop(report.plan_id, None) if self._overwritten else None
-        if plan is None or report.refused:
+        found = self._overwritten.pop(report.plan_id, None) if self._overwritten else None
+        if found is None or report.refused:
             return report
-        reason = "a step that does not wait for the copy may have overwritten the blocks"
+        plan, blocks = found
         results = tuple(
-            TransferResult.failure(swap, reason) if swap.to_host else result
+            _with_lost(result, swap, blocks) if swap.to_host else result
             for swap, result in zip(plan.swaps(), report.results, strict=True)
         )
         return msgspec.structs.replace(report, results=results)
@@ -364,6 +373,18 @@ class WorkerSide:
         """End the copies and free what this rank holds. Idempotent."""
         if self._controller is not None:
             self._controller.shutdown()
+
+
+def _with_lost(result: TransferResult, swap: CacheSwapMetadata, blocks: set[int] | None) -> TransferResult:
+    """Return the result of a copy to the host that failed for these device blocks, None for all."""
+    reason = "a step that does not wait for the copy may have overwritten the blocks"
+    if blocks is None:
+        return TransferResult.failure(swap, reason)
+    lost = np.flatnonzero(np.isin(swap.src_block_ids, list(blocks)))
+    if not len(lost):
+        return result
+    failed = np.union1d(result.failed, lost).astype(np.int32)
+    return msgspec.structs.replace(result, failed=failed, error_message=result.error_message or reason)
 
 
 def _loaded_by(plan: TransferPlan) -> Iterator[tuple[int, Int32Array]]:
