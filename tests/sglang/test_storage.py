@@ -183,11 +183,13 @@ def test_a_load_ends_at_the_first_page_that_is_not_there() -> None:
         names = keys(8)
         storage.batch_set_v1(names[:5], indices(0, 5), above())
         assert storage.batch_get_v1(names, indices(8, 8)) == [True] * 5 + [False] * 3
-        assert storage.batch_set_v1(names[6:], indices(0, 2), above(*names[:6])) == [False] * 2
+        assert storage.batch_set_v1(names[6:], indices(0, 2), above(*names[:6])) == [True] * 2
+        assert storage.batch_exists(names) == 5, "page 5 is not there"
+        assert storage.batch_exists(names[6:]) == 2
         assert (
             storage.batch_set_v1([], indices(0, 0), above()) == storage.batch_get_v1([], indices(0, 0)) == []
         )
-        assert storage.exists(names[0]) and not storage.exists(names[7])
+        assert storage.exists(names[0]) and not storage.exists(names[5])
 
 
 def test_without_the_keys_before_them_pages_are_not_stored_and_one_line_says_so(
