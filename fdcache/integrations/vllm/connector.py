@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import torch
 from vllm import envs
-from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -18,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
 
 from fdcache.errors import ConfigurationError
@@ -29,11 +27,11 @@ from fdcache.integrations.vllm.config import (
     require_supported_options,
     why_not_cached,
 )
-from fdcache.integrations.vllm.early import StepPace
+from fdcache.integrations.vllm.early import IdleSteps, fills_blocks_first
 from fdcache.integrations.vllm.events import EventTranslator, group_kinds
 from fdcache.integrations.vllm.handover import EngineIdentity, PeerSide
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata, WorkerReports, WorkerStorage
-from fdcache.integrations.vllm.planes import layer_numbers, planes_of
+from fdcache.integrations.vllm.planes import planes_of
 from fdcache.integrations.vllm.running import Finished
 from fdcache.integrations.vllm.scheduler import SchedulerSide
 from fdcache.integrations.vllm.settings import (
@@ -121,7 +119,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                 self._events,
                 parallel.pipeline_parallel_size + 1,
                 None if handovers is None else PeerSide(handovers, identity),
-                StepPace(2 if vllm_config.scheduler_config.async_scheduling else 1),
+                None if fills_blocks_first(kv_cache_config) else IdleSteps(),
             )
             self._stats = StatsDelta(manager)
         else:
@@ -134,8 +132,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Use vLLM's pages."""
         if self._worker is not None:
-            layers = layer_numbers(self._kv_cache_config)
-            self._worker.register(planes_of(self._kv_cache_config, kv_caches), layers)
+            self._worker.register(planes_of(self._kv_cache_config, kv_caches))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler which blocks this rank's storage holds at the start. vLLM asks again when it wakes up."""
@@ -154,22 +151,20 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         if worker is None or (connector_metadata is NOTHING and not worker.is_loading):
             return
         if isinstance(connector_metadata, StepMetadata):
-            worker.submit(connector_metadata, layers_ask=_layers_ask())
+            worker.submit(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Do nothing: the copies were enqueued when the metadata was bound."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Make the step wait for a layer of loads that had not ended when it was scheduled."""
-        if self._worker is not None:
-            self._worker.hooks.layer(layer_name)
+        """Do nothing: a step waits for what is still being loaded before it begins."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
         """Do nothing: blocks are stored after the step that computed them."""
 
     def wait_for_save(self) -> None:
         """Record the end of the step. The order of streams keeps blocks until they are stored."""
-        if self._worker is not None:
+        if self._worker is not None and self._worker.timer.number:
             self._worker.computed()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -373,15 +368,6 @@ def check_configurations() -> None:
     check_settings(own, transfers[-1], vllm_config)
     if vllm_config.model_config is not None:
         require_supported_options(vllm_config, own)
-
-
-def _layers_ask() -> bool:
-    """Return True if the step that begins calls the hooks of its layers: one that is one CUDA graph does not."""
-    if not is_forward_context_available():
-        return False
-    context = get_forward_context()
-    is_one_graph = getattr(context, "cudagraph_runtime_mode", None) is CUDAGraphMode.FULL
-    return context.attn_metadata is not None and not is_one_graph
 
 
 def _top_of(transfer_config: Any) -> Any:

@@ -28,8 +28,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     refused, and what earlier plans copy out of the device does not count. ``host_cache``: with the first step.
     ``overwritten``: device blocks that vLLM fills before the plans are executed. ``sends``: ids of the requests whose
     blocks are handed over, by the number of the hand-over. ``timed``: number under which workers report the step's
-    seconds, 0 for none. ``received``: requests that all ranks have told since the last step; True if the step computes
-    nothing but tokens behind what was loaded for them. ``seconds_left``: a load that ends within this time may be told.
+    seconds, 0 for none. ``received``: requests of which all ranks have told since the last step. ``seconds_left``: a
+    load that ends within this time may be told.
     """
 
     plans: list[TransferPlan] = field(default_factory=list)
@@ -41,7 +41,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     host_cache: HostCache | None = None
     timed: int = 0
     overwritten: Sequence[int] = ()
-    received: dict[str, bool] = field(default_factory=dict)
+    received: Sequence[str] = ()
     seconds_left: float = 0.0
 
     def __bool__(self) -> bool:

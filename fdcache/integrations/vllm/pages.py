@@ -93,15 +93,6 @@ def pages_of(kv_cache_config: Any) -> list[Page] | None:
     return pages
 
 
-def layer_offsets(kv_cache_config: Any) -> dict[str, int]:
-    """Return where the first page of each layer begins, in the memory of all layers."""
-    return {
-        name: tensor.offset + number * tensor.layer_stride
-        for tensor in kv_cache_config.kv_cache_tensors
-        for number, name in enumerate(tensor.layers)
-    }
-
-
 def _places(tensors: Sequence[Any]) -> Iterator[Page]:
     """Yield the page of each layer. With the layers of a block side by side one page ends where the next begins."""
     for tensor in tensors:

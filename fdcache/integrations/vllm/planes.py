@@ -8,23 +8,7 @@ from typing import Any
 import torch
 
 from fdcache.errors import ConfigurationError
-from fdcache.integrations.vllm.pages import layer_offsets, pages_of, plane_bytes
-
-
-def layer_numbers(kv_cache_config: Any) -> dict[str, int] | None:
-    """Return the number of each layer, in the order of the planes; None unless each has one plane of its own."""
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        return None
-    (group,) = kv_cache_config.kv_cache_groups
-    pages = pages_of(kv_cache_config)
-    if pages is None:
-        return {name: number for number, name in enumerate(group.layer_names)}
-    numbers = {
-        name: next((i for i, page in enumerate(pages) if page.offset == offset), -1)
-        for name, offset in layer_offsets(kv_cache_config).items()
-    }
-    is_own = len(numbers) == len(pages) == len(set(numbers.values())) and -1 not in numbers.values()
-    return numbers if is_own else None
+from fdcache.integrations.vllm.pages import pages_of, plane_bytes
 
 
 def planes_of(kv_cache_config: Any, tensors: Mapping[str, Any]) -> list[torch.Tensor]:

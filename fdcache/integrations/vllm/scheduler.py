@@ -12,7 +12,7 @@ import numpy as np
 
 from fdcache.errors import FdcacheError
 from fdcache.hints import read_hints
-from fdcache.integrations.vllm.early import StepPace
+from fdcache.integrations.vllm.early import IdleSteps
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.handover import PeerSide
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
@@ -48,14 +48,14 @@ class SchedulerSide:
         events: EventTranslator | None = None,
         steps_in_flight: int = 2,
         peers: PeerSide | None = None,
-        pace: StepPace | None = None,
+        idle: IdleSteps | None = None,
     ) -> None:
         """``steps_in_flight``: how many steps before the one being planned the device may not have finished.
 
-        ``peers``: other engines, if blocks are handed over. ``pace``: how soon a load has to end that is told early.
+        ``peers``: other engines, if blocks are handed over. ``idle``: given if loads may be told before their end.
         """
         self.peers = peers
-        self._pace = pace or StepPace(1)
+        self._idle = idle
         self._loading: dict[str, None] = {}
         """Requests that wait for their load."""
         self._open: set[str] = set()
@@ -171,8 +171,9 @@ class SchedulerSide:
         finally:
             if loaded:
                 self._has_loads = True
-                self._loading[source.request_id] = None
-                self._open.add(source.request_id)
+                if self._idle is not None:
+                    self._loading[source.request_id] = None
+                    self._open.add(source.request_id)
             if loaded < len(table):
                 # Asked again, it would be promised the blocks again; vLLM then admits nobody behind it.
                 if known is not None:
@@ -206,9 +207,8 @@ class SchedulerSide:
         """
         computed: Sequence[_Computed] = ()
         used: _Tables | None = None
-        self._pace.step(output.total_num_scheduled_tokens)
-        if self._loading or self._received:
-            self._tell_of_loads(output)
+        if self._idle is not None:
+            self._tell_of_loads(self._idle, output.total_num_scheduled_tokens)
         try:
             computed = self._learn_blocks(output)
             used = self._tables(output)
@@ -239,21 +239,19 @@ class SchedulerSide:
     def received(self, request_ids: Iterable[str]) -> None:
         """Record requests whose blocks have come on all ranks, or are sure to: the next step waits for the rest."""
         for request_id in request_ids:
-            if request_id in self._loading:
+            if self._idle is not None and request_id in self._loading:
                 del self._loading[request_id]
                 self._received.append(request_id)
                 if request_id in self._open:
                     self._early.add(request_id)
 
-    def _tell_of_loads(self, output: Any) -> None:
-        """Tell the ranks which loads this step relies on, and how soon a load has to end that they may tell."""
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        self._made.received = {
-            each: each in starts and not starts[each] % self._block_size for each in self._received
-        }
-        self._received = []
+    def _tell_of_loads(self, idle: IdleSteps, num_tokens: int) -> None:
+        """Tell the ranks which loads this step relies on, and whether they may tell of one before its end."""
+        idle.step(num_tokens)
+        if self._received:
+            self._made.received, self._received = self._received, []
         if self._loading:
-            self._made.seconds_left = self._pace.seconds_left
+            self._made.seconds_left = idle.seconds_left
 
     def _follow(self, output: Any, computed: Sequence[_Computed]) -> None:
         """Time the step, and offer the blocks that it computes."""

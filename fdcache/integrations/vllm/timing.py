@@ -41,10 +41,10 @@ class StepTimes:
         return self._numbers
 
     def ended(self, seconds: Mapping[int, float]) -> None:
-        """Measure how fast the engine computes, by the workers' times; 0 for a step without one."""
+        """Measure from the workers' times how fast the engine computes."""
         for number, spent in seconds.items():
             if (chunks := self._steps.pop(number, None)) is not None:
-                self._manager.observe_prefill(chunks, spent or None)
+                self._manager.observe_prefill(chunks, spent)
 
 
 class StepTimer:
@@ -57,13 +57,13 @@ class StepTimer:
         self.running: deque[tuple[int, Any, Any]] = deque()
         """The steps whose times have not been taken: the number, the start and the end of each."""
 
-    def begin(self, number: int, *, on_gpu: bool, waits: bool = False) -> None:
-        """Take the time before the work of a step is submitted; none of one that ``waits`` for loads."""
-        self.number, self._start = number, None if waits else _moment(on_gpu)
+    def begin(self, number: int, *, on_gpu: bool) -> None:
+        """Take the time before the work of a step is submitted."""
+        self.number, self._start = number, _moment(on_gpu)
 
     def end(self, *, on_gpu: bool) -> None:
         """End the step that has begun, once its work is submitted."""
-        self.running.append((self.number, self._start, None if self._start is None else _moment(on_gpu)))
+        self.running.append((self.number, self._start, _moment(on_gpu)))
         self.number = 0
 
     def take(self) -> dict[int, float]:
@@ -71,9 +71,7 @@ class StepTimer:
         found: dict[int, float] = {}
         while self.running:
             number, start, end = self.running[0]
-            if start is None:
-                found[number] = 0.0
-            elif isinstance(end, torch.cuda.Event):
+            if isinstance(end, torch.cuda.Event):
                 if not end.query():
                     break
                 found[number] = start.elapsed_time(end) / 1e3

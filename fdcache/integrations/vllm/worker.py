@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from fdcache.controller.layers import LayerDoneCounter
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import ConfigurationError, FdcacheError
-from fdcache.integrations.vllm.early import LayerHooks, LoadClock
+from fdcache.integrations.vllm.early import LoadClock
 from fdcache.integrations.vllm.metadata import StepMetadata
 from fdcache.integrations.vllm.timing import StepTimer
 from fdcache.layout import KVLayout
@@ -128,19 +128,13 @@ class WorkerSide:
         self._told: dict[str, list[int]] = {}
         """Loads of requests that were told of before all had ended."""
         self._seconds_left = 0.0
-        self._held: list[_Load] = []
-        """Loads that the step in progress waits for."""
-        self.hooks = LayerHooks({}, self._current_stream)
         self.timer = StepTimer()
         self._scan: bytes | None = None
         self.address: str | None = None
         """At which this rank answers peers."""
 
-    def register(self, pages: Sequence[torch.Tensor], layers: Mapping[str, int] | None = None) -> None:
-        """Use vLLM's pages, a tensor of bytes for each plane; make host memory of the rank's own without a service.
-
-        ``layers``: the number of each of vLLM's layers, if each has a page of its own.
-        """
+    def register(self, pages: Sequence[torch.Tensor]) -> None:
+        """Use vLLM's pages, a tensor of bytes for each plane; make host memory of the rank's own without a service."""
         device = pages[0].device
         self._on_gpu = device.type == "cuda"
         controller = CacheController.from_settings(
@@ -150,10 +144,9 @@ class WorkerSide:
         controller.register_kv_cache(pages)
         if self._on_gpu:
             self._idle_stream = controller.device.as_stream(torch.cuda.Stream(device))
-            if self._settings.cache.server is None and layers:
+            if self._settings.cache.server is None and not self._layout.groups:
                 # What a service holds for this engine can be lost while it is copied.
                 self._clock = LoadClock(self._layout.payload_bytes)
-                self.hooks = LayerHooks(layers, self._current_stream)
         if self._settings.cache.server is None:
             controller.initialize_host_cache(HostCache.of(self._settings.cache, self._layout, self._engine))
             scan = controller.open_storage()
@@ -176,21 +169,18 @@ class WorkerSide:
         if controller is not None and host_cache is not None and controller.host_arena is None:
             controller.initialize_host_cache(host_cache)
 
-    def submit(self, step: StepMetadata, *, layers_ask: bool = False) -> None:
-        """Enqueue the copies of a step and return at once.
-
-        ``layers_ask``: each layer of the step calls ``hooks.layer`` before its attention.
-        """
+    def submit(self, step: StepMetadata) -> None:
+        """Enqueue the copies of a step and return at once."""
         controller = self._controller
         if controller is not None:
             self._mark_step_before(step)
             self._seconds_left = step.seconds_left
-            if self._clock is not None:
-                self._begin(step, layers_ask=layers_ask)
+            if step.received:
+                self._wait_for_loads(step.received)
             if step:
                 self._submit(controller, step)
         if step.timed:
-            self.timer.begin(step.timed, on_gpu=self._on_gpu, waits=bool(self._held))
+            self.timer.begin(step.timed, on_gpu=self._on_gpu)
 
     def _submit(self, controller: CacheController, step: StepMetadata) -> None:
         self.attach(step.host_cache)
@@ -225,12 +215,13 @@ class WorkerSide:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
 
-    def _begin(self, step: StepMetadata, *, layers_ask: bool) -> None:
+    def _wait_for_loads(self, received: Iterable[str]) -> None:
         """Make the step wait for the loads that the scheduler takes for ended, and that have not."""
-        by_layer = layers_ask and all(step.received.values())
-        numbers = [n for request_id in step.received for n in self._told.pop(request_id, ())]
-        self._held = [load for n in numbers if (load := self._loads.get(n)) is not None]
-        self.hooks.begin([each.layers for each in self._held if each.layers is not None], layers_ask=by_layer)
+        for request_id in received:
+            for number in self._told.pop(request_id, ()):
+                load = self._loads.get(number)
+                if load is not None and load.layers is not None:
+                    load.layers.wait_all(stream=self._current_stream())
 
     def _lose_copies_of(self, blocks: Sequence[int]) -> None:
         """Take plans for failed that copy out of these device blocks, unless they have ended."""
@@ -276,13 +267,8 @@ class WorkerSide:
             self._fail([request_id], blocks)
 
     def computed(self) -> None:
-        """End a step whose work is submitted, and its time."""
-        if not self.hooks.end():
-            logger.error("a layer was computed without waiting for its load; the request is computed again")
-            for load in self._held:
-                self._fail(load.requests, load.blocks.tolist())
-        if self.timer.number:
-            self.timer.end(on_gpu=self._on_gpu)
+        """End the time of a step whose work is submitted."""
+        self.timer.end(on_gpu=self._on_gpu)
 
     def poll(self) -> set[str]:
         """Collect what has ended; return the requests whose loads have, well or not, or are sure to in time.
@@ -296,7 +282,7 @@ class WorkerSide:
         if self._step_before is not None and not all(load.is_told for load in self._loads.values()):
             self._step_before.synchronize()
             self._collect(self._controller.poll())
-        if self._clock is not None and self._loads:
+        if self._clock is not None and self._loads and self._seconds_left:
             self._tell_early(self._clock)
         return self._arrivals.take()
 
