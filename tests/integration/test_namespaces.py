@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 from fdcache.hashing import hash_blocks, root_hash
@@ -89,9 +90,13 @@ def test_a_namespace_at_its_quota_takes_no_extents_from_others(tmp_path: Path) -
         fill(service, second, EXTENTS // 4)
         rest = extents(service, first)
         evicted = namespace_of(service, second).history.totals.evicted
-        for prompt in range(100):
-            second.serve([5000 + prompt, *PROMPT])
-        until(lambda: namespace_of(service, second).history.totals.evicted > evicted, "it evicts its own")
+        prompts = count(5000)
+
+        def evicts() -> bool:
+            second.serve([next(prompts), *PROMPT])
+            return namespace_of(service, second).history.totals.evicted > evicted
+
+        until(evicts, "it evicts its own")
         assert extents(service, first) == rest == EXTENTS * 3 // 4
         first.close()
         second.close()

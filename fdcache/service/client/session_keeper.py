@@ -217,7 +217,7 @@ class SessionKeeper:
         """Give the slots of the stock from ``first`` on back."""
         slots = session.copies.give_up_stock(first)
         if count := len(slots):
-            none_copied, no_hashes = bytes(count), b"\xff" * 32 * count
+            none_copied, no_hashes = bytes(count), b"\xfe" * 32 * count  # neither the root nor UNKNOWN
             self.outbox.add(
                 session, Publish(slots.tobytes(), no_hashes, no_hashes, none_copied, bytes(8 * count))
             )
