@@ -16,6 +16,7 @@ SUITE = ROOT / "tests/gpu"
 REAL = {
     "test_init_command.py": "it measures",
     "test_paddle_gpu.py": "Paddle for the CPU has no GPU tensors",
+    "test_vllm_early_loads.py": "PyTorch for the CPU has no GPU tensors",
     "test_cuda_order.py::test_a_captured_stream_is_refused_with_the_remedy": "the stand-in has no graphs",
     "test_host_memory_gpu.py::test_a_low_limit_on_locked_memory_is_named_with_the_remedy": "it locks no memory",
 }
