@@ -131,7 +131,7 @@ def test_what_routers_are_told_of_a_deleted_tenant_is_in_no_file(tmp_path: Path)
     notes = dict[str, str](FDCACHE_KV_EVENTS="tcp://127.0.0.1:*")
     with serving(tmp_path, **notes) as (service, engine):
         fill(service, engine)
-        (file,) = (tmp_path / "disk").glob("*.notes")
+        file = notes_of(tmp_path)
         until(lambda: b"acme" in file.read_bytes(), "the notes are written")
         engine.close()
         until(lambda: not service.ask("clients"), "no device has the blocks")
@@ -146,7 +146,7 @@ def test_what_routers_are_told_of_a_deleted_prefix_is_in_no_file(tmp_path: Path)
         for tokens, tenant in ((longer, "other"), (PROMPT, "acme")):
             engine.serve(tokens, tenant)
             engine.await_stock()
-        (file,) = (tmp_path / "disk").glob("*.notes")
+        file = notes_of(tmp_path)
         beyond = np.array(longer[40:44], np.int32).tobytes()
         kept = np.array(PROMPT[:4], np.int32).tobytes()
         until(lambda: {beyond, kept} <= present(file, beyond, kept), "the notes are written")
@@ -159,6 +159,13 @@ def test_what_routers_are_told_of_a_deleted_prefix_is_in_no_file(tmp_path: Path)
         assert present(file, *(np.array(OTHER[i : i + 4], np.int32).tobytes() for i in (0, 12, 16, 36))) == {
             np.array(OTHER[i : i + 4], np.int32).tobytes() for i in (0, 12)
         }
+
+
+def notes_of(folder: Path) -> Path:
+    """Return the file with what routers are told, once there is one."""
+    until(lambda: any((folder / "disk").glob("*.notes")), "notes are written")
+    (file,) = (folder / "disk").glob("*.notes")
+    return file
 
 
 def present(file: Path, *parts: bytes) -> set[bytes]:
