@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import uuid
@@ -19,6 +18,7 @@ from fdcache._core import PlaneTable
 from fdcache.devices.frameworks import as_tensor
 from fdcache.errors import HostMemoryError, TransferError
 from fdcache.layout import KVLayout
+from fdcache.machine.shared_files import remove_abandoned, try_lock
 
 PREFIX = "fdcache-planes-"
 _PAGE = 4096
@@ -48,7 +48,7 @@ class SharedPlanes:
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, directory: Path) -> None:
-        remove_abandoned(directory)
+        remove_abandoned(directory, PREFIX)
         self._layout = layout
         self._blocks = [
             layout.draft_blocks(num_blocks) if layout.is_draft(plane.layer) else num_blocks
@@ -140,28 +140,6 @@ def _check(file: PlanesFile, layout: KVLayout) -> None:
             )
 
 
-def remove_abandoned(directory: Path) -> None:
-    """Remove the files of processes that ended without removing them."""
-    for path in directory.glob(f"{PREFIX}*"):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except (FileNotFoundError, PermissionError):  # removed meanwhile, or another user's
-            continue
-        try:
-            if _lock(fd):
-                path.unlink(missing_ok=True)
-        finally:
-            os.close(fd)
-
-
-def _lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _create(directory: Path, nbytes: int) -> tuple[int, Path]:
     """Create a locked file. It gets its name once it is locked, so that nobody takes it for an abandoned one."""
     name = uuid.uuid4().hex[:16]
@@ -173,7 +151,7 @@ def _create(directory: Path, nbytes: int) -> tuple[int, Path]:
             f"{directory} takes no file of planes: {error.strerror}; set FDCACHE_TRANSFER_DIR to a folder on a tmpfs"
         ) from error
     try:
-        _lock(fd)
+        try_lock(fd)
         os.posix_fallocate(fd, 0, nbytes)
         hidden.rename(path)
     except OSError as error:
