@@ -6,13 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
 
 import numpy as np
 
 from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import Device
 from fdcache.errors import FdcacheError
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest
@@ -21,6 +22,7 @@ from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
 from fdcache.plans.ledger import ROOT
 from fdcache.settings import Settings
+from fdcache.settings.cache import CopySettings
 from fdcache.tiers.statistics import CacheStats
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,26 @@ _LOOK_AGAIN = 0.005
 
 _IDLE = 0.5
 """Seconds between two looks at what others do, such as the service, while nothing is to be copied."""
+
+
+def open_tiers(
+    layout: KVLayout,
+    settings: Settings,
+    planes: Sequence[Any],
+    device: Callable[[CopySettings], Device] | None = None,
+) -> tuple[OffloadManager, CacheController]:
+    """Return the tiers over an engine's planes and what copies between them, with the blocks that storage has."""
+    manager = OffloadManager.from_settings(layout, settings)
+    with ExitStack() as opened:
+        opened.callback(manager.close)
+        controller = CacheController.from_settings(layout, settings, device=device)
+        opened.callback(controller.shutdown)
+        controller.register_kv_cache(planes)
+        controller.initialize_host_cache(manager.host_cache)
+        if (scan := controller.open_storage()) is not None:
+            manager.restore_storage([scan])
+        opened.pop_all()
+    return manager, controller
 
 
 class PageClient:
@@ -62,27 +84,9 @@ class PageClient:
         self._stepping = threading.Lock()
         self._storing = threading.Lock()
         self._closing = False
-        self._manager = OffloadManager.from_settings(layout, settings)
-        try:
-            self._controller = self._make_controller(settings, planes)
-        except BaseException:
-            self._manager.close()
-            raise
+        self._manager, self._controller = open_tiers(layout, settings, planes)
         self._thread = threading.Thread(target=self._run, name="fdcache-pages", daemon=True)
         self._thread.start()
-
-    def _make_controller(self, settings: Settings, planes: Sequence[Any]) -> CacheController:
-        controller = CacheController.from_settings(self.layout, settings)
-        try:
-            controller.register_kv_cache(planes)
-            controller.initialize_host_cache(self._manager.host_cache)
-            scan = controller.open_storage()
-            if scan is not None:
-                self._manager.restore_storage([scan])
-        except BaseException:
-            controller.shutdown()
-            raise
-        return controller
 
     @property
     def stats(self) -> CacheStats:

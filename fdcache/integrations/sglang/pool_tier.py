@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache.controller.cache_controller import CacheController
 from fdcache.controller.layers import LayerDoneCounter
 from fdcache.errors import FdcacheError
+from fdcache.integrations.sglang.client import open_tiers
 from fdcache.integrations.sglang.device_pools import DevicePages
 from fdcache.integrations.torch_devices import device_of
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest
 from fdcache.manager.offers import OfferEnd
-from fdcache.manager.offload import OffloadManager
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
 from fdcache.settings import Settings
@@ -52,28 +51,9 @@ class PoolTier:
         self._looked_at = 0.0
         self._outcomes: dict[str, LoadOutcome] = {}
         self._awaited: set[str] = set()
-        self.manager = OffloadManager.from_settings(layout, settings)
-        try:
-            self.controller = self._make_controller(settings)
-        except BaseException:
-            self.manager.close()
-            raise
-
-    def _make_controller(self, settings: Settings) -> CacheController:
-        device = self.pages.device
-        controller = CacheController.from_settings(
-            self.layout, settings, device=lambda transfer: device_of(device, transfer)
+        self.manager, self.controller = open_tiers(
+            layout, settings, pages.planes, lambda copies: device_of(pages.device, copies)
         )
-        try:
-            controller.register_kv_cache(self.pages.planes)
-            controller.initialize_host_cache(self.manager.host_cache)
-            scan = controller.open_storage()
-            if scan is not None:
-                self.manager.restore_storage([scan])
-        except BaseException:
-            controller.shutdown()
-            raise
-        return controller
 
     @property
     def stats(self) -> CacheStats:
