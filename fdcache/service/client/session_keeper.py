@@ -88,8 +88,6 @@ class Absence:
             self._since = None
 
 
-logger = logging.getLogger(__name__)
-
 _BYE_TIMEOUT = 1.0
 _HEARTBEAT_SECONDS = 1.0
 _MAX_UNANSWERED = 5  # heartbeats without an answer before the service counts as gone
