@@ -59,8 +59,9 @@ _BASES = (KVConnectorBase_V1, SupportsHMA) if _REPORTS_REQUESTS else (KVConnecto
 class FdcacheConnector(*_BASES):  # type: ignore[misc]
     """fdcache below vLLM's prefix cache, in the scheduler and in each worker.
 
-    Loads are asynchronous and whole: a request is scheduled once its blocks have arrived, so that no layer waits and
-    full CUDA graphs work. Raises ``ConfigurationError`` or ``SettingsError`` for what cannot be right.
+    Loads are asynchronous and whole: a request is scheduled once its blocks have arrived, or are sure to while nothing
+    else is computed. No layer waits by itself, so that full CUDA graphs work. Raises ``ConfigurationError`` or
+    ``SettingsError`` for what cannot be right.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

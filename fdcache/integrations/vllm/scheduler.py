@@ -58,8 +58,8 @@ class SchedulerSide:
         self._idle = idle
         self._loading: dict[str, None] = {}
         """Requests that wait for their load."""
-        self._open: set[str] = set()
-        """Requests whose load has not ended on all ranks."""
+        self._open: dict[str, int] = {}
+        """The loads of requests that have not ended on all ranks, by number."""
         self._early: set[str] = set()
         """Those of which the ranks have told before it had."""
         self._received: list[str] = []
@@ -171,9 +171,9 @@ class SchedulerSide:
         finally:
             if loaded:
                 self._has_loads = True
-                if self._idle is not None:
+                if self._idle is not None and known is not None:
                     self._loading[source.request_id] = None
-                    self._open.add(source.request_id)
+                    self._open[source.request_id] = known.load
             if loaded < len(table):
                 # Asked again, it would be promised the blocks again; vLLM then admits nobody behind it.
                 if known is not None:
@@ -503,8 +503,9 @@ class SchedulerSide:
         """
         for outcome in outcomes:
             known = self._running.get(outcome.request_id)
-            self._open.discard(outcome.request_id)
-            self._early.discard(outcome.request_id)
+            if self._open.get(outcome.request_id) == outcome.load:
+                del self._open[outcome.request_id]
+                self._early.discard(outcome.request_id)
             if outcome.unplanned and (known is None or known.load == outcome.load):
                 self._unloaded.setdefault(outcome.request_id, []).extend(outcome.unplanned)
 
