@@ -185,6 +185,11 @@ class PlannedFetch:
     given_up: bool = False
 
     @property
+    def first(self) -> int:
+        """The place of its first block in the hand-over."""
+        return self.part.first
+
+    @property
     def is_waited_for(self) -> bool:
         """False once the request was released: the fetch ends without an outcome then."""
         return self.request.lease == self.lease
