@@ -86,7 +86,8 @@ void bind_loads(nb::module_ &module) {
                 return self.next_part(load, load->stop, 0, count);
             },
             "load"_a, "count"_a,
-            "Return the rest of a load as its last part, which ``send_part`` attaches to a plan. ``count`` of\n"
+            "Return the rest of a load as its last part, which ``send_part`` attaches to a plan. ``count`` "
+            "of\n"
             "its blocks are copied.")
         .def(
             "send", [](Loads &self, std::uint64_t plan, bool is_ahead) { self.send(plan, is_ahead); },

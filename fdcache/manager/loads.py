@@ -100,7 +100,7 @@ class PeerRun:
     """Blocks of the first ``num_tokens`` tokens of a prompt that a peer has. The last one need not be full.
 
     ``keys`` are those of the path, of which the peer has what is ``needed``; None: all. With ``most_pages`` pages on
-    the device, or more, the rest is sooner computed.
+    the device, or more, the rest is sooner computed. ``peer_keys``: those of the peer, if its layout is another.
     """
 
     source: PeerSource
@@ -108,6 +108,7 @@ class PeerRun:
     num_tokens: int
     most_pages: int
     needed: NDArray[np.bool_] | None = None
+    peer_keys: HashArray | None = None
 
     @property
     def hashes(self) -> HashArray:

@@ -25,6 +25,7 @@ from fdcache.manager.requests import PeerSource, Request
 from fdcache.metadata import HashArray, Int32Array, PeerTask
 from fdcache.settings import Settings
 from fdcache.settings.peers import TransferRole
+from fdcache.transfer.connector import share
 from fdcache.transfer.handovers import HandoverTasks, PeerTerms
 
 
@@ -42,12 +43,13 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
     """The hand-overs of one ``OffloadManager``.
 
     ``num_device_blocks``: those of the engine. Calls are thread-safe. Raises ``TransferNotFoundError`` for a connector
-    that does not exist.
+    that does not exist, ``TransferError`` for ranks of peers that cannot be served.
     """
 
     def __init__(self, manager: OffloadManager, terms: PeerTerms, num_device_blocks: int) -> None:
         super().__init__(terms)
         self._manager = manager
+        self._peer_layout = share(manager.layout, 0, terms.settings.peer_ranks).layout
         self._num_device_blocks = num_device_blocks
         self._unsent: list[_Send] = []
         self._unheld: dict[str, OffloadRequest] = {}  # that wait to fetch, without a hold yet
@@ -113,7 +115,8 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
             num_tokens = request.num_tokens - self.tokens_left
             keys, needed = self._path(request, num_tokens)
             most_pages = -(-(num_tokens - self.least_tokens) // self._manager.layout.block_size)
-            run = PeerRun(source, keys, num_tokens, most_pages, needed)
+            theirs = self._keys_of_peer(request, num_tokens)
+            run = PeerRun(source, keys, num_tokens, most_pages, needed, theirs)
             self._requests.track(request).peer = run
             self._unheld[request.request_id] = request
             self._wake()
@@ -154,6 +157,17 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
         layout = self._manager.layout
         hashes = request.hashes_to(num_tokens, layout, self._manager.settings.lookahead_tokens)
         return path_end(layout.groups, hashes, num_tokens) if layout.groups else (hashes, None)
+
+    def _keys_of_peer(self, request: Request, num_tokens: int) -> HashArray | None:
+        """Return the keys of what a peer of another layout hands over."""
+        layout, lookahead = self._peer_layout, self._manager.settings.lookahead_tokens
+        if layout.tp_size == self._manager.layout.tp_size:
+            return None
+        hashes = request.hashes_to(num_tokens, layout, lookahead, request.hashes_for(layout, lookahead))
+        if not layout.groups:
+            return hashes
+        keys, needed = path_end(layout.groups, hashes, num_tokens)
+        return keys[needed]
 
     # --- hooks of the manager ---------------------------------------------------------------------------------
 
@@ -199,7 +213,9 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
         return self._computing(fetch.pages * self._manager.layout.block_size, fetch.run.num_tokens)
 
     def _path_of(self, fetch: EngineFetch) -> tuple[HashArray, bytes]:
-        return fetch.run.hashes, b""
+        theirs = fetch.run.peer_keys
+        part = slice(fetch.first, fetch.first + len(fetch.slots))
+        return fetch.run.hashes, b"" if theirs is None else theirs[part].tobytes()
 
     # --- holds: prefill keeps its blocks while a request waits for room ----------------------------------------
 

@@ -15,6 +15,7 @@ pytest.importorskip(
 )
 
 from fdcache.errors import TransferNotFoundError
+from fdcache.integrations.vllm.handover import ASKED_OF_PREFILL
 from fdcache.transfer.nixl import find_nixl
 from tests.service_help import until
 from tests.vllm.stand_in import StandIn
@@ -28,7 +29,6 @@ except TransferNotFoundError:
     )
 
 _HANDED = ["Llama", "Gemma 4", "gpt-oss", "MiMo-V2", "Llama 4", "Qwen3-Next", "Jamba", "GLM-5 Flash", "Mamba"]
-_ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 class Pair:
@@ -62,7 +62,7 @@ class Pair:
 
     def route(self, name: str, prompt: list[int], num_tokens: int = 8) -> dict[str, Any] | None:
         """Compute a prompt at prefill; let decode go on from it. Return the parameters that decode was given."""
-        self.prefill.add(name, prompt, 1, _ASKED)
+        self.prefill.add(name, prompt, 1, ASKED_OF_PREFILL)
         self.until(lambda: name in self.prefill.parameters)
         parameters = self.prefill.parameters[name]
         self.decode.add(name, prompt, num_tokens, parameters)
@@ -158,7 +158,7 @@ def test_what_does_not_come_is_computed_and_what_is_not_wanted_is_freed(family: 
         pair.settle()
         pair.route("gone", fourth)
         pair.decode.abort("gone")
-        pair.prefill.add("cut", second, 1, _ASKED)
+        pair.prefill.add("cut", second, 1, ASKED_OF_PREFILL)
         pair.prefill.step()
         pair.prefill.abort("cut")
         pair.settle()

@@ -18,6 +18,16 @@ logger = logging.getLogger(__name__)
 ADDRESSES = "remote_addresses"
 """Parameter with the address of each rank of the prefill instance: routers pass on what they do not know."""
 
+ASKED_OF_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""Parameters with which a router asks a prefill engine to hand over what it computes."""
+
 _SHORTENED = "_p_side_truncated"
 _WHOLE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
