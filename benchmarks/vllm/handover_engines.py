@@ -12,6 +12,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from tests.vllm.served import free_port
 
 NIXL = "NixlConnector"
 _REPLIES = 16
-_START_S, _ROUNDS_AHEAD = 170.0, 1
+_DEVICE_BLOCKS = 2048
+"""Three engines share a GPU."""
+_START_S, _ROUNDS_AHEAD = 500.0, 1
 _OF_OURS = "fdcache-"
 
 
@@ -184,7 +187,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="fdcache-handover-") as name:
         folder = Path(name)
         environment = variables(folder, device) | engines.environment(device, folder)
-        made = SHAPES[shape]
+        made = replace(SHAPES[shape], device_blocks=min(SHAPES[shape].device_blocks, _DEVICE_BLOCKS))
         processes = Processes(python, folder, logs or folder / "logs", None, environment)
         with ExitStack() as stack:
             started = Engines(processes, made, device, stack)

@@ -56,11 +56,11 @@ class Pair:
         self.prefill, self.decode = self.start("kv_producer"), self.start("kv_consumer")
         self.alone = start_engine(model, logs / "alone.log", None, **options)
 
-    def start(self, role: str) -> Server:
+    def start(self, role: str, port: int | None = None) -> Server:
         """Start an engine."""
         log = self.logs / f"{role}-{free_port()}.log"
         own, (peers,) = self._ranks[role], (count for name, count in self._ranks.items() if name != role)
-        options = dict(self._options)
+        options = {**self._options, **({} if port is None else {"port": port})}
         if own > 1:
             options |= {"tensor-parallel-size": own, "distributed-executor-backend": "mp"}
         settings = {} if own == peers else {"FDCACHE_TRANSFER_PEER_RANKS": str(peers)}
