@@ -230,6 +230,7 @@ def measured(name: str, shape: Shape, options: argparse.Namespace, link: dict[st
     for number, tokens in enumerate(given):
         request = Request(f"first {number}", tokens)
         tables.append(compute(engine, request, number * each))
+        work.synchronize()
         out.append(rate(engine.copied()))
         while engine.manager.has_pending_work:
             engine.copied()
