@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fdcache.layout import KVLayout
 from fdcache.manager import OffloadManager, Request
 from fdcache.manager.cost import NO_PRIORS, CostModel
 from fdcache.manager.load_choices import LoadChoices
@@ -74,9 +75,11 @@ def test_the_reports_of_one_rank_are_observed_at_once() -> None:
 @pytest.mark.parametrize("computed_after", [True, False])
 def test_computing_hides_a_load_only_if_it_does_not_wait_for_its_end(computed_after: bool) -> None:
     """An 8B model on an H100 of which only long prompts were seen: 27 us a token, 40 us to load a block of 16."""
-    layout = replace(LAYOUT, block_size=16)
+    layout = KVLayout.uniform(
+        model="m", revision="1", num_layers=32, block_size=16, kv_heads=1, head_dim=8, dtype="bfloat16"
+    )
     manager = OffloadManager(
-        CacheSettings(host_memory=1 << 20), layout, clock=lambda: 0.0, loads_ahead=computed_after
+        CacheSettings(host_memory=1 << 22), layout, clock=lambda: 0.0, loads_ahead=computed_after
     )
     request = Request("observed", np.arange(8193, dtype=np.int32))
     for _ in range(3):
