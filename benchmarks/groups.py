@@ -276,7 +276,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
     parser.add_argument("--rounds", type=int, default=6, help="prompts of each model")
     parser.add_argument("--share", type=int, default=1, help="divide the bytes of a plane by this")
-    parser.add_argument("--swap-method", choices=list(SwapMethod), default=SwapMethod.AUTO, help="way of copies")
+    parser.add_argument(
+        "--swap-method", choices=list(SwapMethod), default=SwapMethod.AUTO, help="way of copies"
+    )
     parser.add_argument("--step", type=float, default=20.0, help="milliseconds of a step")
 
 
