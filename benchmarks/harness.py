@@ -14,7 +14,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,6 +66,19 @@ def least_us(call: Callable[[], object], samples: int) -> float:
         call()
         spent.append(time.perf_counter_ns() - since)
     return min(spent) / 1000
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Return p50, p99, the greatest and the number of values."""
+    if not values:
+        return {"count": 0}
+    p50, p99 = np.percentile(values, [50, 99])
+    return {
+        "p50": round(float(p50), 3),
+        "p99": round(float(p99), 3),
+        "max": round(max(values), 3),
+        "count": len(values),
+    }
 
 
 def in_turns(runs: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:

@@ -23,9 +23,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import machine
-from benchmarks.sglang.engines import ENGINES, NONE, SHAPES
+from benchmarks.sglang.engines import COMPARED, ENGINES, NONE, SHAPES
 
 STEPS = ("cold", "device hit", "after flush", "after eviction")
+MORE = ("later turns p50 p99", "token p50 p99 / quiet")
 
 
 class Worker:
@@ -36,7 +37,7 @@ class Worker:
         self.lines: deque[dict[str, Any]] = deque()
         self._arrived = threading.Condition()
         self._log = (folder / f"{name}.log").open("w")
-        arguments = [name, options.shape, options.attention, str(folder)]
+        arguments = [name, options.shape, options.attention, str(folder), str(options.page)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.sglang.worker", *arguments],
             stdin=subprocess.PIPE,
@@ -121,14 +122,19 @@ def _measured(worker: Worker, start: dict[str, Any] | None, deadline: float, fol
 
 
 def line(result: dict[str, Any]) -> str:
-    """Return a line of the table: median milliseconds to the first token, with the least and the most."""
+    """Return a line of the table: milliseconds to the first token, and between tokens beside loads and apart."""
     if "failed" in result:
         return f"{result['engine']:16} {result['failed']}\n{result.get('log', '')}"
     cells = []
     for step in STEPS:
         times = result["ttft_ms"].get(step, [])
         cells.append(f"{median(times):8.1f} ({min(times):.1f}-{max(times):.1f})" if times else "-")
-    found = [sum(each.values()) for each in result["cached"].get("after flush", [])]
+    later, gaps = result["conversations"]["ttft_ms"]["later turns"], result["beside"]["between_tokens_ms"]
+    cells.append(f"{later['p50']:8.1f} {later['p99']:.1f}")
+    cells.append(
+        " / ".join(f"{gaps[each].get('p50', 0)} {gaps[each].get('p99', 0)}" for each in ("beside", "quiet"))
+    )
+    found = {step: min(sum(each.values()) for each in result["cached"][step]) for step in STEPS[1:]}
     return f"{result['engine']:16} " + " ".join(f"{cell:>24}" for cell in cells) + f"  found {found}"
 
 
@@ -137,14 +143,8 @@ def wrong_answers(results: list[dict[str, Any]]) -> list[str]:
     wrong = []
     whole = [each for each in results if "answers" in each]
     for each in whole:
-        answers = each["answers"]
-        expected = answers["first"][0]
-        wrong += [
-            f"{each['engine']}: {step}"
-            for step in ("device hit", "after flush", "after eviction")
-            if any(answer != expected for answer in answers.get(step, []))
-        ]
-        if expected != whole[0]["answers"]["first"][0]:
+        wrong += [f"{each['engine']}: {step} ({count})" for step, count in each["wrong"].items()]
+        if each["answers"] != whole[0]["answers"]:
             wrong.append(f"{each['engine']}: other tokens than {whole[0]['engine']}")
     return wrong
 
@@ -152,15 +152,16 @@ def wrong_answers(results: list[dict[str, Any]]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sglang", description=__doc__)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(COMPARED))
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--attention", default="fa3", help="attention backend of SGLang (%(default)s)")
+    parser.add_argument("--page", type=int, default=0, help="tokens of a page (that of the shape)")
     parser.add_argument("--beside", type=int, default=3, help="engines of a group (%(default)s)")
     parser.add_argument("--limit", type=float, default=230, help="seconds of the whole run (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("sglang.jsonl"))
     options = parser.parse_args(arguments)
     print(f"{machine()}; shape {options.shape}, prompts of {SHAPES[options.shape].prompt} tokens")
-    print(f"{'TTFT, ms':16} " + " ".join(f"{step:>24}" for step in STEPS))
+    print(f"{'TTFT, ms':16} " + " ".join(f"{step:>24}" for step in (*STEPS, *MORE)))
     with tempfile.TemporaryDirectory() as folder:
         results = run(options, Path(folder))
     wrong = wrong_answers(results)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-NONE, HICACHE, HICACHE_FILE, STORAGE, LINKER = (
+NONE, HICACHE, HICACHE_FILE, STORAGE, LINKER, TIMED = (
     "none",
     "hicache",
     "hicache-file",
     "fdcache-storage",
     "fdcache-linker",
+    "fdcache-linker-timed",
 )
-ENGINES = (NONE, LINKER, HICACHE, HICACHE_FILE, STORAGE)
+COMPARED = (NONE, LINKER, HICACHE, HICACHE_FILE, STORAGE)
+ENGINES = (*COMPARED, TIMED)
 GIB = 1 << 30
 
 
@@ -34,6 +36,9 @@ class Shape:
     prompt: int = 8192
     pool: int = 24576
     host_gib: int = 8
+    conversations: int = 6
+    turns: int = 4
+    reply: int = 48
 
     def config(self) -> dict[str, Any]:
         """Return the contents of ``config.json``."""
@@ -63,8 +68,30 @@ class Shape:
 SHAPES = {
     "8b": Shape(4096, 14336, 32, 32, 8, 128, 128256),
     "small": Shape(2048, 5632, 8, 16, 4, 128, 32000, host_gib=3),
-    "tiny": Shape(64, 128, 2, 4, 2, 16, 512, "float32", page=16, prompt=384, pool=1024, host_gib=1),
+    "tiny": Shape(
+        64,
+        128,
+        2,
+        4,
+        2,
+        16,
+        512,
+        "float32",
+        page=16,
+        prompt=384,
+        pool=1024,
+        host_gib=1,
+        conversations=3,
+        turns=2,
+        reply=8,
+    ),
 }
+
+
+def shape_of(name: str, page: int) -> Shape:
+    """Return a shape, with pages of ``page`` tokens unless that is 0."""
+    shape = SHAPES[name]
+    return replace(shape, page=page) if page else shape
 
 
 def model_folder(name: str, folder: Path) -> Path:
@@ -108,13 +135,15 @@ def _below(engine: str, shape: Shape, folder: Path) -> dict[str, Any]:
     memory = f"{shape.host_gib}GiB"
     if engine == NONE:
         return {}
-    if engine == LINKER:
+    if engine in (LINKER, TIMED):
+        own = ("FdcacheLinker", "fdcache.integrations.sglang.linker")
+        linker, module = own if engine == LINKER else ("TimedLinker", "benchmarks.sglang.timed")
         return {
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",
             "unified_cache_external_linker_config": {
-                "linker": "FdcacheLinker",
-                "linker_module_path": "fdcache.integrations.sglang.linker",
+                "linker": linker,
+                "linker_module_path": module,
                 "linker_extra_config": {"FDCACHE_HOST_MEMORY": memory},
             },
         }

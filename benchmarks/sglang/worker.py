@@ -1,6 +1,6 @@
 """One engine in a process of its own: it starts, says so, and measures when it is told to.
 
-    python -m benchmarks.sglang.worker ENGINE SHAPE ATTENTION FOLDER
+    python -m benchmarks.sglang.worker ENGINE SHAPE ATTENTION FOLDER [PAGE]
 
 Prints a line of JSON once it has started, and one with its figures after a line on standard input.
 """
@@ -15,30 +15,39 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sglang.engines import HICACHE_FILE, NONE, SHAPES, arguments, model_folder
+from benchmarks.sglang.engines import HICACHE_FILE, NONE, SHAPES, TIMED, arguments, model_folder, shape_of
+from benchmarks.sglang.traffic import beside, converse
 
 REPEATS = 5
 OTHERS = 4
+ROUNDS = 4
+NEW_TOKENS = 8
 
 
 class Measured:
     """What an engine answers and how fast."""
 
-    def __init__(self, engine: Any, new_tokens: int) -> None:
+    def __init__(self, engine: Any, prompts: list[list[int]]) -> None:
         self._engine = engine
-        self._new_tokens = new_tokens
-        self.answers: dict[str, list[list[int]]] = {}
+        self._prompts = prompts
+        self.answers: dict[int, list[int]] = {}
+        self.wrong: dict[str, int] = {}
         self.ttft_ms: dict[str, list[float]] = {}
         self.cached: dict[str, list[dict[str, int]]] = {}
 
-    def ask(self, name: str, prompt: list[int]) -> None:
-        """Ask for one token, timed, and then for some."""
+    def ask(self, name: str, index: int) -> None:
+        """Ask for one token, timed, and then for some, which are compared with the first answer to this prompt."""
+        prompt = self._prompts[index]
         began = time.perf_counter()
         first = self._generate(prompt, 1)
         self.ttft_ms.setdefault(name, []).append(round((time.perf_counter() - began) * 1e3, 2))
         details = first["meta_info"].get("cached_tokens_details") or {}
         self.cached.setdefault(name, []).append({k: n for k, n in details.items() if isinstance(n, int)})
-        self.answers.setdefault(name, []).append(list(self._generate(prompt, self._new_tokens)["output_ids"]))
+        answer = list(self._generate(prompt, NEW_TOKENS)["output_ids"])
+        expected = self.answers.setdefault(index, answer)
+        self.wrong[name] = self.wrong.get(name, 0) + (
+            answer != expected or first["output_ids"] != expected[:1]
+        )
 
     def _generate(self, prompt: list[int], count: int) -> Any:
         parameters = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
@@ -61,33 +70,40 @@ def measure(engine: Any, name: str, shape_name: str) -> dict[str, Any]:
     prompts = [
         [chosen.randrange(2, shape.vocabulary) for _ in range(shape.prompt + 8)] for _ in range(OTHERS + 3)
     ]
-    measured = Measured(engine, 8)
-    pause = 0.5 if name == NONE else 1.0
-    for warm in prompts[-2:]:  # kernels are compiled, memory is touched
+    measured = Measured(engine, prompts)
+    pause = 0.3 if name == NONE else 0.8
+    for warm in (OTHERS + 1, OTHERS + 2):  # kernels are compiled, memory is touched
         measured.ask("warm", warm)
     measured.flush(pause)
-    measured.ask("warm", prompts[-1])
+    measured.ask("warm", OTHERS + 2)
     measured.flush(pause)
-    asked = prompts[0]
-    for prompt in prompts[1 : 1 + OTHERS]:
-        measured.ask("cold", prompt)
-    measured.flush(pause)
-    measured.ask("first", asked)
-    measured.ask("device hit", asked)
+    for index in range(1 + OTHERS):
+        measured.ask("cold", index)
+    for _ in range(REPEATS):
+        measured.ask("device hit", OTHERS)
     for _ in range(REPEATS):
         measured.flush(pause)
-        measured.ask("after flush", asked)
-    for _ in range(2):
-        for prompt in prompts[1 : 1 + OTHERS]:  # they push it off the device
-            measured.ask("others", prompt)
-        measured.ask("after eviction", asked)
-    return {"ttft_ms": measured.ttft_ms, "cached": measured.cached, "answers": measured.answers}
+        measured.ask("after flush", 0)
+    for step in ("again", *["after eviction"] * ROUNDS):
+        for index in range(1 + OTHERS):  # each pushes others off the device
+            measured.ask(step, index)
+    return {
+        "ttft_ms": measured.ttft_ms,
+        "cached": measured.cached,
+        "wrong": {step: n for step, n in measured.wrong.items() if n},
+        "answers": [measured.answers[index] for index in sorted(measured.answers)],
+        "conversations": converse(engine, shape),
+        "beside": beside(engine, shape, prompts[: 1 + OTHERS if name != NONE else 1]),
+    }
 
 
-def main(name: str, shape: str, attention: str, folder: Path) -> None:
+def main(name: str, shape: str, attention: str, folder: Path, page: int = 0) -> None:
     """Run one engine."""
     if name == HICACHE_FILE:
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / "hicache-files")
+    calls = folder / "calls.json"
+    if name == TIMED:
+        os.environ["FDCACHE_BENCHMARK_CALLS"] = str(calls)
     if attention == "torch_native":
         from tests.sglang.engine import leave_out_models
 
@@ -95,13 +111,16 @@ def main(name: str, shape: str, attention: str, folder: Path) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
     began = time.perf_counter()
-    engine = Engine(
-        **arguments(name, SHAPES[shape], model_folder(shape, folder), folder, attention=attention)
-    )
+    model = model_folder(shape, folder)
+    engine = Engine(**arguments(name, shape_of(shape, page), model, folder, attention=attention))
     try:
         _tell({"engine": name, "start_s": round(time.perf_counter() - began, 1)})
         if sys.stdin.readline():
-            _tell({"engine": name, **measure(engine, name, shape)})
+            figures = measure(engine, name, shape)
+            if name == TIMED:
+                engine.flush_cache()
+                figures["calls"] = json.loads(calls.read_text())
+            _tell({"engine": name, **figures})
     finally:
         engine.shutdown()
 
@@ -112,4 +131,4 @@ def _tell(what: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]), *map(int, sys.argv[5:]))

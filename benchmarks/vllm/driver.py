@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,19 +202,6 @@ def used_memory() -> int:
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total, available = (int(lines[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
     return (total - available) * 1024
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return p50, p99, the greatest and the number of values."""
-    if not values:
-        return {"count": 0}
-    p50, p99 = np.percentile(values, [50, 99])
-    return {
-        "p50": round(float(p50), 3),
-        "p99": round(float(p99), 3),
-        "max": round(max(values), 3),
-        "count": len(values),
-    }
 
 
 @asynccontextmanager

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from benchmarks.vllm.driver import Answer, Driver, Tokens, in_turn, percentiles
+from benchmarks.harness import percentiles
+from benchmarks.vllm.driver import Answer, Driver, Tokens, in_turn
 from benchmarks.vllm.shapes import Load
 
 Part = Callable[[Driver, Load, bool], Awaitable[dict[str, Any]]]

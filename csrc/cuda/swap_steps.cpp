@@ -7,38 +7,43 @@ namespace fdcache::cuda {
 namespace {
 
 // Of one call of the driver. Longer batches are slower. Short ones leave the driver to other threads more
-// often.
+// often; of large pieces they have a few more, since the copy engine idles between two calls.
 constexpr std::size_t kBatchBytes = std::size_t{16} << 20;
 constexpr std::size_t kShortBatchBytes = std::size_t{2} << 20;
+constexpr std::size_t kShortBatchPieces = 16;
 
 }  // namespace
 
 // Appends steps to a list. Consecutive pieces share a step.
 class StepBuilder {
   public:
-    explicit StepBuilder(std::size_t batch_bytes) : batch_bytes_(batch_bytes), open_bytes_(batch_bytes) {}
+    explicit StepBuilder(bool short_batches) : short_batches_(short_batches) {}
 
-    void add(const Step &step) {
-        list_.steps.push_back(step);
-        open_bytes_ = batch_bytes_;
-    }
+    void add(const Step &step) { list_.steps.push_back(step); }
 
     void add_piece(const Piece &piece, bool staged) {
-        if (open_bytes_ >= batch_bytes_) {
-            list_.steps.emplace_back(CopyPieces{list_.pieces.size(), 0, staged});
-            open_bytes_ = 0;
+        CopyPieces *batch = list_.steps.empty() ? nullptr : std::get_if<CopyPieces>(&list_.steps.back());
+        if (batch == nullptr || is_full(batch->count)) {
+            batch =
+                &std::get<CopyPieces>(list_.steps.emplace_back(CopyPieces{list_.pieces.size(), 0, staged}));
+            batch_bytes_ = 0;
         }
         list_.pieces.push_back(piece);
-        ++std::get<CopyPieces>(list_.steps.back()).count;
-        open_bytes_ += piece.nbytes;
+        ++batch->count;
+        batch_bytes_ += piece.nbytes;
     }
 
     StepList take() { return std::move(list_); }
 
   private:
-    const std::size_t batch_bytes_;
+    bool is_full(std::size_t pieces) const {
+        const bool is_short = batch_bytes_ < kShortBatchBytes || pieces < kShortBatchPieces;
+        return batch_bytes_ >= kBatchBytes || (short_batches_ && !is_short);
+    }
+
+    const bool short_batches_;
     StepList list_;
-    std::size_t open_bytes_;  // of the last step, if it can take another piece
+    std::size_t batch_bytes_ = 0;  // of the last step
 };
 
 SwapPlanner::SwapPlanner(const SwapPolicy &policy, Direction direction, std::span<const Plane> planes,
@@ -57,7 +62,7 @@ const SwapThresholds &SwapPlanner::limits() const {
 
 StepList SwapPlanner::plan(PlaneRange range, std::size_t slot_bytes, bool contended, bool unhurried) const {
     const bool small = unhurried && blocks_.size() * planes_.size() <= policy_.small_pieces;
-    StepBuilder steps(small ? kShortBatchBytes : kBatchBytes);
+    StepBuilder steps(small);
     if (blocks_.empty()) return steps.take();
     const Batch batch{blocks_.size(), runs_.size(), contended, unhurried};
     for (const PlaneRange part : split_range(planes_, range, record_bytes_, slot_bytes)) {

@@ -80,6 +80,9 @@ class OffloadManager(TierManager[OffloadRequest]):
     ) -> CacheSettings:
         return settings.cache
 
+    def _stages_of_a_load(self, loads_ahead: bool) -> int:
+        return 1 if loads_ahead else self.layout.num_layers
+
     def _make_contents(self) -> DeviceContents:
         return DeviceContents()
 

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.harness import percentiles
 from benchmarks.vllm import __main__ as benchmark
 from benchmarks.vllm import timing
-from benchmarks.vllm.driver import Answer, in_turn, percentiles
+from benchmarks.vllm.driver import Answer, in_turn
 from benchmarks.vllm.engines import BESIDE, NONE, RESTARTED, Places, StartError, make, probe
 from benchmarks.vllm.faults import corrupt, failing, made, spoiling
 from benchmarks.vllm.meeting import Meeting

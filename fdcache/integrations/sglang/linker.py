@@ -105,6 +105,7 @@ class LayerWaits:
         self.num_layers = num_layers
         self.consumer_index = -1
         self.batches: dict[int, _Batch] = {}
+        self._stream: Any = None
 
     def set_consumer(self, index: int) -> None:
         """Choose a batch by its index; -1 for none."""
@@ -120,11 +121,16 @@ class LayerWaits:
             if local is None:
                 continue
             try:
-                stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-                counter.wait_for_layer(local, stream=stream)
+                counter.wait_for_layer(local, stream=self._current_stream())
             except FdcacheError as error:  # the load has failed, which is told when it is finished
                 logger.warning("layer %d: %s", layer, error)
                 batch.is_whole = False
+
+    def _current_stream(self) -> Any:
+        """Return the current stream, as the same object as long as it is the same: layers share what they wait for."""
+        if torch.cuda.is_initialized() and (stream := torch.cuda.current_stream()) != self._stream:
+            self._stream = stream
+        return self._stream
 
 
 class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
