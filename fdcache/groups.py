@@ -18,6 +18,7 @@ from enum import StrEnum
 from math import lcm
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache.errors import UnsupportedLayoutError
 from fdcache.metadata import HashArray
@@ -61,6 +62,51 @@ class CacheGroup:
         if self.reach is Reach.LAST:
             return max(num_tokens - self.tokens + 1, 0) // self.block_size
         return num_tokens // self.tokens * self.tokens // self.block_size if self.reach is Reach.CHUNK else 0
+
+
+class PageColumns:
+    """The records of a page and then its states as columns of a table, a row for each page of a prefix.
+
+    ``columns``: of each column its group, and the position of its block in the page among those of its group.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], page: int) -> None:
+        kept = [(at, each) for at, each in enumerate(groups or (CacheGroup(page),)) if not each.is_state]
+        states = [(at, each) for at, each in enumerate(groups) if each.is_state]
+        self.columns = [(at, part) for at, each in kept for part in range(page // each.block_size)] + [
+            (at, 0) for at, _ in states
+        ]
+        self.num_states = len(states)
+        self._groups = dict(kept + states)
+        self._page = page
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def needed(self, pages: int) -> NDArray[np.bool_]:
+        """Return which entries are needed to go on after this many pages."""
+        firsts = np.array([self._first(column, pages) for column in range(len(self))], np.int64)
+        mask: NDArray[np.bool_] = np.arange(pages)[:, np.newaxis] >= firsts
+        return mask
+
+    def usable(self, there: NDArray[np.bool_]) -> int:
+        """Return the most pages, at most the rows of ``there``, after which one can go on with the entries there."""
+        missing = np.zeros((len(there) + 1, len(self)), np.int64)
+        np.cumsum(~there, axis=0, out=missing[1:])
+        for pages in range(len(there), 0, -1):
+            firsts = [self._first(column, pages) for column in range(len(self))]
+            if (missing[pages] == missing[firsts, range(len(self))]).all():
+                return pages
+        return 0
+
+    def _first(self, column: int, pages: int) -> int:
+        """Return the first page whose entry in a column is needed after this many pages."""
+        at, part = self.columns[column]
+        group = self._groups[at]
+        if group.is_state:
+            return max(pages - 1, 0)
+        beyond = group.blocks_beyond(pages * self._page)
+        return min(max(-(-(beyond - part) // (self._page // group.block_size)), 0), pages)
 
 
 def page_of(groups: Sequence[CacheGroup]) -> int:

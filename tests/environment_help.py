@@ -443,6 +443,7 @@ def observe_replay(read: Read) -> object:
             worker = self.ranks.worker if isinstance(self.ranks, LocalRank) else None
             blocks = worker.planes.arrays[0].shape[0] if worker else 0
             controller: Any = worker and worker.controller
+            assert isinstance(self.manager, CacheManager)
             found.append(read(Engine(self.manager, controller, blocks)))
             return True
 

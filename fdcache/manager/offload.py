@@ -52,8 +52,8 @@ class OffloadManager(TierManager[OffloadRequest]):
     ``loads_ahead=True``: a match also promises blocks that are still being read from storage, once the first have
     come. ``load`` then loads those that are there, and each ``take_plans`` others, while the engine computes other
     requests: a request that loads is computed after its ``LoadOutcome``. It has no effect with groups of layers.
-    Raises ``ConfigurationError`` without a host tier, and for windows with the write policy
-    ``write_through_selective``.
+    Raises ``ConfigurationError`` without a host tier, and for windows and states with the write
+    policy ``write_through_selective``.
     """
 
     loads_ahead_by_default = False
@@ -63,10 +63,11 @@ class OffloadManager(TierManager[OffloadRequest]):
     _host: HostTier
 
     def _check(self, settings: CacheSettings, layout: KVLayout) -> None:
-        if layout.has_gaps and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+        keeps_parts = layout.has_gaps or layout.num_states
+        if keeps_parts and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             raise ConfigurationError(
-                "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows a prefix has left the device in "
-                "part when it is reused, and could not be stored then; use write_through"
+                "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows and states a prefix has left the "
+                "device in part when it is reused, and could not be stored then; use write_through"
             )
         if settings.server is None and not settings.host_memory:
             raise ConfigurationError(
@@ -78,6 +79,9 @@ class OffloadManager(TierManager[OffloadRequest]):
         settings: Settings, layout: KVLayout, device_bytes: int | Callable[[], int] | None
     ) -> CacheSettings:
         return settings.cache
+
+    def _stages_of_a_load(self, loads_ahead: bool) -> int:
+        return 1 if loads_ahead else self.layout.num_layers
 
     def _make_contents(self) -> DeviceContents:
         return DeviceContents()
