@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from fdcache._core import CancelFlag, RecordTable
 from fdcache.layout import KVLayout
@@ -16,6 +21,7 @@ from fdcache.storage.connector import BatchResult, ConnectorContext, RecordBatch
 from fdcache.testing.storage import KnownRecords
 from fdcache.transfer.nodes.connector import NodesConnector
 from fdcache.transfer.nodes.variables import NodesSettings
+from tests.service_help import until
 
 KEY = "a-key-of-the-tests-of-nodes"
 BLOCKS = 40
@@ -117,3 +123,41 @@ class TwoNodes:
     def close(self) -> None:
         self._reader.close()
         self._writer.close()
+
+
+class RedisServer:
+    """A server of Redis in a process of its own, on loopback or at an address of this machine."""
+
+    password = "a-password-of-the-tests"
+
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+        program = shutil.which("redis-server")
+        if program is None:
+            pytest.skip("needs redis-server: apt-get install redis-server")
+        pytest.importorskip("redis", reason="needs the client of Redis: pip install '.[nodes]'")
+        self.host, self.port = host, int(free_address(host).rsplit(":", 1)[1])
+        self._command = [
+            program,
+            *("--bind", host, "--port", str(self.port), "--requirepass", self.password),
+            *("--save", "", "--appendonly", "no", "--dir", str(folder), "--daemonize", "no"),
+        ]
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self.password}@{self.host}:{self.port}/0"
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        until(self._answers, "Redis answers")
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection((self.host, self.port), 1.0):
+                return True
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()

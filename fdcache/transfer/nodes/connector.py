@@ -62,14 +62,14 @@ class NodesConnector:
         self._check = RecordCheck(context.layout, verify=True)
         self._counters = StorageCounters()
         self._closed = False
-        self._node = NODES.open(self._options)
+        self._node = NODES.open(self._options, context.settings.retry_after)
         try:
             self._own = None if context.rank is None else self._node.join(context.layout, context.rank)
         except BaseException:
             NODES.close(self._options)
             raise
         frame = max(context.layout.record_bytes, _LEAST_FRAME)
-        self._links = NodeLinks(self._node.keys, context.settings.retry_after, frame)
+        self._links = NodeLinks(self._node.keys, self._node.breaker, frame)
         self._asked: tuple[str, ...] = ()
 
     @staticmethod
@@ -120,11 +120,11 @@ class NodesConnector:
 
     def _ask(self, hashes: HashArray, deadline: float) -> tuple[dict[str, Held], str | None]:
         """Ask every other node what it has; return the answers, and the failure of a node that was well before."""
-        others = self._node.members.addresses
+        others = self._node.members.known(max(deadline - time.monotonic(), 0.0))
         if others != self._asked:
             self._links.forget_others(others)
             self._asked = others
-        failed = self._links.failures
+        failed = self._node.failures
         question = AskHeld(self._layout.fingerprint, hashes.tobytes())
         answers: dict[str, Held] = {}
         missing = set(others)
@@ -135,7 +135,7 @@ class NodesConnector:
         new = sorted(missing - failed.keys())
         if not new:
             return answers, None
-        return answers, self._links.failures.get(new[0], f"{new[0]}: no answer in time")
+        return answers, self._node.failures.get(new[0], f"{new[0]}: no answer in time")
 
     # --- reads ----------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class NodesConnector:
                 read.take(part, reply.answer.headers, [frame.buffer for frame in reply.frames])
             else:
                 read.outcomes[part] = Outcome.PEER_GONE
-                read.error = self._links.failures.get(address, f"{address}: failed")
+                read.error = self._node.failures.get(address, f"{address}: failed")
 
     # --- writes ---------------------------------------------------------------------------------------------
 
@@ -248,11 +248,18 @@ class NodesConnector:
         """Serve nothing of this layout and rank that this node has now; others keep their own."""
         return 0 if self._own is None else self._own.clear()
 
+    def withdraw(self, hashes: HashArray | None) -> None:
+        """Serve these blocks no more, or none of those that this node has now."""
+        if self._own is not None and hashes is None:
+            self._own.clear()
+        elif self._own is not None and hashes is not None:
+            self._own.drop(row.tobytes() for row in hashes)
+
     # --- state ----------------------------------------------------------------------------------------------
 
     def stats(self) -> StorageStats:
         """Return counts, and the failure of a node or of the directory."""
-        failures = self._links.failures
+        failures = self._node.failures
         error = (
             next(iter(failures.values()), self._node.members.error) if not self._closed else "nodes: closed"
         )

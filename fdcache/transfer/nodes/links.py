@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -78,23 +78,17 @@ class _Lane:
 class NodeLinks:
     """Connections to other nodes. One exchange at a time; calls may come from any thread.
 
-    ``most_frame``: bytes of the largest frame that a node may send.
+    ``breakers``: what is known of each node, by its address. ``most_frame``: bytes of the largest frame that a node may
+    send.
     """
 
-    def __init__(self, keys: LinkKeys, retry_after: float, most_frame: int) -> None:
-        self._keys, self._retry_after, self._most_frame = keys, retry_after, most_frame
+    def __init__(self, keys: LinkKeys, breakers: Callable[[str], CircuitBreaker], most_frame: int) -> None:
+        self._keys, self._breakers, self._most_frame = keys, breakers, most_frame
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._nodes: dict[str, Node] = {}
         self._numbers = count(1)
         self._closed = False
-
-    @property
-    def failures(self) -> dict[str, str]:
-        """Why nodes that have failed are not waited for, by address."""
-        return {
-            each.address: each.breaker.reason for each in list(self._nodes.values()) if each.breaker.reason
-        }
 
     def forget_others(self, addresses: Iterable[str]) -> None:
         """Disconnect from nodes that are not among these."""
@@ -148,7 +142,7 @@ class NodeLinks:
     def _node(self, address: str) -> Node:
         node = self._nodes.get(address)
         if node is None:
-            node = self._nodes[address] = Node(address, CircuitBreaker(self._retry_after))
+            node = self._nodes[address] = Node(address, self._breakers(address))
         if node.socket is None:
             self._connect(node)
         return node

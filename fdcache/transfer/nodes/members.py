@@ -86,6 +86,7 @@ class Members:
         self._own = own
         self._found: tuple[str, ...] = ()
         self._changed = threading.Event()
+        self._has_looked = threading.Event()
         self._closed = False
         self.error: str | None = None
         """Why the directory does not answer."""
@@ -102,6 +103,12 @@ class Members:
         own = self._own()
         return tuple(each for each in dict.fromkeys(self._listed + self._found) if each not in own)
 
+    def known(self, timeout: float) -> tuple[str, ...]:
+        """Return the other nodes; wait for the first answer of a directory that was just opened."""
+        if self._thread is not None:
+            self._has_looked.wait(timeout)
+        return self.addresses
+
     def renew(self) -> None:
         """Enter the own addresses now: they have changed."""
         self._changed.set()
@@ -115,6 +122,7 @@ class Members:
                 if self.error is None:
                     log.warning("%s; the nodes that it had are asked as before", error)
                 self.error = str(error)
+            self._has_looked.set()
             self._changed.wait(_BEAT_SECONDS)
             self._changed.clear()
         try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from fdcache.errors import ConfigurationError, StorageError, TransferError
 from fdcache.layout import KVLayout
+from fdcache.storage.breaker import CircuitBreaker
 from fdcache.storage.records import RecordCheck
 from fdcache.transfer.access import LinkKeys, rank_address, require_long_key
 from fdcache.transfer.nodes.holdings import Holdings
@@ -37,14 +38,19 @@ def require_nodes(settings: NodesSettings) -> LinkKeys:
 
 
 class ThisNode:
-    """One for each address of a process, shared by its connectors. It serves once a rank has joined."""
+    """One for each address of a process, shared by its connectors. It serves once a rank has joined.
 
-    def __init__(self, settings: NodesSettings) -> None:
+    A node that has failed one of the connectors is tried again after ``retry_after`` seconds by any of them.
+    """
+
+    def __init__(self, settings: NodesSettings, retry_after: float) -> None:
         self.keys = require_nodes(settings)
         self.users = 0
         self.server: NodeServer | None = None
         self._settings = settings
+        self._retry_after = retry_after
         self._lock = threading.Lock()
+        self._breakers: dict[str, CircuitBreaker] = {}
         self._kept: dict[tuple[bytes, int], tuple[Kept, int]] = {}  # with the number of connectors to it
         directory = None
         if settings.directory is not None:
@@ -55,6 +61,17 @@ class ThisNode:
     def addresses(self) -> tuple[str, ...]:
         """The addresses at which this process answers."""
         return () if self.server is None else (self.server.address,)
+
+    def breaker(self, address: str) -> CircuitBreaker:
+        """Return the breaker of another node."""
+        with self._lock:
+            return self._breakers.setdefault(address, CircuitBreaker(self._retry_after))
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why other nodes that have failed are not waited for, by address."""
+        breakers = [(address, self.breaker(address)) for address in self.members.addresses]
+        return {address: each.reason for address, each in breakers if each.reason is not None}
 
     @property
     def kept(self) -> Mapping[tuple[bytes, int], Kept]:
@@ -101,11 +118,11 @@ class _Nodes:
         self._lock = threading.Lock()
         self._open: dict[str, ThisNode] = {}
 
-    def open(self, settings: NodesSettings) -> ThisNode:
+    def open(self, settings: NodesSettings, retry_after: float) -> ThisNode:
         """Return the node of these settings, made if there is none; ``close`` it once."""
         with self._lock:
             name = self._name(settings)
-            found = self._open.get(name) or ThisNode(settings)
+            found = self._open.get(name) or ThisNode(settings, retry_after)
             self._open[name] = found
             found.users += 1
             return found
