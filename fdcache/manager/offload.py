@@ -101,7 +101,6 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._clock,
             self._choices,
             streams=bool(loads_ahead),
-            stored=tiers.storage.has if tiers.storage is not None else None,
         )
         self._loads = self._requests.native_loads
         self._offers = Offers(self.layout, self._requests, self._contents, self._host, self._counters)
@@ -230,7 +229,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         session at a service: nothing will be loaded then. Raises ``PlanError`` for ids of no device block, or that are
         listed twice.
         """
-        ids = device_ids_of(device_ids, with_none=self._requests.has_gaps)
+        ids = device_ids_of(device_ids, with_none=bool(self.layout.groups))
         require_distinct(ids)
         with self._lock:
             self._set_time()
