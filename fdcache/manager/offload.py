@@ -101,7 +101,6 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._clock,
             self._choices,
             streams=bool(loads_ahead),
-            stored=tiers.storage.has if tiers.storage is not None else None,
         )
         self._loads = self._requests.native_loads
         self._offers = Offers(self.layout, self._requests, self._contents, self._host, self._counters)

@@ -18,7 +18,7 @@ from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch, load_forms
-from fdcache.manager.states import MatchEnds, StatePaths, StoredMask
+from fdcache.manager.states import MatchEnds, StatePaths
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
@@ -46,7 +46,6 @@ class OffloadedRequests:
         choices: LoadChoices,
         *,
         streams: bool = False,
-        stored: StoredMask | None = None,
     ) -> None:
         self._counters = counters
         self._choices = choices
@@ -57,8 +56,8 @@ class OffloadedRequests:
         self._block_size = layout.block_size
         self._records = layout.page_records
         self._units = layout.page_records + layout.num_states
-        self._states = StatePaths(layout, host, stored) if layout.num_states else None
-        self._ends = MatchEnds(layout, host, stored) if layout.groups else None
+        self._states = StatePaths(layout, host) if layout.num_states else None
+        self._ends = MatchEnds(layout, host) if layout.groups else None
         self._host = host
         self._fetches = host.fetches
         self._waits = Waits(choices, clock, host)

@@ -108,7 +108,7 @@ def test_a_second_run_finds_what_the_first_one_left_in_storage(groups: str, tmp_
 
 
 def test_engines_of_a_service_share_pages_and_states(tmp_path: Path) -> None:
-    with local_service(tmp_path, {"host_memory": 64 * MIB}) as service:
+    with local_service(tmp_path, FDCACHE_HOST_MEMORY="64MiB") as service:
         first, second = (
             run_chat(grouped("state,all", host_memory=0, cache={"server": service.address}), 40)
             for _ in range(2)
@@ -118,8 +118,26 @@ def test_engines_of_a_service_share_pages_and_states(tmp_path: Path) -> None:
     assert second.tally.hit_rate > first.tally.hit_rate
 
 
+@pytest.mark.parametrize("groups", ["state,all", "all,last:256/32,state"])
+def test_a_service_that_begins_anew_reads_pages_and_states_from_its_storage(
+    groups: str, tmp_path: Path
+) -> None:
+    kept = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path / "blocks")}
+    reports = []
+    for turn in range(2):
+        with local_service(tmp_path / f"{turn}", {}, FDCACHE_STORAGE_SIZE="64MiB", **kept) as service:
+            config = grouped(groups, host_memory=0, cache={"server": service.address})
+            reports.append(run_chat(config, 40))
+            assert service.drain()
+    first, second = reports
+    assert_clean(first)
+    assert_clean(second)
+    assert second.tally.hit_tokens["storage"] > 0 == first.tally.hit_tokens["storage"]
+    assert second.tally.hit_rate > first.tally.hit_rate
+
+
 def test_a_service_that_is_killed_costs_no_request_and_no_byte(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "service", host_memory="64MiB") as service:
+    with ServiceProcess(tmp_path / "service", FDCACHE_HOST_MEMORY="64MiB") as service:
         service.start()
         steps = iter(range(300))
 
