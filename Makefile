@@ -186,9 +186,9 @@ dist:  ## wheels, sdist, SBOM and checksums of the committed sources in dist/, t
 	build/release/tools/bin/pip --disable-pip-version-check install --quiet --constraint constraints.txt $(RELEASE_TOOLS)
 	build/release/tools/bin/python -m release $(DIST)
 
-dist-again:  ## dist/ of this commit once more, from a clone in another folder and without compiler cache: the same bytes
+dist-again:  ## dist/ of this commit once more, from a clone in another folder, with an empty compiler cache: the same bytes
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && git clone --quiet . "$$folder/clone" && \
-	CCACHE_DISABLE=1 $(MAKE) -C "$$folder/clone" dist && \
+	CCACHE_DIR="$$folder/cache" $(MAKE) -C "$$folder/clone" dist && \
 	(cd dist && sha256sum --check "$$folder/clone/dist/SHA256SUMS") && diff dist/SHA256SUMS "$$folder/clone/dist/SHA256SUMS"
 
 # The objects of the last build serve again.

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import lcm
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,6 +141,31 @@ def state_keys(hashes: HashArray, num_records: int, num_states: int) -> HashArra
     """Return the keys of the states at the end of these pages, of ``num_records`` each: ``num_states`` for each."""
     first = num_records + num_states - 1
     return _marked(hashes, np.arange(first, num_records - 1, -1, dtype=np.int64).astype(np.uint8))
+
+
+class PathEnd(NamedTuple):
+    """The records that a request needs at its end: keys of its whole path, and which of these it needs.
+
+    A path has the records of all its pages, then those of the states at its end.
+    """
+
+    keys: HashArray
+    needed: NDArray[np.bool_]
+
+
+def path_end(groups: Sequence[CacheGroup], hashes: HashArray, num_tokens: int) -> PathEnd:
+    """Return what is needed after the first ``num_tokens`` tokens, whose pages, the last not full, have ``hashes``."""
+    page, states = page_of(groups), sum(group.is_state for group in groups)
+    columns = [np.empty((len(hashes), 0), np.bool_)]
+    for group in groups:
+        if not group.is_state:
+            blocks = np.arange(len(hashes) * page // group.block_size).reshape(len(hashes), -1)
+            has_tokens = blocks * group.block_size < num_tokens
+            columns.append(has_tokens & (blocks >= group.blocks_beyond(num_tokens)))
+    of_pages = np.concatenate(columns, axis=1)
+    records = of_pages.shape[1]
+    keys = record_keys(hashes, records), state_keys(hashes[-1:], records, states)
+    return PathEnd(np.concatenate(keys), np.concatenate((of_pages.reshape(-1), np.ones(states, np.bool_))))
 
 
 def _marked(hashes: HashArray, marks: HashArray) -> HashArray:

@@ -134,7 +134,7 @@ class StateOffers:
                 del self._waiting[name]
 
     def forget(self, request: OffloadRequest) -> None:
-        """Let nothing of a request wait any more."""
+        """Forget what waits of a request."""
         self._waiting.pop(request.request_id, None)
 
 

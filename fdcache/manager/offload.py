@@ -236,7 +236,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         session at a service: nothing will be loaded then. Raises ``PlanError`` for ids of no device block, or that are
         listed twice.
         """
-        ids = device_ids_of(device_ids, with_none=self._requests.has_gaps)
+        ids = device_ids_of(device_ids, with_none=bool(self.layout.groups))
         require_distinct(ids)
         with self._lock:
             self._set_time()
