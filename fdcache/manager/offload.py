@@ -103,7 +103,14 @@ class OffloadManager(TierManager[OffloadRequest]):
             streams=bool(loads_ahead),
         )
         self._loads = self._requests.native_loads
-        self._offers = Offers(self.layout, self._requests, self._contents, self._host, self._counters)
+        self._offers = Offers(
+            self.layout,
+            self._requests,
+            self._contents,
+            self._host,
+            self._counters,
+            self.settings.state_positions,
+        )
         return self._loads
 
     def attach_hooks(self, hooks: OffloadHooks) -> OffloadParts:
@@ -281,10 +288,11 @@ class OffloadManager(TierManager[OffloadRequest]):
     ) -> None:
         """Offer the states after the first ``num_tokens`` tokens, one device block for each of ``state_groups``.
 
-        Call it once these tokens are offered. ``above``: the device block of the last record of their pages, without
-        which the states are stored only if the host tier has that record already. States in the middle of a page, and
-        those of a layout without states, are of no use. Raises ``PlanError`` for ids of no device block, or another
-        number of them.
+        Call it once these tokens are offered, as often as you like: those at the end of the prompt and at growing
+        distances are stored, and the last ones when the request ends (``settings.state_positions``). ``above``: the
+        device block of the last record of their pages, without which the states are stored only if the host tier has
+        that record already. States in the middle of a page, and those of a layout without states, are of no use.
+        Raises ``PlanError`` for ids of no device block, or another number of them.
         """
         num_tokens, ids = count_of("num_tokens", num_tokens), device_ids_of(device_ids)
         with self._lock:
@@ -304,6 +312,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         """Forget what was offered in these device blocks: it has gone, or is not wanted below."""
         ids = device_ids_of(device_ids)
         with self._lock:
+            self._offers.states.given_away(ids)
             self._contents.forget(ids)
 
     def next_evicted(self, device_ids: Int32Array) -> None:
@@ -318,9 +327,11 @@ class OffloadManager(TierManager[OffloadRequest]):
     def _release(self, requests: list[OffloadRequest]) -> None:
         """Forget requests; ``begin``, ``match`` and ``offer`` begin one anew, and it has to be finished again."""
         for request in requests:
+            self._offers.end(request)
             self._requests.finish(request)
 
     def _give_away(self, ids: Int32Array) -> None:
+        self._offers.states.given_away(ids)
         if self._copies.give_away(ids, self._contents, self._plans.open, self._plans.ledger):
             self._has_planned = True
 
