@@ -10,7 +10,7 @@ WORKERS ?= 3
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test again quick test-chart test-page test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint lint-workflows format stubs size journeys bench bench-peers dist dist-test wheel-test site clean
+.PHONY: demo demo-paddle gpu-extra test again quick test-chart test-page test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint lint-workflows format stubs size journeys bench bench-peers dist dist-again dist-test wheel-test site clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -85,6 +85,8 @@ nightly: $(VENV)/.installed-test  ## all seeds of the longer runs, tests that ta
 	$(MAKE) asan FUZZ_INPUTS=20000
 	$(MAKE) fuzz SECONDS=900
 	$(MAKE) soak
+	$(MAKE) dist
+	$(MAKE) dist-again
 
 # The C++ core without Python: CMake and Ninja are all it needs of the virtual environment.
 $(VENV)/.cmake: constraints.txt
@@ -183,6 +185,11 @@ dist:  ## wheels, sdist, SBOM and checksums of the committed sources in dist/, t
 	test -x build/release/tools/bin/python || $(PYTHON) -m venv build/release/tools
 	build/release/tools/bin/pip --disable-pip-version-check install --quiet --constraint constraints.txt $(RELEASE_TOOLS)
 	build/release/tools/bin/python -m release $(DIST)
+
+dist-again:  ## dist/ of this commit once more, from a clone in another folder, with an empty compiler cache: the same bytes
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && git clone --quiet . "$$folder/clone" && \
+	CCACHE_DIR="$$folder/cache" $(MAKE) -C "$$folder/clone" dist && \
+	(cd dist && sha256sum --check "$$folder/clone/dist/SHA256SUMS") && diff dist/SHA256SUMS "$$folder/clone/dist/SHA256SUMS"
 
 # The objects of the last build serve again.
 wheel-test: $(VENV)/.installed-test  ## a wheel of this machine's compiler for each CPython here, in an empty environment: commands, service, size

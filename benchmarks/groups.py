@@ -24,7 +24,7 @@ from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.manager import NO_BLOCK, LoadStatus, OffloadManager, Request
 from fdcache.metadata import Int32Array, TransferReport
-from fdcache.settings.cache import CacheSettings, CopySettings, LoadOrRecompute, WritePolicy
+from fdcache.settings.cache import CacheSettings, CopySettings, LoadOrRecompute, SwapMethod, WritePolicy
 
 STATE = Reach.STATE
 
@@ -70,16 +70,16 @@ class Engine:
     ``blocks``: of the host tier; the device has twice as many.
     """
 
-    def __init__(self, layout: KVLayout, blocks: int, device: Device | None, arrays: Any) -> None:
+    def __init__(self, layout: KVLayout, blocks: int, work: Work) -> None:
         self.layout = layout
-        self.arrays = arrays
+        self.arrays = arrays = work.arrays
         settings = CacheSettings(
             host_memory=(blocks + blocks // 2 + 64) * (layout.record_bytes + 128),  # it evicts ahead of need
             write_policy=WritePolicy.WRITE_THROUGH,
             load_or_recompute=LoadOrRecompute.ALWAYS,
         )
         self.manager = OffloadManager(settings, layout)
-        self.controller = CacheController(CopySettings(), layout, device=device)
+        self.controller = CacheController(work.copies, layout, device=work.device)
         name = None if arrays is np else "cupy"
         self.tensors = self.controller.initialize_kv_cache(2 * blocks, name)
         self.controller.initialize_host_cache(self.manager.host_cache)
@@ -119,7 +119,8 @@ class Engine:
 class Work:
     """The device, its array library, and a step of a model: products of matrices."""
 
-    def __init__(self, kind: str, milliseconds: float) -> None:
+    def __init__(self, kind: str, milliseconds: float, method: SwapMethod) -> None:
+        self.copies = CopySettings(swap_method=method)
         self.device: Device = CpuDevice(copy_threads=2)
         self.arrays: Any = np
         if kind == "cuda":
@@ -127,7 +128,7 @@ class Work:
 
             from fdcache.devices.cuda import CudaDevice
 
-            self.device, self.arrays = CudaDevice(0, settings=CopySettings()), cupy
+            self.device, self.arrays = CudaDevice(0, settings=self.copies), cupy
         size = 8192 if kind == "cuda" else 512
         self._left = self.arrays.ones((size, size), dtype=np.float32)
         self._times = 1
@@ -191,8 +192,8 @@ def prompts(layout: KVLayout, tokens: int, count: int) -> list[list[int]]:
     return [[int(each) for each in random.integers(3, 30000, size + 1)] for _ in range(count)]
 
 
-def compute(engine: Engine, request: Request, first: int) -> Int32Array:
-    """Fill the blocks of a prompt as computing does, and offer them."""
+def compute(engine: Engine, request: Request, first: int, work: Work) -> Int32Array:
+    """Fill the blocks of a prompt as computing does, and offer them once they are filled."""
     layout, manager = engine.layout, engine.manager
     manager.begin([request])
     ids = engine.table(request, first)
@@ -202,6 +203,7 @@ def compute(engine: Engine, request: Request, first: int) -> Int32Array:
     for number, tensor in enumerate(engine.tensors):
         rows = engine.arrays.random.randint(0, 255, (len(given), tensor.shape[1])).astype(np.uint8)
         tensor[given] = rows + np.uint8(number)
+    work.synchronize()  # copies follow a stream of their own, which does not wait for this one
     pages = len(request.block_hashes)
     records = pages * layout.page_records
     manager.offer(request, pages * layout.block_size, ids[:records])
@@ -223,14 +225,13 @@ def measured(name: str, shape: Shape, options: argparse.Namespace, link: dict[st
     length = options.tokens // shape.part
     each = length // layout.block_size * max(layout.page_records, 1) + layout.num_states
     count = options.rounds
-    engine = Engine(layout, each * count, work.device, work.arrays)
+    engine = Engine(layout, each * count, work)
     given = prompts(layout, length, count)
     out, home, first, ratio, wrong = [], [], [], [], 0
     tables = []
     for number, tokens in enumerate(given):
         request = Request(f"first {number}", tokens)
-        tables.append(compute(engine, request, number * each))
-        work.synchronize()
+        tables.append(compute(engine, request, number * each, work))
         out.append(rate(engine.copied()))
         while engine.manager.has_pending_work:
             engine.copied()
@@ -275,12 +276,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
     parser.add_argument("--rounds", type=int, default=6, help="prompts of each model")
     parser.add_argument("--share", type=int, default=1, help="divide the bytes of a plane by this")
+    parser.add_argument(
+        "--swap-method", choices=list(SwapMethod), default=SwapMethod.AUTO, help="way of copies"
+    )
     parser.add_argument("--step", type=float, default=20.0, help="milliseconds of a step")
 
 
 def measure(options: argparse.Namespace, report: Report) -> bool:
     """Return False if bytes came back wrong."""
-    work = Work(options.device, options.step)
+    work = Work(options.device, options.step, SwapMethod(options.swap_method))
     link = work.link((1 << 30) // options.share)
     report.note(
         f"link: {link['H2D']:.1f} GB/s to the device, {link['D2H']:.1f} from it; a step: {1e3 * work.seconds:.1f} ms"

@@ -29,17 +29,11 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from fdcache.integrations.vllm.handover import ASKED_OF_PREFILL
+
 log = logging.getLogger("openai_router")
 
 _CHECK_SECONDS, _CHECK_TIMEOUT, _CONNECT_TIMEOUT = 2.0, 5.0, 5.0
-_ASKED = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 _OF_DECODE = ("stream", "stream_options", "min_tokens", "max_completion_tokens", "n", "best_of")
 """Fields that would make prefill answer with more than a token."""
 
@@ -119,7 +113,10 @@ class Router:
         Raises ``RefusedError``.
         """
         asked = {name: value for name, value in body.items() if name not in _OF_DECODE}
-        asked |= {"max_tokens": 1, "kv_transfer_params": {**(body.get("kv_transfer_params") or {}), **_ASKED}}
+        asked |= {
+            "max_tokens": 1,
+            "kv_transfer_params": {**(body.get("kv_transfer_params") or {}), **ASKED_OF_PREFILL},
+        }
         tried: list[Engine] = []
         while (engine := self.choose("prefill", tried)) is not None:
             tried.append(engine)

@@ -1873,9 +1873,10 @@ class Loads:
         its blocks are copied, from ``offset`` of the plan's loads on.
         """
 
-    def take_rest(self, load: Load) -> LoadPart:
+    def take_rest(self, load: Load, count: int) -> LoadPart:
         """
-        Return the rest of a load as its last part, which ``send_part`` attaches to a plan.
+        Return the rest of a load as its last part, which ``send_part`` attaches to a plan. ``count`` of
+        its blocks are copied.
         """
 
     def send(self, plan: int, is_ahead: bool) -> None:

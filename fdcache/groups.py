@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import lcm
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache.errors import UnsupportedLayoutError
 from fdcache.metadata import HashArray
@@ -63,6 +65,51 @@ class CacheGroup:
         return num_tokens // self.tokens * self.tokens // self.block_size if self.reach is Reach.CHUNK else 0
 
 
+class PageColumns:
+    """The records of a page and then its states as columns of a table, a row for each page of a prefix.
+
+    ``columns``: of each column its group, and the position of its block in the page among those of its group.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], page: int) -> None:
+        kept = [(at, each) for at, each in enumerate(groups or (CacheGroup(page),)) if not each.is_state]
+        states = [(at, each) for at, each in enumerate(groups) if each.is_state]
+        self.columns = [(at, part) for at, each in kept for part in range(page // each.block_size)] + [
+            (at, 0) for at, _ in states
+        ]
+        self.num_states = len(states)
+        self._groups = dict(kept + states)
+        self._page = page
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def needed(self, pages: int) -> NDArray[np.bool_]:
+        """Return which entries are needed to go on after this many pages."""
+        firsts = np.array([self._first(column, pages) for column in range(len(self))], np.int64)
+        mask: NDArray[np.bool_] = np.arange(pages)[:, np.newaxis] >= firsts
+        return mask
+
+    def usable(self, there: NDArray[np.bool_]) -> int:
+        """Return the most pages, at most the rows of ``there``, after which one can go on with the entries there."""
+        missing = np.zeros((len(there) + 1, len(self)), np.int64)
+        np.cumsum(~there, axis=0, out=missing[1:])
+        for pages in range(len(there), 0, -1):
+            firsts = [self._first(column, pages) for column in range(len(self))]
+            if (missing[pages] == missing[firsts, range(len(self))]).all():
+                return pages
+        return 0
+
+    def _first(self, column: int, pages: int) -> int:
+        """Return the first page whose entry in a column is needed after this many pages."""
+        at, part = self.columns[column]
+        group = self._groups[at]
+        if group.is_state:
+            return max(pages - 1, 0)
+        beyond = group.blocks_beyond(pages * self._page)
+        return min(max(-(-(beyond - part) // (self._page // group.block_size)), 0), pages)
+
+
 def page_of(groups: Sequence[CacheGroup]) -> int:
     """Return the tokens of the smallest page of these groups."""
     return lcm(*(group.block_size for group in groups))
@@ -80,6 +127,31 @@ def state_keys(hashes: HashArray, num_records: int, num_states: int) -> HashArra
     """Return the keys of the states at the end of these pages, of ``num_records`` each: ``num_states`` for each."""
     first = num_records + num_states - 1
     return _marked(hashes, np.arange(first, num_records - 1, -1, dtype=np.int64).astype(np.uint8))
+
+
+class PathEnd(NamedTuple):
+    """The records that a request needs at its end: keys of its whole path, and which of these it needs.
+
+    A path has the records of all its pages, then those of the states at its end.
+    """
+
+    keys: HashArray
+    needed: NDArray[np.bool_]
+
+
+def path_end(groups: Sequence[CacheGroup], hashes: HashArray, num_tokens: int) -> PathEnd:
+    """Return what is needed after the first ``num_tokens`` tokens, whose pages, the last not full, have ``hashes``."""
+    page, states = page_of(groups), sum(group.is_state for group in groups)
+    columns = [np.empty((len(hashes), 0), np.bool_)]
+    for group in groups:
+        if not group.is_state:
+            blocks = np.arange(len(hashes) * page // group.block_size).reshape(len(hashes), -1)
+            has_tokens = blocks * group.block_size < num_tokens
+            columns.append(has_tokens & (blocks >= group.blocks_beyond(num_tokens)))
+    of_pages = np.concatenate(columns, axis=1)
+    records = of_pages.shape[1]
+    keys = record_keys(hashes, records), state_keys(hashes[-1:], records, states)
+    return PathEnd(np.concatenate(keys), np.concatenate((of_pages.reshape(-1), np.ones(states, np.bool_))))
 
 
 def _marked(hashes: HashArray, marks: HashArray) -> HashArray:

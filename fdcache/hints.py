@@ -12,9 +12,10 @@ A request carries them in one of three forms, which ``read_hints`` takes from it
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, overload
 
 import msgspec
 
@@ -166,6 +167,53 @@ class HintOutcome(msgspec.Struct, frozen=True, kw_only=True):
     lost: int = 0
     reason: str = ""
     by_service: bool = False
+
+
+class HintOutcomes(Sequence[HintOutcome]):
+    """The outcomes of the hints of a request, each of which is made when it is asked for."""
+
+    __slots__ = ("given",)
+
+    def __init__(self, given: GivenHints) -> None:
+        self.given = given
+
+    def __len__(self) -> int:
+        return len(self.given.hints)
+
+    @overload
+    def __getitem__(self, index: int) -> HintOutcome: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[HintOutcome]: ...
+    def __getitem__(self, index: int | slice) -> HintOutcome | list[HintOutcome]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._outcome(range(len(self))[index])
+
+    @abstractmethod
+    def _outcome(self, index: int) -> HintOutcome:
+        """Return the outcome of one hint."""
+
+
+class SentHints(HintOutcomes):
+    """The outcomes of hints for a service when they are given: SENT for all, or IGNORED for a ``reason``."""
+
+    __slots__ = ("reason", "status")
+
+    def __init__(self, given: GivenHints, reason: str = "") -> None:
+        super().__init__(given)
+        self.status = HintStatus.IGNORED if reason else HintStatus.SENT
+        self.reason = reason
+
+    def _outcome(self, index: int) -> HintOutcome:
+        hint = self.given.hints[index]
+        return HintOutcome(
+            request_id=self.given.request_id,
+            id=hint.id,
+            kind=hint.kind,
+            status=self.status,
+            reason=self.reason,
+            by_service=True,
+        )
 
 
 def read_hints(request_id: str, extra: object) -> tuple[list[Hint], list[HintOutcome]]:

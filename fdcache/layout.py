@@ -146,7 +146,7 @@ class KVLayout:
             raise LayoutError(f"planes: layer {order[-1][0]} is not one of the {self.total_layers} layers")
         for layer in range(self.total_layers):
             kinds = {plane.kind for plane in self.layer_planes(layer)}
-            if PlaneKind.KEY not in kinds:
+            if kinds.isdisjoint((PlaneKind.KEY, PlaneKind.PAIR)):
                 raise UnsupportedLayoutError(
                     f"planes: layer {layer} has no key plane; hybrid caches with layers of another kind are "
                     "not supported"

@@ -41,6 +41,8 @@ class PlaneKind(StrEnum):
     KEY_SCALE = "key_scale"
     VALUE_SCALE = "value_scale"
     INDEXER = "indexer"
+    PAIR = "pair"
+    """Keys and values of each head side by side, in one plane."""
 
 
 class PlaneSpec(NamedTuple):

@@ -21,6 +21,7 @@ from fdcache.integrations.fastdeploy.model_variables import AttentionSettings
 from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.replay.capacities import Axis, Capacities
 from fdcache.replay.config import (
+    GROUP_DEFAULTS,
     LAPTOP_DEFAULTS,
     MOST_LAYERS,
     LayoutName,
@@ -123,6 +124,15 @@ def replay(
         ),
     ] = None,
     layers: Annotated[int, typer.Option(min=1, max=MOST_LAYERS, help="Main layers.")] = 2,
+    groups: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GROUP[,...]",
+            help="Groups of layers with block tables of their own, in an engine with a device cache of its own: all, "
+            "last:TOKENS (a window), chunk:TOKENS or state, each with /TOKENS for blocks smaller than --block-size. "
+            "Default: one group that attends to all tokens.",
+        ),
+    ] = None,
     draft_layers: Annotated[
         int, typer.Option(min=0, max=MOST_LAYERS, help="Draft (MTP) layers after the main ones.")
     ] = 0,
@@ -271,7 +281,7 @@ def replay(
         "--server": server,
         "--transfer": transfer if transfer is not None or not pd else "ipc",
     }
-    settings = _settings(options)
+    settings = _settings(options, LAPTOP_DEFAULTS if groups is None else GROUP_DEFAULTS)
     print_problems(settings.misspelt, sys.stderr)
     shape = Shape(
         layout or layout_of(settings.group(AttentionSettings)),
@@ -280,6 +290,7 @@ def replay(
         kv_heads,
         head_dim,
         dtype,
+        groups,
     )
     try:
         ranks = settings.deployment.ranks
@@ -367,7 +378,7 @@ def _sweep_config(
     )
 
 
-def _settings(options: Mapping[str, object]) -> Settings:
+def _settings(options: Mapping[str, object], defaults: Mapping[str, int | str]) -> Settings:
     """Load the settings with these options; errors about an option name the option, not its variable."""
     if options["--server"] is not None and options["--host-memory"] is not None:
         raise typer.BadParameter(
@@ -380,7 +391,9 @@ def _settings(options: Mapping[str, object]) -> Settings:
     # The option takes a directory, which means local storage; the variable takes any connector.
     values["FDCACHE_STORAGE"] = "local" if options["--storage"] else None
     try:
-        return load_settings({name: Sourced("command line", value) for name, value in values.items()})
+        return load_settings(
+            {name: Sourced("command line", value) for name, value in values.items()}, defaults
+        )
     except SettingsError as error:
         concerned = {name for problem in error.problems for name in problem.variables}
         wrong = [

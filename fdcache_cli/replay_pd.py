@@ -26,6 +26,7 @@ _OTHERS = (
     "storage",
     "storage_size",
     "server",
+    "groups",
     "ranks",
     "speed",
 )

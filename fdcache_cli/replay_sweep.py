@@ -27,6 +27,7 @@ _WITHOUT_PART = (
     "storage",
     "storage_size",
     "server",
+    "groups",
     "chunk_tokens",
     "speed",
     "page",

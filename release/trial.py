@@ -22,8 +22,10 @@ from pathlib import Path
 from release.pythons import PYTHONS, ROOT, Python
 
 WORK = ROOT / "build/trial"
-MOST_BYTES = 90_000_000
-"""Files as the distributions contain them; Python compiles them to a third more. numpy is 57 MB of it."""
+MOST_BYTES = 80_000_000
+"""Limit of the bytes of all files as the distributions contain them; Python compiles them to a third more."""
+MOST_BYTES_CP311 = 84_000_000
+"""The last numpy for Python 3.11 takes 4.6 MB more than the one for later Pythons."""
 _PIP = ("-m", "pip", "--disable-pip-version-check")
 
 
@@ -71,7 +73,7 @@ def try_wheel(python: str, wheel: Path) -> None:
 
 def install(environment: Path, wheel: Path) -> None:
     """Install a wheel with its dependencies, and say what that takes."""
-    report = environment / "installed.json"
+    report = WORK / "installed.json"
     command = ["install", "--quiet", "--only-binary", ":all:", "--report", str(report), str(wheel)]
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
     begun, used = time.monotonic(), _child_seconds()
@@ -84,11 +86,12 @@ def install(environment: Path, wheel: Path) -> None:
     unpacked, compiled = _sizes(environment)
     say(
         f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB; with {len(names) - 1} dependencies "
-        f"{unpacked / 1e6:.0f} MB on disk and {compiled / 1e6:.0f} MB that Python compiled of it; "
+        f"{unpacked / 1e6:.1f} MB on disk and {compiled / 1e6:.0f} MB that Python compiled of it; "
         f"{seconds:.1f} s, {used:.1f} of them of the processor"
     )
-    if unpacked > MOST_BYTES:
-        raise SystemExit(f"{wheel.name} and its dependencies take more than {MOST_BYTES // 1_000_000} MB")
+    most = MOST_BYTES_CP311 if "-cp311-" in wheel.name else MOST_BYTES
+    if unpacked > most:
+        raise SystemExit(f"{wheel.name} and its dependencies take more than {most / 1e6:.0f} MB")
 
 
 def serve(program: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -33,9 +34,16 @@ sys.exit(main())
 _ZIG = Path(ziglang.__file__).with_name("zig")
 
 
+@cache
+def commit() -> str:
+    """Return the commit that is built: what is committed meanwhile belongs to the next build."""
+    return _output("git", "rev-parse", "HEAD")
+
+
+@cache
 def committed_at() -> str:
-    """Return the time of the commit that is built, in seconds; every file of a distribution has it."""
-    return _output("git", "log", "-1", "--format=%ct")
+    """Return the time of that commit, in seconds; every file of a distribution has it."""
+    return _output("git", "log", "-1", "--format=%ct", commit())
 
 
 def make_sdist(folder: Path) -> Path:
@@ -43,7 +51,7 @@ def make_sdist(folder: Path) -> Path:
     source = WORK / "source"
     shutil.rmtree(source, ignore_errors=True)
     source.mkdir(parents=True)
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+    archive = subprocess.run(["git", "archive", commit()], cwd=ROOT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=BytesIO(archive)) as files:
         files.extractall(source, filter="data")
     _run([sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder), str(source)])

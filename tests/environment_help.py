@@ -30,8 +30,12 @@ from fdcache.service.wire.address import load_settings
 from fdcache.settings import Settings
 from fdcache.storage.objects.bucket import Bucket
 from fdcache.storage.objects.variables import ObjectSettings
+from fdcache.testing.storage import conformance_layout
 from fdcache.transfer.handovers import PeerTerms
+from fdcache.transfer.nodes.node import ThisNode
+from fdcache.transfer.nodes.variables import NodesSettings
 from tests.fastdeploy_help import fd_config
+from tests.nodes_help import free_address
 from tests.vllm_configs import kv_config, vllm_config
 
 LONG = 100
@@ -125,6 +129,21 @@ def _bucket() -> object:
     except StorageError:
         return None
     return bucket.place, bucket._store.config
+
+
+def _node() -> object:
+    """Return what a node makes of its settings, None if they are refused."""
+    settings = Settings.load().group(NodesSettings)
+    try:
+        with mock.patch("fdcache.transfer.nodes.node.RedisDirectory") as directory:
+            node = ThisNode(settings, retry_after=1.0)
+    except StorageError:
+        return None
+    try:
+        node.join(conformance_layout(), 0)
+        return node.addresses, node.members.addresses, node.keys, directory.call_args
+    finally:
+        node.close()
 
 
 def _swap_method() -> object:
@@ -238,6 +257,7 @@ def _traces() -> object:
 
 STORAGE = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": "{dir}/blocks", "FDCACHE_STORAGE_SIZE": "1MiB"}
 BUCKET = {"FDCACHE_OBJECT_URL": "s3://blocks/folder"}
+NODES = {"FDCACHE_NODES_KEY": "a-key-of-the-nodes"}
 SERVED = {"FDCACHE_SERVER": "{service}"}
 PEERS = {"FDCACHE_TRANSFER": "ipc"}
 
@@ -373,6 +393,10 @@ CASES: dict[str, Case] = {
     "FDCACHE_OBJECT_KEY_ID": Case("an-id", elsewhere=_bucket, beside=BUCKET),
     "FDCACHE_OBJECT_KEY": Case("a-key", elsewhere=_bucket, beside=BUCKET),
     "FDCACHE_OBJECT_SESSION_TOKEN": Case("a-token", elsewhere=_bucket, beside=BUCKET),
+    "FDCACHE_NODES": Case("tcp://127.0.0.1:1", elsewhere=_node, beside=NODES),
+    "FDCACHE_NODES_ADDRESS": Case(free_address(), elsewhere=_node, beside=NODES),
+    "FDCACHE_NODES_KEY": Case("another-key-of-nodes", elsewhere=_node),
+    "FDCACHE_NODES_DIRECTORY": Case("redis://127.0.0.1:1/0", elsewhere=_node, beside=NODES),
     "FDCACHE_MOONCAKE_LOG_LEVEL": Case(
         "0",
         elsewhere=lambda: ClientOptions.resolve(Settings.load().group(MooncakeSettings), 0).log_level,
@@ -443,6 +467,7 @@ def observe_replay(read: Read) -> object:
             worker = self.ranks.worker if isinstance(self.ranks, LocalRank) else None
             blocks = worker.planes.arrays[0].shape[0] if worker else 0
             controller: Any = worker and worker.controller
+            assert isinstance(self.manager, CacheManager)
             found.append(read(Engine(self.manager, controller, blocks)))
             return True
 

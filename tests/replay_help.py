@@ -31,12 +31,13 @@ def small_config(
     layout: LayoutName = LayoutName.UNIFORM,
     layers: int = 2,
     draft_layers: int = 0,
+    groups: str | None = None,
     host_memory: int = 16 << 20,
     cache: dict[str, Any] | None = None,
     **options: Any,
 ) -> ReplayConfig:
     """Return a short replay that runs out of device blocks."""
-    shape = Shape(layout=layout, layers=layers, draft_layers=draft_layers)
+    shape = Shape(layout=layout, layers=layers, draft_layers=draft_layers, groups=groups)
     return ReplayConfig(
         layout=shape.build(block_size, ranks),
         cache=CacheSettings(device_blocks=device_blocks, host_memory=host_memory, **(cache or {})),

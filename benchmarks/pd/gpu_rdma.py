@@ -30,6 +30,8 @@ GROUP_PLANES = 8
 _REPEATS = 5
 _RUN = 32 << 20
 _PATIENCE = 20.0
+_SPIN_SECONDS = 0.02
+"""Seconds for which a source asks without a pause after a message, as the thread of hand-overs does."""
 
 
 class RankPlanes(Protocol):
@@ -122,8 +124,10 @@ class SourceEnd(End):
         waiting: deque[tuple[np.ndarray[Any, Any], int, int]] = deque()
         packing: deque[_Announced] = deque()
         most = self.connector.most_blocks(0, GROUP_PLANES)
+        busy = time.perf_counter()
         while not self._end.is_set():
             for message in self.messages():
+                busy = time.perf_counter()
                 if isinstance(message, _Asked):
                     slots = np.array(message.slots, np.int32)
                     for plane in range(0, self.layout.num_planes, GROUP_PLANES):
@@ -139,7 +143,7 @@ class SourceEnd(End):
                 if places is not None:
                     waiting.popleft()
                     packing.append(_Announced(list(places), first, len(part), plane))
-            elif not packing:
+            elif not packing and time.perf_counter() > busy + _SPIN_SECONDS:
                 time.sleep(0.0002)
 
 

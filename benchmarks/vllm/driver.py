@@ -33,6 +33,8 @@ class Answer:
     tokens: Tokens
     logprobs: list[dict[int, float]]
     cached: int
+    transfer: dict[str, Any] | None = None
+    """Parameters of a hand-over to another engine."""
 
     @property
     def ttft_ms(self) -> float:
@@ -126,10 +128,11 @@ class Driver:
         forced: int | None = None,
         logprobs: int | None = None,
         begun: asyncio.Event | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> Answer:
         """Send a prompt and read ``replies`` tokens; every one of them is ``forced`` if that is given.
 
-        ``begun`` is set when the first has come.
+        ``begun`` is set when the first has come. ``transfer``: parameters of a hand-over.
         """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
@@ -143,17 +146,19 @@ class Driver:
             logprobs=logprobs,
             allowed_token_ids=None if forced is None else [forced],
             output_kind=RequestOutputKind.DELTA,
+            extra_args=None if transfer is None else {"kv_transfer_params": transfer},
         )
         name = f"r{next(self._names)}"
         came: list[float] = []
         tokens: Tokens = []
         found: list[dict[int, float]] = []
-        cached = 0
+        cached, told = 0, None
         sent = time.perf_counter()
         async for output in self._engine.generate(TokensPrompt(prompt_token_ids=prompt), parameters, name):
             now = time.perf_counter()
             (part,) = output.outputs
             cached = output.num_cached_tokens or cached
+            told = output.kv_transfer_params or told
             if part.token_ids:
                 came.append(now)
                 if begun is not None:
@@ -163,7 +168,7 @@ class Driver:
                 found.append({token: one.logprob for token, one in step.items()})
         if len(tokens) != replies:
             raise RequestError(f"request {name} got {len(tokens)} of {replies} tokens")
-        return Answer(sent, came, tokens, found, cached)
+        return Answer(sent, came, tokens, found, cached, told)
 
     async def settle(self, seconds: float) -> None:
         """Let copies that wait for a step be made, and those in flight end."""

@@ -6,7 +6,7 @@ Needs vLLM for the CPU (``python -m tests.vllm.setup``) and NIXL in that environ
 has a prefill and a decode engine, all of them run at the same time, and requests are given to one after the other. A
 request takes, at decode, to its first token: computed there, handed over, and found in decode's own prefix cache. Then
 prefill is killed while decode waits for it, and decode while prefill holds blocks for it. Exits 1 for tokens that are
-not those of an engine without a connector.
+not those of an engine without a connector. On GPUs, or with ``--no-http``, see ``benchmarks.vllm.handover_engines``.
 """
 
 from __future__ import annotations
@@ -29,20 +29,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Report, Table
+from benchmarks.vllm import handover_engines
+from benchmarks.vllm.shapes import SHAPES
+from fdcache.integrations.vllm.handover import ASKED_OF_PREFILL
 from tests.vllm.engine import connector_config, install_plugin, make_model, make_tokenizer
 from tests.vllm.environments import PACKAGES, VERSIONS, default_home, interpreter
 from tests.vllm.served import Server, completion, free_port, running, start_engine
 
 OURS, NIXL = "fdcache", "NixlConnector"
 LENGTHS = (100, 400, 900)
-_ASKED = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 _OPTIONS: dict[str, object] = {
     "num-gpu-blocks-override": 400,
     "max-model-len": 1024,
@@ -80,7 +75,7 @@ class Pair:
         """Compute a prompt at prefill; return the parameters for decode, and the seconds."""
         body = {"model": "model", "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
         start = time.perf_counter()
-        answer = self.prefill.post("/v1/completions", {**body, "kv_transfer_params": _ASKED})
+        answer = self.prefill.post("/v1/completions", {**body, "kv_transfer_params": ASKED_OF_PREFILL})
         return answer.get("kv_transfer_params"), time.perf_counter() - start
 
     def kill(self) -> None:
@@ -208,6 +203,23 @@ def _answered(
     return {"connector": pair.connector, "killed": killed, "answer": outcome, "s": f"{seconds:.2f}"}
 
 
+def _without_http(options: argparse.Namespace) -> int:
+    on_gpu = options.device == "cuda"
+    python = sys.executable if on_gpu else str(interpreter(default_home(), options.version))
+    wrong = handover_engines.run(
+        Report(),
+        python,
+        options.device,
+        options.shape or ("random" if on_gpu else "tiny-random"),
+        options.connectors or [*(("fdcache-ipc",) if on_gpu else ()), "fdcache-rdma", NIXL],
+        options.tokens or ((1025, 8193) if on_gpu else (97, 401)),
+        options.rounds,
+        options.logs,
+        two_ranks=options.two_ranks,
+    )
+    return 1 if wrong else 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm.handover", description=__doc__)
@@ -215,7 +227,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-kill", action="store_true", help="do not kill engines")
     parser.add_argument("--version", choices=VERSIONS, default=VERSIONS[-1], help="of vLLM")
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: without HTTP")
+    parser.add_argument("--no-http", action="store_true", help="engines that answer orders, also on a CPU")
+    parser.add_argument("--shape", choices=SHAPES, help="model of engines without HTTP")
+    parser.add_argument(
+        "--connectors", nargs="+", help="of engines without HTTP: fdcache-ipc, fdcache-rdma, ..."
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", help="whole blocks of 16 and one more, without HTTP")
+    parser.add_argument("--two-ranks", action="store_true", help="then one engine of two ranks, without HTTP")
     options = parser.parse_args(arguments)
+    if options.device == "cuda" or options.no_http:
+        return _without_http(options)
     python = interpreter(default_home(), options.version)
     if not Path(sys.prefix).samefile(python.parent.parent):
         packages = {PACKAGES: sysconfig.get_path("purelib")}

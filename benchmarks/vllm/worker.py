@@ -101,7 +101,18 @@ async def run(job: Job, output: TextIO) -> None:
 async def carried_out(
     order: dict[str, Any], driver: Driver, load: Load, has_connector: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """Carry out an order: ``parts`` are names of loads, ``ask`` steps of the part that compares tokens."""
+    """Carry out an order: ``parts`` are names of loads, ``ask`` steps of the part that compares tokens.
+
+    ``answer`` is a prompt, perhaps one of a hand-over, and ``forget`` drops the prefixes on the device.
+    """
+    if (asked := order.get("answer")) is not None:
+        found = await driver.ask(asked["prompt"], asked["replies"], transfer=asked["transfer"])
+        told = {"ttft_ms": found.ttft_ms, "tokens": found.tokens, "cached": found.cached}
+        yield {"part": "answer", "transfer": found.transfer, **told}
+        return
+    if order.get("forget"):
+        await driver.forget_device(load.settle_s)
+        return
     if "ask" in order:
         from benchmarks.vllm.tokens import follow
 

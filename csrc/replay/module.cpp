@@ -72,8 +72,9 @@ NB_MODULE(_pattern, module) {
             "``segments`` has the rows sequence, start, end, keep, grow, verify: the step computes\n"
             "tokens [start, end) of the sequence. Its block table keeps ``keep`` entries and grows by\n"
             "the next ``grow`` of ``blocks``. Of its ``verify`` leading blocks, every ``every``-th and\n"
-            "the last are compared before anything is written; none if ``every`` is 0. Raises\n"
-            "ValueError, and changes nothing, for values out of range.")
+            "the last are compared before anything is written; none if ``every`` is 0. -1 stands for\n"
+            "a block that is given up, and is neither compared nor written. Raises ValueError, and\n"
+            "changes nothing, for values out of range.")
         .def("run_layer", &PatternModel::run_layer, "layer"_a, nb::call_guard<nb::gil_scoped_release>(),
              "Compare, then write, one layer; layers come in order.\n\n"
              "Returns (segment, block of the sequence) of each block that differs. Such a sequence\n"

@@ -13,6 +13,7 @@ namespace {
 constexpr std::uint64_t kStep = 0xD1B54A32D192ED03ULL;
 constexpr std::uint64_t kMultiplier = 0xAEF17502108EF2D9ULL;
 constexpr std::uint64_t kGarbage = 0x5BD1E9955BD1E995ULL;
+constexpr std::int32_t kNone = -1;  // in a block table: a block that the engine has given up
 
 std::uint64_t scramble(std::uint64_t value) {
     value = (value ^ (value >> 32)) * kMultiplier;
@@ -120,6 +121,7 @@ void PatternModel::check(const PatternStep &step) {
             static_cast<std::size_t>(step.keep[i]) > sequence.table.size()) {
             throw std::invalid_argument("block table out of range" + where);
         }
+        check_written(step, i, sequence, total, where);
         total += static_cast<std::size_t>(step.grow[i]);
         const std::int64_t covered = (std::int64_t{step.keep[i]} + step.grow[i]) * block_size_;
         if (covered < step.ends[i] || step.verify[i] < 0 ||
@@ -131,10 +133,24 @@ void PatternModel::check(const PatternStep &step) {
     }
     if (total != step.blocks.size()) throw std::invalid_argument("grow does not add up to the blocks given");
     for (const std::int32_t block : step.blocks) {
-        if (block < 0 || block >= slots_) {
+        if (block < kNone || block >= slots_) {
             throw std::invalid_argument("device slot " + std::to_string(block) + " is not in [0, " +
                                         std::to_string(slots_) + ")");
         }
+    }
+}
+
+// Tokens are written into blocks that are there. `before`: entries of `blocks` for earlier segments.
+void PatternModel::check_written(const PatternStep &step, std::size_t segment, const Sequence &sequence,
+                                 std::size_t before, const std::string &where) const {
+    const std::int32_t keep = step.keep[segment];
+    for (std::int32_t block = step.starts[segment] / block_size_;
+         std::int64_t{block} * block_size_ < step.ends[segment]; ++block) {
+        const std::size_t given = before + static_cast<std::size_t>(std::max(block - keep, 0));
+        if (block >= keep && (block - keep >= step.grow[segment] || given >= step.blocks.size())) return;
+        const std::int32_t slot =
+            block < keep ? sequence.table[static_cast<std::size_t>(block)] : step.blocks[given];
+        if (slot == kNone) throw std::invalid_argument("tokens without a block" + where);
     }
 }
 
@@ -151,13 +167,16 @@ std::int64_t PatternModel::prepare(const PatternStep &step, std::int32_t every) 
         blocks += step.grow[i];
         const std::int32_t verify = every > 0 ? step.verify[i] : 0;
         if (verify > 0 || step.starts[i] == 0) sequence.poison = 0;
-        for (std::int32_t block = 0; block < verify; ++block) comparisons += compared(block, verify);
+        for (std::int32_t block = 0; block < verify; ++block) {
+            comparisons += compared(sequence, block, verify) ? 1 : 0;
+        }
         segments_.push_back({&sequence, step.starts[i], step.ends[i], verify});
     }
     return comparisons;
 }
 
-bool PatternModel::compared(std::int32_t block, std::int32_t count) const {
+bool PatternModel::compared(const Sequence &sequence, std::int32_t block, std::int32_t count) const {
+    if (sequence.table[static_cast<std::size_t>(block)] == kNone) return false;
     return block % every_ == 0 || block + 1 == count;
 }
 
@@ -198,7 +217,8 @@ std::vector<std::pair<std::int32_t, std::int32_t>> PatternModel::run_layer(std::
     for (std::size_t i = 0; i < segments_.size(); ++i) {
         const Segment &segment = segments_[i];
         for (std::int32_t block = 0; block < segment.verify; ++block) {
-            if (!compared(block, segment.verify) || !block_differs(*segment.sequence, block, layer)) continue;
+            if (!compared(*segment.sequence, block, segment.verify)) continue;
+            if (!block_differs(*segment.sequence, block, layer)) continue;
             segment.sequence->poison = kGarbage;
             differing.emplace_back(static_cast<std::int32_t>(i), block);
         }

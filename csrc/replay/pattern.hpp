@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -29,7 +30,7 @@ struct PatternStep {
     std::span<const std::int32_t> keep;    // entries of the block table to keep
     std::span<const std::int32_t> grow;    // entries to append, from `blocks`
     std::span<const std::int32_t> verify;  // leading blocks to compare first
-    std::span<const std::int32_t> blocks;
+    std::span<const std::int32_t> blocks;  // -1: given up, neither compared nor written
 };
 
 class PatternModel {
@@ -62,7 +63,9 @@ class PatternModel {
 
     Sequence &find(std::int32_t sequence);
     void check(const PatternStep &step);
-    bool compared(std::int32_t block, std::int32_t count) const;
+    void check_written(const PatternStep &step, std::size_t segment, const Sequence &sequence,
+                       std::size_t before, const std::string &where) const;
+    bool compared(const Sequence &sequence, std::int32_t block, std::int32_t count) const;
     bool block_differs(const Sequence &sequence, std::int32_t block, std::int32_t layer) const;
     void write_layer(const Segment &segment, std::int32_t layer) const;
 

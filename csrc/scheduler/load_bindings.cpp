@@ -82,10 +82,13 @@ void bind_loads(nb::module_ &module) {
             "its blocks are copied, from ``offset`` of the plan's loads on.")
         .def(
             "take_rest",
-            [](Loads &self, const LoadPointer &load) {
-                return self.next_part(load, load->stop, 0, load->stop - load->planned);
+            [](Loads &self, const LoadPointer &load, std::uint32_t count) {
+                return self.next_part(load, load->stop, 0, count);
             },
-            "load"_a, "Return the rest of a load as its last part, which ``send_part`` attaches to a plan.")
+            "load"_a, "count"_a,
+            "Return the rest of a load as its last part, which ``send_part`` attaches to a plan. ``count`` "
+            "of\n"
+            "its blocks are copied.")
         .def(
             "send", [](Loads &self, std::uint64_t plan, bool is_ahead) { self.send(plan, is_ahead); },
             "plan"_a, "is_ahead"_a, "Attach the parts added since the last call to this plan.")

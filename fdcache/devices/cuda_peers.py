@@ -34,9 +34,9 @@ _ROW_BYTES = 24
 Grid = tuple[int, int]
 """Thread blocks of a kernel, and threads in each."""
 
-REMOTE_GRID: Grid = (8, 1024)
-"""Of reads from another GPU: nine tenths of NVLink from few multiprocessors. Spread over all of them, as many threads
-keep the kernels of a model waiting on each."""
+REMOTE_GRID: Grid = (16, 512)
+"""Of reads from another GPU: 0.93 of NVLink from few multiprocessors. Spread over all of them, as many threads keep the
+kernels of a model waiting on each; larger thread blocks are slower, and keep the kernels waiting as much."""
 
 STAGING_GRID: Grid = (16, 1024)
 """Of copies between planes and packed memory of a GPU, which keep up with the link to another."""

@@ -106,13 +106,25 @@ class TierManager(ABC, Generic[RequestT_contra]):
         ahead = self.loads_ahead_by_default if loads_ahead is None else loads_ahead
         streams = bool(ahead) and tiers.fetches is not None and tiers.copies is not None
         mode = settings.load_or_recompute
-        self._choices = LoadChoices(mode, layout, clock, self._blocks_being_loaded, priors, streams=streams)
+        self._choices = LoadChoices(
+            mode,
+            layout,
+            clock,
+            self._blocks_being_loaded,
+            priors,
+            stages=self._stages_of_a_load(bool(ahead)),
+            streams=streams,
+        )
         loads = self._make_requests(ahead)
         self._plans = Plans(layout, settings.plan_timeout, tiers, loads, counters, clock)
         hints = tiers.service.hints if tiers.service is not None else None
         self._hints = RequestHints(list(tiers.own_pools.values()), hints, layout, self._hint_clock)
         self._reuse = RecentReuse(tiers.reuse)
         self._set_time()
+
+    def _stages_of_a_load(self, loads_ahead: bool) -> int:
+        """Return the number of groups of layers that are loaded while the layers before them compute."""
+        return self.layout.num_layers
 
     @classmethod
     def from_settings(

@@ -58,7 +58,8 @@ class LoadChoices:
 
     Blocks are records, of which a page of tokens has one for each group of layers. ``loads_ahead`` returns the number
     of blocks on their way to the device. ``priors``: speeds as calibrated.
-    ``streams``: blocks are loaded to the device while later ones are read.
+    ``stages``: groups of layers that are loaded while the layers before them compute, 1 if a request is computed after
+    its load. ``streams``: blocks are loaded to the device while later ones are read.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class LoadChoices:
         loads_ahead: Callable[[], int],
         priors: Priors,
         *,
+        stages: int,
         streams: bool = False,
     ) -> None:
         groups = self._groups = layout.page_records + layout.num_states
@@ -76,7 +78,7 @@ class LoadChoices:
             block_size=layout.block_size / groups,
             block_bytes=layout.payload_bytes,
             record_bytes=layout.record_bytes,
-            stages=layout.num_layers,
+            stages=stages,
             priors=priors,
             streams=streams,
             read_seconds=GROUP_SECONDS,

@@ -13,6 +13,7 @@ from operator import index
 from typing import SupportsIndex
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache import _core
 from fdcache._core import CopyReservation, DevicePath, Load, LoadPart, Loads
@@ -96,23 +97,49 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerRun:
-    """Blocks of a prompt of ``num_tokens`` tokens that a peer has, by their hashes. The last one need not be full."""
+    """Blocks of the first ``num_tokens`` tokens of a prompt that a peer has. The last one need not be full.
+
+    ``keys`` are those of the path, of which the peer has what is ``needed``; None: all. With ``most_pages`` pages on
+    the device, or more, the rest is sooner computed. ``peer_keys``: those of the peer, if its layout is another.
+    """
 
     source: PeerSource
-    hashes: HashArray
+    keys: HashArray
     num_tokens: int
+    most_pages: int
+    needed: NDArray[np.bool_] | None = None
+    peer_keys: HashArray | None = None
+
+    @property
+    def hashes(self) -> HashArray:
+        """The keys of what the peer has."""
+        return self.keys if self.needed is None else self.keys[self.needed]
+
+    def place(self, at: int) -> int:
+        """Return where in the hand-over the part of the path begins that begins at ``at``."""
+        return at if self.needed is None else int(np.count_nonzero(self.needed[:at]))
+
+    def fits(self, at: int, ids: Int32Array) -> bool:
+        """Return True if the engine has blocks for what is needed of the path from ``at`` on, and for nothing else."""
+        return self.needed is None or np.array_equal(ids != NO_BLOCK, self.needed[at : at + len(ids)])
 
 
 @dataclass(slots=True, eq=False)
 class EngineFetch:
-    """The last part of a load, which a peer has; see ``PlannedFetch``."""
+    """The last part of a load, which a peer has; see ``PlannedFetch``. ``pages``: those before it."""
 
     run: PeerRun
     loading: EngineLoad
     part: LoadPart
+    pages: int
     slots: Int32Array
     generations: UInt32Array
     given_up: bool = False
+
+    @property
+    def first(self) -> int:
+        """The place of its first block in the hand-over."""
+        return self.run.place(self.part.first)
 
     @property
     def source(self) -> PeerSource:
@@ -155,11 +182,11 @@ class EngineLoads:
 
     def fetch_rest(self, loading: EngineLoad, run: PeerRun) -> None:
         """Plan to fetch what no plan loads, as the last part of a load."""
-        slots, part = (
-            loading.ids[loading.load.planned - loading.load.first :],
-            self._loads.take_rest(loading.load),
-        )
-        self._fetches.append(EngineFetch(run, loading, part, slots, np.zeros(len(slots), np.uint32)))
+        load = loading.load
+        rest = loading.ids[load.planned - load.first :]
+        slots = rest[rest != NO_BLOCK]
+        part, generations = self._loads.take_rest(load, len(slots)), np.zeros(len(slots), np.uint32)
+        self._fetches.append(EngineFetch(run, loading, part, part.first // self._groups, slots, generations))
 
     def give_up_fetches(self, request: OffloadRequest) -> None:
         """Do not ask a peer for what is planned for a request."""
@@ -442,10 +469,10 @@ class Tracked:
 
     @property
     def from_peer(self) -> int:
-        """Number of blocks after the remaining ones that a peer has. One alone is sooner computed."""
-        if self.found is None or self.peer is None or len(self.peer.hashes) - self.device_blocks < 2:
+        """Number of blocks after the remaining ones that a peer has."""
+        if self.found is None or self.peer is None or self.device_pages >= self.peer.most_pages:
             return 0
-        return max(len(self.peer.hashes) - self.device_blocks - self.remaining, 0)
+        return max(len(self.peer.keys) - self.device_blocks - self.remaining, 0)
 
     @property
     def from_storage(self) -> int:

@@ -53,8 +53,8 @@ class OffloadManager(TierManager[OffloadRequest]):
     ``loads_ahead=True``: a match also promises blocks that are still being read from storage, once the first have
     come. ``load`` then loads those that are there, and each ``take_plans`` others, while the engine computes other
     requests: a request that loads is computed after its ``LoadOutcome``. It has no effect with groups of layers.
-    Raises ``ConfigurationError`` without a host tier, and for windows with the write policy
-    ``write_through_selective``.
+    Raises ``ConfigurationError`` without a host tier, and for windows and states with the write
+    policy ``write_through_selective``.
     """
 
     loads_ahead_by_default = False
@@ -64,10 +64,11 @@ class OffloadManager(TierManager[OffloadRequest]):
     _host: HostTier
 
     def _check(self, settings: CacheSettings, layout: KVLayout) -> None:
-        if layout.has_gaps and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+        keeps_parts = layout.has_gaps or layout.num_states
+        if keeps_parts and settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             raise ConfigurationError(
-                "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows a prefix has left the device in "
-                "part when it is reused, and could not be stored then; use write_through"
+                "FDCACHE_WRITE_POLICY=write_through_selective: with sliding windows and states a prefix has left the "
+                "device in part when it is reused, and could not be stored then; use write_through"
             )
         if settings.server is None and not settings.host_memory:
             raise ConfigurationError(
@@ -79,6 +80,9 @@ class OffloadManager(TierManager[OffloadRequest]):
         settings: Settings, layout: KVLayout, device_bytes: int | Callable[[], int] | None
     ) -> CacheSettings:
         return settings.cache
+
+    def _stages_of_a_load(self, loads_ahead: bool) -> int:
+        return 1 if loads_ahead else self.layout.num_layers
 
     def _make_contents(self) -> DeviceContents:
         return DeviceContents()
@@ -98,7 +102,6 @@ class OffloadManager(TierManager[OffloadRequest]):
             self._clock,
             self._choices,
             streams=bool(loads_ahead),
-            stored=tiers.storage.has if tiers.storage is not None else None,
         )
         self._loads = self._requests.native_loads
         self._offers = Offers(self.layout, self._requests, self._contents, self._host, self._counters)
@@ -235,7 +238,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         session at a service: nothing will be loaded then. Raises ``PlanError`` for ids of no device block, or that are
         listed twice.
         """
-        ids = device_ids_of(device_ids, with_none=self._requests.has_gaps)
+        ids = device_ids_of(device_ids, with_none=bool(self.layout.groups))
         require_distinct(ids)
         with self._lock:
             self._set_time()

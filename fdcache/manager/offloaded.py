@@ -18,7 +18,7 @@ from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch, load_forms
-from fdcache.manager.states import MatchEnds, StatePaths, StoredMask
+from fdcache.manager.states import MatchEnds, StatePaths
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
@@ -46,7 +46,6 @@ class OffloadedRequests:
         choices: LoadChoices,
         *,
         streams: bool = False,
-        stored: StoredMask | None = None,
     ) -> None:
         self._counters = counters
         self._choices = choices
@@ -57,9 +56,8 @@ class OffloadedRequests:
         self._block_size = layout.block_size
         self._records = layout.page_records
         self._units = layout.page_records + layout.num_states
-        self.has_gaps = layout.has_gaps
-        self._states = StatePaths(layout, host, stored) if layout.num_states else None
-        self._ends = MatchEnds(layout, host, stored) if layout.groups else None
+        self._states = StatePaths(layout, host) if layout.num_states else None
+        self._ends = MatchEnds(layout, host) if layout.groups else None
         self._host = host
         self._fetches = host.fetches
         self._waits = Waits(choices, clock, host)
@@ -215,11 +213,10 @@ class OffloadedRequests:
         if self._is_kept(tracked, len(hashes)):
             return True
         self.unpin(tracked)
-        found = (
-            self._find(tracked, hashes)
-            if self._states is None
-            else self._find_end(tracked, hashes, self._states)
-        )
+        states = self._states_at_end(tracked)
+        if tracked.peer is not None:
+            self._aim(tracked, 0)
+        found = self._find(tracked, hashes) if states is None else self._find_end(tracked, hashes, states)
         if found is None:
             return False
         (tracked.found, tracked.coming), tracked.start = found, tracked.device_blocks
@@ -233,6 +230,10 @@ class OffloadedRequests:
         self._choices.matched(tracked.request.request_id, tracked.device_blocks, ahead)
         return True
 
+    def _states_at_end(self, tracked: Tracked) -> StatePaths | None:
+        """Return the paths to look for if what is found is of use with states at its end alone: a peer has others."""
+        return self._states if tracked.peer is None else None
+
     def _ended_by(self, ends: MatchEnds, tracked: Tracked, whole: bool) -> int | None:
         """Return the group of layers that ended the match; None if none did."""
         pages = tracked.device_pages + self.tokens(tracked, tracked.remaining) // self._block_size
@@ -240,8 +241,8 @@ class OffloadedRequests:
 
     def tokens(self, tracked: Tracked, num_records: int) -> int:
         """Return the tokens that the first of the remaining records stand for: with states all of them, or none."""
-        if self._states is None:
-            return num_records // self._records * self._block_size
+        if self._states_at_end(tracked) is None:
+            return self._page_tokens(num_records)
         is_whole = num_records and num_records >= tracked.remaining
         return (tracked.end - tracked.device_pages) * self._block_size if is_whole else 0
 
@@ -249,9 +250,13 @@ class OffloadedRequests:
         """Return the device blocks that a load of what was found fills, the first of ``ids``."""
         if tracked is None or tracked.arena != self.arena:
             return ids[:0]
-        if self._states is not None:
+        if tracked.peer is not None and (theirs := tracked.from_peer):
+            own = tracked.remaining
+            fits = len(ids) == own + theirs and tracked.peer.fits(tracked.device_blocks + own, ids[own:])
+            return ids if fits else ids[:0]
+        if self._states_at_end(tracked) is not None:
             return ids[: tracked.remaining if len(ids) >= tracked.remaining else 0]
-        return ids[: min(len(ids) // self._records * self._records, tracked.remaining + tracked.from_peer)]
+        return ids[: min(len(ids) // self._records * self._records, tracked.remaining)]
 
     def keep_intact(self, tracked: Tracked, intact: NDArray[np.bool_]) -> int:
         """Forget the records found that are not intact, and what is found behind them; return how many are left."""
@@ -274,7 +279,7 @@ class OffloadedRequests:
         is_same = tracked.found is not None and tracked.arena == self.arena and not tracked.coming
         if is_same and not tracked.lease and tracked.asked_at - tracked.found_at >= _ASK_AGAIN:
             return False
-        if self._states is not None and tracked.lease:
+        if self._states_at_end(tracked) is not None and tracked.lease:
             is_same &= tracked.start == tracked.device_blocks and tracked.device_pages < tracked.end
         return is_same and tracked.start <= tracked.device_blocks and tracked.limit == limit
 
@@ -321,7 +326,7 @@ class OffloadedRequests:
             return NOTHING, 0
         found, stop = self._look(tracked, hashes, start)
         if stop is not None:
-            if self._states is None:
+            if self._states_at_end(tracked) is None:
                 stop -= stop % self._cell
             if len(found) and stop > start + len(found) and tracked.peer is None:
                 return found, stop - start - len(found)
@@ -383,11 +388,9 @@ class OffloadedRequests:
     def _worth_loading(self, tracked: Tracked, found: int) -> int:
         """Return how many of the blocks found are worth loading, down to the reuse grid; with states all of them."""
         start, request = tracked.device_blocks, tracked.request
-        if self._states is not None:
+        if self._states is not None or tracked.peer is not None:  # which has what follows
             return found
         limit = self._choices.limit
-        if tracked.peer is not None:  # which has what follows
-            return found
         if found and limit is not None and tracked.parent == ROOT:
             last = request.block_hashes[(start + found - 1) // self._records].tobytes()
             found = limit(request.request_id, request.num_tokens, start, found, last)
@@ -416,9 +419,10 @@ class OffloadedRequests:
         return allowed and not tracked.is_stale and tracked.load is None
 
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
-        """Return the keys that a match may find; with states the hashes of the pages."""
+        """Return the keys that a match may find; with states at its end the hashes of the pages."""
         pages = self._matchable_pages(tracked.request, whole)
-        return self.keys(tracked)[: len(pages) * self._records] if self._states is None else pages
+        is_of_pages = self._states_at_end(tracked) is not None
+        return pages if is_of_pages else self.keys(tracked)[: len(pages) * self._records]
 
     def _matchable_pages(self, request: OffloadRequest, whole: bool) -> HashArray:
         """Return the hashes of the pages that a match may find."""
@@ -449,12 +453,13 @@ class OffloadedRequests:
             self.leave_fetch(tracked)
         tracked.load = loading = self.loads.plan(tracked.request, first, ids, run, plan)
         loading.pages = range(tracked.device_pages, tracked.end)
-        if tracked.peer is not None and len(run) < len(ids):
-            self.loads.fetch_rest(loading, tracked.peer)
-            tracked.peer = None
         from_storage = self._page_tokens(min(stored, len(run)))
         self._counters.storage_hit_tokens += from_storage
         self._counters.host_hit_tokens += max(self.tokens(tracked, len(run)) - from_storage, 0)
+        if tracked.peer is not None and len(run) < len(ids):
+            self.loads.fetch_rest(loading, tracked.peer)
+            loading.pages = range(tracked.device_pages, tracked.peer.num_tokens // self._block_size)
+            tracked.peer = None
         return len(run)
 
     def look(self, loading: EngineLoad) -> tuple[Found, bool]:

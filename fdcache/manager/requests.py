@@ -115,14 +115,17 @@ class Request(RequestState):
             lookahead=lookahead,
         )
 
-    def hashes_to(self, num_tokens: int, layout: KVLayout, lookahead: int) -> HashArray:
+    def hashes_to(
+        self, num_tokens: int, layout: KVLayout, lookahead: int, of_blocks: HashArray | None = None
+    ) -> HashArray:
         """Return the hashes of the blocks of the first ``num_tokens`` tokens, for a hand-over of all of them.
 
-        Those that no block of a tier has, as their block is not full or the tokens after it are unknown, are hashes of
-        blocks filled up with ``NO_TOKEN``.
+        ``of_blocks``: those of its full blocks in this layout, by default its own. Those that no block of a tier has,
+        as their block is not full or the tokens after it are unknown, are hashes of blocks filled up with ``NO_TOKEN``.
         """
         size = layout.block_size
-        full = self.block_hashes[: max(num_tokens - lookahead, 0) // size]
+        known = self.block_hashes if of_blocks is None else of_blocks
+        full = known[: max(num_tokens - lookahead, 0) // size]
         start = len(full) * size
         if start >= num_tokens:
             return full
@@ -183,6 +186,11 @@ class PlannedFetch:
     slots: Int32Array
     generations: UInt32Array
     given_up: bool = False
+
+    @property
+    def first(self) -> int:
+        """The place of its first block in the hand-over."""
+        return self.part.first
 
     @property
     def is_waited_for(self) -> bool:

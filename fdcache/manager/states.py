@@ -6,8 +6,6 @@ longest prefix that can be used ends at the last page that has the states of all
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from fdcache.groups import record_keys, state_keys
@@ -17,17 +15,13 @@ from fdcache.plans.ledger import Mask
 from fdcache.tiers.host import HostTier
 from fdcache.tiers.pool import ABSENT
 
-StoredMask = Callable[[HashArray], Mask]
-"""Returns which of these blocks the storage has."""
-
 
 class MatchEnds:
     """Tells which group ended a match of a layout with groups."""
 
-    def __init__(self, layout: KVLayout, host: HostTier, stored: StoredMask | None) -> None:
+    def __init__(self, layout: KVLayout, host: HostTier) -> None:
         self._layout = layout
         self._host = host
-        self._stored = stored
 
     def group_after(self, hashes: HashArray, pages: int) -> int | None:
         """Return the group that has nothing of the page after the first ``pages``, or of the state after it.
@@ -42,23 +36,24 @@ class MatchEnds:
             state_keys(page, layout.page_records, layout.num_states),
         ]
         groups = (*layout.page_groups, *layout.state_groups)
-        there = is_there(np.concatenate(keys), self._host, self._stored)
+        there = is_there(np.concatenate(keys), self._host)
         return None if there.all() else groups[int(there.argmin())]
 
 
-def is_there(keys: HashArray, host: HostTier, stored: StoredMask | None) -> Mask:
-    """Return which records the host tier has, or gets, or the storage has."""
+def is_there(keys: HashArray, host: HostTier) -> Mask:
+    """Return which records the host tier has, or gets, or the storage has, be it that of a service."""
     there = np.asarray(host.index.contains(keys) != ABSENT)
-    return there if stored is None else there | stored(keys)
+    if host.fetches is not None and host.fetches.is_on and not there.all():
+        there[~there] = host.fetches.stored(keys[~there])
+    return there
 
 
 class StatePaths:
-    """Paths of a layout with states. ``stored`` is None without a storage whose blocks are known here."""
+    """Paths of a layout with states."""
 
-    def __init__(self, layout: KVLayout, host: HostTier, stored: StoredMask | None) -> None:
+    def __init__(self, layout: KVLayout, host: HostTier) -> None:
         self._records, self._states = layout.page_records, layout.num_states
         self._host = host
-        self._stored = stored
 
     def keys_below(self, hashes: HashArray, pages: int) -> HashArray:
         """Return the keys of the states at the end of this many pages."""
@@ -77,6 +72,6 @@ class StatePaths:
         last = state_keys(hashes[on_device:], self._records, self._states)[self._states - 1 :: self._states]
         if not len(last):
             return []
-        there = is_there(last, self._host, self._stored)
+        there = is_there(last, self._host)
         found: list[int] = (np.flatnonzero(there)[::-1] + on_device + 1).tolist()
         return found

@@ -48,8 +48,9 @@ class PatternModel:
         ``segments`` has the rows sequence, start, end, keep, grow, verify: the step computes
         tokens [start, end) of the sequence. Its block table keeps ``keep`` entries and grows by
         the next ``grow`` of ``blocks``. Of its ``verify`` leading blocks, every ``every``-th and
-        the last are compared before anything is written; none if ``every`` is 0. Raises
-        ValueError, and changes nothing, for values out of range.
+        the last are compared before anything is written; none if ``every`` is 0. -1 stands for
+        a block that is given up, and is neither compared nor written. Raises ValueError, and
+        changes nothing, for values out of range.
         """
 
     def run_layer(self, layer: int) -> list[tuple[int, int]]:

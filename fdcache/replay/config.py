@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fdcache.errors import LayoutError, ReplayOptionError
+from fdcache.groups import CacheGroup, Reach
 from fdcache.integrations.fastdeploy.model_variables import AttentionBackend, AttentionSettings
 from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.layout import KVLayout, LayoutOptions
@@ -39,6 +41,11 @@ LAPTOP_DEFAULTS: Mapping[str, int | str] = {
 }
 """Defaults of a replay for variables that neither an option nor the environment sets."""
 
+GROUP_DEFAULTS: Mapping[str, int | str] = {**LAPTOP_DEFAULTS, "FDCACHE_WRITE_POLICY": "write_through"}
+"""Those of a replay with groups of layers: what left the device in part cannot be stored at a later hit."""
+
+_GROUP = re.compile(r"(all|last|chunk|state)(?::(\d+))?(?:/(\d+))?")
+
 MOST_LAYERS = 1024
 """Maximum number of main or draft layers; every plane of every layer is a tensor of its own."""
 
@@ -67,9 +74,32 @@ class VerifyBytes(StrEnum):
         return {VerifyBytes.OFF: 0, VerifyBytes.SAMPLE: SAMPLE_EVERY, VerifyBytes.ALL: 1}[self]
 
 
+def parse_groups(text: str, page: int) -> tuple[CacheGroup, ...]:
+    """Return the groups of layers that a text such as ``all,last:1024/16,chunk:512,state`` lists.
+
+    Each has a reach, its tokens for a window or a chunk, and the tokens of a block, which are a ``page`` if left out.
+    Raises ``ReplayOptionError``.
+    """
+    groups = []
+    for part in text.split(","):
+        found = _GROUP.fullmatch(part.strip())
+        if found is None:
+            raise ReplayOptionError(
+                "--groups",
+                f"{part!r} is no group; list groups with commas: all, last:TOKENS, chunk:TOKENS or state, each with "
+                "/TOKENS for blocks smaller than a page",
+            )
+        reach, tokens, block = found.groups()
+        groups.append(CacheGroup(int(block or page), Reach(reach), int(tokens or 0)))
+    return tuple(groups)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a small model. ``mla`` caches one latent of ``kv_heads * head_dim`` elements per token."""
+    """Shape of a small model. ``mla`` caches one latent of ``kv_heads * head_dim`` elements per token.
+
+    ``groups``: its groups of layers as for ``parse_groups``; ``layers`` are then those of each group.
+    """
 
     layout: LayoutName = LayoutName.UNIFORM
     layers: int = 2
@@ -77,6 +107,7 @@ class Shape:
     kv_heads: int = 1
     head_dim: int = 16
     dtype: str = "bf16"
+    groups: str | None = None
 
     def build(self, block_size: int, ranks: int) -> KVLayout:
         """Build the layout of one rank. Raises ``ReplayOptionError`` for an invalid shape."""
@@ -88,6 +119,10 @@ class Shape:
             num_draft_layers=self.draft_layers,
             tp_size=ranks,
         )
+        if self.groups is not None and (groups := parse_groups(self.groups, block_size)) != (
+            CacheGroup(block_size),
+        ):
+            common["groups"] = groups
         try:
             if self.layout is LayoutName.FP8:
                 return KVLayout.block_fp8(
@@ -100,7 +135,8 @@ class Shape:
                 block_size=block_size, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype, **common
             )
         except LayoutError as error:
-            raise ReplayOptionError("--dtype" if "dtype" in str(error) else "--layout", str(error)) from error
+            option = next((each for each in ("dtype", "groups") if each in str(error)), "layout")
+            raise ReplayOptionError(f"--{option}", str(error)) from error
 
 
 MOST_RANKS = 64
@@ -163,19 +199,28 @@ class ReplayConfig:
         """Return the number of blocks that hold ``tokens`` tokens."""
         return -(-tokens // self.layout.block_size)
 
+    def device_blocks_for(self, tokens: int) -> int:
+        """Return the number of device blocks that a request of ``tokens`` tokens holds while it computes all of them.
+
+        With groups of layers a block of ``blocks_for`` is a page, with device blocks for each group.
+        """
+        return self.blocks_for(tokens) * (self.layout.page_records + self.layout.num_states)
+
 
 def layout_of(attention: AttentionSettings) -> LayoutName:
     """Return the layout of the engine's attention backend."""
     return LayoutName.MLA if attention.backend is AttentionBackend.MLA_ATTN else LayoutName.UNIFORM
 
 
-def load_settings(given: Mapping[str, object]) -> Settings:
-    """Load the settings: options first, then the environment, then ``LAPTOP_DEFAULTS``.
+def load_settings(
+    given: Mapping[str, object], defaults: Mapping[str, int | str] = LAPTOP_DEFAULTS
+) -> Settings:
+    """Load the settings: options first, then the environment, then ``defaults``.
 
     ``given`` maps variable names to option values, None for an option that was left out. Raises ``SettingsError`` for
     values out of range.
     """
-    return Settings.load(arguments=given, defaults=LAPTOP_DEFAULTS)
+    return Settings.load(arguments=given, defaults=defaults)
 
 
 def device_block_bytes(layout: KVLayout) -> int:

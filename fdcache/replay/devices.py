@@ -95,6 +95,7 @@ class GpuPlanes:
         self._tensors = tensors
         self._layers = [plane.layer for plane in layout.planes]
         self._block_size = layout.block_size
+        self._columns = layout.page_records + layout.num_states
         self._tables: dict[int, Int32Array] = {}
         self._used = self._written = np.empty(0, np.int32)
         self.arrays = [np.zeros(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -104,16 +105,17 @@ class GpuPlanes:
     def open_step(self, segments: Int32Array, blocks: Int32Array) -> None:
         """Record the blocks that the step compares and those that get tokens; track the block tables."""
         compared, written = [self._used[:0]], [self._used[:0]]
+        rows = blocks.reshape(-1, self._columns)
         taken = 0
         for sequence, start, end, keep, grow, verify in segments.T.tolist():
-            kept = self._tables.get(sequence, self._used[:0])[:keep]
-            table = np.concatenate([kept, blocks[taken : taken + grow]])
+            kept = self._tables.get(sequence, rows[:0])[:keep]
+            table = np.concatenate([kept, rows[taken : taken + grow]])
             taken += grow
             self._tables[sequence] = table
-            compared.append(table[:verify])
-            written.append(table[start // self._block_size : -(-end // self._block_size)])
-        self._written = np.unique(np.concatenate(written))
-        self._used = np.union1d(np.concatenate(compared), self._written)
+            compared.append(table[:verify].reshape(-1))
+            written.append(table[start // self._block_size : -(-end // self._block_size)].reshape(-1))
+        self._written = _there(np.concatenate(written))
+        self._used = np.union1d(_there(np.concatenate(compared)), self._written)
 
     def forget(self, sequence: int) -> None:
         """Forget the block table of a sequence."""
@@ -144,6 +146,11 @@ class GpuPlanes:
 
     def _planes_of(self, layer: int) -> list[int]:
         return [index for index, each in enumerate(self._layers) if each == layer]
+
+
+def _there(blocks: Int32Array) -> Int32Array:
+    """Return the blocks that an engine has, each once."""
+    return np.unique(blocks[blocks >= 0])
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

@@ -6,9 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from fdcache.manager import CacheManager
 from fdcache.replay.config import ReplayConfig, require_machine
 from fdcache.replay.devices import LoadFaults
+from fdcache.replay.engine_cache import Cache, make_cache
 from fdcache.replay.jobs import Step
 from fdcache.replay.messages import StepOrder
 from fdcache.replay.ranks import Ranks, start_ranks
@@ -53,12 +53,12 @@ def replay(
     require_machine(config)
     lookup = open_lookup(ConnectorContext(config.layout, None, config.storage, config.storage_options))
     arrivals = Arrivals(items, config.speed, window=64 + 4 * config.concurrency)
-    manager = CacheManager(
+    manager = make_cache(
         config.cache,
         config.layout,
-        storage=config.storage,
-        lookup=lookup,
-        reuse_clock=None if config.speed == 1 else lambda: arrivals.seconds,
+        config.storage,
+        lookup,
+        None if config.speed == 1 else lambda: arrivals.seconds,
     )
     spec = WorkerSpec(
         layout=config.layout,
@@ -86,7 +86,7 @@ def replay(
 class ReplayRun:
     """One replay from its first step to its report."""
 
-    def __init__(self, arrivals: Arrivals, config: ReplayConfig, manager: CacheManager, ranks: Ranks) -> None:
+    def __init__(self, arrivals: Arrivals, config: ReplayConfig, manager: Cache, ranks: Ranks) -> None:
         self.manager = manager
         self.ranks = ranks
         self.tally = Tally(known=KnownBlocks())

@@ -12,6 +12,8 @@ from fdcache.metadata import TransferPlan
 from fdcache.replay.messages import Int32Array, StepOrder
 from fdcache.replay.workloads import WorkItem
 
+NO_TABLE = np.empty(0, np.int32)
+
 
 class Job:
     """A request between its arrival and its end. Counts are tokens from the start of its prompt.
@@ -23,6 +25,7 @@ class Job:
         planned: tokens in the steps sent so far.
         computed: tokens in the steps whose results have arrived.
         epoch: version of the planned tokens; results of an earlier epoch are discarded.
+        table: the block table; with groups of layers a row for each page, which is the block of all other counts.
         num_blocks, sent_blocks: length of the block table, and how much of it the ranks know.
         verify_blocks: leading blocks that the next step compares.
         loading: a load is not confirmed yet.
@@ -46,6 +49,7 @@ class Job:
         "request",
         "sent_blocks",
         "started",
+        "table",
         "tokens",
         "total",
         "verify_blocks",
@@ -62,6 +66,7 @@ class Job:
         self.known = self.prompt_length
         self.planned = 0
         self.computed = 0
+        self.table: Int32Array = NO_TABLE
         self.num_blocks = 0
         self.sent_blocks = 0
         self.verify_blocks = 0
@@ -112,6 +117,7 @@ class Job:
         """Start over from the next match, without blocks; used when the request is preempted."""
         self.append_accepted()
         self.rewind(0)
+        self.table = NO_TABLE
         self.num_blocks = self.sent_blocks = 0
 
     def _start_from(self, tokens: int) -> None:
@@ -155,8 +161,8 @@ class Step:
                 job.started = True
             grow = 0
             if job.sent_blocks < job.num_blocks:
-                fresh = job.request.block_table[job.sent_blocks :]
-                blocks.append(fresh)
+                fresh = job.table[job.sent_blocks :]
+                blocks.append(fresh.reshape(-1))
                 grow = len(fresh)
             columns.append((job.index, segment.start, segment.end, job.sent_blocks, grow, job.verify_blocks))
             job.sent_blocks += grow

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fdcache.errors import IntegrityError, ReplayError, ReplayOptionError
-from fdcache.manager import CacheManager
+from fdcache.groups import CacheGroup
 from fdcache.replay.config import ReplayConfig
+from fdcache.replay.engine_cache import Cache
 from fdcache.replay.statistics import CopyTraffic, Stopwatch, Tally, Timeline
 from fdcache.replay.worker import peak_rss_bytes
 from fdcache.tiers.pool import TreeNode
@@ -117,7 +118,7 @@ class Report:
 
 def build_report(
     config: ReplayConfig,
-    manager: CacheManager,
+    manager: Cache,
     tally: Tally,
     watch: Stopwatch,
     timeline: Timeline,
@@ -158,7 +159,7 @@ def _traffic(traffic: CopyTraffic) -> dict[str, float]:
     return {"bytes": traffic.bytes, "seconds": round(traffic.seconds, 6)}
 
 
-def _integrity_error(manager: CacheManager) -> str | None:
+def _integrity_error(manager: Cache) -> str | None:
     try:
         manager.check_integrity()
     except IntegrityError as error:
@@ -166,10 +167,16 @@ def _integrity_error(manager: CacheManager) -> str | None:
     return None
 
 
+def _group(group: CacheGroup) -> str:
+    tokens = f":{group.tokens}" if group.tokens else ""
+    return f"{group.reach}{tokens}/{group.block_size}"
+
+
 def _settings(config: ReplayConfig) -> dict[str, Any]:
     layout = config.layout
     return {
         "block_size": layout.block_size,
+        "groups": [_group(each) for each in layout.groups],
         "layers": layout.num_layers,
         "draft_layers": layout.num_draft_layers,
         "planes": len(layout.planes),

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 from fdcache.errors import ReplayError
 from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
-from fdcache.manager import Allocation, CacheManager, LoadOutcome, LoadStatus, MatchResult, MatchStatus
+from fdcache.manager import Allocation, LoadOutcome, LoadStatus, MatchResult, MatchStatus, Request
 from fdcache.replay.config import ReplayConfig
+from fdcache.replay.engine_cache import Cache, EngineCache
 from fdcache.replay.jobs import Job, Segment, Step
-from fdcache.replay.messages import StepOrder, StepResult
+from fdcache.replay.messages import Int32Array, StepOrder, StepResult
 from fdcache.replay.statistics import Stopwatch, Tally
 from fdcache.replay.workloads import Arrivals
 
@@ -54,7 +55,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: ReplayConfig, manager: CacheManager, arrivals: Arrivals, tally: Tally, watch: Stopwatch
+        self, config: ReplayConfig, manager: Cache, arrivals: Arrivals, tally: Tally, watch: Stopwatch
     ) -> None:
         self._config = config
         self._block_size = config.layout.block_size
@@ -184,8 +185,13 @@ class Scheduler:
         self._watch.add("allocate", since, len(demands))
         for (job, _), allocation in zip(demands, allocations, strict=True):
             if allocation.ok:
-                job.num_blocks = len(job.request.block_table)
+                job.table = self._table_of(job.request)
+                job.num_blocks = len(job.table)
         return allocations
+
+    def _table_of(self, request: Request) -> Int32Array:
+        manager = self._manager
+        return manager.table_of(request) if isinstance(manager, EngineCache) else request.block_table
 
     def _make_room(self, step: Step, job: Job, end: int) -> None:
         """Preempt the newest requests until the job has its blocks or is itself the newest."""
@@ -247,7 +253,7 @@ class Scheduler:
         """Take the next request that has arrived; reject those that are larger than the device pool."""
         while (item := self._arrivals.take(now)) is not None:
             self._tally.requests += 1
-            if self._config.blocks_for(item.computed_length) <= self._config.cache.device_blocks:
+            if self._config.device_blocks_for(item.computed_length) <= self._config.cache.device_blocks:
                 return Job(item, self._config.seed, self._block_size)
             self._tally.rejected += 1
             self._arrivals.finish(item.index, now)
@@ -332,7 +338,10 @@ class Scheduler:
             elif outcome.status is LoadStatus.FAILED:
                 self._tally.failed_loads += 1
                 self._tally.recomputed_tokens += job.planned - outcome.recompute_from
-                job.rewind(outcome.recompute_from)
+                if self._config.layout.groups:
+                    self.preempt(job)
+                else:
+                    job.rewind(outcome.recompute_from)
             else:
                 self._tally.overdue_loads += 1
                 self.preempt(job)

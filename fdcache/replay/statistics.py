@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fdcache.manager import CacheManager, MatchResult
+from fdcache.manager import MatchResult
 from fdcache.metadata import SwapPurpose, TransferReport
+from fdcache.replay.engine_cache import Cache
 from fdcache.replay.jobs import Job
 from fdcache.replay.messages import StepResult
 from fdcache.service.server.known_blocks import KnownBlocks, SampledMisses
@@ -160,7 +161,7 @@ class Timeline:
     _next: float = 0.0
     _window: deque[tuple[int, int]] = field(default_factory=lambda: deque([(0, 0)], maxlen=_RECENT_SAMPLES))
 
-    def record(self, now: float, tally: Tally, manager: CacheManager, *, last: bool = False) -> None:
+    def record(self, now: float, tally: Tally, manager: Cache, *, last: bool = False) -> None:
         """Take a sample if one is due, or in any case with ``last``."""
         if now < self._next and not last:
             return

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import Device
 from fdcache.layout import KVLayout
-from fdcache.replay._pattern import PatternModel
 from fdcache.replay.devices import (
     DeviceName,
     FaultyDevice,
@@ -23,6 +20,7 @@ from fdcache.replay.devices import (
     open_gpu,
 )
 from fdcache.replay.messages import StepOrder, StepResult
+from fdcache.replay.models import make_model
 from fdcache.settings.cache import CopySettings, StorageTierSettings, Verify
 from fdcache.settings.variable import Group
 from fdcache.storage.connector import ConnectorContext
@@ -86,13 +84,7 @@ class RankWorker:
         self._scan = self.controller.initialize_storage(storage) if storage is not None else None
         gpu = spec.device is DeviceName.CUDA
         self.planes: Planes = GpuPlanes(tensors, layout) if gpu else HostPlanes(tensors)
-        self._model = PatternModel(
-            [array.reshape(array.shape[0], -1).view(np.uint8) for array in self.planes.arrays],
-            np.array([plane.layer for plane in layout.planes], dtype=np.int32),
-            layout.total_layers,
-            layout.block_size,
-            rank // layout.replicas,
-        )
+        self._model = make_model(self.planes.arrays, layout, rank)
 
     def execute(self, order: StepOrder) -> StepResult:
         """Submit the step's plans, compute its tokens layer by layer, and return the result."""

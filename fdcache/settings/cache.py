@@ -279,7 +279,7 @@ class StorageTierSettings(Group):
     connector: Text = variable(
         "FDCACHE_STORAGE",
         "none",
-        "Storage connector: none, local, object, shared, mooncake, attnstore, or the name of an installed one.",
+        "Storage connector: none, local, object, shared, nodes, mooncake, attnstore, or the name of an installed one.",
     )
     directory: FilePath = variable(
         "FDCACHE_STORAGE_DIR", Path("/var/lib/fdcache"), "Folder of the files of local or shared storage."

@@ -20,6 +20,7 @@ SomeGroup = TypeVar("SomeGroup", bound=Group)
 
 _MODULES = (
     "fdcache.storage.objects.variables",
+    "fdcache.transfer.nodes.variables",
     "fdcache.integrations.mooncake.variables",
     "fdcache.integrations.fastdeploy.variables",
 )

@@ -266,6 +266,14 @@ class RemembersBlocks(Protocol):
 
 
 @runtime_checkable
+class ServesHostRecords(Protocol):
+    """A connector that lets others read host records where they are."""
+
+    def withdraw(self, hashes: HashArray | None) -> None:
+        """Let nobody read these blocks any more, None for all: the host tier was told to forget them. Never blocks."""
+
+
+@runtime_checkable
 class StorageConnector(BlockStorage, Protocol):
     """Storage addressed by hash, as one rank of one layout sees it. Putting a block that is stored already is OK."""
 

@@ -23,12 +23,20 @@ from fdcache.errors import PlanError, TransferTimeoutError
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.metadata import (
     CacheSwapMetadata,
+    HashArray,
     Int32Array,
     StorageTask,
     SwapPurpose,
     TransferResult,
 )
-from fdcache.storage.connector import BatchResult, BlockStorage, Outcome, PlacedStorage, RecordBatch
+from fdcache.storage.connector import (
+    BatchResult,
+    BlockStorage,
+    Outcome,
+    PlacedStorage,
+    RecordBatch,
+    ServesHostRecords,
+)
 from fdcache.tasks import CpuEvent
 
 logger = logging.getLogger(__name__)
@@ -229,6 +237,12 @@ class StorageQueue:
         storage = self.storage
         assert isinstance(storage, PlacedStorage), "a storage without slots is emptied by hash"
         self._erase(lambda: storage.erase(slots))
+
+    def withdraw(self, hashes: HashArray | None) -> None:
+        """Let nobody else read these host records, None for all, once the writes queued so far are done."""
+        storage = self.storage
+        if isinstance(storage, ServesHostRecords):
+            self._erase(lambda: storage.withdraw(hashes))
 
     def _erase(self, work: Callable[[], object]) -> None:
         def run() -> None:

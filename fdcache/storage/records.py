@@ -23,8 +23,12 @@ class RecordCheck:
 
     def is_source(self, batch: RecordBatch, i: int, header: _core.SlotHeader) -> bool:
         """Return True when a host record's header names block ``i`` of the batch and is ready."""
-        ready = header.state == _READY and header.generation == batch.host_generations[i]
-        return bool(ready) and self.belongs(header, batch.hashes[i].tobytes())
+        same = header.generation == batch.host_generations[i]
+        return bool(same) and self.is_ready(header, batch.hashes[i].tobytes())
+
+    def is_ready(self, header: _core.SlotHeader, block_hash: bytes) -> bool:
+        """Return True for the header of a complete record of this block."""
+        return header.state == _READY and self.belongs(header, block_hash)
 
     def is_intact(self, batch: RecordBatch, i: int, header: _core.SlotHeader) -> bool:
         """Return True when the host record of block ``i`` has the bytes that ``header`` was stored with."""

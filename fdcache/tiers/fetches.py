@@ -11,8 +11,10 @@ from itertools import count
 from typing import Annotated, Protocol
 
 import msgspec
+import numpy as np
 
 from fdcache.metadata import HashArray
+from fdcache.plans.ledger import Mask
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
 from fdcache.tiers.storage_reads import StorageReads
 from fdcache.tiers.waiting_fetches import Fetch, ReadJudge, Wait
@@ -48,6 +50,9 @@ class Fetches(Protocol):
 
     def number(self, request_id: str = "") -> int:
         """Return a new number, or 0 where there is no storage. ``request_id``: whose spans the reads are to be."""
+
+    def stored(self, hashes: HashArray) -> Mask:
+        """Return which of these blocks, one path or not, the storage has as far as is known without asking a store."""
 
     def begin(
         self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
@@ -110,6 +115,11 @@ class FetchTable:
     def is_on(self) -> bool:
         """True while there is a storage to read from."""
         return self._reads() is not None
+
+    def stored(self, hashes: HashArray) -> Mask:
+        """Return which of these blocks the storage has."""
+        reads = self._reads()
+        return np.zeros(len(hashes), np.bool_) if reads is None else reads.stored(hashes)
 
     @property
     def num_leases(self) -> int:

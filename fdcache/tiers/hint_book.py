@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from fdcache._core import HintAnswer, HintFate, read_hints
 from fdcache.errors import HintError
 from fdcache.groups import record_keys
-from fdcache.hints import EARLY_REASONS, GivenHints, Hint, HintOutcome, HintStatus
+from fdcache.hints import EARLY_REASONS, GivenHints, Hint, HintOutcome, HintOutcomes, HintStatus
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
 from fdcache.tiers.host import SharedHints
@@ -54,29 +53,20 @@ Answer = tuple[int, int, int, bytes]
 """What a tier answers to a hint: with its first block, their number, and a sample of their hashes if it keeps them."""
 
 
-class TakenHints(Sequence[HintOutcome]):
-    """What tiers answered to the hints of a request; an outcome is made when it is asked for."""
+class TakenHints(HintOutcomes):
+    """What tiers answered to the hints of a request."""
 
-    __slots__ = ("_answers", "_given")
+    __slots__ = ("_answers",)
 
     def __init__(self, given: GivenHints, answers: list[Answer]) -> None:
-        self._given = given
+        super().__init__(given)
         self._answers = answers
 
-    def __len__(self) -> int:
-        return len(self._answers)
-
-    @overload
-    def __getitem__(self, index: int) -> HintOutcome: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[HintOutcome]: ...
-    def __getitem__(self, index: int | slice) -> HintOutcome | list[HintOutcome]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def _outcome(self, index: int) -> HintOutcome:
         answer, _, blocks, _ = self._answers[index]
-        hint = self._given.hints[index]
+        hint = self.given.hints[index]
         return HintOutcome(
-            request_id=self._given.request_id,
+            request_id=self.given.request_id,
             id=hint.id,
             kind=hint.kind,
             status=_STATUS[answer],
@@ -261,9 +251,10 @@ class RequestHints:
         given = GivenHints(request_id, hints, said)
         self.figures.given += len(hints)
         path = record_keys(hashes, self._num_records)
-        sent = self._service.give(path, given) if self._service is not None else []
-        for outcome in sent:
-            self.figures.count(outcome.status)
+        sent: Sequence[HintOutcome] = ()
+        if self._service is not None:
+            sent = outcomes = self._service.give(path, given)
+            self.figures.count(outcomes.status, len(hints))
         return self._book.take(path, given) if self._book is not None else sent
 
     def settle(self) -> None:

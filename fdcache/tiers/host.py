@@ -18,7 +18,7 @@ import numpy as np
 
 from fdcache._core import CopyReservation, HostIndex, SwapInFlight
 from fdcache.errors import ConfigurationError
-from fdcache.hints import GivenHints, HintOutcome
+from fdcache.hints import GivenHints, HintOutcome, SentHints
 from fdcache.layout import KVLayout
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
@@ -106,8 +106,8 @@ class Reading(msgspec.Struct, frozen=True):
 class SharedHints(Protocol):
     """Hints for tiers that belong to a service."""
 
-    def give(self, path: HashArray, given: GivenHints) -> list[HintOutcome]:
-        """Send hints about blocks of a path; return SENT for each, or why it cannot be sent."""
+    def give(self, path: HashArray, given: GivenHints) -> SentHints:
+        """Send hints about blocks of a path, which must not change; return SENT, or why they cannot be sent."""
 
     def take_outcomes(self) -> list[HintOutcome]:
         """Return what the service has told since the last call."""

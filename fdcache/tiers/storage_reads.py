@@ -14,7 +14,7 @@ import numpy as np
 
 from fdcache.errors import StaleLeaseError
 from fdcache.metadata import CacheSwapMetadata, HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.ledger import ROOT, UNKNOWN, Blocks, StorageOrders, parents_of
+from fdcache.plans.ledger import ROOT, UNKNOWN, Blocks, Mask, StorageOrders, parents_of
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.pool import ABSENT, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
@@ -218,6 +218,10 @@ class StorageReads:
             self._host.release(fetch.lease)
             self._blocks_pinned -= fetch.pinned
             fetch.lease = fetch.pinned = 0
+
+    def stored(self, hashes: HashArray) -> Mask:
+        """Return which of these blocks the storage has or is writing; none before its contents are known."""
+        return ~self._index.is_absent(hashes) if self.is_open else np.zeros(len(hashes), np.bool_)
 
     def is_reading(self, block_hash: bytes) -> bool:
         """Return True for a block that is being read."""

@@ -21,7 +21,7 @@ _ANY_HOST = ("*", "0.0.0.0", "[::]")
 _FORMS = "write ipc:///directory/name or tcp://host:port"
 
 
-def rank_address(address: str | None, rank: int) -> str:
+def rank_address(address: str | None, rank: int, setting: str = "FDCACHE_TRANSFER_ADDRESS") -> str:
     """Return the address of a rank, from that of rank 0. Raises ``ConfigurationError`` for an invalid one."""
     if address is None:
         directory = default_runtime_dir()
@@ -31,13 +31,13 @@ def rank_address(address: str | None, rank: int) -> str:
     host, _, port = rest.rpartition(":")
     if scheme == "tcp" and host in _ANY_HOST:
         raise ConfigurationError(
-            f"FDCACHE_TRANSFER_ADDRESS={address}: peers connect to this address; write the host by which they reach it"
+            f"{setting}={address}: peers connect to this address; write the host by which they reach it"
         )
     if scheme == "tcp" and host and is_port(port) and 0 < int(port) + rank < 65536:
         return f"tcp://{host}:{int(port) + rank}"
     if scheme == "ipc" and rest.startswith("/"):
         return f"ipc://{rest}.{rank}"
-    raise ConfigurationError(f"FDCACHE_TRANSFER_ADDRESS={address}: {_FORMS}")
+    raise ConfigurationError(f"{setting}={address}: {_FORMS}")
 
 
 def require_peer_address(address: str) -> None:
@@ -149,12 +149,17 @@ def require_key(address: str, key: str | None) -> LinkKeys | None:
             f"FDCACHE_TRANSFER_ADDRESS={address}: whoever reaches this address could read and change blocks; set "
             "FDCACHE_TRANSFER_KEY or FDCACHE_TRANSFER_KEY_FILE to the same secret on all instances"
         )
+    require_long_key(key, "FDCACHE_TRANSFER_KEY")
+    return LinkKeys.derived(key)
+
+
+def require_long_key(key: str, setting: str) -> None:
+    """Raise ``ConfigurationError`` for a key that can be guessed."""
     if len(key.encode()) < LEAST_KEY_BYTES:
         raise ConfigurationError(
-            f"FDCACHE_TRANSFER_KEY: a key of {len(key.encode())} bytes can be guessed; use at least "
+            f"{setting}: a key of {len(key.encode())} bytes can be guessed; use at least "
             f"{LEAST_KEY_BYTES}, as `openssl rand -hex 32` makes them"
         )
-    return LinkKeys.derived(key)
 
 
 def _key_pair(secret: str, role: bytes) -> tuple[bytes, bytes]:

@@ -13,14 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fdcache.errors import ConfigurationError, RequestStateError
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.errors import RequestStateError
+from fdcache.groups import path_end
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.loads import EngineFetch, PeerRun, table_of
+from fdcache.manager.loads import NO_BLOCK, EngineFetch, PeerRun, table_of
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.requests import PeerSource, Request
 from fdcache.metadata import HashArray, Int32Array, PeerTask
 from fdcache.settings import Settings
 from fdcache.settings.peers import TransferRole
+from fdcache.transfer.connector import share
 from fdcache.transfer.handovers import HandoverTasks, PeerTerms
 
 
@@ -38,17 +43,13 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
     """The hand-overs of one ``OffloadManager``.
 
     ``num_device_blocks``: those of the engine. Calls are thread-safe. Raises ``TransferNotFoundError`` for a connector
-    that does not exist, ``ConfigurationError`` for layouts of several groups of layers, or with windows.
+    that does not exist, ``TransferError`` for ranks of peers that cannot be served.
     """
 
     def __init__(self, manager: OffloadManager, terms: PeerTerms, num_device_blocks: int) -> None:
         super().__init__(terms)
-        if manager.layout.groups:
-            raise ConfigurationError(
-                f"FDCACHE_TRANSFER={terms.settings.connector}: layers of several groups, or with sliding windows, are "
-                "not handed over; unset it"
-            )
         self._manager = manager
+        self._peer_layout = share(manager.layout, 0, terms.settings.peer_ranks).layout
         self._num_device_blocks = num_device_blocks
         self._unsent: list[_Send] = []
         self._unheld: dict[str, OffloadRequest] = {}  # that wait to fetch, without a hold yet
@@ -73,17 +74,24 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
         """Hand over the blocks of a request's first ``num_tokens`` tokens under this name; return their number.
 
         The steps before the next plan compute them; the last one need not be full. The engine keeps them until
-        every rank has reported the task of this name, also after ``finish``. Raises ``RequestStateError`` for a table
-        without these blocks, or a name that another send has.
+        every rank has reported the task of this name, also after ``finish``. With groups of layers those are handed
+        over that the next token needs: ``device_ids`` has for each page the blocks of its records, as for
+        ``OffloadManager.load``, then those of the states after exactly these tokens. Return 0 if the engine has given
+        up one of them. Raises ``RequestStateError`` for a table without these blocks, or a name that another send has.
         """
         with self._lock:
             self._requests.prepare(request)
-            hashes = request.hashes_to(num_tokens, self._manager.layout, self._lookahead)
-            slots = table_of(device_ids)[: len(hashes)]
-            if len(slots) < len(hashes) or request.num_tokens < num_tokens:
+            keys, needed = self._path(request, num_tokens)
+            slots = table_of(device_ids)[: len(keys)]
+            if len(slots) < len(keys) or request.num_tokens < num_tokens:
                 raise RequestStateError(
-                    f"request {request.request_id!r} has {len(slots)} of the {len(hashes)} blocks to hand over"
+                    f"request {request.request_id!r} has {len(slots)} of the {len(keys)} blocks to hand over"
                 )
+            hashes = keys
+            if needed is not None:
+                hashes, slots = keys[needed], slots[needed]
+            if (slots == NO_BLOCK).any():
+                return 0
             self._require_new(transfer)
             self._named[transfer] = send = _Send(request, transfer, hashes, slots)
             self._unsent.append(send)
@@ -93,6 +101,7 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
     def fetch(self, request: Request, source: PeerSource) -> int:
         """Take note where a request that has arrived fetches the blocks that it lacks; return how many its prompt has.
 
+        With groups of layers these are what the last token needs, which is computed: none can go back by one.
         Return 0 if it may fetch none, and tell the peer. The next ``load`` fetches; without one, ``unmatch`` and
         ``finish`` tell the peer.
         """
@@ -103,11 +112,15 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
                 self._counters.fetches_skipped += 1
                 self.decline([source])
                 return 0
-            hashes = request.hashes_to(request.num_tokens, self._manager.layout, self._lookahead)
-            self._requests.track(request).peer = PeerRun(source, hashes, request.num_tokens)
+            num_tokens = request.num_tokens - self.tokens_left
+            keys, needed = self._path(request, num_tokens)
+            most_pages = -(-(num_tokens - self.least_tokens) // self._manager.layout.block_size)
+            theirs = self._keys_of_peer(request, num_tokens)
+            run = PeerRun(source, keys, num_tokens, most_pages, needed, theirs)
+            self._requests.track(request).peer = run
             self._unheld[request.request_id] = request
             self._wake()
-            return len(hashes)
+            return len(run.hashes)
 
     def decline(self, sources: Iterable[PeerSource]) -> None:
         """Tell prefill instances that transfers are not wanted."""
@@ -129,13 +142,32 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
         return TransferRole(self._terms.settings.role)
 
     @property
-    def block_size(self) -> int:
-        """Tokens of a block. A prompt of one is sooner computed."""
-        return self._manager.layout.block_size
+    def least_tokens(self) -> int:
+        """Tokens of the smallest block. A prompt of no more is sooner computed."""
+        layout = self._manager.layout
+        return min((group.block_size for group in layout.groups), default=layout.block_size)
 
     @property
-    def _lookahead(self) -> int:
-        return self._manager.settings.lookahead_tokens
+    def tokens_left(self) -> int:
+        """Tokens of a prompt that prefill leaves to decode: neither a state nor a window can go back by one."""
+        return int(bool(self._manager.layout.groups))
+
+    def _path(self, request: Request, num_tokens: int) -> tuple[HashArray, NDArray[np.bool_] | None]:
+        """Return the keys of a path, and which of its records are handed over, None for all."""
+        layout = self._manager.layout
+        hashes = request.hashes_to(num_tokens, layout, self._manager.settings.lookahead_tokens)
+        return path_end(layout.groups, hashes, num_tokens) if layout.groups else (hashes, None)
+
+    def _keys_of_peer(self, request: Request, num_tokens: int) -> HashArray | None:
+        """Return the keys of what a peer of another layout hands over."""
+        layout, lookahead = self._peer_layout, self._manager.settings.lookahead_tokens
+        if layout.tp_size == self._manager.layout.tp_size:
+            return None
+        hashes = request.hashes_to(num_tokens, layout, lookahead, request.hashes_for(layout, lookahead))
+        if not layout.groups:
+            return hashes
+        keys, needed = path_end(layout.groups, hashes, num_tokens)
+        return keys[needed]
 
     # --- hooks of the manager ---------------------------------------------------------------------------------
 
@@ -178,10 +210,12 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
         return fetches
 
     def _seconds_to_compute(self, fetch: EngineFetch) -> float | None:
-        return self._computing(fetch.part.first * self.block_size, fetch.run.num_tokens)
+        return self._computing(fetch.pages * self._manager.layout.block_size, fetch.run.num_tokens)
 
     def _path_of(self, fetch: EngineFetch) -> tuple[HashArray, bytes]:
-        return fetch.run.hashes, b""
+        theirs = fetch.run.peer_keys
+        part = slice(fetch.first, fetch.first + len(fetch.slots))
+        return fetch.run.hashes, b"" if theirs is None else theirs[part].tobytes()
 
     # --- holds: prefill keeps its blocks while a request waits for room ----------------------------------------
 

@@ -78,6 +78,10 @@ class FetchedBlocks(Protocol):
     given_up: bool
 
     @property
+    def first(self) -> int:
+        """The place of the first of them in the hand-over."""
+
+    @property
     def source(self) -> PeerSource:
         """The hand-over that is fetched."""
 
@@ -255,7 +259,7 @@ class HandoverTasks(ABC, Generic[SendT, FetchT]):
         hashes, first, peer_hashes = np.empty((0, 32), np.uint8), 0, b""
         slots, generations = np.empty(0, np.int32), np.empty(0, np.uint32)
         if fetch is not None:
-            slots, generations, first = fetch.slots, fetch.generations, fetch.part.first
+            slots, generations, first = fetch.slots, fetch.generations, fetch.first
             hashes, peer_hashes = self._path_of(fetch)
         positions = np.arange(first, first + len(slots), dtype=np.int32)
         run = Blocks.of_path(hashes, first, positions, np.zeros(len(slots), np.uint32))

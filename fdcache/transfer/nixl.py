@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fdcache.errors import TransferError, TransferNotFoundError
 from fdcache.transfer.connector import LocalPlanes, Pieces, ReadOrder, ReadOutcome
-from fdcache.transfer.packed_memory import Copying, Packing, Region
+from fdcache.transfer.packed_memory import Copying, Packing, Region, packing_of
 
 Numbers = NDArray[np.int64]
 
@@ -330,7 +330,7 @@ class Peer:
             slots = order.places[1:][wanted]
             fits = len(slots) == len(order.slots) and min(slots) >= 0 and max(slots) < memory.num_blocks
             return PackedRead(order, np.array(slots, np.int64), 0) if fits else None
-        record = Packing(self.theirs.sizes, order.first_plane, order.last_plane).record_bytes
+        record = packing_of(self.theirs.sizes, order.first_plane, order.last_plane).record_bytes
         if len(order.places) != 2 or order.places[1] < 0:
             return None
         if order.places[1] + wanted.stop * record > memory.nbytes:
@@ -347,11 +347,11 @@ class Peer:
             ranges = plane_ranges(sizes, *ranges[0], most // size)
         runs = []
         for first, last in ranges:
-            step = max(most // Packing(sizes, first, last).record_bytes, 1)
+            step = max(most // packing_of(sizes, first, last).record_bytes, 1)
             for block in range(0, size, step):
                 blocks = slice(block, min(block + step, size))
                 by_plane = in_planes * (blocks.stop - block)
-                runs.append(PackedRun(read, blocks, Packing(sizes, first, last, by_plane=by_plane)))
+                runs.append(PackedRun(read, blocks, packing_of(sizes, first, last, by_plane)))
         return runs
 
     def pieces_in_place(self, run: PackedRun) -> MemoryPieces | None:

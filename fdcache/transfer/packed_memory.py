@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -74,11 +75,11 @@ class Regions:
 class Packing:
     """How planes [first, last) of blocks lie in a region: records, or plane by plane.
 
-    Plane p of block i is at ``offsets[p]`` plus i times ``strides[p]``.
+    Plane p of block i is at ``offsets[p]`` plus i times ``strides[p]``. ``by_plane``: the number of blocks, which
+    then lie one after the other in each plane.
     """
 
-    def __init__(self, sizes: Sequence[int], first: int, last: int, *, by_plane: int = 0) -> None:
-        """``by_plane``: the number of blocks, which then lie one after the other in each plane."""
+    def __init__(self, sizes: Sequence[int], first: int, last: int, by_plane: int = 0) -> None:
         self.first, self.last, self.planes = first, last, slice(first, last)
         self.sizes = tuple(sizes)
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[first:last]]
@@ -89,6 +90,10 @@ class Packing:
         self.offsets = (*before, *(times * each for each in (0, *ends[:-1])), *after)
         self.strides = tuple(padded if by_plane else [self.record_bytes] * (last - first))
         self.strides = (*before, *self.strides, *after)
+
+
+packing_of = lru_cache(maxsize=1024)(Packing)
+"""Return a packing, one for all reads that are alike."""
 
 
 class Copying(Protocol):
@@ -220,6 +225,7 @@ class DevicePackedMemory:
         self._memory = access.reserve(self.regions.nbytes)
         self.address: int = self._memory.ptr
         self._planes, self._access = planes, access
+        self._owned: dict[Pieces | None, CudaPlanes] = {}
         self._packed: dict[Hashable, CudaPlanes] = {}
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -250,8 +256,11 @@ class DevicePackedMemory:
         return _Copying(begun, self._access)
 
     def _own(self, pieces: Pieces | None) -> CudaPlanes:
-        pieces = pieces or whole_planes(self._planes.layout)
-        return self._access.part(pieces, self._planes.table_of(pieces))
+        """Return pieces of the own planes, made once."""
+        if pieces not in self._owned:
+            found = pieces or whole_planes(self._planes.layout)
+            self._owned[pieces] = self._access.part(found, self._planes.table_of(found))
+        return self._owned[pieces]
 
     def _bound(self, pieces: Pieces | None, packing: Packing) -> CudaPlanes:
         """Return the memory as planes whose block b begins at unit b, made once for each packing."""

@@ -43,8 +43,8 @@ from fdcache.transfer.packed_memory import (
     Copying,
     HostPackedMemory,
     PackedMemory,
-    Packing,
     Region,
+    packing_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class RdmaConnector:
         self._planes, self._wake = context.planes, context.wake
         self._whole = whole_planes(context.layout)
         size = context.settings.ring
-        least = _PART_SHARE * Packing(self._whole.sizes, 0, len(self._whole.sizes)).record_bytes
+        least = _PART_SHARE * packing_of(self._whole.sizes, 0, len(self._whole.sizes)).record_bytes
         if size < least:
             raise TransferError(
                 f"FDCACHE_TRANSFER=rdma: a block of {least // _PART_SHARE} bytes is more than a part of the {size} "
@@ -114,7 +114,7 @@ class RdmaConnector:
         sizes = self._whole.sizes
         if self._rows and min(sizes[first_plane:last_plane]) >= IN_PLACE_BYTES:
             return self._planes.num_blocks
-        return max(self._packed_run_bytes // Packing(sizes, first_plane, last_plane).record_bytes, 1)
+        return max(self._packed_run_bytes // packing_of(sizes, first_plane, last_plane).record_bytes, 1)
 
     def publish(
         self, slots: Int32Array, first_plane: int, last_plane: int, pieces: Pieces | None = None
@@ -125,7 +125,7 @@ class RdmaConnector:
             run = mean_run_bytes(self._planes, found, first_plane, last_plane, slots)
             if run >= IN_PLACE_BYTES:
                 return IN_PLACE, *slots.tolist()
-        packing = Packing(found.sizes, first_plane, last_plane)
+        packing = packing_of(found.sizes, first_plane, last_plane)
         region = self._out.regions.take(len(slots) * packing.record_bytes)
         if region is None:
             return None
@@ -354,10 +354,12 @@ class RdmaConnector:
         return True
 
     def _take_region(self, peer: Peer, run: PackedRun) -> Region | None:
-        """Take room for a run, None if there is none. One peer takes half of the memory."""
+        """Take room for a run, None if there is none. One peer leaves room for such a run, half of it beside others."""
         regions, nbytes = self._in.regions, run.packing.record_bytes * run.count
         chunks = -(-nbytes // CHUNK_BYTES)
-        if peer.chunks_taken and peer.chunks_taken + chunks > regions.num_chunks // _PEERS_SHARE:
+        has_others = any(each.flying for each in (*self._peers.values(), *self._lost) if each is not peer)
+        most = regions.num_chunks // _PEERS_SHARE if has_others else regions.num_chunks - chunks
+        if peer.chunks_taken and peer.chunks_taken + chunks > most:
             return None
         region = regions.take(nbytes)
         if region is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fdcache.replay import worker
+from fdcache.replay import models
 from fdcache.replay._pattern import PatternModel
 from tests.commands import FDCACHE, Done, run_command
 from tests.service_help import until
@@ -202,7 +202,7 @@ class WrongModel:
 
 
 def test_corrupt_blocks_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "PatternModel", WrongModel)
+    monkeypatch.setattr(models, "PatternModel", WrongModel)
     done = fdcache("--requests", 30, "--json")
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["corrupt_blocks"] > 0
@@ -270,3 +270,22 @@ def test_a_replay_without_its_service_prints_a_note_and_runs(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert f"no service at ipc://{tmp_path}/none.sock" in done.stderr
     assert json.loads(done.stdout)["hit_tokens"]["host"] == 0
+
+
+def test_groups_are_replayed_and_those_out_of_range_or_place_refused() -> None:
+    done = fdcache("--groups", "state,all/32,last:256/16", "--requests", 20, "--device-blocks", 900, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["settings"]["write_policy"] == "write_through"
+    assert report["settings"]["groups"] == ["state/64", "all/32", "last:256/16"]
+    assert report["verified_blocks"] > 0 == report["corrupt_blocks"]
+    for arguments, message in (
+        (("--groups", "states"), "'states' is no group"),
+        (("--groups", "state,all", "--sweep", "device-blocks=9,10"), "leave it out"),
+        (("--groups", "state,all", "--pd"), "a --pd does not have it"),
+    ):
+        refused = fdcache(*arguments, "--requests", 1)
+        assert refused.returncode == 2
+        assert "--groups" in refused.stderr and message in " ".join(
+            refused.stderr.replace("\u2502", " ").split()
+        )

@@ -14,6 +14,8 @@ from fdcache.service.client.connection import Connection
 from fdcache.tiers import storage_reads
 from tests.manager_world import Worlds
 from tests.native_build import build_once, make_driver
+from tests.network_help import Network
+from tests.nodes_help import RedisServer
 from tests.object_help import Bucket, S3Server
 from tests.service_help import LocalService, local_service
 from tests.service_line import Line
@@ -54,6 +56,26 @@ def s3_server() -> Iterator[S3Server]:
 def s3(s3_server: S3Server, request: pytest.FixtureRequest) -> Bucket:
     """A bucket of which each test has a folder of its own."""
     return s3_server.bucket(hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16])
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """A network namespace with a cable to it."""
+    made = Network()
+    try:
+        if not made.make():
+            pytest.skip("network namespaces are not allowed here")
+        yield made
+    finally:
+        made.remove()
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """An empty Redis with a password."""
+    server = RedisServer(tmp_path)
+    yield server
+    server.kill()
 
 
 @pytest.fixture

@@ -7,18 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.errors import ConfigurationError, RequestStateError
-from fdcache.groups import CacheGroup, Reach
-from fdcache.layout import KVLayout
-from fdcache.layout_planes import PlaneKind, PlaneSpec
-from fdcache.manager import MatchStatus, OffloadManager, Request
+from fdcache.errors import RequestStateError
+from fdcache.manager import MatchStatus, Request
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadStatus
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.engine_handovers import EngineHandovers
-from fdcache.transfer.handovers import PeerTerms
-from tests.handover_engine import DEVICE_BLOCKS, Engine
+from tests.handover_engine import Engine
 from tests.transfer_help import BLOCK, LAYOUT, prompt_of
 
 
@@ -193,12 +186,3 @@ def test_mistakes_are_named(pair: tuple[Engine, Engine]) -> None:
     prefill.handovers.send(request, "p-9", request.num_tokens, table)
     with pytest.raises(RequestStateError, match="'p-9' is being sent already"):
         prefill.handovers.send(request, "p-9", request.num_tokens, table)
-
-
-def test_layouts_with_windows_are_refused() -> None:
-    planes = [PlaneSpec(PlaneKind.KEY, "uint8", (64,))]
-    groups = (CacheGroup(BLOCK), CacheGroup(BLOCK, Reach.LAST, 2 * BLOCK))
-    layout = KVLayout.build(planes, model="m", revision="1", block_size=BLOCK, num_layers=2, groups=groups)
-    manager = OffloadManager(CacheSettings(host_memory=1 << 20, write_policy="write_through"), layout)
-    with pytest.raises(ConfigurationError, match=r"FDCACHE_TRANSFER=ipc: .*sliding windows"):
-        EngineHandovers(manager, PeerTerms(PeerSettings(connector="ipc")), DEVICE_BLOCKS)

@@ -66,7 +66,8 @@ class Web:
     def send(self, method: str, path: str, headers: Mapping[str, str] = {}, body: str = "") -> int:
         """Return the status of an answer."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)) as line:
-            line.request(method, path, body or None, dict(headers))
+            with suppress(BrokenPipeError, ConnectionResetError):  # a refusal may come before all is sent
+                line.request(method, path, body or None, dict(headers))
             return line.getresponse().status
 
 

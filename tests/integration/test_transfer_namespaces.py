@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from fdcache.manager import Request
 from tests.handover_engine import Engine
+from tests.network_help import Network, run
 from tests.service_help import until
 from tests.transfer_help import prompt_of
 
 KEY = "of-the-tests-of-namespaces"
 BLOCKS = 4
-
-
-def run(*command: str) -> bool:
-    """Run a command; return True if it is there and succeeds."""
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        return False
 
 
 class Elsewhere:
@@ -59,49 +51,6 @@ class Elsewhere:
 def send(prefill: Engine, name: str, seed: int) -> None:
     prefill.send(Request(name, prompt_of(seed, BLOCKS)), name)
     prefill.step()
-
-
-class Network:
-    """A namespace with a network of its own, and a cable to it."""
-
-    def __init__(self) -> None:
-        number = os.getpid() % 10_000
-        self.name, self.cable = f"fdcache-{number}", f"fdc{number}a"
-        self.here, self.there = f"10.213.{number % 250}.1", f"10.213.{number % 250}.2"
-
-    def make(self) -> bool:
-        """Make it; return False where that is not allowed."""
-        inside = ["ip", "netns", "exec", self.name]
-        other = self.cable[:-1] + "b"
-        return (
-            run("ip", "netns", "add", self.name)
-            and run("ip", "link", "add", self.cable, "type", "veth", "peer", "name", other)
-            and run("ip", "link", "set", other, "netns", self.name)
-            and run("ip", "addr", "add", f"{self.here}/24", "dev", self.cable)
-            and run("ip", "link", "set", self.cable, "up")
-            and run(*inside, "ip", "addr", "add", f"{self.there}/24", "dev", other)
-            and run(*inside, "ip", "link", "set", other, "up")
-        )
-
-    def set(self, state: str) -> None:
-        """Pull the cable (down), or put it in again (up)."""
-        assert run("ip", "link", "set", self.cable, state)
-
-    def remove(self) -> None:
-        """Remove it, with the cable."""
-        run("ip", "link", "delete", self.cable)
-        run("ip", "netns", "delete", self.name)
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    made = Network()
-    try:
-        if not made.make():
-            pytest.skip("network namespaces are not allowed here")
-        yield made
-    finally:
-        made.remove()
 
 
 def test_a_network_that_parts_costs_seconds_and_heals(network: Network, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from fdcache.integrations.mooncake.client import remedy_without_client
+
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSIONS = [
@@ -41,6 +43,13 @@ def test_the_oldest_version_of_python_is_the_first_classifier() -> None:
 def test_extras_ask_for_gpu_builds_of_paddle_where_there_are_some(extra: str, version: str) -> None:
     names = {each.name for each in requirements(extra, version)}
     assert ("paddlepaddle-gpu" in names) == (version in GPU_BUILDS_OF_PADDLE)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_missing_mooncake_client_names_the_extra_where_the_extra_has_it(version: str) -> None:
+    major, minor = map(int, version.split("."))
+    names_extra = "pip install fdcache[mooncake]" in remedy_without_client((major, minor))
+    assert names_extra == bool(requirements("mooncake", version))
 
 
 @pytest.mark.nightly

@@ -132,6 +132,18 @@ def test_sampling_compares_every_nth_block_and_the_last() -> None:
     assert rig.step(24, 24, verify=6, blocks=[0, 1, 2, 3, 4, 5], every=0) == []
 
 
+def test_blocks_that_are_given_up_are_neither_compared_nor_written() -> None:
+    rig = Rig()
+    rig.compute([*TOKENS, 1], [3, 1, 0])
+    rig.planes[0][3] ^= 1
+    assert rig.verify(TOKENS, [3, 1]) == [(0, 0)]
+    rig.model.begin(0, int32([*TOKENS, 1]))
+    before = [plane.copy() for plane in rig.planes]
+    assert rig.step(8, 9, verify=2, blocks=[-1, 1, 2]) == []
+    assert all((a[[0, 1, 3, 7]] == b[[0, 1, 3, 7]]).all() for a, b in zip(before, rig.planes, strict=True))
+    assert rig.planes[0][2].any()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -139,7 +151,8 @@ def test_sampling_compares_every_nth_block_and_the_last() -> None:
         ({"start": 5, "end": 4, "blocks": [0, 1]}, "tokens out of range"),
         ({"start": 0, "end": 5, "blocks": [0]}, "does not cover"),
         ({"start": 0, "end": 4, "blocks": [8]}, "device slot 8"),
-        ({"start": 0, "end": 4, "blocks": [-1]}, "device slot -1"),
+        ({"start": 0, "end": 4, "blocks": [-2]}, "device slot -2"),
+        ({"start": 3, "end": 5, "blocks": [0, -1]}, "tokens without a block"),
         ({"start": 0, "end": 4, "keep": 1}, "block table out of range"),
         ({"start": 0, "end": 4, "verify": 2, "blocks": [0]}, "does not cover"),
     ],

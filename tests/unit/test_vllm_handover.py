@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fdcache.groups import CacheGroup, Reach
 from fdcache.integrations.vllm.handover import ADDRESSES, EngineIdentity, PeerSide
+from fdcache.integrations.vllm.tables import PlainTable, TableShape
+from fdcache.layout import KVLayout
+from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.manager import OffloadManager, Request
 from fdcache.metadata import SwapPurpose
 from fdcache.settings.cache import CacheSettings
@@ -24,9 +28,9 @@ _TABLE = [3, 1, 4, 2, 9]
 class Side:
     """What an engine of one role tells its clients, and the hand-overs that it plans."""
 
-    def __init__(self, role: str) -> None:
-        cache = CacheSettings(host_memory=8 * LAYOUT.record_bytes, write_policy="write_through")
-        self.manager = OffloadManager(cache, LAYOUT)
+    def __init__(self, role: str, layout: KVLayout = LAYOUT) -> None:
+        cache = CacheSettings(host_memory=8 * layout.record_bytes, write_policy="write_through")
+        self.manager = OffloadManager(cache, layout)
         handovers = EngineHandovers(self.manager, PeerTerms(PeerSettings(connector="ipc", role=role)), 64)
         self.peers = PeerSide(handovers, EngineIdentity("engine-7", 2, 1))
         self.peers.learn_addresses({1: "tcp://node-1:7001", 0: "tcp://node-1:7000"})
@@ -47,7 +51,7 @@ class Side:
             num_computed_tokens=num_tokens if computed is None else computed,
             status=SimpleNamespace(name=status),
         )
-        return self.peers.finished(source, Request("r-1", [*tokens, 5]), _TABLE)
+        return self.peers.finished(source, Request("r-1", [*tokens, 5]), PlainTable([_TABLE], BLOCK))
 
     def arrived(self, params: object) -> int:
         """Begin a request with these parameters; return how many of its tokens a peer has."""
@@ -128,6 +132,50 @@ def test_parameters_of_others_are_no_hand_over(params: object, caplog: pytest.Lo
         assert Side("decode").arrived(params) == 0
     asked = isinstance(params, dict) and bool(params.get("do_remote_prefill"))
     assert len([each for each in caplog.records if "name no engine" in each.message]) == asked
+
+
+def test_a_prompt_is_shortened_once_where_no_layer_can_go_back_by_a_token() -> None:
+    """Of the window of 2 blocks the last is handed over, of full attention every block, of states the last one."""
+    groups = (
+        CacheGroup(BLOCK),
+        CacheGroup(BLOCK, Reach.LAST, 2 * BLOCK),
+        CacheGroup(2 * BLOCK, Reach.STATE),
+    )
+    layout = KVLayout.build(
+        [PlaneSpec(PlaneKind.KEY, "uint8", (64,))],
+        model="m",
+        revision="1",
+        block_size=2 * BLOCK,
+        num_layers=2,
+        groups=groups,
+    )
+    side = Side("prefill", layout)
+    tokens = list(range(4 * BLOCK + 2))
+    source = SimpleNamespace(
+        request_id="r-1",
+        kv_transfer_params={"do_remote_decode": True},
+        prompt_token_ids=list(tokens),
+        _all_token_ids=list(tokens),
+        num_prompt_tokens=len(tokens),
+        skip_reading_prefix_cache=False,
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+    )
+    for _ in range(2):
+        side.peers.shorten(source)
+    assert (
+        source.num_prompt_tokens
+        == len(source.prompt_token_ids)
+        == len(source._all_token_ids)
+        == len(tokens) - 1
+    )
+    source.num_computed_tokens = source.num_prompt_tokens
+    table = TableShape(layout).table([[1, 2, 3, 4, 5], [0, 0, 6, 7, 8], [0, 0, 9]])
+    told = side.peers.finished(source, Request("r-1", tokens), table)
+    assert told is not None
+    assert told["remote_block_ids"] == [[1, 2, 3, 4, 5], [6, 7, 8], [9]]
+    assert side.planned() == [(SwapPurpose.SEND, "r-1", [1, 2, 3, 4, 6, 7, 5, 8, 9])]
+    source.num_computed_tokens += 1  # the state has gone on
+    assert side.peers.finished(source, Request("r-2", tokens), table) is None
 
 
 def test_the_table_of_a_send_is_that_of_its_prompt() -> None:

@@ -25,7 +25,9 @@ class Engine:
 
     def __init__(self, *, compute: float, read: float) -> None:
         self.now = 0.0
-        self.choices = LoadChoices(LoadOrRecompute.AUTO, LAYOUT, lambda: self.now, lambda: 0, NO_PRIORS)
+        self.choices = LoadChoices(
+            LoadOrRecompute.AUTO, LAYOUT, lambda: self.now, lambda: 0, NO_PRIORS, stages=LAYOUT.num_layers
+        )
         self.computes(compute)
         for _ in range(10):
             self.choices.model.link.observe(4 * LAYOUT.payload_bytes, 1e-6, self.now)

@@ -96,7 +96,7 @@ def completion(prompt: Sequence[int], num_tokens: int, **fields: Any) -> dict[st
 
 def start_engine(model: Path, log: Path, transfer: dict[str, Any] | None, **options: object) -> Server:
     """Start ``vllm serve`` with the small model; ``options`` are more of its arguments."""
-    port = free_port()
+    port = int(str(options.get("port", 0))) or free_port()
     given = {
         "host": "127.0.0.1",
         "port": port,

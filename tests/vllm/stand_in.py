@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from fdcache.integrations.vllm.connector import FdcacheConnector
@@ -55,6 +55,7 @@ class StandIn:
         block_size: int = 16,
         broken: Callable[[StandIn, Any], None] | None = None,
         kv_layout: str = "LBNHC",
+        role: str = "kv_both",
         **settings: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -71,7 +72,7 @@ class StandIn:
             enable_prefix_caching=True,
             num_gpu_blocks_override=num_blocks,
             async_scheduling=False,
-            kv_transfer_config=connector_config(FDCACHE_VERIFY="all", **settings),
+            kv_transfer_config=connector_config(FDCACHE_VERIFY="all", **settings) | {"kv_role": role},
         ).create_engine_config()
         self.config.cache_config.kv_cache_layout = kv_layout
         self.config.cache_config.mamba_cache_mode = "align" if has_states else "none"
@@ -100,6 +101,8 @@ class StandIn:
         self.requests: dict[str, Request] = {}
         self.wrong = self.steps = self.preemptions = 0
         self.answers: dict[str, list[int]] = {}
+        self.parameters: dict[str, dict[str, Any] | None] = {}
+        """Parameters for another engine, of requests that have ended."""
         self._broken = broken
         self._hasher = get_request_block_hasher(self.hash_size, sha256)
         self._places = {
@@ -141,12 +144,23 @@ class StandIn:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def add(self, name: str, prompt: Sequence[int], num_tokens: int = 8) -> None:
-        """Let a request arrive."""
-        parameters = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        num_tokens: int = 8,
+        transfer: dict[str, Any] | None = None,
+    ) -> None:
+        """Let a request arrive; ``transfer`` is what a router says of its hand-over."""
+        extra = None if transfer is None else {"kv_transfer_params": dict(transfer)}
+        parameters = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, extra_args=extra)
         made = Request(name, list(prompt), parameters, None, block_hasher=self._hasher)
         self.requests[name] = made
         self.scheduler.add_request(made)
+
+    def abort(self, name: str) -> None:
+        """Let the client of a request go."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def run(self, most_steps: int = 2000) -> None:
         """Step until every request has ended and nothing is copied."""
@@ -186,7 +200,7 @@ class StandIn:
         if self._broken is not None:
             self._broken(self, made)
         names = list(output.num_scheduled_tokens)
-        self.scheduler.update_from_output(
+        ended = self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=names,
@@ -195,6 +209,9 @@ class StandIn:
                 kv_connector_output=made,
             ),
         )
+        for each in (each for outputs in ended.values() for each in outputs.outputs):
+            if each.finish_reason is not None:
+                self.parameters[each.request_id] = each.kv_transfer_params
         for name, tokens in zip(names, sampled, strict=True):
             self.answers.setdefault(name, []).extend(tokens)
 

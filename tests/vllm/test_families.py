@@ -171,7 +171,7 @@ def swap_loaded(engine: StandIn, output: Any) -> None:
 )
 def test_blocks_loaded_into_the_wrong_places_are_noticed(family: str, model: Path) -> None:
     specs, _, room = FAMILIES[family]
-    broken: Callable[[StandIn, Any], None] = _flip_states if family == "Mamba" else swap_loaded
+    broken: Callable[[StandIn, Any], None] = flip_loaded if family == "Mamba" else swap_loaded
     engine = StandIn(
         model,
         specs,
@@ -188,7 +188,7 @@ def test_blocks_loaded_into_the_wrong_places_are_noticed(family: str, model: Pat
     engine.close()
 
 
-def _flip_states(engine: StandIn, output: Any) -> None:
+def flip_loaded(engine: StandIn, output: Any) -> None:
     for name in output.finished_recving or ():
         for block in {
             block

@@ -49,7 +49,7 @@ def ended(**fields: Any) -> tuple[bool, dict[str, Any] | None]:
     connector._scheduler = side = SchedulerSide(OffloadManager(SETTINGS, LAYOUT))
     connector.on_new_request(source)
     known = side._running["r"]
-    known.has_table(PlainTable([range(5)]))
+    known.has_table(PlainTable([range(5)], BLOCK))
     side.manager.offer(known.request, 16, np.arange(4, dtype=np.int32))
     while plans := side.manager.take_plans():  # backups come a share of the pool at a time
         side.manager.apply([executed(plan) for plan in plans])

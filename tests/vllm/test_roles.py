@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from fdcache.errors import TransferNotFoundError
+from fdcache.integrations.vllm.handover import ASKED_OF_PREFILL
 from fdcache.transfer.nixl import find_nixl
 from tests.service_help import until
-from tests.vllm.engine import BLOCK_SIZE, connector_config, make_tokenizer
+from tests.vllm.engine import BLOCK_SIZE, connector_config, make_model, make_tokenizer
 from tests.vllm.served import Server, completion, free_port, running, start_engine
 
 try:
@@ -28,21 +29,14 @@ except TransferNotFoundError:
     )
 
 pytestmark = pytest.mark.timeout(1800)  # five starts of a server, each a minute on a slow machine
-_ASKED = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 _LENGTHS = (200, 100, 96, 40, 17, 16, 5)
 """Prompts whose last block is full and not, of one block, and shorter."""
 
 
-def transfer_of(role: str) -> dict[str, Any]:
+def transfer_of(role: str, **settings: object) -> dict[str, Any]:
     """Return ``kv_transfer_config`` for one role."""
-    return connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_TRANSFER="rdma") | {"kv_role": role}
+    given = {"FDCACHE_HOST_MEMORY": "16MiB", "FDCACHE_TRANSFER": "rdma", **settings}
+    return connector_config(**given) | {"kv_role": role}  # type: ignore[arg-type]
 
 
 def prompts_of(seed: int) -> list[list[int]]:
@@ -51,22 +45,31 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 
 class Pair:
-    """A prefill and a decode engine, and what a router does with both. ``alone`` has no connector."""
+    """A prefill and a decode engine, and what a router does with both. ``alone`` has no connector.
 
-    def __init__(self, model: Path, logs: Path, **options: object) -> None:
+    ``ranks``: those of prefill and of decode.
+    """
+
+    def __init__(self, model: Path, logs: Path, ranks: tuple[int, int] = (1, 1), **options: object) -> None:
         self.model, self.logs, self._options = model, logs, options
+        self._ranks = dict(zip(("kv_producer", "kv_consumer"), ranks, strict=True))
         self.prefill, self.decode = self.start("kv_producer"), self.start("kv_consumer")
-        self.alone = start_engine(model, logs / "alone.log", None)
+        self.alone = start_engine(model, logs / "alone.log", None, **options)
 
-    def start(self, role: str) -> Server:
+    def start(self, role: str, port: int | None = None) -> Server:
         """Start an engine."""
         log = self.logs / f"{role}-{free_port()}.log"
-        return start_engine(self.model, log, transfer_of(role), **self._options)
+        own, (peers,) = self._ranks[role], (count for name, count in self._ranks.items() if name != role)
+        options = {**self._options, **({} if port is None else {"port": port})}
+        if own > 1:
+            options |= {"tensor-parallel-size": own, "distributed-executor-backend": "mp"}
+        settings = {} if own == peers else {"FDCACHE_TRANSFER_PEER_RANKS": str(peers)}
+        return start_engine(self.model, log, transfer_of(role, **settings), **options)
 
     def parameters(self, prompt: list[int]) -> dict[str, Any] | None:
         """Compute a prompt at prefill; return the parameters for decode."""
         body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        answer = self.prefill.post("/v1/completions", {**body, "kv_transfer_params": _ASKED})
+        answer = self.prefill.post("/v1/completions", {**body, "kv_transfer_params": ASKED_OF_PREFILL})
         parameters: dict[str, Any] | None = answer.get("kv_transfer_params")
         return parameters
 
@@ -235,16 +238,47 @@ def test_vllms_own_proxy_routes_both(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_of_each_engine_hand_over_their_parts(model: Path, tmp_path: Path) -> None:
-    options = {"tensor-parallel-size": 2, "distributed-executor-backend": "mp"}
-    pair = Pair(make_tokenizer(model), tmp_path, **options)
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 2), (2, 1)], ids=["2:2", "1:2", "2:1"])
+def test_ranks_of_each_engine_hand_over_their_parts(
+    ranks: tuple[int, int], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of unequal numbers of ranks each reads the heads that it has."""
+    if len(set(ranks)) > 1:
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+    pair = Pair(make_tokenizer(model), tmp_path, ranks)
     with running(pair.prefill, pair.decode, pair.alone):
         for prompt in prompts_of(11)[:4]:
             parameters = pair.parameters(prompt)
             assert parameters is not None
-            assert len(parameters["remote_addresses"]) == 2
+            assert len(parameters["remote_addresses"]) == ranks[0]
             assert pair.decode.tokens(prompt, kv_transfer_params=parameters) == pair.alone.tokens(prompt)
         blocks = sum(-(-length // BLOCK_SIZE) for length in _LENGTHS[:4])
         until(lambda: pair.decode.counter("vllm:fdcache_blocks_fetched_total") >= blocks, "blocks")
         assert pair.decode.counter("vllm:fdcache_loads_failed_total") == 0
         until(lambda: pair.is_clean, "the end of every hand-over")
+
+
+@pytest.mark.slow
+def test_layers_of_several_kinds_are_handed_over(tmp_path: Path) -> None:
+    """Full attention and windows, which begin and end everywhere in a block."""
+    layers = ["full_attention", "sliding_attention", "sliding_attention"] * 2
+    model = make_model(tmp_path / "model", num_layers=len(layers), layer_types=layers, sliding_window=40)
+    options: dict[str, object] = {"num-gpu-blocks-override": 120}
+    pair = Pair(make_tokenizer(model), tmp_path, (1, 1), **options)
+    with running(pair.prefill, pair.decode, pair.alone):
+        chosen = random.Random(12)
+        for length in (200, 112, 97, 96, 88, 87, 71, 41, 40, 17, 5):
+            prompt = [chosen.randrange(3, 500) for _ in range(length)]
+            before = pair.decode.counter("vllm:fdcache_blocks_fetched_total")
+            parameters = pair.parameters(prompt)
+            assert (parameters is not None) == (length > BLOCK_SIZE + 1)
+            answer = pair.decode.tokens(prompt, kv_transfer_params=parameters)
+            assert answer == pair.alone.tokens(prompt)
+            if parameters is not None:
+                _until_fetched(pair, before)
+        assert pair.decode.counter("vllm:fdcache_loads_failed_total") == 0
+        until(lambda: pair.is_clean, "the end of every hand-over")
+
+
+def _until_fetched(pair: Pair, before: float) -> None:
+    until(lambda: pair.decode.counter("vllm:fdcache_blocks_fetched_total") > before, "blocks")

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 _LOOPBACK = ("localhost", "127.", "::1")
 _MASTER_CONNECT_SECONDS = 1.0
+_NEWEST_PYTHON = (3, 13)
+"""The newest version of Python for which the client's package has wheels; the extra is empty above it."""
 
 _NO_SPACE = -200
 _BAD_SIZE = -600
@@ -171,10 +174,19 @@ def load_client() -> Any:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
         raise ConnectorNotFoundError(
-            "FDCACHE_STORAGE=mooncake: the Mooncake client cannot be loaded "
-            f"({error}); install it with `pip install fdcache[mooncake]`, on Debian also "
-            "libibverbs1 libnuma1 libcurl4"
+            f"FDCACHE_STORAGE=mooncake: the Mooncake client cannot be loaded ({error}); "
+            f"{remedy_without_client(sys.version_info[:2])}"
         ) from error
+
+
+def remedy_without_client(python: tuple[int, int]) -> str:
+    """Return what makes the client's package available to a version of Python."""
+    if python > _NEWEST_PYTHON:
+        newest = ".".join(map(str, _NEWEST_PYTHON))
+        return (
+            f"its package has no wheel for Python {python[0]}.{python[1]}: use Python {newest}, or build it"
+        )
+    return "install it with `pip install fdcache[mooncake]`, on Debian also libibverbs1 libnuma1 libcurl4"
 
 
 def _connect(options: ClientOptions) -> Any:

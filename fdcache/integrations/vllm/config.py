@@ -13,7 +13,14 @@ from typing import Any
 
 from fdcache.errors import ConfigurationError
 from fdcache.groups import CacheGroup, page_of, require_served
-from fdcache.integrations.vllm.pages import group_of, layer_specs, pages_of, plane_bytes, words_for
+from fdcache.integrations.vllm.pages import (
+    group_of,
+    heads_apart,
+    layer_specs,
+    pages_of,
+    plane_bytes,
+    words_for,
+)
 from fdcache.integrations.weights import digest_of, has_weights
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
@@ -114,15 +121,41 @@ def layout_from_config(
     """
     groups = require_supported(vllm_config, kv_cache_config)
     page, replicas = page_of(groups), replicas_of(vllm_config, kv_cache_config)
+    heads = _heads_of_pages(vllm_config, kv_cache_config) if replicas == 1 else None
     return KVLayout.of_layers(
-        [[PlaneSpec(PlaneKind.KEY, "uint8", (nbytes,))] for nbytes in plane_bytes(kv_cache_config)],
+        [[_plane_of(nbytes, heads)] for nbytes in plane_bytes(kv_cache_config)],
         model=weights or model_of(vllm_config.model_config),
-        revision=revision_of(vllm_config, packed_by, weights, replicas),
+        revision=revision_of(vllm_config, packed_by, weights, replicas, is_split=heads is not None),
         block_size=page,
         tp_size=int(vllm_config.parallel_config.world_size),
         groups=() if groups == (CacheGroup(page),) else groups,
         replicas=replicas,
     )
+
+
+def _plane_of(nbytes: int, heads: int | None) -> PlaneSpec:
+    if heads is None:
+        return PlaneSpec(PlaneKind.KEY, "uint8", (nbytes,))
+    return PlaneSpec(PlaneKind.PAIR, "uint8", (heads, nbytes // heads))
+
+
+def _heads_of_pages(vllm_config: Any, kv_cache_config: Any) -> int | None:
+    """Return the KV heads of a rank if pages can be split and joined by head, between unequal numbers of ranks."""
+    if vllm_config.parallel_config.pipeline_parallel_size > 1 or vllm_config.speculative_config is not None:
+        return None
+    return heads_apart(kv_cache_config, getattr(vllm_config.cache_config, "kv_cache_layout", None))
+
+
+def require_peer_ranks(layout: KVLayout, kv_cache_config: Any, peer_ranks: int | None) -> None:
+    """Raise ``ConfigurationError`` if blocks cannot be handed over between unequal numbers of ranks."""
+    if peer_ranks in (None, layout.tp_size):
+        return
+    are_apart = all(plane.kind is PlaneKind.PAIR for plane in layout.planes)
+    if not (are_apart or _is_latent(kv_cache_config)):
+        raise ConfigurationError(
+            f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: vLLM's pages do not hold the bytes of each head together; set "
+            "VLLM_KV_CACHE_LAYOUT to HND on all engines, or give both as many ranks"
+        )
 
 
 def replicas_of(vllm_config: Any, kv_cache_config: Any) -> int:
@@ -135,14 +168,20 @@ def replicas_of(vllm_config: Any, kv_cache_config: Any) -> int:
     ranks = int(parallel.tensor_parallel_size)
     if ranks == 1 or getattr(parallel, "distributed_executor_backend", None) != "mp":
         return 1
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()]
-    if not all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs):
+    if not _is_latent(kv_cache_config):
+        specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()]
         heads = _heads_of_every_layer(vllm_config)
         is_split = any(getattr(spec, "num_kv_heads", None) != 1 for spec in specs)
         if heads is None or is_split or ranks % heads:
             return 1
         ranks //= heads
     return gcd(ranks, int(parallel.world_size) // int(getattr(parallel, "nnodes_within_dp", 1)))
+
+
+def _is_latent(kv_cache_config: Any) -> bool:
+    """Return True if all layers keep latents, which all ranks have alike."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()]
+    return all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
 
 
 def _heads_of_every_layer(vllm_config: Any) -> int | None:
@@ -180,13 +219,18 @@ def model_of(model: Any) -> str:
 
 
 def revision_of(
-    vllm_config: Any, packed_by: object = None, weights: str | None = None, replicas: int = 1
+    vllm_config: Any,
+    packed_by: object = None,
+    weights: str | None = None,
+    replicas: int = 1,
+    *,
+    is_split: bool = False,
 ) -> str:
     """Return a digest of the weights and of what decides how vLLM computes and packs a page.
 
     ``weights`` names them in place of their revision and files. ``replicas``: ranks that hold the same bytes, which do
-    not depend on their number. Rotary embeddings of the kind "longrope" have other
-    factors from a certain longest prompt on.
+    not depend on their number. ``is_split``: the layout says how the ranks share the heads. Rotary embeddings of the
+    kind "longrope" have other factors from a certain longest prompt on.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     load, speculative = vllm_config.load_config, vllm_config.speculative_config
@@ -201,7 +245,7 @@ def revision_of(
         "inputs": repr(getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)),
         "load_format": str(load.load_format),
         "seed": model.seed if str(load.load_format) == "dummy" else None,
-        "tensor_parallel": parallel.tensor_parallel_size // replicas,
+        "tensor_parallel": None if is_split else parallel.tensor_parallel_size // replicas,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "backend": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
         "packing": (getattr(cache, "kv_cache_layout", None), str(packed_by)),

@@ -24,6 +24,7 @@ from fdcache.integrations.vllm.callers import configurations
 from fdcache.integrations.vllm.config import (
     kept_by,
     layout_from_config,
+    require_peer_ranks,
     require_supported_options,
     why_not_cached,
 )
@@ -91,6 +92,8 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                 "from its beginning when its load has failed; use vLLM 0.33, or set --disable-sliding-window"
             )
         settings = load_settings(vllm_config, layout.block_size)
+        if settings.peers.is_on:
+            require_peer_ranks(layout, kv_cache_config, settings.peers.peer_ranks)
         if role is KVConnectorRole.SCHEDULER:
             choose_failure_policy(self._kv_transfer_config, _top_of(self._kv_transfer_config))
             warn_of_settings_without_effect(settings)

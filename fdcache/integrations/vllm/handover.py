@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from fdcache.integrations.vllm.tables import RequestTable
 from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource
 from fdcache.settings.peers import TransferRole
@@ -19,6 +18,17 @@ logger = logging.getLogger(__name__)
 ADDRESSES = "remote_addresses"
 """Parameter with the address of each rank of the prefill instance: routers pass on what they do not know."""
 
+ASKED_OF_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""Parameters with which a router asks a prefill engine to hand over what it computes."""
+
+_SHORTENED = "_p_side_truncated"
 _WHOLE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
@@ -69,27 +79,49 @@ class PeerSide:
             return
         self._handovers.fetch(request, PeerSource(transfer, tuple(addresses)))
 
-    def finished(self, source: Any, request: Request, blocks: Sequence[int]) -> dict[str, Any] | None:
+    def shorten(self, source: Any) -> None:
+        """Leave the last token of a prompt that is to be handed over to decode, where no layer can go back by one.
+
+        As ``NixlConnector`` does, under the same mark: a request may pass through both.
+        """
+        params, left = source.kv_transfer_params, self._handovers.tokens_left
+        if not (left and self._is_asked_for(params)) or params.get(_SHORTENED):
+            return
+        if source.prompt_token_ids is None or source.num_prompt_tokens <= left:
+            return
+        if not source.skip_reading_prefix_cache:
+            del source.prompt_token_ids[-left:], source._all_token_ids[-left:]
+            source.num_prompt_tokens -= left
+            source.max_tokens = 1
+            params[_SHORTENED] = True
+
+    def _is_asked_for(self, params: object) -> bool:
+        """Return True if a router asks this engine to hand over what it computes."""
+        is_asked = isinstance(params, dict) and bool(params.get("do_remote_decode"))
+        return is_asked and self._handovers.role is not TransferRole.DECODE
+
+    def finished(self, source: Any, request: Request, table: RequestTable) -> dict[str, Any] | None:
         """Hand over the prompt of a request that has ended; return the parameters for the decode engine.
 
         None if nothing is handed over: the router did not ask for it, or the request was aborted.
         """
         params, num_tokens = source.kv_transfer_params, source.num_prompt_tokens
-        if not isinstance(params, dict) or not params.get("do_remote_decode"):
+        if not self._is_asked_for(params) or not self._addresses:
             return None
-        if self._handovers.role is TransferRole.DECODE:
-            return None
-        size = self._handovers.block_size
         is_whole = source.status.name in _WHOLE and source.num_computed_tokens >= num_tokens
-        if not is_whole or num_tokens <= size or not self._addresses:
+        if self._handovers.tokens_left:
+            is_whole &= source.num_computed_tokens == num_tokens and bool(params.get(_SHORTENED))
+        if not is_whole or num_tokens <= self._handovers.least_tokens:
             return None
-        count = self._handovers.send(request, source.request_id, num_tokens, np.array(blocks, np.int32))
+        name = source.request_id
+        if not self._handovers.send(request, name, num_tokens, table.path_ids(num_tokens)):
+            return None
         own, addresses = self._identity, [self._addresses[rank] for rank in sorted(self._addresses)]
         host, port = _host_and_port(addresses[0])
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [list(blocks[:count])],
+            "remote_block_ids": table.by_group(num_tokens),
             "remote_engine_id": own.engine_id,
             "remote_request_id": source.request_id,
             "remote_host": host,

@@ -16,6 +16,7 @@ _REACHES = {
     "ChunkedLocalAttentionSpec": Reach.CHUNK,
     "MambaSpec": Reach.STATE,
 }
+_HEADS_APART = ("LBHNC", "BLHNC")
 _ALIGNED = "align"
 """The mode of vLLM in which it keeps states at the ends of blocks."""
 
@@ -91,6 +92,23 @@ def pages_of(kv_cache_config: Any) -> list[Page] | None:
         nbytes = max(before.nbytes, page.offset + page.nbytes - before.offset)
         pages[-1] = Page(before.offset, nbytes, before.stride)
     return pages
+
+
+def heads_apart(kv_cache_config: Any, arrangement: object) -> int | None:
+    """Return the KV heads of a rank if each page has one run of bytes for each, and all layers have as many.
+
+    ``arrangement``: the name of vLLM's order of layers, blocks, heads, tokens and contents.
+    """
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()]
+    heads = {getattr(spec, "num_kv_heads", None) for spec in specs}
+    is_dense = all(getattr(spec, "real_page_size_bytes", 0) == spec.page_size_bytes for spec in specs)
+    is_latent = any(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
+    pages = pages_of(kv_cache_config) or ()
+    sizes = {int(spec.page_size_bytes) for spec in specs} | {page.nbytes for page in pages}
+    if str(arrangement) not in _HEADS_APART or not pages or not is_dense or is_latent or len(sizes) > 1:
+        return None
+    count = heads.pop() if len(heads) == 1 else None
+    return count if isinstance(count, int) and count and not sizes.pop() % count else None
 
 
 def _places(tensors: Sequence[Any]) -> Iterator[Page]:

@@ -113,6 +113,8 @@ class SchedulerSide:
             return known
         if known is not None:
             self._forget(source.request_id)
+        if self.peers is not None:
+            self.peers.shorten(source)
         request = request_of(source)
         if request is None:
             return None
@@ -156,8 +158,7 @@ class SchedulerSide:
         start = known.device_tokens if known is not None else 0
         stop = start + num_tokens
         made = self._shape.table(blocks)
-        pages = -(-stop // self._block_size)  # a peer's last block need not be full
-        table = np.concatenate((made.page_ids(start // self._block_size, pages), made.state_ids(pages)))
+        table = made.path_ids(stop, start // self._block_size)  # a peer's last block need not be full
         loaded = 0
         try:
             if known is not None:
@@ -191,7 +192,7 @@ class SchedulerSide:
             known.blocks = self._shape.table(blocks)
             self._offer(known, source.num_computed_tokens)
             if self.peers is not None and not known.is_lost:
-                handed_over = self.peers.finished(source, known.request, known.blocks.all_ids())
+                handed_over = self.peers.finished(source, known.request, known.blocks)
         self._forget(source.request_id)
         return Finished([*known.refused_hints, *known.request.hint_outcomes], handed_over)
 

@@ -38,8 +38,14 @@ class RequestTable(Protocol):
     def page_ids(self, first: int, stop: int, computed: int = 0) -> Int32Array:
         """Return the blocks of pages, without those that vLLM may have given up before ``computed`` tokens."""
 
-    def state_ids(self, pages: int) -> Int32Array:
-        """Return the blocks of the states at the end of this many pages."""
+    def state_ids(self, num_tokens: int) -> Int32Array:
+        """Return the blocks of the states after this many tokens."""
+
+    def path_ids(self, num_tokens: int, first: int = 0) -> Int32Array:
+        """Return the blocks for this many tokens, of pages from ``first`` on and of the states at their end."""
+
+    def by_group(self, num_tokens: int) -> list[list[int]]:
+        """Return the blocks for this many tokens of each group, without those given up."""
 
     def all_ids(self) -> Sequence[int]:
         """Return all blocks."""
@@ -48,10 +54,11 @@ class RequestTable(Protocol):
 class PlainTable:
     """The table of the only group of layers."""
 
-    __slots__ = ("blocks",)
+    __slots__ = ("_page", "blocks")
 
-    def __init__(self, blocks: BlockIds) -> None:
+    def __init__(self, blocks: BlockIds, page: int) -> None:
         self.blocks = array("i", blocks[0] if blocks else ())
+        self._page = page
 
     def __bool__(self) -> bool:
         return bool(self.blocks)
@@ -69,9 +76,17 @@ class PlainTable:
         """Return blocks; vLLM gives up none."""
         return np.array(self.blocks[first:stop], np.int32)
 
-    def state_ids(self, pages: int) -> Int32Array:
+    def state_ids(self, num_tokens: int) -> Int32Array:
         """Return none."""
         return np.empty(0, np.int32)
+
+    def path_ids(self, num_tokens: int, first: int = 0) -> Int32Array:
+        """Return blocks, the last of which need not be full."""
+        return self.page_ids(first, -(-num_tokens // self._page))
+
+    def by_group(self, num_tokens: int) -> list[list[int]]:
+        """Return the blocks of the only group."""
+        return [list(self.blocks[: -(-num_tokens // self._page)])]
 
     def all_ids(self) -> Sequence[int]:
         """Return all blocks."""
@@ -109,13 +124,27 @@ class GroupTables:
             ids = np.array(self._tables[at][begin : stop * blocks], np.int32)
             ids[ids == _NULL_BLOCK] = NO_BLOCK
             ids[: max(group.blocks_beyond(computed) - begin, 0)] = NO_BLOCK
-            rows.append(ids.reshape(-1, blocks))
+            missing = len(rows[0]) * blocks - len(ids)  # the last page need not be full
+            rows.append(np.pad(ids, (0, missing), constant_values=NO_BLOCK).reshape(-1, blocks))
         return np.concatenate(rows, axis=1).reshape(-1)
 
-    def state_ids(self, pages: int) -> Int32Array:
+    def state_ids(self, num_tokens: int) -> Int32Array:
         """Return the blocks of states."""
-        ends = [(at, pages * blocks - 1) for at, blocks in self._shape.states]
-        return np.array([self._tables[at][end] for at, end in ends], np.int32)
+        ends = [(at, -(-num_tokens // tokens) - 1) for at, tokens in self._shape.states]
+        ids = np.array([self._tables[at][end] for at, end in ends], np.int32)
+        ids[ids == _NULL_BLOCK] = NO_BLOCK
+        return ids
+
+    def path_ids(self, num_tokens: int, first: int = 0) -> Int32Array:
+        """Return blocks, ``NO_BLOCK`` for those given up."""
+        pages = -(-num_tokens // self._shape.page)
+        return np.concatenate((self.page_ids(first, pages), self.state_ids(num_tokens)))
+
+    def by_group(self, num_tokens: int) -> list[list[int]]:
+        """Return the blocks of each group, without placeholders."""
+        each = zip(self._tables, self._shape.groups, strict=True)
+        tables = [table[: -(-num_tokens // group.block_size)] for table, group in each]
+        return [[block for block in table if block != _NULL_BLOCK] for table in tables]
 
     def all_ids(self) -> Sequence[int]:
         """Return all blocks, placeholders too."""
@@ -126,30 +155,30 @@ class TableShape:
     """Makes the tables of a layout.
 
     ``columns``: of each group that has blocks of every page its place among the groups, its blocks of a page, and what
-    it needs; ``states``: the places of the others, and their blocks of a page.
+    it needs; ``states``: the places of the others, and the tokens of their blocks. ``page``: the tokens of a page.
     """
 
     def __init__(self, layout: KVLayout) -> None:
-        self._page = layout.block_size
-        self._groups = layout.groups
+        self.page = layout.block_size
+        self.groups = layout.groups
         self.columns: list[tuple[int, int, CacheGroup]] = [
             (at, layout.block_size // group.block_size, group)
             for at, group in enumerate(layout.groups)
             if not group.is_state
         ]
-        self.states = [(at, layout.block_size // layout.groups[at].block_size) for at in layout.state_groups]
+        self.states = [(at, layout.groups[at].block_size) for at in layout.state_groups]
 
     def table(self, blocks: BlockIds = ()) -> RequestTable:
         """Return a table of these blocks."""
-        if not self._groups:
-            return PlainTable(blocks)
-        return GroupTables(self, blocks or [()] * len(self._groups))
+        if not self.groups:
+            return PlainTable(blocks, self.page)
+        return GroupTables(self, blocks or [()] * len(self.groups))
 
     def given(self, blocks: BlockIds, start: int) -> Sequence[int]:
         """Return the blocks for the tokens from ``start`` on."""
-        if not self._groups:
-            return blocks[0][start // self._page :]
-        each = zip(blocks, self._groups, strict=True)
+        if not self.groups:
+            return blocks[0][start // self.page :]
+        each = zip(blocks, self.groups, strict=True)
         return [
             block
             for table, group in each
@@ -159,7 +188,7 @@ class TableShape:
 
     def real(self, blocks: BlockIds) -> Sequence[int]:
         """Return the blocks of all groups, without placeholders."""
-        return blocks[0] if not self._groups else self.given(blocks, 0)
+        return blocks[0] if not self.groups else self.given(blocks, 0)
 
 
 def pages_of_offer(layout: KVLayout) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -12,6 +14,7 @@ from fdcache._core import DescribedBlocks, SharedHost
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
+from fdcache.plans.ledger import Mask
 from fdcache.service.client.connection import Connection
 from fdcache.service.client.remote_hints import RemoteHints
 from fdcache.service.client.session import MOST_BLOCKS, Session
@@ -25,6 +28,8 @@ from fdcache.service.wire.protocol import (
     Ask,
     DescribedPath,
     EndFetches,
+    FindStored,
+    FoundStored,
     Match,
     Matched,
     Prefetch,
@@ -41,12 +46,17 @@ from fdcache.tiers.pool import PENDING
 from fdcache.tiers.statistics import ReadTotals, TierUsage, TrafficMeter
 from fdcache.tiers.waiting_fetches import ReadJudge
 
+_FRESH_SECONDS, _MOST_ANSWERS = 0.5, 256
+"""How long an answer about stored blocks holds, and how many are kept."""
+
 
 class RemoteFetches:
     """Fetches that a service has for the requests of this process, by number. Messages go in the background."""
 
-    def __init__(self, sessions: SessionKeeper) -> None:
+    def __init__(self, sessions: SessionKeeper, ask: Callable[[Session, HashArray], Mask]) -> None:
         self._sessions = sessions
+        self._ask = ask
+        self._answers: OrderedDict[bytes, tuple[Session, float, Mask]] = OrderedDict()
         self._numbers = count(1)
         self._known: dict[int, Session] = {}
         self._left: set[int] = set()
@@ -57,6 +67,20 @@ class RemoteFetches:
         """True while there is a service with storage."""
         session = self._sessions.session
         return session is not None and session.storage
+
+    def stored(self, hashes: HashArray) -> Mask:
+        """Return which of these blocks the service's storage has; an answer holds for a moment."""
+        session, key, now = self._sessions.session, hashes.tobytes(), time.monotonic()
+        if session is None or not session.storage:
+            return np.zeros(len(hashes), np.bool_)
+        asked, until, mask = self._answers.get(key, (None, 0.0, None))
+        if mask is None or asked is not session or until < now:
+            mask = self._ask(session, hashes)
+            self._answers[key] = session, now + _FRESH_SECONDS, mask
+            self._answers.move_to_end(key)
+            if len(self._answers) > _MOST_ANSWERS:
+                self._answers.popitem(last=False)
+        return mask
 
     def number(self, request_id: str = "") -> int:
         """Return a new number, or 0 when the service has no storage."""
@@ -224,7 +248,7 @@ class RemoteHostTier:
         self._connection = Connection(settings.server)
         self.index = SharedHost()
         self.sessions = SessionKeeper(settings, layout, self.index, terms or FetchTerms())
-        self.fetches = RemoteFetches(self.sessions)
+        self.fetches = RemoteFetches(self.sessions, self._stored)
         self.hints = RemoteHints(self.sessions)
         self.notes = BlockNotes(self.sessions)
 
@@ -278,6 +302,20 @@ class RemoteHostTier:
         if session is None or self._reset_owed:
             return [NOTHING] * len(paths)
         return self._ask(session, _limited(paths), fetches)
+
+    def _stored(self, session: Session, hashes: HashArray) -> Mask:
+        """Ask which blocks the storage has. Without an answer in time none, and the session is over."""
+        if self._reset_owed:
+            return np.zeros(len(hashes), np.bool_)
+        self._connection.session = session.id
+        try:
+            answer, _ = self._connection.call(FindStored(hashes.tobytes()), self._timeout)
+            if not isinstance(answer, FoundStored):
+                raise ProtocolError(f"expected stored blocks, got {type(answer).__name__}")
+            return np.asarray(uint8_from(answer.flags, "flags", len(hashes)) != 0)
+        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
+            self.sessions.lose(session, str(error))
+            return np.zeros(len(hashes), np.bool_)
 
     def _ask(
         self, session: Session, paths: Sequence[tuple[HashArray, int]], numbers: Sequence[int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -133,6 +133,9 @@ Note = DescribedPath | tuple[bytes, bytes]
 """Blocks of a path, or kinds and hashes of what came to and left the device."""
 
 
+_Later = Callable[[], Iterable[Request]]
+
+
 class Outbox:
     """Messages that wait to be sent. Any thread adds, one sends; ``lock`` keeps their order.
 
@@ -144,7 +147,7 @@ class Outbox:
 
     def __init__(self, host: SharedHost) -> None:
         self.lock = threading.RLock()
-        self._messages: deque[tuple[Session, Request]] = deque()
+        self._messages: deque[tuple[Session, Request | _Later]] = deque()
         self._notes: deque[tuple[Session, Note]] = deque()
         self._host = host
         self.misses = host.misses
@@ -153,8 +156,11 @@ class Outbox:
     def __bool__(self) -> bool:
         return bool(self._messages) or self._host.has_reports
 
-    def add(self, session: Session, body: Request) -> None:
-        """Queue a message; it is dropped when the session ends first. What happened so far goes before it."""
+    def add(self, session: Session, body: Request | _Later) -> None:
+        """Queue a message, or a function that returns messages when they are sent. What happened so far goes before it.
+
+        It is dropped when the session ends first.
+        """
         with self.lock:
             self.add_ended(session)
             self.add_misses(session)
@@ -196,9 +202,10 @@ class Outbox:
     def take_messages(self) -> Iterator[tuple[Session, Request]]:
         """Yield the queued messages in order."""
         while self._messages:
-            message = self._messages.popleft()
+            session, body = self._messages.popleft()
             yield from self._take_notes()  # those queued before it
-            yield message
+            for message in body() if callable(body) else (body,):
+                yield session, message
         yield from self._take_notes()
 
     def _take_notes(self) -> Iterator[tuple[Session, Describe]]:

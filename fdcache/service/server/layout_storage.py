@@ -122,6 +122,7 @@ class LayoutStorage:
                 )
                 assert namespace is not None
                 namespace.on_evict = self._tier.writes.on_evict
+                namespace.on_forget = self._withdraw
                 namespace.stored_in = self._tier.pool
                 if self._cache.write_policy is not WritePolicy.WRITE_BACK:
                     self._tier.writes.queue_all()  # blocks that an earlier service did not store in time
@@ -146,6 +147,10 @@ class LayoutStorage:
                 records.extents.append((extent, table))
             if namespace is not None and namespace.memory.tables:
                 records.table = namespace.memory.tables[rank]
+
+    def _withdraw(self, hashes: HashArray | None) -> None:
+        for queue in self.queues:
+            queue.withdraw(hashes)
 
     def _before_read(self, count: int) -> None:
         if self._namespace is not None:

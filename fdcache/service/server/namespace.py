@@ -102,6 +102,8 @@ class Namespace:
         self.pending_events: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
         self.on_evict: Callable[[HashArray], None] = lambda hashes: None
         """Called with the hashes of evicted blocks."""
+        self.on_forget: Callable[[HashArray | None], None] = lambda hashes: None
+        """Called with blocks that were to be forgotten, None for all, although their records may still be there."""
         self.take_runs: Callable[[], None] = lambda: None
         """Called before blocks may be removed: carries out what clients have pinned and unpinned by themselves."""
         self.last_used = time.monotonic()
@@ -416,6 +418,7 @@ class Namespace:
         self.collect_events()
         known = self.tier.coldest(min(self.history.evictions.capacity, self.num_slots)).hashes
         self.tier.reset()
+        self.on_forget(None)
         self.history.count_reset(known)
         self.tenants.clear()
         self.unverified.clear()
@@ -446,8 +449,11 @@ class Namespace:
             hashes[i].tobytes() for i in np.flatnonzero(kinds == EVENT_STORED).tolist()
         )
         self.tenants.remove_blocks(removed)
-        if reason in (MissReason.EVICTED, MissReason.TENANT_QUOTA) and removed:
-            self.on_evict(np.frombuffer(b"".join(removed), np.uint8).reshape(len(removed), 32))
+        if removed:
+            tell = (
+                self.on_evict if reason in (MissReason.EVICTED, MissReason.TENANT_QUOTA) else self.on_forget
+            )
+            tell(np.frombuffer(b"".join(removed), np.uint8).reshape(len(removed), 32))
         self.pending_events.append((kinds, hashes, parents))
 
     def forget_client(self, session: int) -> None:

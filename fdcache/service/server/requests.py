@@ -20,6 +20,8 @@ from fdcache.service.wire.protocol import (
     Describe,
     Done,
     EndFetches,
+    FindStored,
+    FoundStored,
     Hinted,
     Hints,
     LoadEnded,
@@ -146,6 +148,14 @@ def prefetch(client: RegisteredClient, request: Prefetch) -> None:
         raise ProtocolError("number is below 1, or start does not fit the hashes")
     client.fetches.name(request.number, request.request)
     client.fetches.begin(request.number, hashes, _constant(request.start))
+
+
+def stored(client: RegisteredClient, request: FindStored) -> FoundStored:
+    """Tell which blocks the storage has."""
+    hashes = hashes_from(request.hashes)
+    if len(hashes) > MAX_BLOCKS:
+        raise RefusalError("too_many", f"more than {MAX_BLOCKS} blocks in one question")
+    return FoundStored(client.fetches.stored(hashes).view(np.uint8).tobytes())
 
 
 def end_fetches(client: RegisteredClient, request: EndFetches) -> Answer:

@@ -32,6 +32,7 @@ from fdcache.service.wire.protocol import (
     Done,
     EndFetches,
     Events,
+    FindStored,
     Granted,
     Heartbeat,
     Hinted,
@@ -103,6 +104,7 @@ class Service:
         self._handlers: dict[type, Callable[..., Answer]] = {
             Match: self._match,
             Prefetch: self._prefetch,
+            FindStored: requests.stored,
             EndFetches: requests.end_fetches,
             Refill: self._refill,
             Describe: requests.describe,

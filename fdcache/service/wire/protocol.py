@@ -19,11 +19,10 @@ from fdcache.service.wire.shared_memory import Geometry
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.statistics import Count, ReadTotals, Traffic
 
-VERSION = 5
+VERSION = 6
 MAX_FRAME = 8 << 20
 """Limit of a message in bytes."""
-MAX_PATHS = 4096
-MAX_BLOCKS = 131072
+MAX_PATHS, MAX_BLOCKS = 4096, 131072
 """Limits of one look-up: paths, and blocks of all of them. ``MAX_BLOCKS`` also limits any other message."""
 
 # --- requests -------------------------------------------------------------------------------------------------
@@ -72,6 +71,12 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
     start: int
     hashes: bytes
     request: str = ""
+
+
+class FindStored(msgspec.Struct, frozen=True, tag="find_stored"):
+    """Ask which of these blocks the storage has: states, of which a path may lack any."""
+
+    hashes: bytes
 
 
 class EndFetches(msgspec.Struct, frozen=True, tag="end_fetches"):
@@ -198,6 +203,7 @@ Request = (
     | Attach
     | Match
     | Prefetch
+    | FindStored
     | EndFetches
     | Refill
     | Describe
@@ -256,6 +262,12 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
 
 
 NOT_FETCHED, FETCHED, FETCHING, FETCHING_LAST = range(4)
+
+
+class FoundStored(msgspec.Struct, frozen=True, tag="found_stored"):
+    """``flags``, uint8: of each block asked for 1 if the storage has it or is writing it, else 0."""
+
+    flags: bytes
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
@@ -340,6 +352,7 @@ Answer = (
     Registered
     | Attached
     | Matched
+    | FoundStored
     | Granted
     | Published
     | Hinted

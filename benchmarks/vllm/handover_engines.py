@@ -1,0 +1,201 @@
+"""Prefill and decode in engines without HTTP, on a GPU each: ``python -m benchmarks.vllm.handover --device cuda``.
+
+Each engine is a process that answers orders (``benchmarks.vllm.worker``); the parameters of vLLM's protocol go from one
+to the other as a router passes them on. Prompts are one token longer than whole blocks: decode computes that token,
+from blocks that were handed over, or that are in an engine's own prefix cache, so that answers are the same bits.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Report, Table
+from benchmarks.vllm import engines
+from benchmarks.vllm.processes import Process, Processes, variables
+from benchmarks.vllm.shapes import BLOCK, SHAPES, Shape, model_folder
+from benchmarks.vllm.worker import Job
+from fdcache.integrations.vllm.handover import ASKED_OF_PREFILL
+from tests.vllm.served import free_port
+
+NIXL = "NixlConnector"
+_REPLIES = 16
+_DEVICE_BLOCKS = 2048
+"""Three engines share a GPU."""
+_START_S, _ROUNDS_AHEAD = 500.0, 1
+_OF_OURS = "fdcache-"
+
+
+class Engines:
+    """Starts engines of one shape; ``gpus``: that of prefill and of decode, None on a CPU."""
+
+    def __init__(self, processes: Processes, shape: Shape, device: str, stack: ExitStack) -> None:
+        self._processes, self._shape, self._stack, self._device = processes, shape, stack, device
+        self._model = model_folder(shape, processes.folder)
+
+    def start(self, name: str, connector: dict[str, Any] | None, *gpus: int, **settings: str) -> Process:
+        """Start an engine on these GPUs."""
+        arguments = engines.arguments(self._shape, self._model, device=self._device, eager=True)
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), **settings}
+        if self._device == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        if len(gpus) > 1:
+            arguments |= {"tensor_parallel_size": len(gpus), "distributed_executor_backend": "mp"}
+        job = Job(self._shape.name, "brief", arguments, connector, is_warmed_up=False, is_alone=False)
+        return self._stack.enter_context(self._processes.started(name, job, environment))
+
+    def pair(self, connector: str) -> Pair:
+        """Start prefill on the first GPU and decode on the second."""
+        made = []
+        for gpu, role in enumerate(("kv_producer", "kv_consumer")):
+            if connector == NIXL:
+                config = {
+                    "kv_connector": NIXL,
+                    "kv_buffer_device": self._device,
+                    "kv_load_failure_policy": "recompute",
+                }
+                made.append(self.start(f"{connector}-{role}", config | {"kv_role": role}, gpu))
+            else:
+                settings = {"FDCACHE_HOST_MEMORY": "1GiB", "FDCACHE_LOAD_OR_RECOMPUTE": "always"}
+                settings["FDCACHE_TRANSFER"] = connector.removeprefix(_OF_OURS)
+                config = {"kv_connector": "FdcacheConnector", "kv_role": role}
+                config["kv_connector_module_path"] = "fdcache.integrations.vllm"
+                made.append(self.start(f"{connector}-{role}", config, gpu, **settings))
+        return Pair(connector, *made)
+
+
+class Pair:
+    """A prefill and a decode engine."""
+
+    def __init__(self, connector: str, prefill: Process, decode: Process) -> None:
+        self.connector, self.prefill, self.decode = connector, prefill, decode
+
+
+def ready(process: Process) -> None:
+    """Wait until an engine has started."""
+    for _ in process.results("start", _START_S):
+        pass
+
+
+def answer(process: Process, prompt: Sequence[int], replies: int, transfer: object = None) -> dict[str, Any]:
+    """Return an engine's answer: seconds, tokens, and the parameters that it gives back."""
+    order = {"prompt": list(prompt), "replies": replies, "transfer": transfer}
+    (found,) = process.order({"answer": order})
+    return found
+
+
+def rounds_of(pair: Pair, alone: Process, prompts: Callable[[], list[int]], rounds: int) -> dict[str, Any]:
+    """Return the median milliseconds of a pair for prompts of one length, and how many answers were wrong."""
+    taken: dict[str, list[float]] = {"prefill": [], "handed over": [], "cached": [], "computed": []}
+    wrong = 0
+    for number in range(-_ROUNDS_AHEAD, rounds):  # the first connects the engines, and is not counted
+        prompt = prompts()
+        first = answer(pair.prefill, prompt, 1, ASKED_OF_PREFILL)
+        handed = answer(pair.decode, prompt, _REPLIES, first["transfer"])
+        cached = answer(pair.decode, prompt, _REPLIES)
+        computed = answer(pair.decode, prompts(), 1)
+        answer(alone, prompt, 1)
+        wrong += handed["tokens"] != answer(alone, prompt, _REPLIES)["tokens"] or first["transfer"] is None
+        if number >= 0:
+            for name, found in zip(taken, (first, handed, cached, computed), strict=True):
+                taken[name].append(found["ttft_ms"])
+    median = {name: statistics.median(values) for name, values in taken.items()}
+    return {
+        "prefill answers, ms": f"{median['prefill']:.1f}",
+        "decode: computed, ms": f"{median['computed']:.1f}",
+        "handed over, ms": f"{median['handed over']:.1f}",
+        "in its own cache, ms": f"{median['cached']:.1f}",
+        "added, ms": f"{median['handed over'] - median['cached']:.1f}",
+        "TTFT through both, ms": f"{median['prefill'] + median['handed over']:.1f}",
+        "wrong": wrong,
+    }
+
+
+def measure_pairs(
+    started: Engines, shape: Shape, connectors: Sequence[str], lengths: Sequence[int], rounds: int
+) -> tuple[Table, int]:
+    """Return the times by connector and length, and how many answers were wrong."""
+    alone = started.start("alone", None, 1)
+    pairs = [started.pair(each) for each in connectors]
+    for process in (alone, *(each for pair in pairs for each in (pair.prefill, pair.decode))):
+        ready(process)
+    chosen, rows, wrong = random.Random(1), [], 0
+    for length in lengths:
+
+        def prompt(length: int = length) -> list[int]:
+            return [chosen.randrange(3, shape.vocabulary) for _ in range(length)]
+
+        for pair in pairs:
+            found = rounds_of(pair, alone, prompt, rounds)
+            mebibytes = length // BLOCK * BLOCK * shape.token_bytes / (1 << 20)
+            about = {"connector": pair.connector, "tokens": length, "MiB": f"{mebibytes:.0f}"}
+            rows.append(about | found)
+            wrong += found["wrong"]
+    return rows, wrong
+
+
+def measure_two_ranks(started: Engines, shape: Shape, length: int) -> tuple[Table, int]:
+    """Return what one engine of two ranks loads back from host memory: its time, and whether tokens are the same."""
+    config = {"kv_connector": "FdcacheConnector", "kv_role": "kv_both"}
+    config["kv_connector_module_path"] = "fdcache.integrations.vllm"
+    settings = {"FDCACHE_HOST_MEMORY": "8GiB", "FDCACHE_LOAD_OR_RECOMPUTE": "always"}
+    engine = started.start("two-ranks", config, 0, 1, **settings)
+    ready(engine)
+    chosen = random.Random(2)
+    rows, wrong = [], 0
+    for number in range(3):
+        prompt = [chosen.randrange(3, shape.vocabulary) for _ in range(length)]
+        computed = answer(engine, prompt, 1)
+        cached = answer(engine, prompt, _REPLIES)
+        for _ in engine.order({"forget": True}):
+            pass
+        loaded = answer(engine, prompt, _REPLIES)
+        wrong += loaded["tokens"] != cached["tokens"] or loaded["cached"] < length - BLOCK
+        nbytes = length // BLOCK * BLOCK * shape.token_bytes
+        rows.append(
+            {
+                "prompt": number,
+                "computed, ms": f"{computed['ttft_ms']:.1f}",
+                "on the device, ms": f"{cached['ttft_ms']:.1f}",
+                "from host memory, ms": f"{loaded['ttft_ms']:.1f}",
+                "GB/s of both links": f"{nbytes / max(loaded['ttft_ms'] - cached['ttft_ms'], 0.1) / 1e6:.1f}",
+                "tokens": "equal" if loaded["tokens"] == cached["tokens"] else "differ",
+            }
+        )
+    return rows, wrong
+
+
+def run(
+    report: Report,
+    python: str,
+    device: str,
+    shape: str,
+    connectors: Sequence[str],
+    lengths: Sequence[int],
+    rounds: int,
+    logs: Path | None,
+    *,
+    two_ranks: bool,
+) -> int:
+    """Measure and print; return how many answers were wrong."""
+    with tempfile.TemporaryDirectory(prefix="fdcache-handover-") as name:
+        folder = Path(name)
+        environment = variables(folder, device) | engines.environment(device, folder)
+        made = replace(SHAPES[shape], device_blocks=min(SHAPES[shape].device_blocks, _DEVICE_BLOCKS))
+        processes = Processes(python, folder, logs or folder / "logs", None, environment)
+        with ExitStack() as stack:
+            started = Engines(processes, made, device, stack)
+            rows, wrong = measure_pairs(started, made, connectors, lengths, rounds)
+            report.table(f"times to the first token, {shape}", rows)
+        if two_ranks:
+            with ExitStack() as stack:
+                rows, more = measure_two_ranks(Engines(processes, made, device, stack), made, lengths[-1])
+                wrong += more
+                report.table("one engine of two ranks", rows)
+        return wrong

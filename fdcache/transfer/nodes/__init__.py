@@ -1,0 +1,1 @@
+"""Host tiers of other nodes as storage: ``FDCACHE_STORAGE=nodes``."""
