@@ -28,7 +28,7 @@ from fdcache.integrations.sglang.config import (
 from fdcache.integrations.sglang.device_pools import DevicePages, Keys, device_pages
 from fdcache.integrations.sglang.layer_waits import LayersOfBatch, LayerWaits
 from fdcache.integrations.sglang.metrics import metrics_of
-from fdcache.integrations.sglang.offloads import Offloads, Part
+from fdcache.integrations.sglang.offloads import Offloads, PoolPart
 from fdcache.integrations.sglang.pool_tier import PoolTier
 from fdcache.integrations.sglang.slots import SlotReader
 from fdcache.integrations.sglang.weights import KnownWeights
@@ -349,7 +349,7 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             tier = self._tiers[str(each.name)]
             if tier.stores and each.keys:
                 slots = self._slots.begin(each.device_indices, tier.pages.page_size)
-                parts.append(Part(tier, keys_from_hex(each.keys), slots))
+                parts.append(PoolPart(tier, keys_from_hex(each.keys), slots))
         is_ready = self._slots.store_after(self.record_offload_ready)
         self._offloads.add(parts, is_ready, is_whole=is_current)
         return True

@@ -14,7 +14,7 @@ MOST_PAGES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PoolPart:
     """Pages of one pool; ``read`` waits for the slots that SGLang has told of."""
 
     tier: PoolTier
@@ -36,7 +36,7 @@ class _Run:
 class _Offload:
     """Pages of a node, until the last of its offers has ended. ``runs``: None until its slots are filled."""
 
-    parts: Sequence[Part]
+    parts: Sequence[PoolPart]
     is_ready: Callable[[], bool]
     is_whole: bool
     runs: list[_Run] | None = None
@@ -63,7 +63,7 @@ class Offloads:
         self._offloads: deque[_Offload] = deque()
         self._completed: deque[bool] = deque()
 
-    def add(self, parts: Sequence[Part], is_ready: Callable[[], bool], *, is_whole: bool) -> None:
+    def add(self, parts: Sequence[PoolPart], is_ready: Callable[[], bool], *, is_whole: bool) -> None:
         """Take one, which is begun once ``is_ready``; ``is_whole``: False if it is not to be stored."""
         self._offloads.append(_Offload(parts, is_ready, is_whole))
 
