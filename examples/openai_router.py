@@ -5,6 +5,7 @@
 A request goes to the prefill engine with the least to do, which answers with one token and the parameters of the
 hand-over, and with these to a decode engine. An engine that fails costs time and no request: another one is asked, and
 without any prefill engine decode computes the prompt. An engine that decode has lost in the middle of a stream ends it.
+With --at-once decode is asked together with a prefill engine that has handed over before, and waits for its blocks.
 
     GET  /health            200 while a decode engine answers
     GET  /engines           role, state and requests in flight of each engine
@@ -20,7 +21,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from fdcache.integrations.vllm.handover import ASKED_OF_PREFILL
+from fdcache.integrations.vllm.handover import ADDRESSES, ASKED_OF_PREFILL, TRANSFER_ID
 
 log = logging.getLogger("openai_router")
 
@@ -47,6 +48,8 @@ class Engine:
     is_up: bool = True
     is_draining: bool = False
     in_flight: int = 0
+    addresses: list[str] | None = None
+    """At which a prefill engine answers peers, as it has told with a hand-over."""
 
     @property
     def is_usable(self) -> bool:
@@ -65,7 +68,9 @@ class RefusedError(Exception):
 class Router:
     """Chooses engines, and tries others when one fails."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], *, at_once: bool = False) -> None:
+        self.at_once = at_once
+        self._ahead: set[asyncio.Task[object]] = set()
         urls = {"prefill": prefill, "decode": decode}
         self.engines = [Engine(url.rstrip("/"), role) for role, of_role in urls.items() for url in of_role]
         timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT)
@@ -99,23 +104,59 @@ class Router:
         if is_up != engine.is_up:
             log.warning("%s engine %s is %s", engine.role, engine.url, "up" if is_up else "down")
         engine.is_up = is_up
+        if not is_up:
+            engine.addresses = None
 
     def failed(self, engine: Engine, reason: object) -> None:
         """Ask an engine for nothing until it is healthy again."""
         log.warning("%s engine %s failed: %s", engine.role, engine.url, reason)
-        engine.is_up = False
+        engine.is_up, engine.addresses = False, None
+
+    def begin_prefill(
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> dict[str, Any] | None:
+        """Let a prompt be computed; return the parameters with which decode waits for it, None if it cannot.
+
+        Decode computes the prompt itself if prefill has not handed it over in about twice the time of that.
+        """
+        engine = self.choose("prefill", ())
+        if not self.at_once or engine is None or engine.addresses is None:
+            return None
+        name = uuid.uuid4().hex
+        task = asyncio.create_task(self._prefill_ahead(path, body, headers, {TRANSFER_ID: name}))
+        self._ahead.add(task)
+        task.add_done_callback(self._ahead.discard)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            TRANSFER_ID: name,
+            ADDRESSES: engine.addresses,
+        }
+
+    async def _prefill_ahead(self, *asked: Any) -> None:
+        with suppress(RefusedError):  # decode refuses it as well
+            await self.prefill(*asked)
 
     async def prefill(
-        self, path: str, body: dict[str, Any], headers: dict[str, str]
+        self,
+        path: str,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        named: dict[str, str] | None = None,
     ) -> dict[str, Any] | None:
         """Compute a prompt; return the parameters for decode, None if no engine has computed it.
 
+        ``named``: the name under which decode waits for it at the engine with the least to do, and no other.
         Raises ``RefusedError``.
         """
         asked = {name: value for name, value in body.items() if name not in _OF_DECODE}
         asked |= {
             "max_tokens": 1,
-            "kv_transfer_params": {**(body.get("kv_transfer_params") or {}), **ASKED_OF_PREFILL},
+            "kv_transfer_params": {
+                **(body.get("kv_transfer_params") or {}),
+                **ASKED_OF_PREFILL,
+                **(named or {}),
+            },
         }
         tried: list[Engine] = []
         while (engine := self.choose("prefill", tried)) is not None:
@@ -129,7 +170,10 @@ class Router:
                 parameters: dict[str, Any] | None = answer.json().get("kv_transfer_params")
             except (httpx.HTTPError, ValueError) as error:
                 self.failed(engine, error)
+                if named is not None:
+                    return None
             else:
+                engine.addresses = (parameters or {}).get(ADDRESSES, engine.addresses)
                 return parameters
             finally:
                 engine.in_flight -= 1
@@ -173,8 +217,9 @@ class Router:
         headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
         if (key := request.headers.get("Authorization")) is not None:
             headers["Authorization"] = key
+        parameters = self.begin_prefill(path, dict(body), headers)
         try:
-            parameters = await self.prefill(path, body, headers)
+            parameters = parameters or await self.prefill(path, body, headers)
         except RefusedError as refused:
             return Response(refused.answer.content, refused.answer.status_code, media_type="application/json")
         if parameters:
@@ -197,9 +242,9 @@ class Router:
         return StreamingResponse(pieces(), answer.status_code, kept)
 
 
-def make_app(prefill: Sequence[str], decode: Sequence[str]) -> FastAPI:
+def make_app(prefill: Sequence[str], decode: Sequence[str], *, at_once: bool = False) -> FastAPI:
     """Return the application of a router."""
-    router = Router(prefill, decode)
+    router = Router(prefill, decode, at_once=at_once)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -251,9 +296,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--decode", nargs="+", required=True, metavar="URL")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--at-once", action="store_true", help="ask decode together with prefill")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
-    uvicorn.run(make_app(options.prefill, options.decode), host=options.host, port=options.port)
+    app = make_app(options.prefill, options.decode, at_once=options.at_once)
+    uvicorn.run(app, host=options.host, port=options.port)
 
 
 if __name__ == "__main__":

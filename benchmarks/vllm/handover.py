@@ -211,7 +211,9 @@ def _without_http(options: argparse.Namespace) -> int:
         python,
         options.device,
         options.shape or ("random" if on_gpu else "tiny-random"),
-        options.connectors or [*(("fdcache-ipc",) if on_gpu else ()), "fdcache-rdma", NIXL],
+        [*(("fdcache-ipc",) if on_gpu else ()), "fdcache-rdma", NIXL]
+        if options.connectors is None
+        else options.connectors,
         options.tokens or ((1025, 8193) if on_gpu else (97, 401)),
         options.rounds,
         options.logs,
@@ -231,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-http", action="store_true", help="engines that answer orders, also on a CPU")
     parser.add_argument("--shape", choices=SHAPES, help="model of engines without HTTP")
     parser.add_argument(
-        "--connectors", nargs="+", help="of engines without HTTP: fdcache-ipc, fdcache-rdma, ..."
+        "--connectors", nargs="*", help="without HTTP: fdcache-ipc, fdcache-rdma, NixlConnector"
     )
     parser.add_argument("--tokens", type=int, nargs="+", help="whole blocks of 16 and one more, without HTTP")
     parser.add_argument("--two-ranks", action="store_true", help="then one engine of two ranks, without HTTP")

@@ -189,10 +189,12 @@ def run(
         environment = variables(folder, device) | engines.environment(device, folder)
         made = replace(SHAPES[shape], device_blocks=min(SHAPES[shape].device_blocks, _DEVICE_BLOCKS))
         processes = Processes(python, folder, logs or folder / "logs", None, environment)
-        with ExitStack() as stack:
-            started = Engines(processes, made, device, stack)
-            rows, wrong = measure_pairs(started, made, connectors, lengths, rounds)
-            report.table(f"times to the first token, {shape}", rows)
+        wrong = 0
+        if connectors:
+            with ExitStack() as stack:
+                started = Engines(processes, made, device, stack)
+                rows, wrong = measure_pairs(started, made, connectors, lengths, rounds)
+                report.table(f"times to the first token, {shape}", rows)
         if two_ranks:
             with ExitStack() as stack:
                 rows, more = measure_two_ranks(Engines(processes, made, device, stack), made, lengths[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 from uuid import uuid4
 
 import numpy as np
@@ -181,6 +182,14 @@ class OffloadManager(TierManager[OffloadRequest]):
         """Return a mask of the blocks that the host tier has."""
         with self._lock:
             return np.asarray(self._host.index.contains(keys) == READY)
+
+    def storage_has(self, keys: HashArray) -> NDArray[np.bool_]:
+        """Return a mask of the blocks that the storage may have: a service and a store tell in look-ups alone."""
+        with self._lock:
+            storage = self._tiers.storage
+            if storage is not None:
+                return np.asarray(storage.has(keys), np.bool_)
+            return np.full(len(keys), self._service is not None)
 
     def found_blocks(self, request: OffloadRequest) -> Blocks:
         """Return the host blocks that ``match`` has pinned for a request."""
@@ -397,16 +406,18 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
-    def weights_changed(self) -> int:
+    def weights_changed(self, version: str | None = None) -> int:
         """Forget every block after the engine has loaded other weights in place; return the number in this process.
 
-        What is stored from now on has a revision of its own: neither another engine nor a later process, which have
-        the weights that the layout names, finds it. Requests that have arrived find and leave nothing. The next plan
-        clears the workers' local storage; a service and a store keep their blocks for others.
+        What is stored from now on has a revision of its own: of engines and later processes with the weights that the
+        layout names, those find it that were told of the same ``version`` of them, without one none. Requests that have
+        arrived find and leave nothing. The next plan clears the workers' local storage; a service and a store keep
+        their blocks for others. Raises ``LayoutError`` for the version that is there.
         """
         with self._lock:
             named = self.layout.revision.partition("+")[0]
-            return self._change_layout(self.layout.with_revision(f"{named}+{uuid4().hex[:16]}"))
+            what = uuid4().bytes if version is None else sha256(version.encode()).digest()
+            return self._change_layout(self.layout.with_revision(f"{named}+{what[:8].hex()}"))
 
     def take_device_reset(self) -> bool:
         """Return True if an operator of the service asked since the last call to reset the device cache."""

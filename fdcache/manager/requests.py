@@ -163,12 +163,14 @@ class Request(RequestState):
 class PeerSource(msgspec.Struct, frozen=True):
     """A hand-over that decode may fetch: its name, and the address of each rank of the prefill instance.
 
-    ``attempt`` is higher for each repetition by the same or another decode process.
+    ``attempt`` is higher for each repetition by the same or another decode process. ``is_ahead``: prefill may begin to
+    compute it only now.
     """
 
     transfer: str
     addresses: tuple[str, ...]
     attempt: int = 1
+    is_ahead: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -118,7 +118,8 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
             theirs = self._keys_of_peer(request, num_tokens)
             run = PeerRun(source, keys, num_tokens, most_pages, needed, theirs)
             self._requests.track(request).peer = run
-            self._unheld[request.request_id] = request
+            if not source.is_ahead:  # of which prefill may know nothing yet
+                self._unheld[request.request_id] = request
             self._wake()
             return len(run.hashes)
 
@@ -210,7 +211,8 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
         return fetches
 
     def _seconds_to_compute(self, fetch: EngineFetch) -> float | None:
-        return self._computing(fetch.pages * self._manager.layout.block_size, fetch.run.num_tokens)
+        seconds = self._computing(fetch.pages * self._manager.layout.block_size, fetch.run.num_tokens)
+        return seconds if seconds is None or not fetch.source.is_ahead else 2 * seconds
 
     def _path_of(self, fetch: EngineFetch) -> tuple[HashArray, bytes]:
         theirs = fetch.run.peer_keys

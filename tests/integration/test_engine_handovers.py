@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +77,28 @@ def test_fetched_blocks_are_stored_below_the_device(pair: tuple[Engine, Engine])
     decode.manager.finish([theirs])
     again = Request("again", prompt_of(3, 4))
     assert decode.manager.match(again, 0, whole_prompt=True).num_tokens == 4 * BLOCK
+
+
+def test_decode_may_ask_before_prefill_knows_the_request(pair: tuple[Engine, Engine]) -> None:
+    prefill, decode = pair
+    mine, theirs = Request("p-6", prompt_of(6, 4)), Request("d-6", prompt_of(6, 4))
+    decode.handovers.fetch(theirs, PeerSource("named", (prefill.address,), is_ahead=True))
+    for _ in range(20):  # it is not told that there is no such hand-over
+        decode.step()
+        prefill.step()
+        time.sleep(0.02)
+    table = decode.allocate(decode.manager.match(theirs, 0).num_tokens)
+    assert decode.manager.load(theirs, table) == len(table)
+    for _ in range(20):
+        decode.step()
+        prefill.step()
+        time.sleep(0.02)
+    prefill.send(mine, "named")
+    decode.until(lambda: decode.outcomes, prefill)
+    assert [each.status for each in decode.outcomes] == [LoadStatus.CONFIRMED]
+    assert decode.is_right(theirs, table)
+    decode.manager.finish([theirs])
+    prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
 
 
 @pytest.mark.parametrize("ends", ["finish", "unmatch", "has it all"])

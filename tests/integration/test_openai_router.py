@@ -52,7 +52,7 @@ class StandIn:
     """An engine: what it was asked, and the status with which it answers."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.status = name, 200
+        self.name, self.status, self.slow = name, 200, 0.0
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.app = FastAPI()
@@ -73,6 +73,7 @@ class StandIn:
         body = await request.json()
         self.asked.append(body)
         self.headers.append(dict(request.headers))
+        await asyncio.sleep(self.slow)
         if self.status != 200:
             return JSONResponse({"error": self.name}, self.status)
         parameters = body.get("kv_transfer_params") or {}
@@ -97,13 +98,14 @@ class StandIn:
 class Deployment:
     """Two engines of each role, and a router."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        self.prefill, self.decode = [StandIn("p0"), StandIn("p1")], [StandIn("d0"), StandIn("d1")]
+    def __init__(self, stack: ExitStack, *, at_once: bool = False) -> None:
+        count = 1 if at_once else 2
+        self.prefill, self.decode = ([StandIn(f"{role}{n}") for n in range(count)] for role in "pd")
         self.served = {
             each.name: stack.enter_context(Served(each.app)) for each in (*self.prefill, *self.decode)
         }
         urls = [[self.served[each.name].url for each in of_role] for of_role in (self.prefill, self.decode)]
-        self.router = stack.enter_context(Served(make_app(*urls)))
+        self.router = stack.enter_context(Served(make_app(*urls, at_once=at_once)))
         self.client = stack.enter_context(httpx.Client(base_url=self.router.url, timeout=60.0))
 
     def ask(self, **fields: Any) -> httpx.Response:
@@ -123,6 +125,25 @@ def deployed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
     monkeypatch.setattr(openai_router, "_CHECK_SECONDS", 0.05)
     with ExitStack() as stack:
         yield Deployment(stack)
+
+
+def test_both_are_asked_at_once_where_prefill_has_told_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_router, "_CHECK_SECONDS", 0.05)
+    with ExitStack() as stack:
+        deployed = Deployment(stack, at_once=True)
+        prefill, decode = deployed.prefill[0], deployed.decode[0]
+        prefill.slow = 0.3
+        assert deployed.ask().json()["from"] == "p0"
+        assert decode.asked[0]["kv_transfer_params"]["remote_engine_id"] == "p0"
+        assert deployed.ask().json()["from"] is None  # it has answered before prefill
+        waits = decode.asked[1]["kv_transfer_params"]
+        assert waits["do_remote_prefill"] is True
+        assert waits["remote_addresses"] == ["a"]
+        until(lambda: len(prefill.asked) == 2, "prefill to be asked")
+        assert prefill.asked[1]["kv_transfer_params"]["transfer_id"] == waits["transfer_id"]
+        prefill.status = 500
+        assert deployed.ask().status_code == 200
+        until(lambda: deployed.state("p0")["addresses"] is None, "the router to notice a failure")
 
 
 def test_prefill_answers_with_a_token_and_decode_with_its_parameters(deployed: Deployment) -> None:

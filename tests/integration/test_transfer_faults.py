@@ -14,11 +14,10 @@ import pytest
 
 from tests.commands import fdcache
 from tests.handover_engine import DEVICE_BLOCKS, Engine
-from tests.integration.test_transfer_namespaces import BLOCKS, KEY, Elsewhere, Network, network, send
+from tests.integration.test_transfer_namespaces import BLOCKS, KEY, Elsewhere, send
+from tests.network_help import Network
 from tests.service_help import until
 from tests.transfer_help import require_nixl
-
-__all__ = ["network"]
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 

@@ -114,6 +114,18 @@ def test_a_prompt_that_prefill_has_computed_is_promised_whole() -> None:
     assert Side("prefill").arrived(told) == 0
 
 
+def test_a_router_may_name_a_hand_over_and_ask_both_at_once() -> None:
+    named = {"do_remote_prefill": True, "transfer_id": "x-1", ADDRESSES: ["ipc:///x"]}
+    assert Side("decode").arrived(named) == 3 * BLOCK + 1
+    side = Side("prefill")
+    told = side.finished(3 * BLOCK + 1, do_remote_decode=True, transfer_id="x-1")
+    assert told is not None
+    assert told["remote_request_id"] == "x-1"
+    assert side.finished(3 * BLOCK + 1, do_remote_decode=True, transfer_id="x-1") is None
+    assert [each[1] for each in side.planned()] == ["x-1"]
+    assert side.peers.request_of("x-1") == "r-1"
+
+
 @pytest.mark.parametrize(
     "params",
     [

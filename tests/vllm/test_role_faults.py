@@ -31,7 +31,9 @@ except TransferNotFoundError:
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 _ROLES = ("kv_producer", "kv_consumer")
-_FAULTS = ["stop"] * 16 + ["abort"] * 20 + ["kill"] * 4
+_FAULTS = [
+    (fault, role) for fault, times in (("stop", 8), ("abort", 10), ("kill", 2)) for role in _ROLES * times
+]
 _CLIENTS, _TOKENS = 3, 12
 
 
@@ -89,8 +91,8 @@ def test_answers_are_those_of_one_engine_whatever_becomes_of_the_others(model: P
             router = Server(command, int(command[4]), tmp_path / "router.log")
             with running(router), Clients(router, pair.alone) as clients:
                 faults = chosen.sample(_FAULTS, len(_FAULTS))
-                for fault in faults:
-                    _do(fault, pair, ports, router, chosen)
+                for fault, role in faults:
+                    _do(fault, role, pair, ports, router, chosen)
                     clients.until_more_are_right()
             assert not clients.wrong, clients.wrong[:2]
             assert clients.right > len(faults)
@@ -101,9 +103,10 @@ def test_answers_are_those_of_one_engine_whatever_becomes_of_the_others(model: P
         pair.decode.kill()
 
 
-def _do(fault: str, pair: Pair, ports: dict[str, int], router: Server, chosen: random.Random) -> None:
+def _do(
+    fault: str, role: str, pair: Pair, ports: dict[str, int], router: Server, chosen: random.Random
+) -> None:
     """Kill an engine and start another at its port, stop one for a while, or let the client of a request go."""
-    role = chosen.choice(_ROLES)
     engine = pair.prefill if role == "kv_producer" else pair.decode
     if fault == "kill":
         engine.kill()

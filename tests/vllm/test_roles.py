@@ -203,6 +203,26 @@ def test_either_may_be_killed_in_the_middle(pair: Pair) -> None:
     until(lambda: pair.is_clean, "the end of every hand-over")
 
 
+def test_decode_may_be_asked_before_prefill_has_begun(pair: Pair) -> None:
+    told = pair.parameters(prompts_of(13)[1])
+    assert told is not None
+    pair.decode.tokens(prompts_of(13)[1], kv_transfer_params=told)
+    before = pair.decode.counter("vllm:fdcache_blocks_fetched_total")
+    prompts = prompts_of(14)
+    for number, prompt in enumerate(prompts):
+        name = {"transfer_id": f"named-{number}"}
+        waits = {"do_remote_prefill": True, "remote_addresses": told["remote_addresses"], **name}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(pair.decode.tokens, prompt, kv_transfer_params=waits)
+            body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            asked = {**ASKED_OF_PREFILL, **name}
+            pair.prefill.post("/v1/completions", {**body, "kv_transfer_params": asked})
+            assert answer.result() == pair.alone.tokens(prompt)
+    fetched = sum(-(-length // BLOCK_SIZE) for length in _LENGTHS if length > BLOCK_SIZE)
+    until(lambda: pair.decode.counter("vllm:fdcache_blocks_fetched_total") - before == fetched, "blocks")
+    until(lambda: pair.is_clean, "the end of every hand-over")
+
+
 def test_the_router_of_the_examples_routes_both(pair: Pair, tmp_path: Path) -> None:
     port = free_port()
     command = [sys.executable, "-m", "examples.openai_router", "--port", str(port)]

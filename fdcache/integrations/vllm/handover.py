@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fdcache.errors import RequestStateError
 from fdcache.integrations.vllm.tables import RequestTable
 from fdcache.manager import Request
 from fdcache.manager.requests import PeerSource
@@ -29,6 +30,9 @@ ASKED_OF_PREFILL = {
 """Parameters with which a router asks a prefill engine to hand over what it computes."""
 
 _SHORTENED = "_p_side_truncated"
+TRANSFER_ID = "transfer_id"
+"""Parameter with a name that a router gives to a hand-over, so that it can ask both engines at once."""
+
 _WHOLE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
@@ -52,6 +56,8 @@ class PeerSide:
         self._identity = identity
         self._addresses: dict[int, str] = {}
         self._strange = 0
+        self._requests: dict[str, str] = {}
+        """Requests whose hand-over has a name of a router, until it is planned."""
 
     def learn_addresses(self, addresses: Mapping[int, str]) -> None:
         """Take the addresses at which ranks answer peers."""
@@ -65,6 +71,9 @@ class PeerSide:
         if self._handovers.role is TransferRole.PREFILL:
             return
         addresses, transfer = params.get(ADDRESSES), params.get("remote_request_id")
+        is_ahead = transfer is None and TRANSFER_ID in params
+        if is_ahead:
+            transfer = params[TRANSFER_ID]
         is_named = isinstance(addresses, list) and all(isinstance(each, str) for each in addresses)
         if not (is_named and addresses and isinstance(transfer, str)):
             self._strange += 1
@@ -77,7 +86,7 @@ class PeerSide:
                     self._strange,
                 )
             return
-        self._handovers.fetch(request, PeerSource(transfer, tuple(addresses)))
+        self._handovers.fetch(request, PeerSource(transfer, tuple(addresses), is_ahead=is_ahead))
 
     def shorten(self, source: Any) -> None:
         """Leave the last token of a prompt that is to be handed over to decode, where no layer can go back by one.
@@ -113,9 +122,15 @@ class PeerSide:
             is_whole &= source.num_computed_tokens == num_tokens and bool(params.get(_SHORTENED))
         if not is_whole or num_tokens <= self._handovers.least_tokens:
             return None
-        name = source.request_id
-        if not self._handovers.send(request, name, num_tokens, table.path_ids(num_tokens)):
+        name = params.get(TRANSFER_ID)
+        name = name if isinstance(name, str) and name else source.request_id
+        try:
+            if not self._handovers.send(request, name, num_tokens, table.path_ids(num_tokens)):
+                return None
+        except RequestStateError as error:  # a router that gives two hand-overs one name
+            logger.warning("request %s is not handed over: %s", source.request_id, error)
             return None
+        self._requests[name] = source.request_id
         own, addresses = self._identity, [self._addresses[rank] for rank in sorted(self._addresses)]
         host, port = _host_and_port(addresses[0])
         return {
@@ -123,7 +138,7 @@ class PeerSide:
             "do_remote_decode": False,
             "remote_block_ids": table.by_group(num_tokens),
             "remote_engine_id": own.engine_id,
-            "remote_request_id": source.request_id,
+            "remote_request_id": name,
             "remote_host": host,
             "remote_port": port,
             "remote_num_tokens": num_tokens,
@@ -133,6 +148,10 @@ class PeerSide:
             "transfer_mode": "pull",
             ADDRESSES: addresses,
         }
+
+    def request_of(self, transfer: str) -> str:
+        """Return the id of the request whose hand-over is planned."""
+        return self._requests.pop(transfer, transfer)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -309,8 +309,8 @@ class SchedulerSide:
         self._has_loads, self._unordered = False, None
 
     def _send_handover(self, task: PeerTask) -> None:
-        if task.swap.purpose is SwapPurpose.SEND:
-            self._made.sends[task.plan_id] = task.transfer
+        if task.swap.purpose is SwapPurpose.SEND and self.peers is not None:
+            self._made.sends[task.plan_id] = self.peers.request_of(task.transfer)
         elif waiting := self.manager.loads_of(task.plan_id):
             self._made.loads[task.plan_id] = {name: last for (name, _), last in waiting.items()}
 
