@@ -122,6 +122,25 @@ def _killed(model: Path, options: dict[str, Any], prompts: Prompts) -> tuple[lis
     return [Answer(*answer) for answer in told["answers"]], "".join(lines)
 
 
+async def paused(engine: Any, prompt: list[int], mode: str, num_tokens: int) -> list[int]:
+    """Return the answer of an engine that is paused after its first token, flushed if it can be, and goes on."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    manager = engine.tokenizer_manager
+    parameters = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    chunks = await engine.async_generate(input_ids=prompt, sampling_params=parameters, stream=True)
+    tokens, is_paused = [], False
+    async for chunk in chunks:
+        tokens = list(chunk["output_ids"])
+        if not is_paused:
+            is_paused = True
+            await manager.pause_generation(PauseGenerationReqInput(mode=mode))
+            assert (await manager.flush_cache()).success == (mode == "retract")
+            await manager.continue_generation(ContinueGenerationReqInput())
+    assert is_paused
+    return tokens
+
+
 def metrics() -> dict[str, float]:
     """Return the metrics of fdcache that SGLang's ``/metrics`` has, added up, as its server collects them."""
     from prometheus_client import CollectorRegistry, multiprocess

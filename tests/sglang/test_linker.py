@@ -111,6 +111,15 @@ def test_requests_of_one_batch_are_loaded_together(
     assert [answer["output_ids"] for answer in answers] == [computed[0].tokens, computed[1].tokens]
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_changes_no_answer(engine: Any, prompts: list[list[int]], mode: str) -> None:
+    expected = ask(engine, prompts[1], 96)
+    asked_until(engine, prompts[1], from_host)
+    flush(engine)
+    answer = engine.loop.run_until_complete(passages.paused(engine, prompts[1], mode, 96))
+    assert answer == expected.tokens
+
+
 def test_a_killed_service_is_computed_without_and_found_again(
     engine: Any, service: ServiceProcess, prompts: list[list[int]], computed: list[Answer]
 ) -> None:
