@@ -110,6 +110,20 @@ class PageColumns:
         return min(max(-(-(beyond - part) // (self._page // group.block_size)), 0), pages)
 
 
+_DENSE = 3
+"""Binary digits of a distance in pages that a spaced position may have."""
+
+
+def is_spaced(pages: int, prompt_pages: int) -> bool:
+    """Return True for a position that is kept whatever comes after it: its distance is a round number.
+
+    The distance is that from the beginning of the prompt, or behind it from its end. The first eight are round, then
+    every second up to 16, every fourth up to 32, and so on: four for each doubling.
+    """
+    distance = pages if pages <= prompt_pages else pages - prompt_pages
+    return distance % (1 << max(distance.bit_length() - _DENSE, 0)) == 0
+
+
 def page_of(groups: Sequence[CacheGroup]) -> int:
     """Return the tokens of the smallest page of these groups."""
     return lcm(*(group.block_size for group in groups))

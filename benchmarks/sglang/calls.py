@@ -96,7 +96,8 @@ def main() -> None:
 
 def turn(tier: PoolTier, stores: Any) -> list[Any]:
     """Do what SGLang asks for at each step."""
-    tier.turn(stores)
+    if not tier.take_reports():
+        tier.turn(stores)
     return tier.take_ends()
 
 

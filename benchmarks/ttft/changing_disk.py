@@ -39,7 +39,9 @@ class Machine:
     def __init__(self, layout: KVLayout) -> None:
         self.now = 0.0
         self._layout = layout
-        self._choices = LoadChoices(LoadOrRecompute.AUTO, layout, lambda: self.now, lambda: 0, NO_PRIORS)
+        self._choices = LoadChoices(
+            LoadOrRecompute.AUTO, layout, lambda: self.now, lambda: 0, NO_PRIORS, stages=layout.num_layers
+        )
         self._waits = Waits(self._choices, lambda: self.now, None)
         self._group = GroupSize(lambda: self.now)
         self._hasher = _core.BlockManager(_core.Tier(1), layout.block_size, layout.fingerprint, 0)

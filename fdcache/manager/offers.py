@@ -9,13 +9,15 @@ import numpy as np
 
 from fdcache._core import DeviceContents, DevicePath, HostIndex
 from fdcache.errors import PlanError
-from fdcache.groups import state_keys
+from fdcache.groups import is_spaced, state_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
+from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.loads import Tracked, device_ids_of
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.metadata import Int32Array
 from fdcache.plans.ledger import ROOT
+from fdcache.settings.cache import StatePositions
 from fdcache.tiers.host import HostService, HostTier
 from fdcache.tiers.pool import READY
 from fdcache.tiers.statistics import Counters
@@ -86,6 +88,56 @@ class OfferEnds:
         return ends
 
 
+class StateOffers:
+    """Chooses the positions of each request whose states are stored, of those that its engine offers.
+
+    States at a position that is not chosen by itself wait: they are stored if the request ends before the engine offers
+    others, or gives their device blocks away.
+    """
+
+    def __init__(self, layout: KVLayout, positions: StatePositions, contents: DeviceContents) -> None:
+        self._page = layout.block_size
+        self._positions = positions
+        self._contents = contents
+        self._waiting: dict[str, tuple[DevicePath, Int32Array]] = {}
+
+    def offer(self, request: OffloadRequest, pages: int, path: DevicePath, ids: Int32Array) -> None:
+        """Offer the states at the end of a path, or let them wait."""
+        self._waiting.pop(request.request_id, None)
+        if self._is_kept(request, pages):
+            self._contents.offered(path, len(path) - len(ids), 0)
+        else:
+            self._waiting[request.request_id] = path, ids
+
+    def _is_kept(self, request: OffloadRequest, pages: int) -> bool:
+        if self._positions is StatePositions.ALL or isinstance(request, KeyedRequest):
+            return True
+        prompt = request.num_prompt_tokens
+        last = prompt // self._page
+        if pages in (last, (prompt - 1) // self._page):  # the whole prompt, and what its repetition can use
+            return True
+        return self._positions is StatePositions.SPACED and is_spaced(pages, last)
+
+    def ended(self, request: OffloadRequest) -> None:
+        """Offer the last states of a request that ends."""
+        if (found := self._waiting.pop(request.request_id, None)) is not None:
+            path, ids = found
+            self._contents.offered(path, len(path) - len(ids), 0)
+
+    def given_away(self, ids: Int32Array) -> None:
+        """Forget waiting states in these device blocks."""
+        if self._waiting:
+            gone = set(ids.tolist())
+            for name in [
+                each for each, (_, mine) in self._waiting.items() if not gone.isdisjoint(mine.tolist())
+            ]:
+                del self._waiting[name]
+
+    def forget(self, request: OffloadRequest) -> None:
+        """Forget what waits of a request."""
+        self._waiting.pop(request.request_id, None)
+
+
 class Offers:
     """Takes what requests have on the device to ``contents``, from which the write policy chooses what is copied."""
 
@@ -96,7 +148,9 @@ class Offers:
         contents: DeviceContents,
         host: HostTier,
         counters: Counters,
+        positions: StatePositions,
     ) -> None:
+        self.states = StateOffers(layout, positions, contents)
         self._layout = layout
         self._block_size, self._records = layout.block_size, layout.page_records
         self._has_gaps, self._num_states = layout.has_gaps, layout.num_states
@@ -135,7 +189,14 @@ class Offers:
         path = self._states_below(tracked, num_tokens, ids, above)
         if path is not None:
             tracked.count_lookup(self._counters, self._layout)
-            self._contents.offered(path, len(path) - len(ids), 0)
+            self.states.offer(tracked.request, num_tokens // self._block_size, path, ids)
+
+    def end(self, request: OffloadRequest) -> None:
+        """Offer the last states of a request that ends, if they may be stored."""
+        tracked = self._requests.get(request)
+        if tracked is not None and self._requests.may_offer(tracked):
+            self.states.ended(request)
+        self.states.forget(request)
 
     def _extended(
         self, tracked: Tracked, num_tokens: int, device_ids: Int32Array

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 from uuid import uuid4
 
 import numpy as np
@@ -103,7 +104,14 @@ class OffloadManager(TierManager[OffloadRequest]):
             streams=bool(loads_ahead),
         )
         self._loads = self._requests.native_loads
-        self._offers = Offers(self.layout, self._requests, self._contents, self._host, self._counters)
+        self._offers = Offers(
+            self.layout,
+            self._requests,
+            self._contents,
+            self._host,
+            self._counters,
+            self.settings.state_positions,
+        )
         return self._loads
 
     def attach_hooks(self, hooks: OffloadHooks) -> OffloadParts:
@@ -174,6 +182,14 @@ class OffloadManager(TierManager[OffloadRequest]):
         """Return a mask of the blocks that the host tier has."""
         with self._lock:
             return np.asarray(self._host.index.contains(keys) == READY)
+
+    def storage_has(self, keys: HashArray) -> NDArray[np.bool_]:
+        """Return a mask of the blocks that the storage may have: a service and a store tell in look-ups alone."""
+        with self._lock:
+            storage = self._tiers.storage
+            if storage is not None:
+                return np.asarray(storage.has(keys), np.bool_)
+            return np.full(len(keys), self._service is not None)
 
     def found_blocks(self, request: OffloadRequest) -> Blocks:
         """Return the host blocks that ``match`` has pinned for a request."""
@@ -281,10 +297,11 @@ class OffloadManager(TierManager[OffloadRequest]):
     ) -> None:
         """Offer the states after the first ``num_tokens`` tokens, one device block for each of ``state_groups``.
 
-        Call it once these tokens are offered. ``above``: the device block of the last record of their pages, without
-        which the states are stored only if the host tier has that record already. States in the middle of a page, and
-        those of a layout without states, are of no use. Raises ``PlanError`` for ids of no device block, or another
-        number of them.
+        Call it once these tokens are offered, as often as you like: those at the end of the prompt and at growing
+        distances are stored, and the last ones when the request ends (``settings.state_positions``). ``above``: the
+        device block of the last record of their pages, without which the states are stored only if the host tier has
+        that record already. States in the middle of a page, and those of a layout without states, are of no use.
+        Raises ``PlanError`` for ids of no device block, or another number of them.
         """
         num_tokens, ids = count_of("num_tokens", num_tokens), device_ids_of(device_ids)
         with self._lock:
@@ -304,6 +321,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         """Forget what was offered in these device blocks: it has gone, or is not wanted below."""
         ids = device_ids_of(device_ids)
         with self._lock:
+            self._offers.states.given_away(ids)
             self._contents.forget(ids)
 
     def next_evicted(self, device_ids: Int32Array) -> None:
@@ -318,9 +336,11 @@ class OffloadManager(TierManager[OffloadRequest]):
     def _release(self, requests: list[OffloadRequest]) -> None:
         """Forget requests; ``begin``, ``match`` and ``offer`` begin one anew, and it has to be finished again."""
         for request in requests:
+            self._offers.end(request)
             self._requests.finish(request)
 
     def _give_away(self, ids: Int32Array) -> None:
+        self._offers.states.given_away(ids)
         if self._copies.give_away(ids, self._contents, self._plans.open, self._plans.ledger):
             self._has_planned = True
 
@@ -386,16 +406,18 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
-    def weights_changed(self) -> int:
+    def weights_changed(self, version: str | None = None) -> int:
         """Forget every block after the engine has loaded other weights in place; return the number in this process.
 
-        What is stored from now on has a revision of its own: neither another engine nor a later process, which have
-        the weights that the layout names, finds it. Requests that have arrived find and leave nothing. The next plan
-        clears the workers' local storage; a service and a store keep their blocks for others.
+        What is stored from now on has a revision of its own: of engines and later processes with the weights that the
+        layout names, those find it that were told of the same ``version`` of them, without one none. Requests that have
+        arrived find and leave nothing. The next plan clears the workers' local storage; a service and a store keep
+        their blocks for others. Raises ``LayoutError`` for the version that is there.
         """
         with self._lock:
             named = self.layout.revision.partition("+")[0]
-            return self._change_layout(self.layout.with_revision(f"{named}+{uuid4().hex[:16]}"))
+            what = uuid4().bytes if version is None else sha256(version.encode()).digest()
+            return self._change_layout(self.layout.with_revision(f"{named}+{what[:8].hex()}"))
 
     def take_device_reset(self) -> bool:
         """Return True if an operator of the service asked since the last call to reset the device cache."""

@@ -46,7 +46,7 @@ _NEXT = 64
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldRequest:
     """What a request holds: its block table, a row for each page and a column for each record and state.
 
     ``on_device``, ``found``: pages that its match found on the device, and in all. ``committed``: pages that can be
@@ -163,7 +163,7 @@ class EngineCache:
         self._records, self._states = layout.page_records, layout.num_states
         self._columns = PageColumns(layout.groups, layout.block_size)
         self._blocks = DeviceBlocks(device_blocks)
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldRequest] = {}
         self._plans: dict[int, int] = {}
         self._waiting: list[Waiting] = []
 
@@ -192,7 +192,7 @@ class EngineCache:
         if pages > on_device:
             table[on_device:] = NO_BLOCK
         self._blocks.use(_given(table))
-        self._held[request.request_id] = Held(request, table, on_device, pages, committed=on_device)
+        self._held[request.request_id] = HeldRequest(request, table, on_device, pages, committed=on_device)
         return MatchResult(
             request.request_id,
             MatchStatus.MATCHED,
@@ -230,7 +230,7 @@ class EngineCache:
         held.table = np.concatenate((held.table, rows.reshape(more, len(self._columns))))
         return Allocation(request.request_id, block_ids=taken)
 
-    def _load(self, request: Request, held: Held) -> bool:
+    def _load(self, request: Request, held: HeldRequest) -> bool:
         pages = held.table[held.on_device :]
         of_pages, states = pages[:, : self._records].reshape(-1), pages[-1, self._records :]
         held.is_loaded = held.loading = self.manager.load(request, np.concatenate((of_pages, states))) > 0
@@ -248,7 +248,7 @@ class EngineCache:
             if not held.loading:
                 self._commit(held)
 
-    def _commit(self, held: Held) -> None:
+    def _commit(self, held: HeldRequest) -> None:
         request = held.request
         self.manager.prepare([request])
         hashes = request.block_hashes

@@ -68,6 +68,17 @@ class EvictionPolicy(StrEnum):
     LEARNED = "learned"
 
 
+class StatePositions(StrEnum):
+    """Positions of a request whose states are stored, of those that the engine offers.
+
+    ``spaced``: the ends of its prompt and of its reply, and between them at growing distances.
+    """
+
+    SPACED = "spaced"
+    ALL = "all"
+    ENDS = "ends"
+
+
 class LoadOrRecompute(StrEnum):
     """Which cached blocks are loaded: all, or those that would take longer to compute."""
 
@@ -154,6 +165,9 @@ class CacheSettings(Group):
         EvictionPolicy.LEARNED,
         "Order in which blocks are evicted from a full tier: by last use, or by what is learned of their reuse.",
         used_in=(Component.MANAGER, Component.SERVE),
+    )
+    state_positions: StatePositions = constant(
+        StatePositions.SPACED, "Positions whose states are stored, for models that keep states."
     )
     load_or_recompute: LoadOrRecompute = variable(
         "FDCACHE_LOAD_OR_RECOMPUTE",

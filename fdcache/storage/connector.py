@@ -270,7 +270,7 @@ class ServesHostRecords(Protocol):
     """A connector that lets others read host records where they are."""
 
     def withdraw(self, hashes: HashArray | None) -> None:
-        """Let nobody read these blocks any more, None for all: the host tier was told to forget them. Never blocks."""
+        """Serve these blocks to nobody any more, None for all: the host tier was told to forget them. Never blocks."""
 
 
 @runtime_checkable

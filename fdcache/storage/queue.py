@@ -239,7 +239,7 @@ class StorageQueue:
         self._erase(lambda: storage.erase(slots))
 
     def withdraw(self, hashes: HashArray | None) -> None:
-        """Let nobody else read these host records, None for all, once the writes queued so far are done."""
+        """Serve these host records to nobody else, None for all, once the writes queued so far are done."""
         storage = self.storage
         if isinstance(storage, ServesHostRecords):
             self._erase(lambda: storage.withdraw(hashes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fdcache.replay.config import ReplayConfig, VerifyBytes
+from fdcache.replay.config import ReplayConfig, Shape, VerifyBytes
 from fdcache.replay.devices import DeviceName
 from fdcache.replay.engine import replay
 from fdcache.replay.workloads import WorkloadName, generate
@@ -28,5 +28,17 @@ def test_no_reused_block_is_corrupt(name: str, method: str, policy: WritePolicy)
         device=DeviceName.CUDA,
     )
     report = replay(generate(WorkloadName.CHAT, 30, seed=1), config)
+    assert report.tally.verified_blocks > 0 and report.tally.h2d.bytes > 0
+    assert report.tally.corrupt_blocks == 0
+
+
+@pytest.mark.parametrize(("groups", "blocks"), [("all/16,last:256/32", 700), ("state,state,all", 240)])
+def test_no_reused_block_of_several_groups_of_layers_is_corrupt(groups: str, blocks: int) -> None:
+    layout = Shape(groups=groups).build(block_size=64, ranks=1)
+    cache = CacheSettings(device_blocks=blocks, host_memory=16 << 20, write_policy=WritePolicy.WRITE_THROUGH)
+    report = replay(
+        generate(WorkloadName.CHAT, 30, seed=1),
+        ReplayConfig(layout=layout, cache=cache, verify=VerifyBytes.ALL, device=DeviceName.CUDA),
+    )
     assert report.tally.verified_blocks > 0 and report.tally.h2d.bytes > 0
     assert report.tally.corrupt_blocks == 0

@@ -70,6 +70,16 @@ def test_every_metric_and_label_is_one_that_a_service_has(query: str, labels: di
         assert {each.strip() for each in grouped.split(",")} <= its
 
 
+@pytest.mark.parametrize("query", QUERIES)
+def test_every_query_is_promql(query: str) -> None:
+    promql_parser = pytest.importorskip(
+        "promql_parser", reason="queries are not parsed: pip install promql-parser"
+    )
+    promql_parser.parse(query.replace("$__rate_interval", "1m"))
+    with pytest.raises(ValueError, match=r"."):
+        promql_parser.parse(f"sum by ({query}")
+
+
 @pytest.mark.parametrize("panel", BOARD["panels"], ids=lambda panel: panel["title"])
 def test_legends_name_labels_that_the_query_keeps(panel: dict[str, Any]) -> None:
     for target in panel["targets"]:

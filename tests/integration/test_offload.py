@@ -362,6 +362,18 @@ def test_blocks_of_weights_loaded_in_place_are_of_this_process(tmp_path: Path) -
     engine.close()
 
 
+def test_engines_that_are_told_of_the_same_weights_in_place_have_the_same_revision() -> None:
+    revisions = []
+    for version in ("step 10", "step 10", "step 11", None, None):
+        engine = OffloadEngine(layout=STORED)
+        engine.manager.weights_changed(version)
+        revisions.append(engine.manager.layout.revision)
+        engine.close()
+    assert revisions[0] == revisions[1]
+    assert len(set(revisions)) == 4
+    assert all(each.startswith(f"{STORED.revision}+") for each in revisions)
+
+
 def test_evicted_blocks_reach_storage_with_write_back(tmp_path: Path) -> None:
     engine = OffloadEngine(layout=STORED, folder=tmp_path, policy=WritePolicy.WRITE_BACK)
     request = engine.stored("first", prompt(1, 2), [0, 1])

@@ -119,6 +119,10 @@ def test_each_panel_shows_the_traffic_of_engines_that_die_and_of_a_service_that_
         light.picture("page-dark.png")
         light.page.set_viewport_size({"width": 390, "height": 844})
         light.wait_for("document.documentElement.scrollWidth <= innerWidth")
+        for panel in ("storage", "clients", "settings"):
+            assert light.page.evaluate(
+                f"(found => found.scrollWidth <= found.clientWidth)(document.getElementById('{panel}'))"
+            ), f"{panel} is cut off on a narrow screen"
         light.picture("page-narrow.png")
 
         running[0].kill()

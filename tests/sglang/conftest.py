@@ -63,5 +63,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
 @pytest.fixture(scope="module")
 def engine(model: Path, computed: list[Answer], service: ServiceProcess) -> Iterator[Any]:
     """An engine with FdcacheStorage at the service, shared by the tests of a module."""
-    with running_engine(model, **storage_options(FDCACHE_SERVER=service.address)) as running:
+    options = storage_options(FDCACHE_SERVER=service.address)
+    with running_engine(model, enable_metrics=True, **options) as running:
         yield running

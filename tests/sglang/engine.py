@@ -89,6 +89,7 @@ def running_engine(model: Path, **options: Any) -> Iterator[Any]:
     leave_out_models("llama", "deepseek_v2", "commandr")
     from sglang.srt.entrypoints.engine import Engine
 
+    _forget_metrics()
     engine = Engine(
         **{
             "model_path": str(model),
@@ -117,6 +118,15 @@ def running_engine(model: Path, **options: Any) -> Iterator[Any]:
         yield engine
     finally:
         engine.shutdown()
+
+
+def _forget_metrics() -> None:
+    """Let an engine of this process register its metrics anew: SGLang expects to be the only one."""
+    from prometheus_client import REGISTRY
+
+    for collector, names in list(REGISTRY._collector_to_names.items()):
+        if any(name.startswith("sglang:") for name in names):
+            REGISTRY.unregister(collector)
 
 
 def ask(engine: Any, prompt: Sequence[int], num_tokens: int = 4, **options: Any) -> Answer:

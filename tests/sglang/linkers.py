@@ -26,7 +26,7 @@ class WrongLinker(FdcacheLinker):
     def start_layer_wise_loading(self) -> int:
         """Begin the loads, and spoil what they bring."""
         index = super().start_layer_wise_loading()
-        for counter, _ in self.layer_done_counter.batches[index].layers if index >= 0 else ():
+        for counter, _ in self.layer_done_counter.batches[index].counters if index >= 0 else ():
             counter.wait_all()
         for slots in self._planned:
             for plane in self._kv.pages.planes:

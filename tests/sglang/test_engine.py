@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.service_help import ServiceProcess, until
+from tests.sglang import passages
 from tests.sglang.engine import PAGE, Answer, ask, asked_until, flush, storage_options
-
-WHOLE = 24 * PAGE
-"""Tokens of a prompt's whole pages."""
+from tests.sglang.passages import WHOLE
 
 
 def from_storage(answer: Answer) -> bool:
@@ -25,22 +17,30 @@ def from_storage(answer: Answer) -> bool:
 
 
 def test_pages_come_back_after_a_flush(engine: Any, prompts: list[list[int]], computed: list[Answer]) -> None:
-    assert ask(engine, prompts[0]).equals(computed[0])
-    answer = asked_until(engine, prompts[0], from_storage)
-    assert answer.equals(computed[0])
+    passages.pages_come_back(engine, prompts, computed, from_storage)
 
 
 def test_answers_are_those_of_the_engine_without_it_over_evicting_rounds(
     engine: Any, prompts: list[list[int]], computed: list[Answer]
 ) -> None:
-    chosen = random.Random(1)
-    cached = 0
-    for _ in range(4):
-        for number in chosen.sample(range(len(prompts)), len(prompts)):
-            answer = ask(engine, prompts[number])
-            cached += answer.cached.get("storage", 0)
-            assert answer.equals(computed[number])
-    assert cached > WHOLE
+    passages.rounds_evict(engine, prompts, computed, "storage")
+
+
+def test_a_prompt_is_explained_by_its_tokens(
+    engine: Any, service: ServiceProcess, prompts: list[list[int]]
+) -> None:
+    passages.prompts_are_explained(engine, service, prompts[2], from_storage)
+
+
+def test_the_report_of_cached_tokens_and_the_metrics_of_sglang_name_it(
+    engine: Any, prompts: list[list[int]]
+) -> None:
+    asked_until(engine, prompts[2], from_storage)
+    (result,) = engine.generate(input_ids=[prompts[2]], sampling_params={"max_new_tokens": 1})
+    assert result["meta_info"]["cached_tokens_details"]["storage_backend"] == "FdcacheStorage"
+    until(
+        lambda: ask(engine, prompts[2]) and passages.metrics().get("blocks_loaded", 0) >= 24, "they are told"
+    )
 
 
 def test_a_longer_prompt_finds_the_pages_of_a_shorter_one(engine: Any, prompts: list[list[int]]) -> None:
@@ -95,10 +95,7 @@ def test_corrupt_pages_are_computed(
 ) -> None:
     asked_until(engine, prompts[0], from_storage)
     service.ask("reset", tier="storage")
-    extents = list(service.directory.glob("*-r0-*"))
-    assert extents
-    for path in extents:
-        flip(path)
+    passages.flip_all(service)
     flush(engine)
     answer = ask(engine, prompts[0])
     assert answer.equals(computed[0])
@@ -106,26 +103,10 @@ def test_corrupt_pages_are_computed(
     assert asked_until(engine, prompts[0], from_storage).equals(computed[0])
 
 
-def flip(path: Path) -> None:
-    """Change a byte of every KiB of the records of an extent; their headers are behind them."""
-    size = path.stat().st_size * 3 // 4
-    with path.open("r+b", buffering=0) as file:
-        for at in range(512, size, 1024):
-            (byte,) = os.pread(file.fileno(), 1, at)
-            if byte:
-                os.pwrite(file.fileno(), bytes([byte ^ 0x55]), at)
-
-
 def test_a_killed_service_is_computed_without_and_found_again(
     engine: Any, service: ServiceProcess, prompts: list[list[int]], computed: list[Answer]
 ) -> None:
-    asked_until(engine, prompts[3], from_storage)
-    service.kill()
-    for number in (3, 4, 5):
-        flush(engine)
-        assert ask(engine, prompts[number]).equals(computed[number])
-    service.start()
-    assert asked_until(engine, prompts[3], from_storage).equals(computed[3])
+    passages.a_killed_service_is_found_again(engine, service, prompts, computed, from_storage)
 
 
 def test_another_engine_finds_the_pages_and_may_be_killed(
@@ -133,37 +114,12 @@ def test_another_engine_finds_the_pages_and_may_be_killed(
 ) -> None:
     asked_until(engine, prompts[6], from_storage)
     options = storage_options(FDCACHE_SERVER=service.address)
-    told, output = killed(model, options, [prompts[6], prompts[7]])
-    assert told[0].equals(computed[6]) and told[1].equals(computed[7]), output
-    assert [from_storage(answer) for answer in told] == [True, False], output
-    until(lambda: len(service.ask("clients")) == 1, "its slots are taken back")
-    until(lambda: service.ask("integrity") == [], "nothing of it is left behind")
-    for number in (6, 7):
-        flush(engine)
-        assert ask(engine, prompts[number]).equals(computed[number])
-
-
-def killed(model: Path, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[Answer], str]:
-    """Return the answers of an engine that is killed right after them."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.sglang.victim",
-        str(model),
-        json.dumps(options),
-        json.dumps(prompts),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith('{"pids"'):
-                break
-        else:
-            raise AssertionError("".join(lines))
-        told = json.loads(lines[-1])
-        for pid in (process.pid, *told["pids"]):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    return [Answer(*answer) for answer in told["answers"]], "".join(lines)
+    passages.another_engine_may_be_killed(
+        engine,
+        service,
+        model,
+        options,
+        prompts,
+        computed,
+        lambda told: list(map(from_storage, told)) == [True, False],
+    )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fdcache.service.client.control import Prefix
 from tests.service_help import ServiceProcess, until
+from tests.sglang import passages
 from tests.sglang.engine import PAGE, Answer, ask, asked_until, flush, linker_options, running_engine
-from tests.sglang.test_engine import WHOLE, aborted, flip, killed
+from tests.sglang.passages import WHOLE
+from tests.sglang.test_engine import aborted
 
 
 def from_host(answer: Answer) -> bool:
@@ -24,26 +24,19 @@ def from_host(answer: Answer) -> bool:
 @pytest.fixture(scope="module")
 def engine(model: Path, computed: list[Answer], service: ServiceProcess) -> Iterator[Any]:
     """An engine with FdcacheLinker at the service, shared by the tests of this module."""
-    with running_engine(model, **linker_options(FDCACHE_SERVER=service.address)) as running:
+    options = linker_options(FDCACHE_SERVER=service.address)
+    with running_engine(model, enable_metrics=True, **options) as running:
         yield running
 
 
 def test_pages_come_back_after_a_flush(engine: Any, prompts: list[list[int]], computed: list[Answer]) -> None:
-    assert ask(engine, prompts[0]).equals(computed[0])
-    assert asked_until(engine, prompts[0], from_host).equals(computed[0])
+    passages.pages_come_back(engine, prompts, computed, from_host)
 
 
 def test_answers_are_those_of_the_engine_without_it_over_evicting_rounds(
     engine: Any, prompts: list[list[int]], computed: list[Answer]
 ) -> None:
-    chosen = random.Random(1)
-    cached = 0
-    for _ in range(4):
-        for number in chosen.sample(range(len(prompts)), len(prompts)):
-            answer = ask(engine, prompts[number])
-            cached += answer.cached.get("host", 0)
-            assert answer.equals(computed[number])
-    assert cached > WHOLE
+    passages.rounds_evict(engine, prompts, computed, "host")
 
 
 def test_a_tail_behind_device_pages_is_found_and_later_all_of_the_prompt(
@@ -63,13 +56,16 @@ def test_a_tail_behind_device_pages_is_found_and_later_all_of_the_prompt(
 def test_a_prompt_is_explained_by_its_tokens(
     engine: Any, service: ServiceProcess, prompts: list[list[int]]
 ) -> None:
+    passages.prompts_are_explained(engine, service, prompts[2], from_host)
+
+
+def test_the_metrics_of_sglang_have_its_figures(engine: Any, prompts: list[list[int]]) -> None:
     asked_until(engine, prompts[2], from_host)
-    arguments = Prefix(tokens=prompts[2]).arguments(service.ask)
-    explained = service.ask("explain", **arguments)
-    assert [each["tier"] for each in explained["blocks"]] == ["host"] * 24
-    ask(engine, prompts[2], cache_salt="tenant 3")
-    salted = Prefix(tokens=prompts[2], tenant="tenant 3").arguments(service.ask)
-    until(lambda: service.ask("explain", **salted)["broken_at"] is None, "they are stored")
+    until(
+        lambda: ask(engine, prompts[2]) and passages.metrics().get("blocks_loaded", 0) >= 24, "they are told"
+    )
+    told = passages.metrics()
+    assert told["blocks_backed_up"] >= 24 and told["bytes_loaded"] > 0 and told["host_blocks_ready"] >= 24
 
 
 def test_a_prompt_that_was_stored_in_parts_is_found_as_one(engine: Any, prompts: list[list[int]]) -> None:
@@ -115,16 +111,19 @@ def test_requests_of_one_batch_are_loaded_together(
     assert [answer["output_ids"] for answer in answers] == [computed[0].tokens, computed[1].tokens]
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_changes_no_answer(engine: Any, prompts: list[list[int]], mode: str) -> None:
+    expected = ask(engine, prompts[1], 96)
+    asked_until(engine, prompts[1], from_host)
+    flush(engine)
+    answer = engine.loop.run_until_complete(passages.paused(engine, prompts[1], mode, 96))
+    assert answer == expected.tokens
+
+
 def test_a_killed_service_is_computed_without_and_found_again(
     engine: Any, service: ServiceProcess, prompts: list[list[int]], computed: list[Answer]
 ) -> None:
-    asked_until(engine, prompts[3], from_host)
-    service.kill()
-    for number in (3, 4, 5):
-        flush(engine)
-        assert ask(engine, prompts[number]).equals(computed[number])
-    service.start()
-    assert asked_until(engine, prompts[3], from_host).equals(computed[3])
+    passages.a_killed_service_is_found_again(engine, service, prompts, computed, from_host)
 
 
 def test_corrupt_pages_that_were_recovered_are_refused_and_computed(
@@ -132,10 +131,7 @@ def test_corrupt_pages_that_were_recovered_are_refused_and_computed(
 ) -> None:
     asked_until(engine, prompts[0], from_host)
     service.kill()
-    extents = list(service.directory.glob("*-r0-*"))
-    assert extents
-    for path in extents:
-        flip(path)
+    passages.flip_all(service)
     service.start()
     service.ask("reset", tier="storage")
     for _ in range(3):  # the engine has to find the service again
@@ -150,11 +146,7 @@ def test_another_engine_finds_the_pages_and_may_be_killed(
 ) -> None:
     for number in (6, 7):
         asked_until(engine, prompts[number], from_host)
-    told, output = killed(model, linker_options(FDCACHE_SERVER=service.address), [prompts[6], prompts[7]])
-    assert told[0].equals(computed[6]) and told[1].equals(computed[7]), output
-    assert all(map(from_host, told)), output
-    until(lambda: len(service.ask("clients")) == 1, "its slots are taken back")
-    until(lambda: service.ask("integrity") == [], "nothing of it is left behind")
-    for number in (6, 7):
-        flush(engine)
-        assert ask(engine, prompts[number]).equals(computed[number])
+    options = linker_options(FDCACHE_SERVER=service.address)
+    passages.another_engine_may_be_killed(
+        engine, service, model, options, prompts, computed, lambda told: all(map(from_host, told))
+    )

@@ -12,16 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 from fdcache.errors import ConfigurationError, UnsupportedLayoutError
 from fdcache.hashing import sglang_keys
 from fdcache.integrations.sglang import config as sglang_config
 from fdcache.integrations.sglang import linker as module
+from fdcache.integrations.sglang import offloads, weights
 from fdcache.integrations.sglang.linker import FdcacheLinker
 from tests.service_help import until
 from tests.sglang.test_storage import keys as hex_keys
@@ -149,6 +152,22 @@ def test_ends_come_in_the_order_of_the_offloads() -> None:
         assert made.lookup("a", transfer(keys)) == list(range(1, 13))
 
 
+def test_an_offload_of_many_pages_is_begun_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloads, "MOST_PAGES", 5)
+    keys = hex_keys(12)
+    with linker(mha()) as made:
+        assert made.offload(transfer(keys[:1], [1]))
+        assert made.offload(transfer(keys[1:], list(range(2, 13))))
+        assert made.num_completed_offloads() == 0
+        queued = made._kv.manager.get_stats()
+        assert queued.queued_backups + queued.plans_in_flight and made._kv._in_flight == 1
+        until(lambda: made.num_completed_offloads() == 2, "all end")
+        assert [made.pop_completed_offload() for _ in range(2)] == [True] * 2
+        assert made._kv.stats.counters.blocks_backed_up == 12
+        assert made.lookup("a", transfer(keys)) == list(range(1, 13))
+        assert made._kv.manager.get_stats().host.unjoined == 1  # type: ignore[union-attr]
+
+
 def test_a_load_that_was_not_promised_is_refused_and_one_can_be_withdrawn() -> None:
     keys = hex_keys(4)
     with linker(mha()) as made:
@@ -205,6 +224,37 @@ def test_a_reset_ends_what_is_in_flight_and_forgets_nothing_that_is_stored() -> 
         assert made.num_completed_offloads() == 0
         assert made.start_layer_wise_loading() == -1
         assert made.lookup("b", transfer(keys[:4])) == [1, 2, 3, 4]
+
+
+def test_pages_of_weights_that_are_replaced_are_neither_found_nor_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the first write of other weights to the flush nothing is; then only what comes under the new ones."""
+    monkeypatch.setattr(runtime_context, "get_serving", lambda: SimpleNamespace(weight_version="second"))
+    monkeypatch.setattr(weights, "_weights", weights._Weights())
+    keys = hex_keys(4)
+    with linker(mha()) as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        assert made.lookup("a", transfer(keys)) == [1, 2, 3, 4]
+        with pytest.raises(AttributeError):  # SGLang's own method runs, and fails: it has nothing to write to
+            WeightUpdater.update_weights_from_tensor(None, [])
+        assert made.lookup("b", transfer(keys)) == []
+        assert not made.load("a", transfer(keys, [5, 6, 7, 8]))
+        assert not stored(made, keys, [1, 2, 3, 4])
+        made.reset()
+        assert made.lookup("c", transfer(keys)) == []
+        first = made._kv.manager.layout.revision
+        assert stored(made, keys, [1, 2, 3, 4])
+        assert made.lookup("d", transfer(keys)) == [1, 2, 3, 4]
+        assert loaded(made, "d", keys, [5, 6, 7, 8])
+    with linker(mha()) as other:  # made after the update, and told of the same weights
+        assert not stored(other, keys, [1, 2, 3, 4])
+        other.reset()
+        assert other._kv.manager.layout.revision == first
+        with pytest.raises(AttributeError):
+            WeightUpdater.update_weights_from_ipc(None, None)
+        other.reset()
+        assert other._kv.manager.layout.revision != first, "a name that comes again tells nothing"
 
 
 def test_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,12 +63,12 @@ def hybrid(**options: Any) -> Any:
 
 
 @contextmanager
-def linker(params: Any, component: Any) -> Iterator[FdcacheLinker]:
+def linker(params: Any, component: Any, **settings: str) -> Iterator[FdcacheLinker]:
     made = FdcacheLinker(
         arguments(),
         params,
         components={ComponentType.FULL, component},
-        extra_config={"FDCACHE_HOST_MEMORY": "8MiB"},
+        extra_config={"FDCACHE_HOST_MEMORY": "8MiB", **settings},
     )
     try:
         yield made
@@ -162,7 +163,8 @@ def test_side_states_are_refused_by_name() -> None:
         pass
 
 
-def test_a_prompt_is_found_where_its_window_is_whole() -> None:
+def windows() -> Any:
+    """Return the parameters of a model with windows of two pages in two of four layers."""
     pool = SWAKVPool(
         size=TOKENS,
         size_swa=TOKENS,
@@ -177,6 +179,12 @@ def test_a_prompt_is_found_where_its_window_is_whole() -> None:
     )
     params = parameters(pool)
     params.sliding_window_size = 2 * PAGE - 1
+    return params
+
+
+def test_a_prompt_is_found_where_its_window_is_whole() -> None:
+    params = windows()
+    pool = params.token_to_kv_pool_allocator.get_kvcache()
     buffers = [*pool.swa_kv_pool.k_buffer, *pool.swa_kv_pool.v_buffer]
     before = filled(buffers)
     keys = hex_keys(8)
@@ -200,3 +208,71 @@ def test_a_prompt_is_found_where_its_window_is_whole() -> None:
         )
     for buffer, was in zip(buffers, before, strict=True):
         assert torch.equal(buffer[30 * PAGE : 32 * PAGE], was[20 * PAGE : 22 * PAGE])
+
+
+def found_in_storage(made: FdcacheLinker, ask: list[PoolTransfer], lengths: list[int]) -> str:
+    """Ask as new requests until these lengths are found; return the last one's name."""
+    names = (f"again {number}" for number in range(10_000))
+    last = ""
+
+    def is_found() -> bool:
+        nonlocal last
+        last = next(names)
+        made.num_completed_offloads()
+        return made.lookup(last, ask) == lengths
+
+    until(is_found, "what is in storage is read")
+    return last
+
+
+def test_states_come_back_from_storage(tmp_path: Path) -> None:
+    keys, params = hex_keys(40), hybrid()
+    state = params.token_to_kv_pool_allocator.get_kvcache().mamba_pool.mamba_cache.temporal
+    (before,) = filled([state])
+    ask = [part(PoolName.KV, [*keys, "ef" * 32]), part(PoolName.MAMBA, ["ef" * 32])]
+    disk = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path), "FDCACHE_STORAGE_SIZE": "16MiB"}
+    with linker(params, ComponentType.MAMBA, **disk) as made:
+        for number in (3, 25):  # the last one is far before the end of the prompt
+            states = part(PoolName.MAMBA, keys[number - 1 : number], torch.tensor([number // 4]))
+            assert stored(made, part(PoolName.KV, keys[:number], indices([*range(1, 1 + number)])), states)
+        assert stored(made, part(PoolName.KV, keys[25:], indices([*range(26, 41)])))
+        settle_storage(made)
+    with linker(params, ComponentType.MAMBA, **disk) as made:
+        state.zero_()
+        assert made.lookup("first", ask) == []
+        name = found_in_storage(made, ask, [3, 25])
+        kv = part(PoolName.KV, keys[:25], indices([*range(1, 26)]))
+        assert loaded(made, name, kv, part(PoolName.MAMBA, keys[24:25], torch.tensor([11])))
+    assert torch.equal(state[:, 11], before[:, 6])
+
+
+def test_windows_come_back_from_storage(tmp_path: Path) -> None:
+    keys, params = hex_keys(8), windows()
+    buffers = params.token_to_kv_pool_allocator.get_kvcache().swa_kv_pool.k_buffer
+    before = filled(buffers)
+    ask = [part(PoolName.KV, keys), part(PoolName.SWA, keys[-2:])]
+    disk = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path), "FDCACHE_STORAGE_SIZE": "16MiB"}
+    with linker(params, ComponentType.SWA, **disk) as made:
+        window = part(PoolName.SWA, keys[3:5], indices([20, 21]))
+        assert stored(made, part(PoolName.KV, keys[:5], indices([1, 2, 3, 4, 5])), window)
+        settle_storage(made)
+    with linker(params, ComponentType.SWA, **disk) as made:
+        for buffer in buffers:
+            buffer.zero_()
+        assert made.lookup("first", ask) == []
+        name = found_in_storage(made, ask, [5])
+        kv = part(PoolName.KV, keys[:5], indices([11, 12, 13, 14, 15]))
+        assert loaded(made, name, kv, part(PoolName.SWA, keys[3:5], indices([30, 31])))
+    for buffer, was in zip(buffers, before, strict=True):
+        assert torch.equal(buffer[30 * PAGE : 32 * PAGE], was[20 * PAGE : 22 * PAGE])
+
+
+def settle_storage(made: FdcacheLinker) -> None:
+    """Wait until all that was stored is in the files, too."""
+
+    def is_written() -> bool:
+        made.num_completed_offloads()
+        stats = [tier.manager.get_stats() for tier in made._tiers.values()]
+        return all(each.counters.blocks_stored >= each.host.ready for each in stats if each.host is not None)
+
+    until(is_written, "pages are written to storage")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.service_help import ServiceProcess
 from tests.sglang.engine import PAGE, Answer, ask, asked_until, flush, linker_options, running_engine
-from tests.sglang.test_engine import WHOLE, flip
+from tests.sglang.passages import WHOLE, flip_all
 from tests.sglang.test_linker import from_host
 
 
@@ -37,8 +37,7 @@ def test_flipped_bytes_are_refused_where_all_is_verified(
     with running_engine(model, **options) as engine:
         asked_until(engine, prompts[0], from_host)
         service.ask("reset", tier="storage")
-        for path in service.directory.glob("*-r0-*"):
-            flip(path)
+        flip_all(service)
         flush(engine)
         answer = ask(engine, prompts[0])
         assert answer.equals(computed[0])

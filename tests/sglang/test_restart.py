@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.engine import PAGE, Answer, ask, asked_until, running_engine, storage_options
+from tests.sglang.passages import WHOLE
 from tests.sglang.storages import RECORD
-from tests.sglang.test_engine import WHOLE, from_storage
+from tests.sglang.test_engine import from_storage
 
 
 def test_a_restart_finds_in_storage_what_an_own_tier_has_stored(

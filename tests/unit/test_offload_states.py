@@ -11,6 +11,7 @@ from fdcache.errors import PlanError
 from fdcache.groups import CacheGroup, Reach
 from fdcache.manager import LoadStatus, MatchStatus, Request
 from fdcache.metadata import CacheLevel
+from fdcache.settings.cache import EvictionPolicy, StatePositions
 from tests.offload_engine import BLOCK, OffloadEngine, ids, prompt
 from tests.swaps import uniform_layout
 
@@ -157,3 +158,94 @@ def test_ends_of_matches_are_counted_by_what_their_layers_need(engine: OffloadEn
     counters = engine.manager.get_stats().counters
     assert (counters.matches_ended_by_state, counters.matches_ended_by_all) == (1, 1)
     assert (counters.matches_ended_by_last, counters.matches_ended_by_chunk) == (0, 0)
+
+
+# --- positions --------------------------------------------------------------------------------------------
+
+
+def kept(
+    positions: StatePositions, prompt_pages: int, pages: int, *, more: int = 1, gone: int = 0
+) -> list[int]:
+    """Generate behind a prompt, and offer the states of each page; return the pages whose states are in the host.
+
+    ``more``: tokens of the prompt behind its pages. ``gone``: the last pages whose states' device blocks are given away
+    before the request ends.
+    """
+    engine = OffloadEngine(
+        layout=ALONE, device_blocks=2 * pages, host_blocks=2 * pages, state_positions=positions
+    )
+    tokens = prompt(*range(1, pages + 1))
+    request = Request("first", tokens[: prompt_pages * BLOCK + more])
+    engine.manager.begin([request])
+    request.append_tokens(tokens[prompt_pages * BLOCK + more :])
+    engine.manager.prepare([request])
+    for number in range(1, pages + 1):
+        (key,) = engine.state_keys(request, number)
+        engine.fill(number, key.tobytes())
+        engine.manager.offer_states(request, number * BLOCK, ids(number))
+        engine.settle()
+    if gone:
+        engine.manager.evicted(ids(*range(pages - gone + 1, pages + 1)))
+        engine.settle()
+    engine.manager.finish([request])
+    engine.settle()
+    there = [
+        number
+        for number in range(1, pages + 1)
+        if engine.manager.host_has(engine.state_keys(request, number)).all()
+    ]
+    engine.close()
+    return there
+
+
+def test_states_are_stored_at_the_ends_of_prompt_and_reply_and_at_growing_distances() -> None:
+    between = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24]
+    assert kept(StatePositions.SPACED, 26, 27) == [*between, 26, 27]
+    behind = [9 + each for each in between]
+    assert kept(StatePositions.SPACED, 9, 9 + 27) == [*between[:8], 9, *behind, 9 + 27]
+    assert kept(StatePositions.ENDS, 9, 30) == [9, 30]
+    assert kept(StatePositions.ENDS, 9, 30, more=0) == [8, 9, 30], "its repetition computes the last token"
+    assert kept(StatePositions.ALL, 9, 30) == list(range(1, 31))
+
+
+def test_last_states_whose_device_blocks_are_given_away_are_not_stored() -> None:
+    assert kept(StatePositions.ENDS, 9, 30, gone=1) == [9]
+
+
+@pytest.mark.parametrize("eviction", list(EvictionPolicy))
+def test_a_full_tier_drops_a_state_without_its_pages_and_pages_without_a_state(
+    eviction: EvictionPolicy,
+) -> None:
+    engine = OffloadEngine(layout=LAYOUT, host_blocks=14, device_blocks=32, eviction=eviction)
+    stored(engine, "first", prompt(1, 2, 3, 4), [0, 1, 2, 3], {2: [4, 5], 4: [6, 7]})
+    request = Request("again", prompt(1, 2, 3, 4, 5))
+    seen = set()
+    for number in range(10, 40):
+        assert found(engine, request) in (0, 2, 4)
+        engine.manager.unmatch([request])
+        engine.now += 1.0
+        stored(engine, f"{number}", prompt(number), [8], {1: [9, 10]})
+        pages = engine.manager.host_has(request.block_hashes[:4]).tolist()
+        states = [bool(engine.manager.host_has(engine.state_keys(request, at)).all()) for at in (2, 4)]
+        seen.add((pages == [True] * 4 and states[1], states[0]))
+        engine.manager.check_integrity()
+    assert (True, False) in seen, "no state was dropped while all pages stayed"
+    engine.manager.finish([request])
+    engine.close()
+
+
+@pytest.mark.parametrize("eviction", list(EvictionPolicy))
+def test_a_full_tier_drops_the_pages_below_a_state_and_keeps_it(eviction: EvictionPolicy) -> None:
+    engine = OffloadEngine(layout=LAYOUT, host_blocks=14, device_blocks=32, eviction=eviction)
+    stored(engine, "first", prompt(1, 2, 3, 4), [0, 1, 2, 3], {2: [4, 5]})
+    request = Request("again", prompt(1, 2, 3, 4, 5))
+    for number in range(10, 40):
+        assert found(engine, request) == 2
+        engine.manager.unmatch([request])
+        engine.now += 1.0
+        stored(engine, f"{number}", prompt(number), [8], {1: [9, 10]})
+        engine.manager.check_integrity()
+    assert engine.manager.host_has(request.block_hashes[:4]).tolist() == [True, True, False, False]
+    assert engine.manager.host_has(engine.state_keys(request, 2)).all()
+    engine.manager.finish([request])
+    engine.close()

@@ -142,6 +142,11 @@ class PageClient:
         self._step()
         return forgotten
 
+    def weights_changed(self, version: str | None) -> None:
+        """Find and store pages of other weights from now on; those of former ones are forgotten, but for a service."""
+        self._manager.weights_changed(version)
+        self._step()
+
     def close(self) -> None:
         """End the copies in flight, free the host memory, and leave the service. Idempotent."""
         if self._closing:

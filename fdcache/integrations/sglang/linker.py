@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from fdcache._core import keys_from_hex
-from fdcache.controller.layers import LayerDoneCounter
-from fdcache.errors import ConfigurationError, FdcacheError
+from fdcache.errors import ConfigurationError
 from fdcache.integrations.sglang.config import (
     LINKER,
     LINKER_METHODS,
@@ -27,8 +26,12 @@ from fdcache.integrations.sglang.config import (
     settings_of_pool,
 )
 from fdcache.integrations.sglang.device_pools import DevicePages, Keys, device_pages
+from fdcache.integrations.sglang.layer_waits import LayersOfBatch, LayerWaits
+from fdcache.integrations.sglang.metrics import metrics_of
+from fdcache.integrations.sglang.offloads import Offloads, PoolPart
 from fdcache.integrations.sglang.pool_tier import PoolTier
 from fdcache.integrations.sglang.slots import SlotReader
+from fdcache.integrations.sglang.weights import KnownWeights
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest
 from fdcache.metadata import HashArray, Int32Array
@@ -46,6 +49,9 @@ _LOOK_AGAIN = 0.005
 
 _MOST_ENDS = 4
 """Most lengths that a look-up of a model with windows or states promises, the longest ones."""
+
+_MOST_READ = 8
+"""Most lengths for which windows and states are read from storage by one look-up, the longest ones."""
 
 _SERVICE_WAIT = 5.0
 
@@ -79,58 +85,10 @@ class _Queued:
 
 @dataclass(slots=True)
 class _Batch:
-    """Loads that began together, with their layers."""
+    """Loads that began together."""
 
     parts: list[tuple[PoolTier, KeyedRequest]]
-    layers: list[tuple[LayerDoneCounter, Mapping[int, int]]]
     asked: list[_Asked]
-    is_whole: bool
-
-
-@dataclass(slots=True)
-class _Offload:
-    """Pages of a node that SGLang wants stored, until the last of its offers has ended."""
-
-    parts: list[tuple[PoolTier, HashArray, Callable[[], Int32Array]]]
-    is_ready: Callable[[], bool]
-    slots: list[tuple[PoolTier, Int32Array]] = field(default_factory=list)
-    waits_for: set[tuple[str, int]] = field(default_factory=set)
-    is_whole: bool = True
-
-
-class LayerWaits:
-    """What the forward pass waits for: the layers of the batch that was chosen last."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
-        self.consumer_index = -1
-        self.batches: dict[int, _Batch] = {}
-        self._stream: Any = None
-
-    def set_consumer(self, index: int) -> None:
-        """Choose a batch by its index; -1 for none."""
-        self.consumer_index = index
-
-    def wait_until(self, layer: int) -> None:
-        """Wait for a layer of the chosen batch: the device's current stream does, or on a CPU the calling thread."""
-        batch = self.batches.get(self.consumer_index)
-        if batch is None:
-            return
-        for counter, layers in batch.layers:
-            local = layers.get(layer)
-            if local is None:
-                continue
-            try:
-                counter.wait_for_layer(local, stream=self._current_stream())
-            except FdcacheError as error:  # the load has failed, which is told when it is finished
-                logger.warning("layer %d: %s", layer, error)
-                batch.is_whole = False
-
-    def _current_stream(self) -> Any:
-        """Return the current stream, as the same object as long as it is the same: layers share what they wait for."""
-        if torch.cuda.is_initialized() and (stream := torch.cuda.current_stream()) != self._stream:
-            self._stream = stream
-        return self._stream
 
 
 class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -161,6 +119,7 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         require_version(UnifiedCacheLinker, LINKER_METHODS, LINKER.name)
         self.forward_stream = forward_stream
         self._server_args = server_args
+        self._weights = KnownWeights(server_args)
         pages = device_pages(params, components)
         self._rank = _rank_of(server_args, pages, extra_config or {})
         self._settings = load_settings(self._rank, int(params.page_size), LINKER)
@@ -182,9 +141,10 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         }
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self._queued: dict[str, _Queued] = {}
-        self._offloads: deque[_Offload] = deque()
-        self._completed: deque[bool] = deque()
+        self._batches: dict[int, _Batch] = {}
+        self._offloads = Offloads(self._tiers)
         self._next_batch = 0
+        self._metrics = metrics_of(server_args, self._rank.model_name, self._rank.tp_rank, self._tiers)
         self._timeout = self._settings.cache.plan_timeout
 
     def _tier_of(self, pages: DevicePages, share: float) -> PoolTier:
@@ -210,6 +170,8 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Return the lengths of the run, in pages, that can be loaded: they are pinned for the request."""
+        if not self._weights.are_loaded:
+            return []
         names = next(each.keys for each in transfers if each.name == _KV)
         now = time.monotonic()
         asked = self._asked.get(rid)
@@ -249,15 +211,29 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 asked.pages, asked.lengths = found, list(range(1, found + 1))
             return
         self._end_others(asked)
+        if is_first or found != asked.pages:
+            self._read_others(asked.keys, found)
         asked.pages = found
-        lengths = self._whole_lengths(asked.keys[:found])[-_MOST_ENDS:]
+        lengths = self._whole_lengths(asked.keys[:found], PoolTier.has)[-_MOST_ENDS:]
         asked.lengths = [length for length in lengths if self._pin_others(asked, length)]
 
-    def _whole_lengths(self, keys: HashArray) -> list[int]:
-        """Return the lengths at which every pool has what it needs."""
+    def _read_others(self, keys: HashArray, found: int) -> None:
+        """Read from storage what other pools need for the longest lengths, also for pages that are read now."""
+        there = self._kv.may_have(keys[found:])
+        reach = found + (len(there) if there.all() else int(there.argmin()))
+        for length in self._whole_lengths(keys[:reach], PoolTier.may_have)[-_MOST_READ:]:
+            for tier in self._others:
+                needed = keys[max(length - self._pages_of(tier), 0) : length]
+                if not tier.has(needed).all():
+                    tier.read(needed)
+
+    def _whole_lengths(
+        self, keys: HashArray, has: Callable[[PoolTier, HashArray], NDArray[np.bool_]]
+    ) -> list[int]:
+        """Return the lengths at which every pool has what it needs, as ``has`` tells."""
         whole = np.ones(len(keys), np.bool_)
         for tier in self._others:
-            there = tier.has(keys)
+            there = has(tier, keys)
             if tier.pages.keys is Keys.LAST:
                 gaps = np.cumsum(~there)
                 before = np.concatenate((np.zeros(tier.pages.pages_of_window, gaps.dtype), gaps))[: len(gaps)]
@@ -311,6 +287,9 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         asked = self._asked.pop(rid, None)
         if asked is None:
             return False
+        if not self._weights.are_loaded:
+            self._end(asked)
+            return False
         kv = next(each for each in transfers if each.name == _KV)
         pages = len(kv.keys)
         if (pages not in asked.lengths[-1:] and pages not in asked.lengths) or kv.keys[0] != asked.first:
@@ -336,102 +315,83 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not self._queued:
             return -1
         queued, self._queued = list(self._queued.values()), {}
-        batch = _Batch([], [], [each.asked for each in queued], is_whole=True)
+        batch, layers = _Batch([], [each.asked for each in queued]), LayersOfBatch([])
         for each in queued:
             for tier, request, slots in each.parts:
-                batch.is_whole &= tier.plan_load(request, slots())
+                layers.is_whole &= tier.plan_load(request, slots())
                 batch.parts.append((tier, request))
         now, stores = self._slots.current_stream(), self._slots.store_stream
         for name, tier in self._tiers.items():
-            counters = tier.submit(now, stores)
-            batch.layers += [(counter, self._layers[name]) for counter in counters]
+            layers.counters += [(counter, self._layers[name]) for counter in tier.submit(now, stores)]
         index, self._next_batch = self._next_batch, self._next_batch + 1
-        self.layer_done_counter.batches[index] = batch
+        self._batches[index], self.layer_done_counter.batches[index] = batch, layers
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Wait until no load of a batch writes to the device; True if all have landed."""
-        batch = self.layer_done_counter.batches.pop(counter_index, None)
+        batch = self._batches.pop(counter_index, None)
         if batch is None:
             return True
+        layers = self.layer_done_counter.batches.pop(counter_index)
         deadline = time.monotonic() + self._timeout
         landed = [tier.outcome(request, deadline) for tier, request in batch.parts]
         for asked in batch.asked:
             self._end(asked)
-        return batch.is_whole and all(landed)
+        return layers.is_whole and all(landed)
 
     # --- offloads -------------------------------------------------------------------------------------------
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Take the pages of a node to be stored, behind the work that fills them."""
         parts = []
-        for each in transfers:
+        is_current = self._weights.are_loaded
+        for each in transfers if is_current else ():
             tier = self._tiers[str(each.name)]
             if tier.stores and each.keys:
                 slots = self._slots.begin(each.device_indices, tier.pages.page_size)
-                parts.append((tier, keys_from_hex(each.keys), slots))
-        self._offloads.append(_Offload(parts, self._slots.store_after(self.record_offload_ready)))
+                parts.append(PoolPart(tier, keys_from_hex(each.keys), slots))
+        is_ready = self._slots.store_after(self.record_offload_ready)
+        self._offloads.add(parts, is_ready, is_whole=is_current)
         return True
 
     def num_completed_offloads(self) -> int:
         """Go on with copies, and return how many offloads have ended."""
-        for offload in self._offloads:
-            if not offload.waits_for and not offload.slots:
-                if not offload.is_ready():
-                    break
-                self._begin(offload)
-        for name, tier in self._tiers.items():
+        reported = [tier.take_reports() for tier in self._tiers.values()]
+        if not any(reported):  # one or the other, so that no call takes long
+            self._offloads.begin()
+        for tier in self._tiers.values():
             tier.turn(self._slots.store_stream)
-            for end in tier.take_ends():
-                self._ended(name, end.number, is_whole=end.is_whole)
-        while self._offloads and self._offloads[0].slots and not self._offloads[0].waits_for:
-            self._complete(self._offloads.popleft())
-        return len(self._completed)
-
-    def _begin(self, offload: _Offload) -> None:
-        for tier, keys, read in offload.parts:
-            slots = read()
-            offload.waits_for.add((tier.pages.name, tier.offer(keys, slots)))
-            offload.slots.append((tier, slots))
-        if not offload.parts:
-            offload.slots.append((self._kv, np.empty(0, np.int32)))
-
-    def _ended(self, name: str, number: int, *, is_whole: bool) -> None:
-        for offload in self._offloads:
-            if (name, number) in offload.waits_for:
-                offload.waits_for.remove((name, number))
-                offload.is_whole &= is_whole
-                return
-
-    def _complete(self, offload: _Offload) -> None:
-        for tier, slots in offload.slots:
-            tier.manager.forget(slots)
-        self._completed.append(offload.is_whole)
+        if self._metrics is not None:
+            self._metrics.tell()
+        return self._offloads.take_ends()
 
     def pop_completed_offload(self) -> bool:
         """Return True if the oldest offload that has ended is stored whole."""
-        return self._completed.popleft()
+        return self._offloads.pop()
 
     # --- state ----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """End what is in flight; what is stored stays."""
+        """End what is in flight; what is stored stays, but that of former weights is not found any more."""
         for rid in list(self._asked):
             self._forget(rid)
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
-        for index in list(self.layer_done_counter.batches):
+        for index in list(self._batches):
             self.finish_layer_wise_loading(index)
-        for offload in self._offloads:
-            for tier, slots in offload.slots:
-                tier.manager.forget(slots)
+        self._offloads.forget()
         for name, tier in self._tiers.items():
             if not tier.drain(2 * self._timeout):
                 logger.error("FdcacheLinker: copies of the pool %s have not ended", name)
-            tier.take_ends()
         self._offloads.clear()
-        self._completed.clear()
         self.layer_done_counter.consumer_index = -1
+        self._weights.flushed()
+        self._weights.renew(self._take_weights)
+
+    def _take_weights(self, version: str | None) -> None:
+        logger.info("FdcacheLinker: the weights were replaced; pages of the former ones are not found")
+        for tier in self._tiers.values():
+            tier.manager.weights_changed(version)
 
     def close(self) -> None:
         """End what is in flight, free the host memory and leave the service. Idempotent."""

@@ -85,6 +85,16 @@ class PoolTier:
         """Return a mask of the pages that the host tier has."""
         return self.manager.host_has(keys)
 
+    def may_have(self, keys: HashArray) -> NDArray[np.bool_]:
+        """Return a mask of the pages that host tier or storage may have."""
+        return self.manager.host_has(keys) | self.manager.storage_has(keys)
+
+    def read(self, keys: HashArray) -> None:
+        """Have what is stored of a run read, for look-ups to come."""
+        request = self.look(keys)
+        self.found(request)
+        self.end([request])
+
     def end(self, requests: Iterable[KeyedRequest]) -> None:
         """Unpin, and forget these requests; what is read for them is read to its end."""
         requests = list(requests)
@@ -150,10 +160,10 @@ class PoolTier:
 
     # --- offers ---------------------------------------------------------------------------------------------
 
-    def offer(self, keys: HashArray, slots: Int32Array) -> int:
-        """Offer pages in these slots; return the number of the offer."""
+    def offer(self, keys: HashArray, slots: Int32Array, above: bytes | None = None) -> int:
+        """Offer pages in these slots, below the page ``above`` if that is known; return the number of the offer."""
         name = f"{self.pages.name} offer {next(self._names)}"
-        request = KeyedRequest(name, keys, self.layout.block_size, parent=None)
+        request = KeyedRequest(name, keys, self.layout.block_size, parent=above)
         number = self.manager.offer(request, request.num_tokens, slots, tells_end=True)
         self.manager.finish([request])
         return number
@@ -164,11 +174,18 @@ class PoolTier:
 
     # --- turns ----------------------------------------------------------------------------------------------
 
+    def take_reports(self) -> bool:
+        """Take the reports of copies that have ended; return True if there were some."""
+        reports = self.controller.poll() if self._in_flight else []
+        if reports:
+            self._take(reports)
+        return bool(reports)
+
     def turn(self, stores_after: Any) -> None:
-        """Take the reports of copies that have ended, and submit what is to be copied, read or written next."""
-        if self._in_flight:
-            self._take(self.controller.poll())
+        """Submit what is to be copied, read or written next."""
         is_due = time.monotonic() - self._looked_at >= _LOOK_AGAIN
+        if is_due and self._in_flight:
+            self._take([])  # plans may be overdue
         if is_due or self.manager.has_queued_copies:
             self.submit(stores_after, stores_after)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_server_args
@@ -24,7 +25,9 @@ from fdcache.integrations.sglang.config import (
     require_pools,
     require_version,
 )
+from fdcache.integrations.sglang.metrics import Metrics, metrics_of
 from fdcache.integrations.sglang.pages import HostPages
+from fdcache.integrations.sglang.weights import KnownWeights
 from fdcache.metadata import HashArray
 
 logger = logging.getLogger(__name__)
@@ -56,9 +59,12 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._config = storage_config
         self._server_args = get_server_args()
         require_options(storage_config, self._server_args)
+        self._weights = KnownWeights(self._server_args)
+        self._weights.watch_flushes(HiCacheController)
         self._clients: dict[str, PageClient] = {}
         self._pages: dict[str, HostPages] = {}
         self._moved = _Moved()
+        self._metrics: Metrics | None = None
         self._has_warned = False
 
     # --- pools ----------------------------------------------------------------------------------------------
@@ -86,6 +92,9 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
         except BaseException:
             self.close()
             raise
+        self._metrics = metrics_of(
+            self._server_args, str(self._config.model_name), self._config.tp_rank, self._clients
+        )
         self._wait_for_service()
 
     def _wait_for_service(self) -> None:
@@ -100,7 +109,7 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return how many leading pages are there."""
-        return self._clients[_KV].lookup(_hashes(keys)) if keys else 0
+        return self._clients[_KV].lookup(_hashes(keys)) if keys and self._has_weights() else 0
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
@@ -139,6 +148,8 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _load(self, pool: str, keys: Sequence[str] | None, host_indices: Any) -> list[bool]:
         if not keys:
             return []
+        if not self._has_weights():
+            return [False] * len(keys)
         began = time.perf_counter()
         loaded = self._clients[pool].load(_hashes(keys), self._pages[pool].slots_of(host_indices))
         self._moved.loaded(loaded, self._bytes_of(pool, loaded), time.perf_counter() - began)
@@ -147,6 +158,8 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _store(self, pool: str, keys: Sequence[str] | None, host_indices: Any, extra_info: Any) -> list[bool]:
         if not keys:
             return []
+        if not self._has_weights():
+            return [False] * len(keys)
         above = getattr(extra_info, "prefix_keys", None)
         if above is None:
             if not self._has_warned:
@@ -159,13 +172,24 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._moved.stored(stored, self._bytes_of(pool, stored), time.perf_counter() - began)
         return [page < stored for page in range(len(keys))]
 
+    def _has_weights(self) -> bool:
+        """Return False while SGLang's pools may have pages of former weights, which nobody may find."""
+        return self._weights.are_loaded or self._weights.renew(self._take_weights)
+
+    def _take_weights(self, version: str | None) -> None:
+        logger.info("FdcacheStorage: the weights were replaced; pages of the former ones are not found")
+        for client in self._clients.values():
+            client.weights_changed(version)
+
     def _bytes_of(self, pool: str, pages: int) -> int:
         return pages * self._clients[pool].layout.payload_bytes
 
     # --- state ----------------------------------------------------------------------------------------------
 
     def get_stats(self) -> Any:
-        """Return what was moved since the last call, for SGLang's metrics."""
+        """Return what was moved since the last call, for SGLang's metrics, and tell our own."""
+        if self._metrics is not None:
+            self._metrics.tell()
         return self._moved.take()
 
     def clear(self) -> None:

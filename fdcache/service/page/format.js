@@ -50,7 +50,11 @@ const format = {
 function table(caption, titles, rows, empty) {
   if (!rows.length) return el("p", { class: "empty" }, empty);
   const head = el("tr", {}, ...titles.map((title) => el("th", { scope: "col" }, title)));
-  const body = rows.map((row) => el("tr", {}, ...row.map((cell) => (cell instanceof Node && cell.nodeName === "TD" ? cell : el("td", {}, cell)))));
+  const body = rows.map((row) => el("tr", {}, ...row.map((cell, column) => {
+    const made = cell instanceof Node && cell.nodeName === "TD" ? cell : el("td", {}, cell);
+    made.dataset.title = titles[column];
+    return made;
+  })));
   return el("table", {}, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, ...body));
 }
 

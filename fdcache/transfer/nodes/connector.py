@@ -81,7 +81,7 @@ class NodesConnector:
         """Do nothing: others read what was put."""
 
     def unregister(self, records: RecordTable) -> None:
-        """Let nobody read these records any more."""
+        """Serve these records to nobody any more."""
         if self._own is not None:
             self._own.unregister(records)
 
@@ -205,7 +205,7 @@ class NodesConnector:
     # --- writes ---------------------------------------------------------------------------------------------
 
     def put(self, batch: RecordBatch, timeout: float, cancel: CancelFlag | None = None) -> BatchResult:
-        """Let other nodes read these records as long as the host tier has them."""
+        """Serve these records to other nodes as long as the host tier has them."""
         read = _BatchRead(batch, self._check)
         if self._is_refused(read.outcomes, cancel):
             return self._counted(read, writing=True)

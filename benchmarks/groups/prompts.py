@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Report, Row, run
+from benchmarks.harness import Report, Row
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
@@ -296,7 +295,3 @@ def measure(options: argparse.Namespace, report: Report) -> bool:
 
     table = report.table("Prompts from the host", rows())
     return not any(row["wrong prompts"] for row in table)
-
-
-if __name__ == "__main__":
-    sys.exit(run("groups", (sys.modules[__name__],)))
