@@ -272,8 +272,9 @@ class TransferEndpoint:
             self._planes, self._settings, self._sharing, self._groups, self._tally, self._links.incoming
         )
         self._shares = PlaceShares(self._connector, self._planes.layout, self._settings.ring)
+        joins = self._planes.gpu is None  # a GPU checks one part while it reads the next
         self._publishers = [
-            Publisher(self._connector, self._shares, side, self._sends.slots_of, pieces)
+            Publisher(self._connector, self._shares, side, self._sends.slots_of, pieces, joins=joins)
             for side, pieces in zip(self._sends.side.sides, self._sharing.readers, strict=True)
         ]
         self._fetches = PeerFetches(

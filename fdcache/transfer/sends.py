@@ -140,7 +140,11 @@ class Publisher:
         side: PrefillSide,
         slots_of: Callable[[int], Int32Array],
         pieces: Pieces | None,
+        *,
+        joins: bool,
     ) -> None:
+        """``joins``: groups of layers that are computed by now go as one part, where nothing is gained by several."""
+        self._joins = joins
         self._connector, self._shares = connector, shares
         self._side, self._slots_of, self._pieces = side, slots_of, pieces
         self._wanted: deque[PublishPart] = deque()
@@ -148,7 +152,20 @@ class Publisher:
 
     def publish(self, wanted: PublishPart) -> None:
         """Publish a part as soon as there is room."""
-        self._wanted.append(wanted)
+        if self._joins and self._wanted and (joined := self._joined(self._wanted[-1], wanted)) is not None:
+            self._wanted[-1] = joined
+        else:
+            self._wanted.append(wanted)
+
+    def _joined(self, before: PublishPart, wanted: PublishPart) -> PublishPart | None:
+        """Return two parts as one if the second has the planes after the first, of the same blocks."""
+        first, second = before.part, wanted.part
+        joined = before._replace(part=first._replace(last_plane=second.last_plane))
+        follows = second == second._replace(first=first.first, last=first.last, first_plane=first.last_plane)
+        if not follows or before != wanted._replace(part=first):
+            return None
+        fits = self._connector.most_blocks(first.first_plane, second.last_plane) >= first.last - first.first
+        return joined if fits else None
 
     def publish_next(self) -> bool:
         """Announce what is packed, or publish the leading blocks of the next part for which there is room.

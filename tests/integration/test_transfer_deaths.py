@@ -14,7 +14,7 @@ from fdcache.manager.results import LoadStatus
 from fdcache.transfer import links
 from fdcache.transfer.connector import LocalPlanes
 from tests.service_help import until
-from tests.transfer_help import LAYOUT, prompt_of
+from tests.transfer_help import prompt_of
 from tests.transfer_peer import GATE, GatedConnector
 from tests.transfer_wire import Parcel
 from tests.transfer_world import BLOCKS, MESSAGES, World, quick
@@ -48,7 +48,7 @@ def test_sums_that_wait_when_prefill_is_killed_under_a_read_disturb_nothing(
     third_read, last_read, killed = threading.Event(), threading.Event(), threading.Event()
 
     def wait(_: object, order: Any) -> bool:
-        if order.last_plane != LAYOUT.num_planes:
+        if len(order.slots) < 3:
             return False
         third_read.set()
         return not last_read.wait()
@@ -68,8 +68,10 @@ def test_sums_that_wait_when_prefill_is_killed_under_a_read_disturb_nothing(
 
     monkeypatch.setattr(connector, "poll", lambda: poll() if have_ended() else [])
     monkeypatch.setattr(LocalPlanes, "sums", kill)
-    world.peer.ask("send", "r", 1, BLOCKS)
+    world.peer.ask("send", "r", 1, BLOCKS, 1)
     request = world.fetch("r", 1)
+    world.peer.ask("compute", "r", 1, 3)
+    world.peer.ask("compute", "r", 3, BLOCKS)
     try:
         world.until(lambda: killed.is_set() and world.mine.transfers.held_blocks == BLOCKS)
     finally:
