@@ -79,7 +79,8 @@ def test_a_broken_entry_point_is_refused_by_name(installed: Path) -> None:
 
 def test_an_unknown_name_lists_the_known_ones(installed: Path) -> None:
     with pytest.raises(
-        ConnectorNotFoundError, match=r"broken, fails, local, mooncake, nodes, none, object, shared, theirs, wrong"
+        ConnectorNotFoundError,
+        match=r"broken, fails, local, mooncake, nodes, none, object, shared, theirs, wrong",
     ):
         open_storage(context("nothing-like-it"))
 
