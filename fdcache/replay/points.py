@@ -203,7 +203,8 @@ class Point:
 
     def _compute(self, job: Job, match: MatchResult) -> None:
         """Compute all tokens of a request in one step and publish its prompt once its load is confirmed."""
-        job.num_blocks = len(job.request.block_table)
+        job.table = job.request.block_table
+        job.num_blocks = len(job.table)
         job.admit(match.num_cached_tokens, job.request.is_loading)
         step = Step()
         step.add(job, job.total)

@@ -9,7 +9,7 @@ import pytest
 
 from fdcache.errors import ReplayError, ReplayOptionError
 from fdcache.manager import CacheManager
-from fdcache.replay import worker
+from fdcache.replay import models
 from fdcache.replay._pattern import PatternModel
 from fdcache.replay.config import VerifyBytes
 from fdcache.replay.engine import replay
@@ -116,7 +116,7 @@ class WrongModel:
 
 
 def test_corrupt_blocks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "PatternModel", WrongModel)
+    monkeypatch.setattr(models, "PatternModel", WrongModel)
     assert run_point(generate(WorkloadName.CHAT, 30, 0), small_config()).corrupt_blocks > 0
 
 

@@ -91,7 +91,9 @@ def check(tmp_path: Path, *, handovers: int, peers: int) -> None:
             }
             assert not grown
             assert max(size for name, size in after.items() if name.endswith(BOUNDED)) <= 4096
-            assert (_open_files(), threading.active_count()) == (files, threads)
+            # Fewer if what an earlier test has left was collected meanwhile.
+            assert _open_files() <= files
+            assert threading.active_count() <= threads
         for number in range(peers):
             with Engine("decode", tmp_path, f"peer-{number % 3}") as decode:
                 hand_over(prefill, decode, 7 * number + 1 if (7 * number + 1) % 5 else 7 * number + 2)
