@@ -37,7 +37,7 @@ from fdcache.replay.page import write_page
 from fdcache.replay.replay_hints import with_hints
 from fdcache.replay.report import Report, require_plotting, write_plot
 from fdcache.replay.sweep import SweepConfig
-from fdcache.replay.trace import read_trace
+from fdcache.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 from fdcache.settings import VARIABLES, Settings, SettingsError
 from fdcache.settings.cache import EvictionPolicy, WritePolicy
@@ -83,6 +83,9 @@ def replay(
         WorkloadName, typer.Option(help="Workload to generate without a TRACE.")
     ] = WorkloadName.CHAT,
     requests: Requests = None,
+    trace_block: Annotated[
+        int, typer.Option(min=1, metavar="TOKENS", help="Tokens that an id of the TRACE stands for.")
+    ] = TRACE_BLOCK_TOKENS,
     device_blocks: Annotated[
         int | None,
         typer.Option(
@@ -312,7 +315,7 @@ def replay(
         )
         if pd:
             count = requests or GENERATED_REQUESTS
-            items = read_trace(trace, requests) if trace else generate(workload, count, seed)
+            items = read_trace(trace, requests, trace_block) if trace else generate(workload, count, seed)
             with _interrupts() as stop:
                 sys.exit(
                     run_and_print(
@@ -327,7 +330,8 @@ def replay(
                 )
         _require_places(plot, page)
         total = requests if trace else requests or GENERATED_REQUESTS
-        items = read_trace(trace, total) if trace else generate(workload, total or GENERATED_REQUESTS, seed)
+        count = total or GENERATED_REQUESTS
+        items = read_trace(trace, total, trace_block) if trace else generate(workload, count, seed)
         if hints is not None:
             items = iter(with_hints(list(items), hints, seed))
         if sweep is not None:

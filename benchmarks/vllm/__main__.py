@@ -24,15 +24,16 @@ from typing import Any
 
 from benchmarks.harness import machine
 from benchmarks.vllm import engines, report
+from benchmarks.vllm.agents import AGENTS, Bounds, find_trace, read_sessions, shape_of, users_of
 from benchmarks.vllm.comparisons import compare_tokens
 from benchmarks.vllm.engines import BESIDE, GIB, NONE, RESTARTED, Places, StartError
 from benchmarks.vllm.meeting import Meeting
-from benchmarks.vllm.processes import CutError, JobError, Process, Processes, variables
+from benchmarks.vllm.processes import ROOT, CutError, JobError, Process, Processes, variables
 from benchmarks.vllm.shapes import LOADS, SHAPES, Shape, model_folder
 from benchmarks.vllm.worker import Job
 
 LOADED = ("chat", "single", "beside", "unique")
-PARTS = (*LOADED, "restart", "tokens")
+PARTS = (*LOADED, "agents", "restart", "tokens")
 RANDOM = {"cuda": "random", "cpu": "tiny-random"}
 
 
@@ -119,6 +120,26 @@ class Run:
             for name, process in ready.items():
                 self.order(shape, name, process, {"parts": list(parts)})
                 process.end()
+
+    def agents(self, shape: Shape, names: Sequence[str], trace: Path, users: int) -> None:
+        """Have users play the sessions of a trace, with host tiers of shares of what is different in them."""
+        options, load = self.options, AGENTS[self.options.scale]
+        small = shape_of(shape, load)
+        played = users_of(read_sessions(trace, load, small.longest), users)
+        bounds = Bounds.of(played, load)
+        order = {"trace": str(trace), "scale": options.scale, "longest": small.longest}
+        alone = [name for name in names if name == NONE]
+        for share, chosen in [(None, alone), *((share, names) for share in options.shares)]:
+            host = int((share or 1) * bounds.working_set * small.token_bytes)
+            places = replace(self.places, host_bytes=host)
+            labels = {"users": users, "share": share, "ceiling_tokens": bounds.ceiling}
+            labels |= {"prompt_tokens": bounds.prompt_tokens, "working_set_tokens": bounds.working_set}
+            wanted = [name for name in chosen if name != NONE or share is None]
+            for wave in waves(wanted, options.together):
+                with self.started(small, wave, places) as ready:
+                    for name, process in ready.items():
+                        self.order(shape, name, process, {"agents": order | {"labels": labels}})
+                        process.end()
 
     def link(self, shape: Shape) -> None:
         """Measure the link between host and device with the bytes of a long prompt."""
@@ -229,6 +250,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="runs of each engine")
     parser.add_argument("--rotate", type=int, default=0, metavar="N", help="begin with the Nth engine")
     parser.add_argument("--once", action="store_true", help="the engine without a connector comes first only")
+    parser.add_argument(
+        "--users", type=int, nargs="+", default=[8], metavar="N", help="agents at the same time (default: 8)"
+    )
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 1.0],
+        metavar="X",
+        help="host tiers of agents, as shares of what is different in their prompts (default: 0.25 0.5 1)",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        default=find_trace(ROOT),
+        help="recorded sessions of agents in blocks of 64 tokens (default: those in shared/traces, if any)",
+    )
     parser.add_argument("--host-memory", type=float, metavar="GIB", help="default 64; 0.25 on a CPU")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of fdcache's engines"
@@ -277,10 +315,23 @@ def measure(run: Run, names: Sequence[str]) -> None:
             ordered = list(order(chosen, options.rounds, options.rotate, options.once))
             for wave in waves(ordered, options.together):
                 run.measure(shape, wave, parts)
+        if "agents" in options.parts:
+            play(run, shape, [name for name in names if name in BESIDE])
         if "restart" in options.parts:
             run.restart(shape, [name for name in RESTARTED if name in names])
     if "tokens" in options.parts:
         compare_tokens(run, SHAPES[RANDOM[options.device]], names)
+
+
+def play(run: Run, shape: Shape, names: Sequence[str]) -> None:
+    """Measure agents at every number of users, or say that there is no trace of them."""
+    trace = run.options.trace
+    if trace is None or not trace.exists():
+        why = f"agents: there is no trace {trace or '(shared/traces)'}; name one in --trace"
+        run.add({"part": "skipped", "why": why})
+        return
+    for users in run.options.users:
+        run.agents(shape, names, trace, users)
 
 
 def finish(records: list[dict[str, Any]], plot: Path | None) -> int:

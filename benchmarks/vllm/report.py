@@ -250,6 +250,53 @@ def tables(results: Results, shape: str) -> Iterator[str]:
         yield table([*header, "us of a step", "schedule", "update", "hooks", "engine CPU s"], costs)
 
 
+def agents(results: Results, shape: str) -> Iterator[str]:
+    """Yield the table of agents and its goals."""
+    measured = results.of(shape, "agents")
+    if not measured:
+        return
+    header = [f"agents, ms ({shape})", "users", "host / working set", "TTFT later p50", "p99"]
+    header += ["between tokens p50", "p99", "requests/s", "hit tokens", "of the ceiling"]
+    rows = []
+    for one in measured:
+        later, gaps = one["ttft_ms"]["later"], one["itl_ms"]
+        rows.append(
+            [
+                one["engine"],
+                str(one["users"]),
+                "-" if one["share"] is None else f"{one['share']:g}",
+                *(_cell(later.get(name)) for name in ("p50", "p99")),
+                *(_cell(gaps.get(name), 2) for name in ("p50", "p99")),
+                _cell(one["requests_per_s"], 2),
+                f"{one['cached_tokens']:,}",
+                f"{one['cached_tokens'] / max(one['ceiling_tokens'], 1):.1%}",
+            ]
+        )
+    yield table(header, rows)
+    yield verdicts(f"ratio (agents, {shape})", list(agent_targets(measured)))
+
+
+def agent_targets(measured: Sequence[Record]) -> Iterator[Target]:
+    """Yield the goals of agents at each number of users and size of the host tier."""
+    for users, share in dict.fromkeys((one["users"], one["share"]) for one in measured):
+        if share is None:
+            continue
+        beside = [one for one in measured if one["users"] == users and one["share"] in (None, share)]
+        ours = [one for one in beside if one["engine"] == OURS]
+        others = [one for one in beside if not one["engine"].startswith(OURS)]
+        where = f"{users} users, host tier {share:g}: {OURS} / best other"
+
+        def best(found: Sequence[Record], name: str, highest: bool) -> float | None:
+            values = [
+                one["requests_per_s"] if highest else one["ttft_ms"]["later"].get(name) for one in found
+            ]
+            return _best(values, highest)
+
+        for name, highest in (("p50", False), ("p99", False), ("requests/s", True)):
+            ratio = _ratio(best(ours, name, highest), best(others, name, highest))
+            yield Target(f"{name if highest else f'TTFT {name}'}, {where}", ratio, 1, highest)
+
+
 def compared(records: Iterable[Record]) -> str | None:
     """Return the table of comparisons of tokens."""
     rows = [
@@ -286,6 +333,7 @@ def report(results: Results) -> Iterator[str]:
     """Yield everything that is printed at the end of a run."""
     for shape in results.shapes:
         yield from tables(results, shape)
+        yield from agents(results, shape)
         if any(one["part"] in {"chat", "single"} for one in results.of(shape)):
             yield verdicts(f"ratio ({shape})", list(targets(results, shape)))
     if text := compared(results.records):

@@ -10,6 +10,8 @@ from typing import Any
 
 BLOCK = 16
 """Tokens of a block: vLLM's default."""
+LONGEST = 131_072
+"""Most tokens of a request that the models take."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Shape:
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "vocab_size": self.vocabulary,
-            "max_position_embeddings": 131072,
+            "max_position_embeddings": LONGEST,
             "rope_theta": 500000.0,
             "rms_norm_eps": 1e-5,
             "hidden_act": "silu",

@@ -103,7 +103,8 @@ async def carried_out(
 ) -> AsyncIterator[dict[str, Any]]:
     """Carry out an order: ``parts`` are names of loads, ``ask`` steps of the part that compares tokens.
 
-    ``answer`` is a prompt, perhaps one of a hand-over, and ``forget`` drops the prefixes on the device.
+    ``agents`` has users play the sessions of a trace, ``answer`` is a prompt, perhaps one of a hand-over, and
+    ``forget`` drops the prefixes on the device.
     """
     if (asked := order.get("answer")) is not None:
         found = await driver.ask(asked["prompt"], asked["replies"], transfer=asked["transfer"])
@@ -112,6 +113,15 @@ async def carried_out(
         return
     if order.get("forget"):
         await driver.forget_device(load.settle_s)
+        return
+    if (asked := order.get("agents")) is not None:
+        from benchmarks.vllm import agents
+
+        how = agents.AGENTS[asked["scale"]]
+        sessions = agents.read_sessions(Path(asked["trace"]), how, asked["longest"])
+        played = agents.users_of(sessions, asked["labels"]["users"])
+        await driver.forget_device(load.settle_s)
+        yield {"part": "agents", **asked["labels"], **await agents.agents(driver, played, how)}
         return
     if "ask" in order:
         from benchmarks.vllm.tokens import follow

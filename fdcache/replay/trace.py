@@ -1,4 +1,4 @@
-"""Mooncake trace format: one JSON object per line, prompts as ids of 512-token blocks."""
+"""Mooncake trace format: one JSON object per line, prompts as ids of blocks, of 512 tokens unless told otherwise."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ _FIELD_IN_PATH = re.compile(r"at `\$\.(\w+)")
 _FIELD_MISSING = re.compile(r"missing required field `(\w+)`")
 
 
-def read_trace(path: Path, limit: int | None = None) -> Iterator[WorkItem]:
+def read_trace(
+    path: Path, limit: int | None = None, id_tokens: int = TRACE_BLOCK_TOKENS
+) -> Iterator[WorkItem]:
     """Iterate over the requests of a Mooncake JSONL file; blank lines are skipped.
 
-    A prompt longer than its ``hash_ids`` cover (512 tokens each) is clipped; ``clipped_tokens`` counts the rest.
+    A prompt longer than its ``hash_ids`` cover (``id_tokens`` each) is clipped; ``clipped_tokens`` counts the rest.
     Raises ``TraceError`` naming file, line and field for an invalid line, and for a file that cannot be opened, or that
     has no request.
     """
@@ -53,7 +55,7 @@ def read_trace(path: Path, limit: int | None = None) -> Iterator[WorkItem]:
                     wrong = f"it has more than {_LONGEST_LINE >> 20} MiB"
                     raise TraceError(f"{path}, line {number}, field the whole line: {wrong}")
                 if text.strip():
-                    yield _item(index, _decode(text, path, number))
+                    yield _item(index, _decode(text, path, number), id_tokens)
                     index += 1
     except OSError as error:
         raise TraceError(f"{path}: the trace cannot be read: {error.strerror or error}") from error
@@ -74,12 +76,12 @@ def _decode(text: bytes, path: Path, number: int) -> TraceLine:
         ) from error
 
 
-def _item(index: int, line: TraceLine) -> WorkItem:
+def _item(index: int, line: TraceLine, id_tokens: int) -> WorkItem:
     streams = np.array(line.hash_ids, dtype=np.uint64)
-    length = min(line.input_length, len(streams) * TRACE_BLOCK_TOKENS)
-    used = -(-length // TRACE_BLOCK_TOKENS)
-    lengths = np.full(used, TRACE_BLOCK_TOKENS, dtype=np.int64)
-    lengths[-1] = length - (used - 1) * TRACE_BLOCK_TOKENS
+    length = min(line.input_length, len(streams) * id_tokens)
+    used = -(-length // id_tokens)
+    lengths = np.full(used, id_tokens, dtype=np.int64)
+    lengths[-1] = length - (used - 1) * id_tokens
     return WorkItem(
         index=index,
         timestamp_ms=line.timestamp,

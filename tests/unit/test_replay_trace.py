@@ -55,6 +55,14 @@ def test_a_prompt_longer_than_its_ids_is_clipped_and_counted(tmp_path: Path) -> 
     assert (item.prompt_length, item.clipped_tokens) == (1024, 976)
 
 
+def test_ids_of_other_traces_stand_for_other_numbers_of_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", {**GOOD, "input_length": 100, "hash_ids": [7, 9]})
+    (item,) = read_trace(path, id_tokens=64)
+    assert (item.streams.tolist(), item.lengths.tolist(), item.clipped_tokens) == ([7, 9], [64, 36], 0)
+    (first,) = read_trace(path)
+    assert first.streams.tolist() == [7]  # one of 512 tokens holds all
+
+
 def test_ids_beyond_the_prompt_are_not_used(tmp_path: Path) -> None:
     (item,) = read_trace(write(tmp_path / "t.jsonl", {**GOOD, "input_length": 512}))
     assert item.streams.tolist() == [7]

@@ -119,3 +119,23 @@ def test_a_plot_needs_conversations(tmp_path: Path) -> None:
     chat = {"shape": "8b", "engine": "fdcache", "part": "chat", "ttft_ms": {"later": figures}}
     report.plot(Results([chat]), tmp_path / "x.svg")
     assert (tmp_path / "x.svg").stat().st_size > 1000
+
+
+def test_agents_are_compared_at_equal_users_and_tiers() -> None:
+    def one(engine: str, share: float | None, p50: float, rate: float) -> dict[str, Any]:
+        later = {"p50": p50, "p99": 2 * p50, "count": 9}
+        head = {"shape": "8b", "engine": engine, "part": "agents", "users": 8, "share": share}
+        return head | {
+            "ttft_ms": {"later": later},
+            "itl_ms": {"p50": 5.0, "p99": 9.0},
+            "requests_per_s": rate,
+            "cached_tokens": 90,
+            "ceiling_tokens": 100,
+        }
+
+    measured = [one(NONE, None, 50.0, 4.0), one("offloading", 0.5, 80.0, 5.0), one("fdcache", 0.5, 60.0, 6.0)]
+    aims = list(report.agent_targets(measured))
+    assert [aim.value for aim in aims] == pytest.approx([60 / 50, 60 / 50, 6 / 5])
+    assert [aim.is_met for aim in aims] == [False, False, True]
+    text = "\n".join(report.report(Results(measured)))
+    assert "90.0%" in text and "8 users, host tier 0.5" in text
