@@ -363,7 +363,9 @@ def _fetch_refused(payload: Mapping[str, Any]) -> str:
         return "kv.fetch: block_hashes are numbers of 64 bits"
     if fetch.mode != "copy" or fetch.no_retain is not msgspec.UNSET:
         return "kv.fetch: only the mode 'copy' without no_retain is known"
-    return f"kv.fetch: {len(set(fetch.block_hashes))} blocks were not fetched: a hint names no node to read from"
+    return (
+        f"kv.fetch: {len(set(fetch.block_hashes))} blocks were not fetched: a hint names no node to read from"
+    )
 
 
 def _retained(name: str, payload: Mapping[str, Any]) -> Iterator[Hint | str]:
