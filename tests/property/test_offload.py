@@ -627,10 +627,12 @@ def test_an_engine_that_offers_a_state_of_another_position_is_caught() -> None:
 
 def test_an_engine_that_ignores_after_stores_wrong_bytes() -> None:
     wrong = waited = 0
-    for seed in range(6):
+    for seed in range(24):  # when copies run is chance
         engine = Engine(seed, WritePolicy.WRITE_THROUGH, ignores_after=True)
         play(engine, 150, accidents=False)
         wrong += engine.close()
         waited += engine.waited_for
+        if wrong and seed >= 5:
+            break
     assert waited
     assert wrong
