@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,25 @@ from fdcache.replay.engine import replay
 from fdcache.replay.report import Report
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 from fdcache.settings.cache import CacheSettings
+
+
+def rank_processes() -> list[BaseProcess]:
+    """Return the processes of the ranks of replays that run."""
+    return [each for each in multiprocessing.active_children() if each.name.startswith("fdcache-rank")]
+
+
+def kills_rank_one() -> Callable[[], bool]:
+    """Return a ``should_stop`` that kills rank 1 after 50 steps and stops nothing."""
+    steps = iter(range(50))
+
+    def kill() -> bool:
+        if next(steps, None) is None:
+            for process in rank_processes():
+                if process.name == "fdcache-rank1" and process.pid is not None:
+                    os.kill(process.pid, signal.SIGKILL)
+        return False
+
+    return kill
 
 
 def recorded_trace() -> Path | None:

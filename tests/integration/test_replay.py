@@ -1,8 +1,5 @@
 """Replays through the real manager and controllers are clean for every policy, layout and workload."""
 
-import multiprocessing
-import os
-import signal
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -26,7 +23,7 @@ from fdcache.replay.report import build_report
 from fdcache.replay.statistics import Stopwatch, Tally, Timeline
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 from fdcache.settings.cache import EvictionPolicy, WritePolicy
-from tests.replay_help import assert_clean, run_chat, small_config
+from tests.replay_help import assert_clean, kills_rank_one, rank_processes, run_chat, small_config
 
 POLICIES = list(WritePolicy)
 
@@ -298,22 +295,9 @@ def test_an_option_out_of_range_is_reported(option: str, value: float, name: str
 
 
 def test_the_death_of_a_rank_ends_the_run_with_an_error_naming_it() -> None:
-    steps = iter(range(50))
-
-    def kill_rank_one() -> bool:
-        if next(steps, None) is None:
-            for process in rank_processes():
-                if process.name == "fdcache-rank1" and process.pid is not None:
-                    os.kill(process.pid, signal.SIGKILL)
-        return False
-
     with pytest.raises(ReplayError, match=r"rank 1 .* ended by signal 9"):
-        replay(generate(WorkloadName.CHAT, 100, 0), small_config(ranks=2), should_stop=kill_rank_one)
+        replay(generate(WorkloadName.CHAT, 100, 0), small_config(ranks=2), should_stop=kills_rank_one())
     assert not rank_processes()
-
-
-def rank_processes() -> list[multiprocessing.process.BaseProcess]:
-    return [each for each in multiprocessing.active_children() if each.name.startswith("fdcache-rank")]
 
 
 def test_a_replay_ends_with_a_host_tier_smaller_than_one_path() -> None:

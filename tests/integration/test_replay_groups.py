@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from fdcache.replay.engine_cache import EngineCache
 from fdcache.replay.models import GroupedModel
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import StorageTierSettings, WritePolicy
-from tests.integration.test_replay import LateReports, SilentlyWrongDevice, rank_processes
-from tests.replay_help import assert_clean, run_chat, small_config
+from tests.integration.test_replay import LateReports, SilentlyWrongDevice
+from tests.replay_help import assert_clean, kills_rank_one, rank_processes, run_chat, small_config
 from tests.service_help import ServiceProcess, local_service
 from tests.storage_help import MIB
 
@@ -157,17 +155,11 @@ def test_a_service_that_is_killed_costs_no_request_and_no_byte(tmp_path: Path) -
 
 
 def test_the_death_of_a_rank_ends_the_run_with_an_error_naming_it() -> None:
-    steps = iter(range(50))
-
-    def kill_rank_one() -> bool:
-        if next(steps, None) is None:
-            for process in rank_processes():
-                if process.name == "fdcache-rank1" and process.pid is not None:
-                    os.kill(process.pid, signal.SIGKILL)
-        return False
-
     with pytest.raises(ReplayError, match=r"rank 1 .* ended by signal 9"):
-        replay(generate(WorkloadName.CHAT, 100, 0), grouped("state,all", ranks=2), should_stop=kill_rank_one)
+        replay(
+            generate(WorkloadName.CHAT, 100, 0), grouped("state,all", ranks=2), should_stop=kills_rank_one()
+        )
+    assert not rank_processes()
 
 
 # --- negative controls ------------------------------------------------------------------------------------
