@@ -304,8 +304,10 @@ class TierManager(ABC, Generic[RequestT_contra]):
             for request in ended:
                 if request.hints and not preempted:
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
-            self._tell_device()
-        story.finished(ended, preempted=preempted)
+            if self._service is not None:
+                self._tell_device()
+        if story.heard:
+            story.finished(ended, preempted=preempted)
 
     @abstractmethod
     def _release(self, requests: list[RequestT_contra]) -> None:

@@ -162,7 +162,8 @@ class CacheManager(TierManager[Request]):
             for each in given:
                 if each.failure is AllocationFailure.NO_BLOCKS:
                     self._give_way()
-            story.allocated((request for request, _ in demands), given)
+            if story.heard:
+                story.allocated(demands, given)
             return given
 
     def _give_way(self) -> None:
