@@ -306,7 +306,7 @@ class TierManager(ABC, Generic[RequestT_contra]):
                     request.hint_outcomes, request.hints = self._take_hints(request, request.hints), ()
             if self._service is not None:
                 self._tell_device()
-        if story.heard:
+        if story.audience.listens:
             story.finished(ended, preempted=preempted)
 
     @abstractmethod

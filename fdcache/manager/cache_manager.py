@@ -162,7 +162,7 @@ class CacheManager(TierManager[Request]):
             for each in given:
                 if each.failure is AllocationFailure.NO_BLOCKS:
                     self._give_way()
-            if story.heard:
+            if story.audience.listens:
                 story.allocated(demands, given)
             return given
 

@@ -165,7 +165,7 @@ class OffloadManager(TierManager[OffloadRequest]):
         self._requests.prepare(request, keeps_gil=True)
         with self._lock:
             self._set_time()
-            began = story.match_begins((request,)) if story.listens() else 0
+            began = story.match_begins((request,)) if story.audience.ask() else 0
             found = self._requests.match(request, device_tokens, whole_prompt)
             return story.offload_matched(found, began)
 

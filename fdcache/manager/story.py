@@ -12,15 +12,20 @@ from fdcache.manager.results import Allocation, LoadOutcome, MatchResult, MatchS
 from fdcache.metadata import TransferPlan
 
 log = logging.getLogger(__name__)
-heard = False
-"""Whether anyone listens, as asked with the last match or the last step's plans: so the calls between ask nobody."""
 
 
-def listens() -> bool:
-    """Ask anew whether anyone listens."""
-    global heard
-    heard = tracing.spans is not None or log.isEnabledFor(logging.DEBUG)
-    return heard
+class Audience:
+    """Whether anyone reads the story, as asked with the last match or a step's plans: the calls between ask nobody."""
+
+    listens = False
+
+    def ask(self) -> bool:
+        """Ask anew."""
+        self.listens = tracing.spans is not None or log.isEnabledFor(logging.DEBUG)
+        return self.listens
+
+
+audience = Audience()
 
 
 def _log(request_id: str, event: str, *values: object) -> None:
@@ -118,7 +123,7 @@ def load_planned(request_id: str, num_blocks: int) -> None:
 
 def plans_sent(plans: list[TransferPlan]) -> None:
     """Log what the plans of a step copy."""
-    if not listens() or not log.isEnabledFor(logging.DEBUG):
+    if not audience.ask() or not log.isEnabledFor(logging.DEBUG):
         return
     for plan in plans:
         log.debug("%r", plan)
