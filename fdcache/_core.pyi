@@ -2184,8 +2184,11 @@ class PlanReports:
         meter: CopyMeter | None,
         tells_arrivals: bool,
     ) -> None: ...
-    def count(self, reports: list[Any]) -> CountedReports:
-        """Count reports. Raises ``PlanError`` before any is counted."""
+    def count(self, reports: list[Any]) -> CountedReports | None:
+        """
+        Count reports; return what follows from them, None if nothing does. Raises ``PlanError`` before
+        any is counted.
+        """
 
     @property
     def copied(self) -> CopiedBlocks: ...
