@@ -89,6 +89,16 @@ OffloadRequest = Request | KeyedRequest
 """A request of an ``OffloadManager``."""
 
 
+def matchable_hashes(request: OffloadRequest, block_size: int, *, whole_prompt: bool) -> HashArray:
+    """Return the hashes of the blocks that a match may find: not that of the last token unless ``whole_prompt``."""
+    if isinstance(request, KeyedRequest):
+        return request.block_hashes
+    most = request.num_tokens - (not whole_prompt)
+    if request.max_cached_tokens is not None:
+        most = min(most, request.max_cached_tokens)
+    return request.block_hashes[: max(most, 0) // block_size]
+
+
 def checked_keys(keys: Any) -> HashArray:
     """Return keys as a contiguous array. Raises ``HashingError`` for anything else."""
     if (

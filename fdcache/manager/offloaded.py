@@ -12,7 +12,7 @@ from fdcache import _core, tracing
 from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
-from fdcache.manager.keyed import KeyedRequest, OffloadRequest
+from fdcache.manager.keyed import KeyedRequest, OffloadRequest, matchable_hashes
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked
 from fdcache.manager.matching import ReuseLimit, Waits
@@ -22,7 +22,7 @@ from fdcache.manager.states import MatchEnds, StatePaths
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.host import NOTHING, Found, HostTier, Reading, find_and_pin, find_only
+from fdcache.tiers.host import NOTHING, Found, HostTier, Reading, find_and_pin, find_only, find_whole
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.waiting_fetches import Wait
 
@@ -237,7 +237,9 @@ class OffloadedRequests:
     def _ended_by(self, ends: MatchEnds, tracked: Tracked, whole: bool) -> int | None:
         """Return the group of layers that ended the match; None if none did."""
         pages = tracked.device_pages + self.tokens(tracked, tracked.remaining) // self._block_size
-        return ends.group_after(self._matchable_pages(tracked.request, whole), pages)
+        return ends.group_after(
+            matchable_hashes(tracked.request, self._block_size, whole_prompt=whole), pages
+        )
 
     def tokens(self, tracked: Tracked, num_records: int) -> int:
         """Return the tokens that the first of the remaining records stand for: with states all of them, or none."""
@@ -366,20 +368,9 @@ class OffloadedRequests:
         """Pin what has come of a path of which no more is read than ``wait`` says; return where its reads end."""
         if not wait.is_last:
             return NOTHING, max(wait.stop, start)
-        pinned = self._pin_all(hashes[: wait.arrived], start)
+        pinned = find_whole(self._host, hashes[: wait.arrived], start) if self._streams else NOTHING
         read = range(min(max(wait.first - start, 0), len(pinned)), len(pinned))
         return pinned.part(0, len(pinned), read), wait.stop
-
-    def _pin_all(self, hashes: HashArray, start: int) -> Found:
-        """Pin the blocks of a path from ``start`` on; nothing unless all of them are there."""
-        arrived = len(hashes)
-        if not self._streams or arrived <= start:
-            return NOTHING
-        found = find_only(self._host, hashes, start)
-        if start + len(found) == arrived:
-            return found
-        self._host.index.release(found.lease)
-        return NOTHING
 
     def _unpin_fetch(self, tracked: Tracked) -> None:
         if self._host.fetch_table is not None and tracked.fetch:
@@ -420,18 +411,9 @@ class OffloadedRequests:
 
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
         """Return the keys that a match may find; with states at its end the hashes of the pages."""
-        pages = self._matchable_pages(tracked.request, whole)
+        pages = matchable_hashes(tracked.request, self._block_size, whole_prompt=whole)
         is_of_pages = self._states_at_end(tracked) is not None
         return pages if is_of_pages else self.keys(tracked)[: len(pages) * self._records]
-
-    def _matchable_pages(self, request: OffloadRequest, whole: bool) -> HashArray:
-        """Return the hashes of the pages that a match may find."""
-        if isinstance(request, KeyedRequest):
-            return request.block_hashes
-        most = request.num_tokens - (not whole)
-        if request.max_cached_tokens is not None:
-            most = min(most, request.max_cached_tokens)
-        return request.block_hashes[: max(most, 0) // self._block_size]
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:
