@@ -94,6 +94,8 @@ class TierManager(TierViews[RequestT_contra]):
         self._hints = RequestHints(list(tiers.own_pools.values()), hints, layout, self._hint_clock)
         self._reuse = RecentReuse(tiers.reuse)
         self._set_time()
+        if tiers.service is not None:
+            tiers.service.notes.on_session(self._greet)
 
     def _stages_of_a_load(self, loads_ahead: bool) -> int:
         """Return the number of groups of layers that are loaded while the layers before them compute."""
@@ -242,6 +244,16 @@ class TierManager(TierViews[RequestT_contra]):
         events = self._tiers.device_events
         if events is not None and self._service is not None and self._service.notes.is_wanted:
             events.tell(self._service.notes)
+
+    def _greet(self) -> bool:
+        """Tell a new session of the device tier, unless a step is at work, which may wait for the session's thread."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._tell_device()
+            return True
+        finally:
+            self._lock.release()
 
     def _figures(self) -> bytes:
         return msgspec.json.encode(

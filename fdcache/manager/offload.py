@@ -136,6 +136,8 @@ class OffloadManager(OffloadLookups):
     def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
         """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
 
+        Until the next ``take_plans`` the load can be withdrawn by ``cancel_load``.
+
         With groups of layers ``device_ids`` has for each page the device blocks of its records, in the order of the
         layout's ``page_groups``; ``NO_BLOCK`` stands for a block that the engine does not need. With states it has
         the blocks of all pages found, then one for each of ``state_groups``: fewer load nothing.
@@ -160,6 +162,20 @@ class OffloadManager(OffloadLookups):
                 self._has_planned = True
             self.unmatch([request])
             return len(ids) if len(wanted) else 0
+
+    def cancel_load(self, request: OffloadRequest) -> bool:
+        """Withdraw the load that is planned for a request, as when it is not scheduled after all.
+
+        True: nothing is copied, no ``LoadOutcome`` follows, and the device blocks are free for others in the same step.
+        The request has what it had after ``unmatch``. False if no load is planned, or ``take_plans`` has returned it:
+        then it ends with its outcome, and its device blocks stay in use until then.
+        """
+        with self._lock:
+            tracked = self._requests.get(request)
+            if tracked is None or not self._requests.withdraw(tracked, self._plans.open, self._plans.ahead):
+                return False
+            story.load_withdrawn(request.request_id)
+            return True
 
     def offer(
         self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, *, tells_end: bool = False

@@ -6,13 +6,11 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fdcache import _core, tracing
-from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
-from fdcache.manager.keyed import KeyedRequest, OffloadRequest, matchable_hashes
+from fdcache.manager.keyed import OffloadRequest, matchable_hashes, require_request
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked
 from fdcache.manager.matching import ReuseLimit, Waits
@@ -91,11 +89,11 @@ class OffloadedRequests:
         if isinstance(request, Request):
             self._hasher.prepare(request, keeps_gil=keeps_gil)
         else:
-            _require_request(request)
+            require_request(request)
 
     def get(self, request: OffloadRequest) -> Tracked | None:
         """Return a request that has arrived and not ended. Raises ``RequestStateError`` for anything else."""
-        _require_request(request)
+        require_request(request)
         tracked = self._tracked.get(request.request_id)
         return tracked if tracked is not None and tracked.request is request else None
 
@@ -260,22 +258,10 @@ class OffloadedRequests:
             return ids[: tracked.remaining if len(ids) >= tracked.remaining else 0]
         return ids[: min(len(ids) // self._records * self._records, tracked.remaining)]
 
-    def keep_intact(self, tracked: Tracked, intact: NDArray[np.bool_]) -> int:
-        """Forget the records found that are not intact, and what is found behind them; return how many are left."""
-        found, index = tracked.found, self._host.index
-        assert found is not None
-        bad = ~intact
-        index.begin_load(found.lease, found.slots)
-        index.end_load(found.slots, found.hashes, intact.view(np.uint8), bad.view(np.uint8))
-        tracked.found = found.part(0, len(found) if intact.all() else int(intact.argmin()))
-        return tracked.remaining
-
     def unpin(self, tracked: Tracked) -> None:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
-        if tracked.lease:
-            self._host.index.release(tracked.lease)
-            self.pinned.discard(tracked)
-        tracked.found, tracked.coming = None, 0
+        if lease := self._hand_over(tracked):
+            self._host.index.release(lease)
 
     def _is_kept(self, tracked: Tracked, limit: int) -> bool:
         is_same = tracked.found is not None and tracked.arena == self.arena and not tracked.coming
@@ -332,7 +318,7 @@ class OffloadedRequests:
                 stop -= stop % self._cell
             if len(found) and stop > start + len(found) and tracked.peer is None:
                 return found, stop - start - len(found)
-        if stop is not None or (found.pending and self._deferred_for(tracked) < self._defer_timeout):
+        if stop is not None or (found.pending and tracked.deferred_for(self._clock()) < self._defer_timeout):
             self._host.index.release(found.lease)
             tracked.coming = 0 if stop is None else max(stop - start, 0)
             return None
@@ -420,12 +406,6 @@ class OffloadedRequests:
             tracked.fetch = self._fetches.number(tracing.id_for_spans(tracked.request.request_id))
         return tracked.fetch
 
-    def _deferred_for(self, tracked: Tracked) -> float:
-        now = self._clock()
-        if tracked.deferred_since is None:
-            tracked.deferred_since = now
-        return now - tracked.deferred_since
-
     # --- loads and offers ---------------------------------------------------------------------------------
 
     def load(self, tracked: Tracked, ids: Int32Array, plan: OpenPlan) -> int:
@@ -436,13 +416,35 @@ class OffloadedRequests:
         tracked.load = loading = self.loads.plan(tracked.request, first, ids, run, plan)
         loading.pages = range(tracked.device_pages, tracked.end)
         from_storage = self._page_tokens(min(stored, len(run)))
-        self._counters.storage_hit_tokens += from_storage
-        self._counters.host_hit_tokens += max(self.tokens(tracked, len(run)) - from_storage, 0)
+        self._count_hits(loading, max(self.tokens(tracked, len(run)) - from_storage, 0), from_storage)
         if tracked.peer is not None and len(run) < len(ids):
             self.loads.fetch_rest(loading, tracked.peer)
             loading.pages = range(tracked.device_pages, tracked.peer.num_tokens // self._block_size)
             tracked.peer = None
+        loading.lease = self._hand_over(tracked)
         return len(run)
+
+    def _count_hits(self, loading: EngineLoad, on_host: int, in_storage: int) -> None:
+        loading.counted = loading.counted[0] + on_host, loading.counted[1] + in_storage
+        self._counters.host_hit_tokens += on_host
+        self._counters.storage_hit_tokens += in_storage
+
+    def _hand_over(self, tracked: Tracked) -> int:
+        """Return the lease of what was found, which is not the request's any more."""
+        lease, tracked.found, tracked.coming = tracked.lease, None, 0
+        self.pinned.discard(tracked)
+        return lease
+
+    def withdraw(self, tracked: Tracked, step: OpenPlan, ahead: OpenPlan) -> bool:
+        """Withdraw the load that is planned for a request; False if there is none, or a plan of it was sent."""
+        loading = tracked.load
+        if loading is None or not self.loads.withdraw(loading, step, ahead):
+            return False
+        tracked.load = None
+        on_host, in_storage = loading.counted
+        self._count_hits(loading, -on_host, -in_storage)
+        self._choices.matched(tracked.request.request_id, loading.load.first, 0)
+        return True
 
     def look(self, loading: EngineLoad) -> tuple[Found, bool]:
         """Pin the blocks of a load that have been read since its last part; False if no others are waited for."""
@@ -492,8 +494,3 @@ class OffloadedRequests:
     def may_offer(self, tracked: Tracked) -> bool:
         """Return True for a request whose blocks may be stored."""
         return not tracked.is_stale and self._caches_prefixes and tracked.request.use_cache
-
-
-def _require_request(request: object) -> None:
-    if not isinstance(request, (Request, KeyedRequest)):
-        raise RequestStateError(f"request has to be a Request or KeyedRequest, got {type(request).__name__}")

@@ -121,6 +121,14 @@ def load_planned(request_id: str, num_blocks: int) -> None:
         _log(request_id, "load of %d blocks planned", num_blocks)
 
 
+def load_withdrawn(request_id: str) -> None:
+    """Log a load that the engine has withdrawn before a plan had it."""
+    if tracing.spans is not None:
+        tracing.spans.load_ended(request_id, "withdrawn", None)
+    if log.isEnabledFor(logging.DEBUG):
+        _log(request_id, "load withdrawn")
+
+
 def plans_sent(plans: list[TransferPlan]) -> None:
     """Log what the plans of a step copy."""
     if not audience.ask() or not log.isEnabledFor(logging.DEBUG):

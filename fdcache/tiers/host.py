@@ -139,6 +139,9 @@ class SharedNotes(Protocol):
     def describe(self, requests: Sequence[Any]) -> None:
         """Describe the blocks of requests, each with a ``note``, that are not described yet."""
 
+    def on_session(self, tell: Callable[[], bool]) -> None:
+        """Call ``tell`` in each new session, from another thread, until it returns True."""
+
     def tell_device(self, kinds: bytes, hashes: bytes) -> None:
         """Tell which blocks came to and left the device, in order."""
 

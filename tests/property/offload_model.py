@@ -81,6 +81,7 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.loads: dict[int, Sequence] = {}
+        self.withdrawn = 0
         self.plans = PlansInFlight()
         self.late: list[Late] = []
         self.preempted: list[Sequence] = []
@@ -178,6 +179,7 @@ class Engine:
         self.given = []
         for sequence in list(self.waiting):
             self.admit(sequence)
+        self.withdraw_some()
         scheduled = self.schedule()
         self.manager.evicted(np.array(self.given, np.int32))
         self.manager.next_evicted(np.array(list(self.free)[:3], np.int32))
@@ -229,6 +231,24 @@ class Engine:
         number = self.manager.load_of(request)
         assert number not in self.loads
         self.loads[number] = sequence
+
+    def withdraw_some(self) -> None:
+        """Take back loads of this step, as when the engine does not schedule them after all, or their client leaves.
+
+        Their device blocks may get other contents in the same step.
+        """
+        for number, sequence in list(self.loads.items()):
+            if self.random.random() > 0.2 or sequence.aborted:
+                continue
+            is_sent = bool(self.plans.of_load(number))
+            assert self.manager.cancel_load(sequence.request) == (not is_sent)
+            if not is_sent:
+                self.withdrawn += 1
+                self.planned_loads -= 1
+                del self.loads[number]
+                sequence.loading = None
+                self.release(sequence)
+                self.waiting.insert(0, sequence)
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         scheduled: list[tuple[Sequence, int]] = []
@@ -465,28 +485,3 @@ class Engine:
         wrong = self.wrong + self.offload.wrong_records()
         self.offload.close()
         return wrong
-
-
-ACTIONS = ("arrive", "arrive", "step", "step", "step", "report", "report", "abort", "reset", "fail", "open")
-
-
-def play(engine: Engine, steps: int, *, accidents: bool = True) -> None:
-    for _ in range(steps):
-        action = engine.random.choice(ACTIONS)
-        if action == "arrive" and len(engine.waiting) < 4:
-            depth = engine.random.randint(1, 5)
-            engine.arrive([engine.random.randint(1, 2) for _ in range(depth)])
-        elif action == "step":
-            engine.offload.now += engine.random.choice([0.0, 0.5])
-            engine.step()
-        elif action == "report":
-            engine.report()
-        elif action == "open":
-            engine.open()
-        elif accidents and action == "abort":
-            engine.abort()
-        elif accidents and action == "reset" and engine.random.random() < 0.1:
-            engine.reset()
-        elif accidents and action == "fail":
-            engine.failures = engine.random.choice([0.0, 0.0, 0.3])
-        engine.manager.check_integrity()

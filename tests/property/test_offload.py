@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache.groups import CacheGroup
 from fdcache.settings.cache import WritePolicy
 from tests.offload_engine import BLOCK
-from tests.property.offload_model import Engine, play
+from tests.property.offload_model import Engine
+from tests.property.offload_play import play
 from tests.property.offload_sequences import FULL, MODELS, STATE, window
 from tests.seeds import budget
 
@@ -36,6 +39,22 @@ def test_groups_of_layers_read_right_bytes_in_all_blocks_that_they_reach(
     engine = Engine(seed, policy, host_blocks=host, groups=groups)
     play(engine, 120)
     assert engine.close() == 0
+
+
+def test_a_withdrawal_that_leaves_a_load_in_the_plan_is_caught() -> None:
+    withdrawn = strays = 0
+    for seed in range(4):
+        engine = Engine(seed, WritePolicy.WRITE_THROUGH)
+        play(engine, 120)
+        assert engine.close() == 0
+        withdrawn += engine.withdrawn
+        engine = Engine(seed, WritePolicy.WRITE_THROUGH)
+        engine.manager.cancel_load = lambda request: True  # type: ignore[method-assign]
+        with contextlib.suppress(AssertionError, KeyError):
+            play(engine, 120)
+        strays += engine.strays
+    assert withdrawn
+    assert strays
 
 
 def test_an_engine_that_gives_back_a_block_too_early_is_caught() -> None:
