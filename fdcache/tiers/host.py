@@ -355,6 +355,17 @@ def find_only(host: HostTier, hashes: HashArray, start: int) -> Found:
     return found
 
 
+def find_whole(host: HostTier, hashes: HashArray, start: int) -> Found:
+    """Pin the blocks of a path from ``start`` on; nothing unless all of them are there."""
+    if len(hashes) <= start:
+        return NOTHING
+    found = find_only(host, hashes, start)
+    if start + len(found) == len(hashes):
+        return found
+    host.index.release(found.lease)
+    return NOTHING
+
+
 def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[Found, int]:
     fetches = host.fetches
     storage_use = 0 if fetches is None else fetches.storage_use(number)
