@@ -122,7 +122,10 @@ def test_agents_are_played_by_the_engines_of_the_other_parts(tmp_path: Path) -> 
         agents = benchmark.Run.agents
 
     names = [NONE, "fdcache"]
-    alone = [(names, [], True, 0.5), (["fdcache"], [], True, 1.0)]
+    alone: list[tuple[list[str], list[str], bool, float]] = [
+        (names, [], True, 0.5),
+        (["fdcache"], [], True, 1.0),
+    ]
     loaded = ([NONE, "fdcache"], ["chat"], False, 0.5)
     for scale, expected in (
         ("brief", [loaded, ([NONE], ["chat"], False, 0.5), *alone, *alone]),
