@@ -73,7 +73,8 @@ std::optional<Loads::Withdrawn> Loads::withdraw(const LoadPointer &load) {
         const auto found = std::ranges::find(*parts, load, &LoadPart::load);
         if (found == parts->end() || found->first != load->first) continue;
         const LoadPart part = *found;
-        for (auto behind = parts->erase(found); behind != parts->end(); ++behind) behind->offset -= part.count;
+        for (auto behind = parts->erase(found); behind != parts->end(); ++behind)
+            behind->offset -= part.count;
         load->is_cut = true;
         return Withdrawn{part, parts == &ahead_};
     }

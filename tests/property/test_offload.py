@@ -632,7 +632,7 @@ def test_a_withdrawal_that_leaves_a_load_in_the_plan_is_caught() -> None:
         assert engine.close() == 0
         withdrawn += engine.withdrawn
         engine = Engine(seed, WritePolicy.WRITE_THROUGH)
-        engine.manager.cancel_load = lambda request: True  # type: ignore[method-assign,assignment]
+        engine.manager.cancel_load = lambda request: True  # type: ignore[method-assign]
         with contextlib.suppress(AssertionError, KeyError):
             play(engine, 120)
         strays += engine.strays
