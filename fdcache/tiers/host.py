@@ -313,10 +313,15 @@ class LocalHostTier(BlockPool):
         return figures.pins + figures.holds + figures.leases + figures.writing
 
     def reserve_copies(
-        self, lease: int, parents: HashArray, hashes: HashArray, below_pending: bool = False
+        self,
+        lease: int,
+        parents: HashArray,
+        hashes: HashArray,
+        below_pending: bool = False,
+        tenant: int = 0,
     ) -> CopyReservation:
         """Reserve slots as the native class does, and call ``on_evict``."""
-        taken = super().reserve_copies(lease, parents, hashes, below_pending)
+        taken = super().reserve_copies(lease, parents, hashes, below_pending, tenant)
         if self.on_evict is not None:
             self.on_evict(taken.evicted.hashes)
         return taken
