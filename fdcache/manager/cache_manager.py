@@ -80,7 +80,7 @@ class CacheManager(OwnDevice):
             self.settings.lookahead_tokens,
             self._requests,
             self._counters,
-            lambda: self.num_device_blocks,
+            lambda: self._device.stats().slots,
             self._choices.seconds_to_compute,
         )
 
