@@ -238,3 +238,8 @@ class CacheManager(OwnDevice):
         counters = super()._all_counters()
         self._requests.count(counters)
         return counters
+
+    def _reset_device_if_asked(self, service: HostService) -> None:
+        """Forget the device tier if an operator of the service has asked for it."""
+        if service.take_device_reset():
+            self._reset_device()
