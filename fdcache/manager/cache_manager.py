@@ -19,6 +19,7 @@ from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, 
 from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.host import HostService
 from fdcache.tiers.statistics import Counters
 
 _ALLOCATIONS = AllocationForms(Allocation, AllocationFailure.NO_BLOCKS, AllocationFailure.DEFERRED)
