@@ -1,4 +1,4 @@
-"""What a full host tier finds of prompts of two lengths that end at states, by each policy, beside the best fixed set."""
+"""What a full host tier finds of prompts that end at states, by each policy, beside the best fixed set."""
 
 from __future__ import annotations
 
