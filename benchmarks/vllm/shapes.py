@@ -10,13 +10,19 @@ from typing import Any
 
 BLOCK = 16
 """Tokens of a block: vLLM's default."""
+ROTARY = 64
+"""Numbers of a key that carry its position, beside latents."""
 LONGEST = 131_072
 """Most tokens of a request that the models take."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama-like model. ``device_blocks`` is what the engine gets, ``longest`` the most tokens of a request."""
+    """A Llama-like model. ``device_blocks`` is what the engine gets, ``longest`` the most tokens of a request.
+
+    ``latent``: the numbers of a token's latents, for a model like DeepSeek V3 without experts; ``kv_heads`` and
+    ``head_dim`` are then those of the attention over them.
+    """
 
     name: str
     layers: int
@@ -30,10 +36,13 @@ class Shape:
     device_blocks: int = 8192
     batch_tokens: int = 8192
     longest: int = 16384
+    latent: int = 0
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a block in one layer: keys and values."""
+        """Bytes of a block in one layer: keys and values, or latents with the positional part of the keys."""
+        if self.latent:
+            return BLOCK * (self.latent + ROTARY) * self.item_bytes
         return BLOCK * self.kv_heads * self.head_dim * 2 * self.item_bytes
 
     @property
@@ -58,15 +67,12 @@ class Shape:
 
     def config(self) -> dict[str, Any]:
         """Return the contents of ``config.json``."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+        return (self._latent_config() if self.latent else self._llama_config()) | {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
             "vocab_size": self.vocabulary,
             "max_position_embeddings": LONGEST,
             "rope_theta": 500000.0,
@@ -78,6 +84,28 @@ class Shape:
             "tie_word_embeddings": False,
         }
 
+    def _llama_config(self) -> dict[str, Any]:
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": self.head_dim}
+
+    def _latent_config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "q_lora_rank": None,
+            "kv_lora_rank": self.latent,
+            "qk_nope_head_dim": self.head_dim - ROTARY,
+            "qk_rope_head_dim": ROTARY,
+            "v_head_dim": self.head_dim,
+            "first_k_dense_replace": self.layers,  # no experts, whose kernels vLLM's small package lacks
+            "moe_intermediate_size": self.intermediate,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 0,
+        }
+
 
 SHAPES = {
     shape.name: shape
@@ -85,11 +113,14 @@ SHAPES = {
         Shape("8b", 32, 4096, 14336, 32, 8, 128, 128256),
         Shape("70b-tp8", 80, 8192, 3584, 8, 1, 128, 16032),
         Shape("random", 8, 2048, 5632, 16, 8, 128, 16384, device_blocks=2048),
+        Shape("mla", 61, 2048, 5632, 16, 16, 128, 16384, latent=512),
+        Shape("mla-random", 8, 2048, 5632, 16, 16, 128, 16384, device_blocks=2048, latent=512),
         Shape("tiny", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
         Shape("tiny-random", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
     )
 }
-"""64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; and two for a CPU."""
+"""64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; the latents and layers of DeepSeek V3,
+and a few of these with random weights; and two for a CPU."""
 
 
 @dataclass(frozen=True)
@@ -171,20 +202,28 @@ def _write_random_weights(shape: Shape, path: Path) -> None:
         "lm_head.weight": normal(shape.vocabulary, shape.hidden),
         "model.norm.weight": ones.clone(),
     }
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     for layer in range(shape.layers):
         name = f"model.layers.{layer}"
         tensors |= {
             f"{name}.input_layernorm.weight": ones.clone(),
             f"{name}.post_attention_layernorm.weight": ones.clone(),
-            f"{name}.self_attn.q_proj.weight": 3 * normal(queries, shape.hidden),
-            f"{name}.self_attn.k_proj.weight": normal(keys, shape.hidden),
-            f"{name}.self_attn.v_proj.weight": normal(keys, shape.hidden),
-            f"{name}.self_attn.o_proj.weight": 3 * normal(shape.hidden, queries),
             f"{name}.mlp.gate_proj.weight": normal(shape.intermediate, shape.hidden),
             f"{name}.mlp.up_proj.weight": normal(shape.intermediate, shape.hidden),
             f"{name}.mlp.down_proj.weight": normal(shape.hidden, shape.intermediate),
         }
+        queries = shape.heads * shape.head_dim
+        attention = {"q_proj": 3 * normal(queries, shape.hidden), "o_proj": 3 * normal(shape.hidden, queries)}
+        if shape.latent:
+            keys_and_values = shape.heads * (2 * shape.head_dim - ROTARY)
+            attention |= {
+                "kv_a_proj_with_mqa": normal(shape.latent + ROTARY, shape.hidden),
+                "kv_a_layernorm": torch.ones(shape.latent, dtype=dtype),
+                "kv_b_proj": normal(keys_and_values, shape.latent),
+            }
+        else:
+            keys = shape.kv_heads * shape.head_dim
+            attention |= {"k_proj": normal(keys, shape.hidden), "v_proj": normal(keys, shape.hidden)}
+        tensors |= {f"{name}.self_attn.{part}.weight": values for part, values in attention.items()}
     draft = path.with_suffix(".draft")
     save_file(tensors, draft, metadata={"format": "pt"})
     draft.rename(path)
