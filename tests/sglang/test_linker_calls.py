@@ -179,6 +179,29 @@ def test_an_offload_of_many_pages_is_begun_piece_by_piece(monkeypatch: pytest.Mo
         assert made._kv.manager.get_stats().host.unjoined == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("most_pages", "most_bytes", "pieces"),
+    [(256, 3, [6, 3, 3]), (5, 1 << 20, [5, 5, 2]), (1, 1 << 20, [1] * 12), (256, 0, [6, 3, 2, 1])],
+)
+def test_a_piece_of_an_offload_has_few_pages_and_half_of_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, most_pages: int, most_bytes: int, pieces: list[int]
+) -> None:
+    """Of many pages a call takes more of them, so that steps which take long do not leave ever more behind."""
+    keys = hex_keys(12)
+    with linker(mha()) as made:
+        monkeypatch.setattr(offloads, "MOST_PAGES", most_pages)
+        monkeypatch.setattr(offloads, "MOST_BYTES", most_bytes * made._kv.layout.payload_bytes)
+        offer, taken = made._kv.offer, []
+        made._kv.offer = lambda run, *rest: taken.append(len(run)) or offer(run, *rest)  # type: ignore[method-assign,func-returns-value,assignment,misc]
+        assert made.offload(transfer(keys, list(range(1, 13))))
+        assert made._offloads.are_many == (most_pages == 1)
+        until(lambda: made.num_completed_offloads() == 1, "it ends")
+        assert made.pop_completed_offload()
+        assert taken == pieces
+        assert not made._offloads._pages_left and not made._offloads._bytes_left
+        assert made.lookup("a", transfer(keys)) == [12]
+
+
 def test_a_load_that_was_not_promised_is_refused_and_one_can_be_withdrawn() -> None:
     keys = hex_keys(4)
     with linker(mha()) as made:

@@ -370,7 +370,7 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def num_completed_offloads(self) -> int:
         """Go on with copies, and return how many offloads have ended."""
         reported = [tier.take_reports() for tier in self._tiers.values()]
-        if not any(reported):  # one or the other, so that no call takes long
+        if not any(reported) or self._offloads.are_many:  # one or the other, so that no call takes long
             self._offloads.begin()
         for tier in self._tiers.values():
             tier.turn(self._slots.store_stream)
