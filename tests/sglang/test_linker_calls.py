@@ -216,6 +216,41 @@ def test_a_load_that_was_not_promised_is_refused_and_one_can_be_withdrawn() -> N
         assert made._kv.manager._host.in_use == 0
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_has_gone_is_computed_by_one_rank_and_fails_on_all_of_several(ranks: int) -> None:
+    """Every rank has to take the same branch, so that only the end of a load may differ."""
+    keys = hex_keys(4)
+    with linker(mha(), tp_size=ranks) as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        assert made.lookup("a", transfer(keys))[-1] == 4
+        made._kv.manager.unmatch([made._asked["a"].request])
+        assert made.load("a", transfer(keys, [5, 6, 7, 8])) == (ranks == 2)
+        index = made.start_layer_wise_loading()
+        assert (index == -1) == (ranks == 1)
+        assert made.finish_layer_wise_loading(index) == (ranks == 1)
+        assert made._kv.manager.get_stats().live_requests == 0
+        assert made._kv.manager._host.in_use == 0
+        assert made.lookup("b", transfer(keys))[-1] == 4
+        assert loaded(made, "b", keys, [5, 6, 7, 8])
+
+
+def test_a_request_that_gets_other_slots_is_loaded_into_these_alone() -> None:
+    keys, pool = hex_keys(2), mha()
+    with linker(pool) as made:
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer.copy_(torch.rand(buffer.shape))
+        first = pool.k_buffer[0][PAGE : 3 * PAGE].clone()
+        assert stored(made, keys, [1, 2])
+        pool.k_buffer[0].zero_()
+        for pages in ([5, 6], [7, 8]):
+            made.lookup("a", transfer(keys))
+            assert made.load("a", transfer(keys, pages))
+        assert made.finish_layer_wise_loading(made.start_layer_wise_loading())
+        assert torch.equal(pool.k_buffer[0][7 * PAGE : 9 * PAGE], first)
+        assert not pool.k_buffer[0][5 * PAGE : 7 * PAGE].any()
+        assert made._kv.manager.get_stats().live_requests == 0
+
+
 def test_requests_that_ask_and_are_aborted_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = hex_keys(4)
     with linker(mha()) as made:
