@@ -138,7 +138,7 @@ def test_an_address_that_cannot_be_bound_is_named(publisher: EventPublisher) -> 
     ["tcp://127.0.0.1:99999", "tcp://127.0.0.1", "inproc://x", "127.0.0.1:5557", "   ", "tcp://*:-1"],
 )
 def test_an_address_that_no_reader_could_have_is_refused(address: str) -> None:
-    with pytest.raises(ConfigurationError, match="FDCACHE_KV_EVENTS: .* is no address; give"):
+    with pytest.raises(ConfigurationError, match=r"FDCACHE_KV_EVENTS: .* is no address; give"):
         EventPublisher(address, None)
 
 
