@@ -123,7 +123,8 @@ class OffloadedRequests:
         if tracked.load is not None:
             self.native_loads.cut_off(tracked.load.load, "the request has ended")
         self._choices.forget([request])
-        self._waits.forget(request)
+        if self._waits.waiting:
+            self._waits.forget(request)
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
 
@@ -348,7 +349,8 @@ class OffloadedRequests:
             if wait is not None:
                 return self._arrived(hashes, start, wait)
             found = find_only(self._host, hashes, start)
-        self._waits.found(request, start + found.fetched.stop)
+        if self._waits.waiting:
+            self._waits.found(request, start + found.fetched.stop)
         return found, None
 
     def _arrived(self, hashes: HashArray, start: int, wait: Wait) -> tuple[Found, int]:
