@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import zmq
 
@@ -72,6 +73,17 @@ def test_what_a_node_has_read_it_serves_in_turn(nodes: tuple[Node, Node, Node]) 
     first.connector.close()
     assert third.read(path).ok.all()
     assert third.has_read(path)
+
+
+def test_what_another_node_has_copied_is_told_once(nodes: tuple[Node, Node, Node]) -> None:
+    first, second, _ = nodes
+    hashes = path_of(8, "handed over")
+    first.hold(hashes)
+    assert first.connector.take_handed_over() == []
+    assert second.read(hashes).ok.all()
+    told = np.concatenate(first.connector.take_handed_over())
+    assert {row.tobytes() for row in told} == {row.tobytes() for row in hashes}
+    assert first.connector.take_handed_over() == second.connector.take_handed_over() == []
 
 
 def test_a_block_that_left_the_host_tier_is_a_miss(nodes: tuple[Node, Node, Node]) -> None:
