@@ -115,6 +115,7 @@ class PlainS3Server(S3Server):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        folder.mkdir(exist_ok=True)
         super().__init__()
 
     def _begin(self) -> subprocess.Popen[str]:
