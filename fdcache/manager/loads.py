@@ -23,14 +23,11 @@ from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.requests import PeerSource, Request
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
+from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, SwapPurpose, UInt32Array
 from fdcache.plans.ledger import NO_CHECKSUMS, ROOT, UNKNOWN, OpenPlan, parents_of
 from fdcache.tiers.host import Found, HostTier, find_only
 from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
-
-NO_BLOCK = -1
-"""Stands for a block that the engine does not have on the device, in a layout with windows."""
 
 
 def device_ids_of(values: object, *, with_none: bool = False) -> Int32Array:

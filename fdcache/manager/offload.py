@@ -17,11 +17,11 @@ from fdcache.manager import story
 from fdcache.manager.base import TierManager, requests_of
 from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.loads import NO_BLOCK, count_of, device_ids_of, require_distinct, table_of
+from fdcache.manager.loads import count_of, device_ids_of, require_distinct, table_of
 from fdcache.manager.offers import OfferEnd, Offers
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome, OffloadMatch
-from fdcache.metadata import HashArray, Int32Array, TransferPlan
+from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, TransferPlan
 from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, WritePolicy
