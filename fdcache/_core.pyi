@@ -167,6 +167,12 @@ class HostIndex:
         End a load. ``copied`` is 1 for blocks that every rank has, ``bad`` for records to forget.
         """
 
+    def cancel_load(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """End a load that was planned and reads nothing."""
+
     def contains(
         self,
         hashes: Annotated[
@@ -1252,6 +1258,9 @@ class BlockCopies:
     ) -> int:
         """Add copies; return the number of copies before them."""
 
+    def remove(self, first: int, count: int) -> numpy.typing.NDArray[numpy.int32]:
+        """Remove copies; return their source slots."""
+
     def take(
         self,
     ) -> tuple[
@@ -1896,6 +1905,13 @@ class Loads:
     def give_up(self, plan: int) -> None:
         """End the loads that wait for an overdue plan."""
 
+    def withdraw(self, load: Load) -> tuple[int, int, bool] | None:
+        """
+        Withdraw a load of which no plan was sent: it never ends. Return offset and count of its blocks in
+        the plan's loads, which have to leave it, and True if that is the plan of loads ahead. None if a
+        plan was sent.
+        """
+
     def cut_off(self, load: Load, reason: str) -> None:
         """Plan no other part of a load."""
 
@@ -2184,8 +2200,11 @@ class PlanReports:
         meter: CopyMeter | None,
         tells_arrivals: bool,
     ) -> None: ...
-    def count(self, reports: list[Any]) -> CountedReports:
-        """Count reports. Raises ``PlanError`` before any is counted."""
+    def count(self, reports: list[Any]) -> CountedReports | None:
+        """
+        Count reports; return what follows from them, None if nothing does. Raises ``PlanError`` before
+        any is counted.
+        """
 
     @property
     def copied(self) -> CopiedBlocks: ...

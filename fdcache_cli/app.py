@@ -102,6 +102,8 @@ def new_group(
 def _no_command(name: str, names: Iterable[str]) -> str:
     import difflib
 
+    if name == "help":
+        return f"there is no command {name!r}; did you mean --help?"
     close = difflib.get_close_matches(name.casefold(), list(names), n=1)
     remedy = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
     return f"there is no command {name!r}; {remedy}"

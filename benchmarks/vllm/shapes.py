@@ -149,11 +149,12 @@ class Load:
 LOADS = {
     "full": Load(48, 4, 6000, 1000, 64, 8, 64, 4000, 8, 8192, 3, 24, 8192, 8, 1000, 600, 12, 1.0),
     "half": Load(48, 4, 6000, 1000, 64, 8, 40, 4000, 6, 8192, 2, 18, 8192, 8, 1000, 250, 6, 0.5),
+    "short": Load(24, 4, 6000, 1000, 64, 8, 16, 4000, 5, 8192, 2, 18, 8192, 8, 1000, 250, 5, 0.5),
     "brief": Load(12, 3, 6000, 1000, 32, 3, 16, 4000, 5, 8192, 2, 18, 8192, 8, 1000, 200, 5, 0.5),
     "small": Load(8, 3, 290, 48, 8, 2, 6, 200, 3, 509, 2, 8, 317, 2, 40, 150, 3, 0.3),
 }
-"""By name: ``full`` on a GPU; ``half``, the same conversations and half of the rest; ``brief``, less of everything; and
-``small`` for the tiny shapes on a CPU."""
+"""By name: ``full`` on a GPU; ``half``, the same conversations and half of the rest; ``short``, half of these
+conversations; ``brief``, less of everything; and ``small`` for the tiny shapes on a CPU."""
 
 
 def model_folder(shape: Shape, home: Path) -> Path:

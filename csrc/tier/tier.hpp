@@ -145,6 +145,7 @@ class Tier : public HostIndex, public DeviceIndex {
     Found find_and_pin(std::span<const Digest> path, std::size_t start, StorageUse storage) override;
     void begin_load(LeaseId lease, std::span<const Slot> slots) override;
     void end_load(const EndedLoad &ended) override;
+    void cancel_load(std::span<const Slot> slots) override { unhold(slots); }
     std::size_t room() const override { return stats().slots; }
     std::size_t capacity() const override { return stats().slots; }
     std::size_t longest_path() const override { return stats().slots; }

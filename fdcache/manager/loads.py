@@ -24,7 +24,7 @@ from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.requests import PeerSource, Request
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.ledger import NO_CHECKSUMS, ROOT, UNKNOWN, OpenPlan, parents_of
+from fdcache.plans.ledger import NO_CHECKSUMS, ROOT, UNKNOWN, Blocks, OpenPlan, parents_of
 from fdcache.tiers.host import Found, HostTier, find_only
 from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
@@ -77,7 +77,8 @@ def require_distinct(ids: Int32Array) -> None:
 class EngineLoad:
     """A load of a request into the device blocks ``ids`` of the engine, some of which may be ``NO_BLOCK``.
 
-    ``after``: plans in flight that copy out what the device blocks held. ``pages``: those that are loaded.
+    ``after``: plans in flight that copy out what the device blocks held. ``pages``: those that are loaded. ``lease``
+    pins what was found for it until it ends. ``counted``: tokens that count as hits, in the host tier and in storage.
     """
 
     request: OffloadRequest
@@ -85,6 +86,8 @@ class EngineLoad:
     load: Load
     after: tuple[int, ...]
     pages: range = range(0)
+    lease: int = 0
+    counted: tuple[int, int] = (0, 0)
 
     @property
     def unplanned(self) -> tuple[int, ...]:
@@ -161,6 +164,7 @@ class EngineLoads:
 
     def __init__(self, layout: KVLayout, host: HostTier, loads: Loads, counters: Counters) -> None:
         self._page_tokens, self._groups = layout.block_size, max(layout.page_records, 1)
+        self._may_lack = bool(layout.groups)
         self._host = host
         self._loads = loads
         self._counters = counters
@@ -176,6 +180,24 @@ class EngineLoads:
         if len(run):
             self._add_part(loading, run, plan)
         return loading
+
+    def withdraw(self, loading: EngineLoad, step: OpenPlan, ahead: OpenPlan) -> bool:
+        """Withdraw a load from the plan that is open; False if it was sent: then it ends by itself."""
+        withdrawn = self._loads.withdraw(loading.load)
+        if withdrawn is None:
+            return False
+        offset, count, is_ahead = withdrawn
+        slots = (ahead if is_ahead else step).remove(SwapPurpose.LOAD, offset, count)
+        self._host.index.cancel_load(slots)
+        self._fetches = [each for each in self._fetches if each.loading is not loading]
+        self.end(loading)
+        del self._by_number[loading.load.number]
+        return True
+
+    def end(self, loading: EngineLoad) -> None:
+        """Unpin what was found for a load that has ended."""
+        if loading.lease:
+            self._host.index.release(loading.lease)
 
     def fetch_rest(self, loading: EngineLoad, run: PeerRun) -> None:
         """Plan to fetch what no plan loads, as the last part of a load."""
@@ -219,8 +241,9 @@ class EngineLoads:
         load = loading.load
         stop = load.planned + len(run)
         ids = loading.ids[load.planned - load.first : stop - load.first]
-        is_wanted = ids != NO_BLOCK
-        blocks, ids = run.select(is_wanted), ids[is_wanted]
+        blocks: Blocks = run
+        if self._may_lack and not (is_wanted := ids != NO_BLOCK).all():
+            blocks, ids = run.select(is_wanted), ids[is_wanted]
         self._host.index.begin_load(run.lease, blocks.slots)
         offset = plan.add(SwapPurpose.LOAD, blocks, ids, np.zeros(len(ids), np.uint32))
         self._loads.add(load, stop, offset, len(ids), plan.is_ahead)
@@ -231,7 +254,10 @@ class EngineLoads:
         """Return the loads that have ended since the last call."""
         if not self._loads.has_ended:
             return []
-        return [self._by_number.pop(load.number) for load in self._loads.take_ended()]
+        ended = [self._by_number.pop(load.number) for load in self._loads.take_ended()]
+        for loading in ended:
+            self.end(loading)
+        return ended
 
     def loads_of(self, plan: int) -> dict[tuple[str, int], bool]:
         """Return (request id, number) of the loads of which a plan in flight has blocks; True: their last."""

@@ -270,10 +270,8 @@ class OffloadedRequests:
 
     def unpin(self, tracked: Tracked) -> None:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
-        if tracked.lease:
-            self._host.index.release(tracked.lease)
-            self.pinned.discard(tracked)
-        tracked.found, tracked.coming = None, 0
+        if lease := self._hand_over(tracked):
+            self._host.index.release(lease)
 
     def _is_kept(self, tracked: Tracked, limit: int) -> bool:
         is_same = tracked.found is not None and tracked.arena == self.arena and not tracked.coming
@@ -454,13 +452,35 @@ class OffloadedRequests:
         tracked.load = loading = self.loads.plan(tracked.request, first, ids, run, plan)
         loading.pages = range(tracked.device_pages, tracked.end)
         from_storage = self._page_tokens(min(stored, len(run)))
-        self._counters.storage_hit_tokens += from_storage
-        self._counters.host_hit_tokens += max(self.tokens(tracked, len(run)) - from_storage, 0)
+        self._count_hits(loading, max(self.tokens(tracked, len(run)) - from_storage, 0), from_storage)
         if tracked.peer is not None and len(run) < len(ids):
             self.loads.fetch_rest(loading, tracked.peer)
             loading.pages = range(tracked.device_pages, tracked.peer.num_tokens // self._block_size)
             tracked.peer = None
+        loading.lease = self._hand_over(tracked)
         return len(run)
+
+    def _count_hits(self, loading: EngineLoad, on_host: int, in_storage: int) -> None:
+        loading.counted = loading.counted[0] + on_host, loading.counted[1] + in_storage
+        self._counters.host_hit_tokens += on_host
+        self._counters.storage_hit_tokens += in_storage
+
+    def _hand_over(self, tracked: Tracked) -> int:
+        """Return the lease of what was found, which is not the request's any more."""
+        lease, tracked.found, tracked.coming = tracked.lease, None, 0
+        self.pinned.discard(tracked)
+        return lease
+
+    def withdraw(self, tracked: Tracked, step: OpenPlan, ahead: OpenPlan) -> bool:
+        """Withdraw the load that is planned for a request; False if there is none, or a plan of it was sent."""
+        loading = tracked.load
+        if loading is None or not self.loads.withdraw(loading, step, ahead):
+            return False
+        tracked.load = None
+        on_host, in_storage = loading.counted
+        self._count_hits(loading, -on_host, -in_storage)
+        self._choices.matched(tracked.request.request_id, loading.load.first, 0)
+        return True
 
     def look(self, loading: EngineLoad) -> tuple[Found, bool]:
         """Pin the blocks of a load that have been read since its last part; False if no others are waited for."""

@@ -11,6 +11,7 @@ call raises for it, and what was pinned, reserved or loaded before is ended as e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import msgspec
@@ -28,9 +29,12 @@ from fdcache.metadata import (
 )
 from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.fetches import Fetches, FetchTable
+from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters, ReadTotals, TierUsage, TrafficMeter
+
+HOST_TIERS = "fdcache.host_tiers"
+"""Entry-point group of the host tiers that a manager shares with others; ``service`` is that of FDCACHE_SERVER."""
 
 
 class HostCache(msgspec.Struct, frozen=True):
@@ -134,6 +138,9 @@ class SharedNotes(Protocol):
 
     def describe(self, requests: Sequence[Any]) -> None:
         """Describe the blocks of requests, each with a ``note``, that are not described yet."""
+
+    def on_session(self, tell: Callable[[], bool]) -> None:
+        """Call ``tell`` in each new session, from another thread, until it returns True."""
 
     def tell_device(self, kinds: bytes, hashes: bytes) -> None:
         """Tell which blocks came to and left the device, in order."""
@@ -240,6 +247,13 @@ class HostTier(Protocol):
 
     def take_events(self) -> tuple[Any, Any, Any]:
         """Return kinds, hashes and parents of the events since the last call."""
+
+
+def shared_host_tier(settings: CacheSettings, layout: KVLayout, terms: FetchTerms) -> HostTier:
+    """Return the tier of the service at ``settings.server``."""
+    (service,) = entry_points(group=HOST_TIERS, name="service")
+    tier: HostTier = service.load()(settings, layout, terms)
+    return tier
 
 
 class LocalHostTier(BlockPool):

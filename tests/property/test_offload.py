@@ -8,6 +8,7 @@ block that a step reads, must hold what its hash stands for.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -167,6 +168,7 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.loads: dict[int, Sequence] = {}
+        self.withdrawn = 0
         self.plans = PlansInFlight()
         self.late: list[Late] = []
         self.preempted: list[Sequence] = []
@@ -264,6 +266,7 @@ class Engine:
         self.given = []
         for sequence in list(self.waiting):
             self.admit(sequence)
+        self.withdraw_some()
         scheduled = self.schedule()
         self.manager.evicted(np.array(self.given, np.int32))
         self.manager.next_evicted(np.array(list(self.free)[:3], np.int32))
@@ -315,6 +318,24 @@ class Engine:
         number = self.manager.load_of(request)
         assert number not in self.loads
         self.loads[number] = sequence
+
+    def withdraw_some(self) -> None:
+        """Take back loads of this step, as when the engine does not schedule them after all, or their client leaves.
+
+        Their device blocks may get other contents in the same step.
+        """
+        for number, sequence in list(self.loads.items()):
+            if self.random.random() > 0.2 or sequence.aborted:
+                continue
+            is_sent = bool(self.plans.of_load(number))
+            assert self.manager.cancel_load(sequence.request) == (not is_sent)
+            if not is_sent:
+                self.withdrawn += 1
+                self.planned_loads -= 1
+                del self.loads[number]
+                sequence.loading = None
+                self.release(sequence)
+                self.waiting.insert(0, sequence)
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         scheduled: list[tuple[Sequence, int]] = []
@@ -601,6 +622,22 @@ def test_groups_of_layers_read_right_bytes_in_all_blocks_that_they_reach(
     engine = Engine(seed, policy, host_blocks=host, groups=groups)
     play(engine, 120)
     assert engine.close() == 0
+
+
+def test_a_withdrawal_that_leaves_a_load_in_the_plan_is_caught() -> None:
+    withdrawn = strays = 0
+    for seed in range(4):
+        engine = Engine(seed, WritePolicy.WRITE_THROUGH)
+        play(engine, 120)
+        assert engine.close() == 0
+        withdrawn += engine.withdrawn
+        engine = Engine(seed, WritePolicy.WRITE_THROUGH)
+        engine.manager.cancel_load = lambda request: True  # type: ignore[method-assign]
+        with contextlib.suppress(AssertionError, KeyError):
+            play(engine, 120)
+        strays += engine.strays
+    assert withdrawn
+    assert strays
 
 
 def test_an_engine_that_gives_back_a_block_too_early_is_caught() -> None:

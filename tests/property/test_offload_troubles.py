@@ -63,6 +63,8 @@ class Troubled(Engine):
         for sequence in list(self.waiting):
             self.admit(sequence)
             self.trouble()
+        self.withdraw_some()
+        self.trouble()
         scheduled = self.schedule()
         self.trouble()
         self.manager.evicted(np.array(self.given, np.int32))
