@@ -283,7 +283,7 @@ def _without_http(options: argparse.Namespace) -> int:
         options.tokens or ((1025, 8193) if on_gpu else (97, 401)),
         options.rounds,
         options.logs,
-        two_ranks=options.two_ranks,
+        of_ranks=options.of_ranks,
     )
     return 1 if wrong else 0
 
@@ -303,7 +303,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, nargs="+", help="whole blocks of 16 and one more, without HTTP")
     parser.add_argument(
-        "--two-ranks", action="store_true", help="then engines of one and two ranks, without HTTP"
+        "--of-ranks",
+        nargs="+",
+        choices=SHAPES,
+        default=[],
+        help="then engines of one and two ranks, without HTTP",
     )
     parser.add_argument("--proxy", type=Path, help="vLLM's toy_proxy_server.py; on GPUs with it, over HTTP")
     options = parser.parse_args(arguments)
