@@ -903,6 +903,7 @@ class Tier(HostIndex):
             NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
         ],
         below_pending: bool = False,
+        tenant: int = 0,
     ) -> CopyReservation:
         """
         Reserve slots for copies into this tier. They are pending until ``complete``.
@@ -910,7 +911,9 @@ class Tier(HostIndex):
         Reserves a slot for each hash that is absent and whose parent is ready or reserved earlier
         in this call. Never evicts a block that the result calls ready. Lease 0: no lease owns the
         slots. ``below_pending``: also below parents whose copies are in flight; a block is dropped in
-        the end unless its parent's copy has succeeded before.
+        the end unless its parent's copy has succeeded before. ``tenant``: of the blocks, unless the
+        first one is below a block of another; beyond its limit it evicts its own, and what there is
+        no room for then is missing.
         """
 
     def commit(

@@ -44,7 +44,7 @@ def serve(
         typer.Option(
             metavar="DIR|NAME",
             help="Storage tier below the host tier: a directory for files, written with a slash, or a connector: "
-            "local, mooncake, none.",
+            "local, shared, object, nodes, mooncake, none.",
         ),
     ] = None,
     storage_size: Annotated[

@@ -11,7 +11,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.base import requests_of
 from fdcache.manager.hooks import HandoverHooks, HookedParts
-from fdcache.manager.loads import make_loads_ahead
+from fdcache.manager.loads_ahead import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.own_device import ManagerState, OwnDevice
 from fdcache.manager.requests import LiveRequests, Request

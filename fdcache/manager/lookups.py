@@ -93,8 +93,12 @@ class OffloadLookups(TierManager[OffloadRequest]):
             tracked = self._requests.get(request)
             if tracked is None or tracked.found is None:
                 return 0
-            self._counters.blocks_corrupt_in_host += int(np.count_nonzero(~intact))
-            return self._requests.tokens(tracked, self._requests.keep_intact(tracked, intact))
+            found, index, bad = tracked.found, self._host.index, ~intact
+            self._counters.blocks_corrupt_in_host += int(np.count_nonzero(bad))
+            index.begin_load(found.lease, found.slots)
+            index.end_load(found.slots, found.hashes, intact.view(np.uint8), bad.view(np.uint8))
+            tracked.found = found.part(0, len(found) if intact.all() else int(intact.argmin()))
+            return self._requests.tokens(tracked, tracked.remaining)
 
     @property
     def plan_arena(self) -> str | None:

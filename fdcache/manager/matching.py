@@ -18,7 +18,7 @@ from fdcache.manager import story
 from fdcache.manager.cost import Cached
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import LoadsAhead
+from fdcache.manager.loads_ahead import LoadsAhead
 from fdcache.manager.requests import LiveRequests, Request, Unanswered
 from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers

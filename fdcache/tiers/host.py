@@ -313,10 +313,15 @@ class LocalHostTier(BlockPool):
         return figures.pins + figures.holds + figures.leases + figures.writing
 
     def reserve_copies(
-        self, lease: int, parents: HashArray, hashes: HashArray, below_pending: bool = False
+        self,
+        lease: int,
+        parents: HashArray,
+        hashes: HashArray,
+        below_pending: bool = False,
+        tenant: int = 0,
     ) -> CopyReservation:
         """Reserve slots as the native class does, and call ``on_evict``."""
-        taken = super().reserve_copies(lease, parents, hashes, below_pending)
+        taken = super().reserve_copies(lease, parents, hashes, below_pending, tenant)
         if self.on_evict is not None:
             self.on_evict(taken.evicted.hashes)
         return taken
@@ -353,6 +358,17 @@ def find_only(host: HostTier, hashes: HashArray, start: int) -> Found:
     (found,) = find_and_pin(host, [(hashes, start)])
     assert isinstance(found, Found)
     return found
+
+
+def find_whole(host: HostTier, hashes: HashArray, start: int) -> Found:
+    """Pin the blocks of a path from ``start`` on; nothing unless all of them are there."""
+    if len(hashes) <= start:
+        return NOTHING
+    found = find_only(host, hashes, start)
+    if start + len(found) == len(hashes):
+        return found
+    host.index.release(found.lease)
+    return NOTHING
 
 
 def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[Found, int]:
