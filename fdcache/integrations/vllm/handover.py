@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -153,10 +154,8 @@ class PeerSide:
             or not handovers.least_tokens < num_tokens <= request.num_tokens
         ):
             return
-        try:
+        with suppress(RequestStateError):  # another has the name; if it still has at the end, a log line says so
             self._ahead[source.request_id] = _Ahead(handovers.send_ahead(request, name, num_tokens))
-        except RequestStateError as error:  # a router that gives two hand-overs one name
-            logger.warning("request %s is not handed over ahead: %s", source.request_id, error)
 
     def preempted(self, request_id: str) -> None:
         """End the hand-over of a request whose blocks vLLM has taken back."""
