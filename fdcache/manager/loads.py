@@ -21,13 +21,10 @@ from fdcache.errors import PlanError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.requests import PeerSource
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
+from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, SwapPurpose, UInt32Array
 from fdcache.plans.ledger import Blocks, OpenPlan
 from fdcache.tiers.host import Found, HostTier
 from fdcache.tiers.statistics import Counters
-
-NO_BLOCK = -1
-"""Stands for a block that the engine does not have on the device, in a layout with windows."""
 
 
 def device_ids_of(values: object, *, with_none: bool = False) -> Int32Array:
