@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.harness import machine
 from benchmarks.vllm import engines, report
-from benchmarks.vllm.agents import AGENTS, Bounds, find_trace, read_sessions, shape_of, users_of
+from benchmarks.vllm.agents import AGENTS, Play, find_trace
 from benchmarks.vllm.comparisons import compare_tokens
 from benchmarks.vllm.engines import BESIDE, GIB, NONE, RESTARTED, Places, StartError
 from benchmarks.vllm.meeting import Meeting
@@ -114,32 +114,33 @@ class Run:
             self.add(head | {"part": "skipped", "why": str(error)})
         return found
 
-    def measure(self, shape: Shape, names: Sequence[str], parts: Sequence[str]) -> None:
-        """Start engines at the same time and measure them one after the other, while the others wait."""
-        with self.started(shape, names) as ready:
+    def measure(
+        self,
+        shape: Shape,
+        names: Sequence[str],
+        parts: Sequence[str],
+        play: Play | None = None,
+        share: float = 1.0,
+    ) -> None:
+        """Start engines at the same time and measure them one after the other, while the others wait.
+
+        With ``play`` agents follow the parts, on engines with a host tier of a share of their working set.
+        """
+        places = replace(self.places, host_bytes=play.host_bytes(share)) if play else self.places
+        with self.started(play.shape if play else shape, names, places) as ready:
             for name, process in ready.items():
-                self.order(shape, name, process, {"parts": list(parts)})
+                if parts:
+                    self.order(shape, name, process, {"parts": list(parts)})
+                if play:
+                    self.order(shape, name, process, play.order(None if name == NONE else share))
                 process.end()
 
-    def agents(self, shape: Shape, names: Sequence[str], trace: Path, users: int) -> None:
+    def agents(self, shape: Shape, names: Sequence[str], play: Play) -> None:
         """Have users play the sessions of a trace, with host tiers of shares of what is different in them."""
-        options, load = self.options, AGENTS[self.options.scale]
-        small = shape_of(shape, load)
-        played = users_of(read_sessions(trace, load, small.longest), users)
-        bounds = Bounds.of(played, load)
-        order = {"trace": str(trace), "scale": options.scale, "longest": small.longest}
-        alone = [name for name in names if name == NONE]
-        for share, chosen in [(None, alone), *((share, names) for share in options.shares)]:
-            host = int((share or 1) * bounds.working_set * small.token_bytes)
-            places = replace(self.places, host_bytes=host)
-            labels = {"users": users, "share": share, "ceiling_tokens": bounds.ceiling}
-            labels |= {"prompt_tokens": bounds.prompt_tokens, "working_set_tokens": bounds.working_set}
-            wanted = [name for name in chosen if name != NONE or share is None]
-            for wave in waves(wanted, options.together):
-                with self.started(small, wave, places) as ready:
-                    for name, process in ready.items():
-                        self.order(shape, name, process, {"agents": order | {"labels": labels}})
-                        process.end()
+        for index, share in enumerate(self.options.shares):
+            chosen = [name for name in names if name != NONE or not index]
+            for wave in waves(chosen, self.options.together):
+                self.measure(shape, wave, [], play, share)
 
     def link(self, shape: Shape) -> None:
         """Measure the link between host and device with the bytes of a long prompt."""
@@ -308,15 +309,17 @@ def measure(run: Run, names: Sequence[str]) -> None:
     """Do the parts of a run; raise ``CutError`` if the time is over."""
     options = run.options
     parts = [part for part in LOADED if part in options.parts]
+    chosen = [name for name in names if name in BESIDE]
     for shape in map(SHAPES.__getitem__, options.shape):
+        plays = list(played(run, shape)) if "agents" in options.parts else []
+        joined = plays.pop(0) if parts and plays and AGENTS[options.scale].is_joined else None
         if parts:
             run.link(shape)
-            chosen = [name for name in names if name in BESIDE]
             ordered = list(order(chosen, options.rounds, options.rotate, options.once))
             for wave in waves(ordered, options.together):
-                run.measure(shape, wave, parts)
-        if "agents" in options.parts:
-            play(run, shape, [name for name in names if name in BESIDE])
+                run.measure(shape, wave, parts, joined, options.shares[0])
+        for play in plays:
+            run.agents(shape, chosen, play)
         if "restart" in options.parts:
             run.restart(shape, [name for name in RESTARTED if name in names])
     if "tokens" in options.parts:
@@ -325,15 +328,15 @@ def measure(run: Run, names: Sequence[str]) -> None:
             compare_tokens(run, SHAPES["mla-random" if is_latent else RANDOM[options.device]], names)
 
 
-def play(run: Run, shape: Shape, names: Sequence[str]) -> None:
-    """Measure agents at every number of users, or say that there is no trace of them."""
+def played(run: Run, shape: Shape) -> Iterator[Play]:
+    """Yield what agents play at every number of users, or say that there is no trace of them."""
     trace = run.options.trace
     if trace is None or not trace.exists():
         why = f"agents: there is no trace {trace or '(shared/traces)'}; name one in --trace"
         run.add({"part": "skipped", "why": why})
         return
     for users in run.options.users:
-        run.agents(shape, names, trace, users)
+        yield Play.of(shape, run.options.scale, trace, users)
 
 
 def finish(records: list[dict[str, Any]], plot: Path | None) -> int:

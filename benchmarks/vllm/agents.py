@@ -35,18 +35,21 @@ class AgentLoad:
     """How much of the sessions is played.
 
     ``divisor`` makes contexts, answers and the device's cache so many times smaller, with the same shares among them.
-    Each user plays at most ``requests``; gaps are multiplied by ``gap`` and at most ``longest_gap_s``.
+    Each user plays at most ``requests``; gaps are multiplied by ``gap`` and at most ``longest_gap_s``. With
+    ``is_joined`` the engines of the other parts play, if there are any, and the device's cache is left as it is.
     """
 
     divisor: int
     requests: int
     gap: float
     longest_gap_s: float
+    is_joined: bool = False
 
 
 AGENTS = {
     "full": AgentLoad(1, 40, 0.2, 20.0),
     "half": AgentLoad(2, 20, 0.1, 10.0),
+    "short": AgentLoad(2, 5, 0.05, 5.0, is_joined=True),
     "brief": AgentLoad(4, 10, 0.03, 3.0),
     "small": AgentLoad(64, 6, 0.01, 0.3),
 }
@@ -72,7 +75,8 @@ def find_trace(root: Path) -> Path | None:
 def shape_of(shape: Shape, load: AgentLoad) -> Shape:
     """Return a shape whose device is as much smaller as the contexts, and that takes all that fits it."""
     blocks = max(shape.device_blocks // load.divisor, LEAST_BLOCKS)
-    return replace(shape, device_blocks=blocks, longest=min(LONGEST, (blocks - 1) * BLOCK))
+    longest = min(LONGEST, (blocks - 1) * BLOCK)
+    return replace(shape, device_blocks=shape.device_blocks if load.is_joined else blocks, longest=longest)
 
 
 def read_sessions(trace: Path, load: AgentLoad, longest: int) -> list[list[Step]]:
@@ -135,6 +139,37 @@ class Bounds:
                         ceiling += BLOCK
                     seen.add(path)
         return cls(prompts, ceiling, different)
+
+
+@dataclass(frozen=True)
+class Play:
+    """A load of agents on a shape: what is asked of an engine with a host tier of a share of the working set."""
+
+    shape: Shape
+    scale: str
+    trace: Path
+    users: int
+    bounds: Bounds
+
+    @classmethod
+    def of(cls, shape: Shape, scale: str, trace: Path, users: int) -> Play:
+        """Read the sessions, and count what is known of them."""
+        load = AGENTS[scale]
+        small = shape_of(shape, load)
+        played = users_of(read_sessions(trace, load, small.longest), users)
+        return cls(small, scale, trace, users, Bounds.of(played, load))
+
+    def host_bytes(self, share: float) -> int:
+        """Return the bytes of a host tier."""
+        return int(share * self.bounds.working_set * self.shape.token_bytes)
+
+    def order(self, share: float | None) -> dict[str, Any]:
+        """Return the order to an engine; ``share`` is None for one without a host tier."""
+        bounds = self.bounds
+        labels = {"users": self.users, "share": share, "ceiling_tokens": bounds.ceiling}
+        labels |= {"prompt_tokens": bounds.prompt_tokens, "working_set_tokens": bounds.working_set}
+        order = {"trace": str(self.trace), "scale": self.scale, "longest": self.shape.longest}
+        return {"agents": order | {"labels": labels}}
 
 
 def prompt_of(step: Step, user: int, load: AgentLoad, vocabulary: int) -> NDArray[np.int32]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.vllm import timing
+from benchmarks.vllm import timeline, timing
 from benchmarks.vllm.shapes import Shape
 
 Tokens = list[int]
@@ -116,9 +116,17 @@ class Driver:
 
     def phases(self, spans: list[tuple[float, float]]) -> dict[str, float]:
         """Return the median milliseconds of each phase of requests that were sent and answered in these spans."""
-        found = [timing.phases(timing.events(self._times), sent, came) for sent, came in spans]
+        events = timing.events(self._times)
+        found = [timing.phases(events, sent, came) for sent, came in spans]
         by_name = {name: [one[name] for one in found if name in one] for name in timing.PHASES}
         return {name: round(float(np.median(times)), 3) for name, times in by_name.items() if times}
+
+    def timeline(self, first: float, last: float, decoders: int) -> dict[str, Any]:
+        """Return where the time between the answers of a traced span went."""
+        spans = timeline.loads(timing.events(self._times))
+        return timeline.timeline(
+            timeline.intervals(timeline.forwards(self._times), spans, first, last, decoders)
+        )
 
     async def ask(
         self,

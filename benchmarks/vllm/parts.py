@@ -152,11 +152,13 @@ async def beside(driver: Driver, load: Load, has_connector: bool) -> dict[str, A
     for event in begun:
         await event.wait()
     admitted: list[Answer] = []
-    before = driver.counted()
-    while not any(decoder.done() for decoder in decoders):
-        admitted.append(await driver.ask(prompts[len(admitted) % count], 1))
-        await asyncio.sleep(0.03)
+    before, first = driver.counted(), time.perf_counter()
+    with driver.traced():
+        while not any(decoder.done() for decoder in decoders):
+            admitted.append(await driver.ask(prompts[len(admitted) % count], 1))
+            await asyncio.sleep(0.03)
     found = driver.counted().since(before)
+    timeline = driver.timeline(first, time.perf_counter(), load.decoders)
     gaps = [gap for decoder in decoders for gap in (await decoder).gaps]
     spans = [(answer.sent, answer.came[0]) for answer in admitted]
     during: list[float] = []
@@ -169,6 +171,7 @@ async def beside(driver: Driver, load: Load, has_connector: bool) -> dict[str, A
         "ttft_ms": percentiles(_ttfts(admitted)),
         "cached_tokens": sum(answer.cached for answer in admitted),
         "itl_ms": {"beside": percentiles(during), "quiet": percentiles(quiet)},
+        "timeline": timeline,
         **found,
     }
 

@@ -94,7 +94,7 @@ class Process:
             if record["part"] == last:
                 return
         if self._process.wait() != 0 or last is not None:
-            raise JobError(f"{cause(self._log.read_text())} (all of it in {self._log})")
+            raise JobError(f"{cause(self.log())} (all of it in {self._log})")
 
     def order(self, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Give an order; yield its results like ``results``."""
@@ -120,6 +120,10 @@ class Process:
                     return None
                 *self._lines, self._pending = (self._pending + piece).split(b"\n")
         return self._lines.pop(0)
+
+    def log(self) -> str:
+        """Return what it has logged."""
+        return self._log.read_text(errors="replace")
 
     def leave(self, seconds: float) -> None:
         """Have the engine shut itself down; end it if it has not by then."""

@@ -228,6 +228,7 @@ def tables(results: Results, shape: str) -> Iterator[str]:
     for part, (header, columns) in shown.items():
         if rows := _rows(results, shape, part, columns):
             yield table(header, rows)
+    yield from _timeline(results, shape, pages)
     phases = list(PHASES)
     if rows := _rows(results, shape, "single", [(("phases_ms", phase), 2, 1) for phase in phases]):
         yield table([f"a prompt from the host, where its time goes, ms ({pages})", *phases], rows)
@@ -248,6 +249,18 @@ def tables(results: Results, shape: str) -> Iterator[str]:
     if costs:
         header = [f"cost ({pages})", "start s", "host GiB when ready"]
         yield table([*header, "us of a step", "schedule", "update", "hooks", "engine CPU s"], costs)
+
+
+def _timeline(results: Results, shape: str, pages: str) -> Iterator[str]:
+    parts = ("interval", "idle", "work", "answer")
+    rows = []
+    for one in results.of(shape, "beside"):
+        for kind, found in one.get("timeline", {}).get("kinds", {}).items():
+            cells = [_cell(found[name].get(which), 2) for name in parts for which in ("p50", "p99")]
+            rows.append([one["engine"], kind, str(found["interval"]["count"]), *cells])
+    if rows:
+        header = [f"from answer to answer beside loads, ms ({pages})", "", "steps"]
+        yield table([*header, *(f"{name} {which}" for name in parts for which in ("p50", "p99"))], rows)
 
 
 def agents(results: Results, shape: str) -> Iterator[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 BLOCK = 16
 """Tokens of a block: vLLM's default."""
-ROTARY = 64
-"""Numbers of a key that carry its position, beside latents."""
 LONGEST = 131_072
 """Most tokens of a request that the models take."""
 
@@ -20,8 +19,7 @@ LONGEST = 131_072
 class Shape:
     """A Llama-like model. ``device_blocks`` is what the engine gets, ``longest`` the most tokens of a request.
 
-    ``latent``: the numbers of a token's latents, for a model like DeepSeek V3 without experts; ``kv_heads`` and
-    ``head_dim`` are then those of the attention over them.
+    With ``latent`` it is a DeepSeek-like one, whose ranks all hold latents of that width.
     """
 
     name: str
@@ -40,10 +38,14 @@ class Shape:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a block in one layer: keys and values, or latents with the positional part of the keys."""
-        if self.latent:
-            return BLOCK * (self.latent + ROTARY) * self.item_bytes
-        return BLOCK * self.kv_heads * self.head_dim * 2 * self.item_bytes
+        """Bytes of a block in one layer: keys and values, or latents and their rotary part."""
+        numbers = self.latent + self.rotary if self.latent else self.kv_heads * self.head_dim * 2
+        return BLOCK * numbers * self.item_bytes
+
+    @property
+    def rotary(self) -> int:
+        """Width of the rotary part beside latents."""
+        return self.head_dim // 2
 
     @property
     def token_bytes(self) -> int:
@@ -67,7 +69,27 @@ class Shape:
 
     def config(self) -> dict[str, Any]:
         """Return the contents of ``config.json``."""
-        return (self._latent_config() if self.latent else self._llama_config()) | {
+        return self._common() | (self._latents() if self.latent else {"head_dim": self.head_dim})
+
+    def _latents(self) -> dict[str, Any]:
+        return {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": self.heads,
+            "kv_lora_rank": self.latent,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": self.head_dim,
+            "qk_rope_head_dim": self.rotary,
+            "v_head_dim": self.head_dim,
+            "head_dim": self.rotary,
+            "first_k_dense_replace": self.layers,  # no experts
+            "n_routed_experts": 8,
+        }
+
+    def _common(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
@@ -84,28 +106,6 @@ class Shape:
             "tie_word_embeddings": False,
         }
 
-    def _llama_config(self) -> dict[str, Any]:
-        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": self.head_dim}
-
-    def _latent_config(self) -> dict[str, Any]:
-        return {
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v3",
-            "q_lora_rank": None,
-            "kv_lora_rank": self.latent,
-            "qk_nope_head_dim": self.head_dim - ROTARY,
-            "qk_rope_head_dim": ROTARY,
-            "v_head_dim": self.head_dim,
-            "first_k_dense_replace": self.layers,  # no experts, whose kernels vLLM's small package lacks
-            "moe_intermediate_size": self.intermediate,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_nextn_predict_layers": 0,
-        }
-
 
 SHAPES = {
     shape.name: shape
@@ -113,14 +113,15 @@ SHAPES = {
         Shape("8b", 32, 4096, 14336, 32, 8, 128, 128256),
         Shape("70b-tp8", 80, 8192, 3584, 8, 1, 128, 16032),
         Shape("random", 8, 2048, 5632, 16, 8, 128, 16384, device_blocks=2048),
-        Shape("mla", 61, 2048, 5632, 16, 16, 128, 16384, latent=512),
-        Shape("mla-random", 8, 2048, 5632, 16, 16, 128, 16384, device_blocks=2048, latent=512),
         Shape("tiny", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
         Shape("tiny-random", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
+        Shape("mla", 61, 2048, 5632, 16, 1, 128, 16384, latent=512),
+        Shape("mla-random", 8, 2048, 5632, 16, 1, 128, 16384, device_blocks=2048, latent=512),
+        Shape("tiny-mla-random", 3, 64, 128, 4, 1, 16, 512, "float32", 160, 256, 1024, latent=48),
     )
 }
-"""64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; the latents and layers of DeepSeek V3,
-and a few of these with random weights; and two for a CPU."""
+"""64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; two for a CPU; the latents
+and layers of DeepSeek V3; and latents with random weights on either."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,12 @@ class Load:
 LOADS = {
     "full": Load(48, 4, 6000, 1000, 64, 8, 64, 4000, 8, 8192, 3, 24, 8192, 8, 1000, 600, 12, 1.0),
     "half": Load(48, 4, 6000, 1000, 64, 8, 40, 4000, 6, 8192, 2, 18, 8192, 8, 1000, 250, 6, 0.5),
+    "short": Load(24, 4, 6000, 1000, 64, 8, 16, 4000, 5, 8192, 2, 18, 8192, 8, 1000, 250, 5, 0.5),
     "brief": Load(12, 3, 6000, 1000, 32, 3, 16, 4000, 5, 8192, 2, 18, 8192, 8, 1000, 200, 5, 0.5),
     "small": Load(8, 3, 290, 48, 8, 2, 6, 200, 3, 509, 2, 8, 317, 2, 40, 150, 3, 0.3),
 }
-"""By name: ``full`` on a GPU; ``half``, the same conversations and half of the rest; ``brief``, less of everything; and
-``small`` for the tiny shapes on a CPU."""
+"""By name: ``full`` on a GPU; ``half``, the same conversations and half of the rest; ``short``, half of these
+conversations; ``brief``, less of everything; and ``small`` for the tiny shapes on a CPU."""
 
 
 def model_folder(shape: Shape, home: Path) -> Path:
@@ -202,28 +204,37 @@ def _write_random_weights(shape: Shape, path: Path) -> None:
         "lm_head.weight": normal(shape.vocabulary, shape.hidden),
         "model.norm.weight": ones.clone(),
     }
+    queries = shape.heads * shape.head_dim
     for layer in range(shape.layers):
         name = f"model.layers.{layer}"
         tensors |= {
             f"{name}.input_layernorm.weight": ones.clone(),
             f"{name}.post_attention_layernorm.weight": ones.clone(),
+            **_attended(shape, f"{name}.self_attn", normal),
+            f"{name}.self_attn.o_proj.weight": 3 * normal(shape.hidden, queries),
             f"{name}.mlp.gate_proj.weight": normal(shape.intermediate, shape.hidden),
             f"{name}.mlp.up_proj.weight": normal(shape.intermediate, shape.hidden),
             f"{name}.mlp.down_proj.weight": normal(shape.hidden, shape.intermediate),
         }
-        queries = shape.heads * shape.head_dim
-        attention = {"q_proj": 3 * normal(queries, shape.hidden), "o_proj": 3 * normal(shape.hidden, queries)}
-        if shape.latent:
-            keys_and_values = shape.heads * (2 * shape.head_dim - ROTARY)
-            attention |= {
-                "kv_a_proj_with_mqa": normal(shape.latent + ROTARY, shape.hidden),
-                "kv_a_layernorm": torch.ones(shape.latent, dtype=dtype),
-                "kv_b_proj": normal(keys_and_values, shape.latent),
-            }
-        else:
-            keys = shape.kv_heads * shape.head_dim
-            attention |= {"k_proj": normal(keys, shape.hidden), "v_proj": normal(keys, shape.hidden)}
-        tensors |= {f"{name}.self_attn.{part}.weight": values for part, values in attention.items()}
     draft = path.with_suffix(".draft")
     save_file(tensors, draft, metadata={"format": "pt"})
     draft.rename(path)
+
+
+def _attended(shape: Shape, name: str, normal: Callable[[int, int], Any]) -> dict[str, Any]:
+    """Return the weights of queries, keys and values of a layer."""
+    import torch
+
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if not shape.latent:
+        return {
+            f"{name}.q_proj.weight": 3 * normal(queries, shape.hidden),
+            f"{name}.k_proj.weight": normal(keys, shape.hidden),
+            f"{name}.v_proj.weight": normal(keys, shape.hidden),
+        }
+    return {
+        f"{name}.q_proj.weight": 3 * normal(queries + shape.heads * shape.rotary, shape.hidden),
+        f"{name}.kv_a_proj_with_mqa.weight": normal(shape.latent + shape.rotary, shape.hidden),
+        f"{name}.kv_a_layernorm.weight": torch.ones(shape.latent, dtype=getattr(torch, shape.dtype)),
+        f"{name}.kv_b_proj.weight": normal(2 * queries, shape.latent),
+    }

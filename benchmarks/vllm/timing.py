@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,12 @@ class Trace:
 
     def add(self, name: str, begin: float) -> None:
         """Write an event that has just ended."""
-        with (self._folder / f"{os.getpid()}.trace").open("a") as file:
-            file.write(json.dumps([name, begin, time.perf_counter()]) + "\n")
+        self.write("trace", (name, begin, time.perf_counter()))
+
+    def write(self, kind: str, values: Sequence[Any]) -> None:
+        """Write a line to the file of a kind."""
+        with (self._folder / f"{os.getpid()}.{kind}").open("a") as file:
+            file.write(json.dumps(values) + "\n")
 
 
 def events(folder: Path) -> list[Event]:
@@ -207,6 +211,8 @@ def install() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    from benchmarks.vllm import timeline
+
     sums, trace = Sums(Path(folder)), Trace(Path(folder))
     schedule = timed(Scheduler.schedule, sums, "schedule_ns")
     create = KVConnectorFactory.create_connector
@@ -234,6 +240,7 @@ def install() -> None:
     )
     Scheduler.update_from_output = timed(Scheduler.update_from_output, sums, "update_ns")
     KVConnectorFactory.create_connector = create_timed
+    timeline.install(trace)
 
 
 def write_distribution(folder: Path, name: str, group: str, entry: str) -> None:

@@ -99,7 +99,7 @@ class EvictionOrder {
     // A use of entries of one path ended, given from the end of the path on; `end` is null if no more is
     // known.
     virtual void use(std::span<const Slot>, const RequestEnd *) {}
-    // What a client says of entries of one path, given from the end of the path on.
+    // What a client says of entries of one path, given from its beginning on.
     virtual HintAnswer hint(std::span<const Slot>, const Hint &) { return HintAnswer::kNotLearning; }
     // `slot`: kNoSlot if the block is no entry.
     virtual HintFate fate(Slot, const Digest &) { return HintFate::kGone; }

@@ -207,29 +207,31 @@ LearnedOrder::Comparison LearnedOrder::compare(const Block &block, bool is_found
 // Data corrects what a hint says, through the class of its blocks; the budget bounds what it costs until
 // then. Of a path only the deepest entry can be a leaf, which has a rank.
 HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint) {
-    if (hint.keeps()) {
+    const double room = kHintBudget * static_cast<double>(blocks_.size()) - static_cast<double>(kept_);
+    if (hint.keeps() && static_cast<double>(path.size()) > room) {
         const auto more = std::ranges::count_if(path, [this](Slot slot) { return !is_kept(blocks_[slot]); });
-        const double kept = static_cast<double>(kept_) + static_cast<double>(more);
-        if (kept > kHintBudget * static_cast<double>(blocks_.size())) return HintAnswer::kOverBudget;
+        if (static_cast<double>(more) > room) return HintAnswer::kOverBudget;
     }
-    const Block *before = nullptr;  // mostly used as often, at the same time
-    std::uint8_t kind = 0;
-    for (const Slot slot : path) {
-        Block &block = blocks_[slot];
-        if (!block.is_tracked) touch(slot, {true, 0}, false);
-        if (!before || before->last_ms != block.last_ms || before->hits != block.hits) {
-            // Its age goes on from its last use.
-            Hint since = hint;
-            if (hint.kind == HintKind::kRetain || hint.kind == HintKind::kReturn)
-                since.value += (now_ - block.last_ms) / 1000.0;
-            kind = static_cast<std::uint8_t>(ReuseTables::kFirstHint + HintClasses::of(since, block.hits));
+    Block *const blocks = blocks_.data();
+    std::size_t kept = 0;
+    for (std::size_t at = 0; at < path.size();) {
+        if (!blocks[path[at]].is_tracked) touch(path[at], {true, 0}, false);
+        const Block first = blocks[path[at]];
+        // Its age goes on from its last use.
+        Hint since = hint;
+        if (hint.kind == HintKind::kRetain || hint.kind == HintKind::kReturn)
+            since.value += (now_ - first.last_ms) / 1000.0;
+        const auto kind =
+            static_cast<std::uint8_t>(ReuseTables::kFirstHint + HintClasses::of(since, first.hits));
+        for (; at < path.size(); ++at) {  // mostly all, used as often at the same time
+            Block &block = blocks[path[at]];
+            if (block.last_ms != first.last_ms || block.hits != first.hits || !block.is_tracked) break;
+            kept += is_kept(block);
+            block.kind = kind;
         }
-        before = &block;
-        kept_ -= is_kept(block);
-        block.kind = kind;
-        kept_ += is_kept(block);
     }
-    if (!path.empty()) rank_again(path.front());
+    kept_ += (hint.keeps() ? path.size() : 0) - kept;
+    if (!path.empty()) rank_again(path.back());
     return HintAnswer::kTaken;
 }
 

@@ -148,6 +148,7 @@ class Tier : public HostIndex, public DeviceIndex {
     Found find_and_pin(std::span<const Digest> path, std::size_t start, StorageUse storage) override;
     void begin_load(LeaseId lease, std::span<const Slot> slots) override;
     void end_load(const EndedLoad &ended) override;
+    void cancel_load(std::span<const Slot> slots) override { unhold(slots); }
     std::size_t room() const override { return stats().slots; }
     std::size_t capacity() const override { return stats().slots; }
     std::size_t longest_path() const override { return stats().slots; }
@@ -189,9 +190,12 @@ class Tier : public HostIndex, public DeviceIndex {
     // Reserves a pending slot, held by one copy, for each hash that is absent and whose parent is READY or
     // reserved earlier in this call. Lease 0: no lease owns the slots. Evicts no block that the result calls
     // READY, and no parent of one. `below_pending`: the copy of a parent may be in flight as well; unless
-    // that one has become READY before it, the block is dropped in the end.
+    // that one has become READY before it, the block is dropped in the end. The blocks are of one tenant:
+    // `tenant`, unless the first one is below a block of another. Beyond its limit its own blocks are
+    // evicted, and what there is still no room for is missing.
     CopyReservation reserve_copies(LeaseId lease, std::span<const Digest> parents,
-                                   std::span<const Digest> hashes, bool below_pending = false);
+                                   std::span<const Digest> hashes, bool below_pending = false,
+                                   Tenant tenant = 0);
     // Makes `count` more entries evictable than are, by evicting those that nothing but copies keep: the
     // slots that copies read are free once they end. Evicts all that can be evicted first. Returns false, and
     // changes nothing, if there are not as many above the copies.
@@ -378,7 +382,7 @@ class Tier : public HostIndex, public DeviceIndex {
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
                                  BlockList *evicted);
     void take_pending(LeaseId lease, std::span<const Digest> parents, std::span<const Digest> hashes,
-                      CopyReservation &out, bool below_pending);
+                      CopyReservation &out, bool below_pending, Tenant tenant = 0);
     std::size_t make_entries(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                              std::span<const Slot> slots, std::vector<CommitStatus> *status);
     Presence presence_of(const Digest &hash) const;
@@ -429,6 +433,7 @@ class Tier : public HostIndex, public DeviceIndex {
     void order_remove(Slot slot);
     void order_set_busy(Slot slot, bool busy);
     bool make_tenant_room(Tenant tenant, Slot parent);
+    void evict_of_tenant(Tenant tenant, std::uint32_t count, BlockList *evicted = nullptr);
     void keep_below(const std::vector<Slot> &named, const std::vector<Slot> &doomed);
     void adopt_orphans(Slot slot);
     void end_orphan(Slot slot);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import lzma
 import multiprocessing
 import time
 from functools import partial
@@ -18,13 +17,13 @@ from hypothesis import strategies as st
 
 from benchmarks.harness import percentiles
 from benchmarks.vllm import __main__ as benchmark
-from benchmarks.vllm import agents, timing
+from benchmarks.vllm import timing
 from benchmarks.vllm.driver import Answer, in_turn
 from benchmarks.vllm.engines import BESIDE, NONE, RESTARTED, Places, StartError, make, probe
 from benchmarks.vllm.faults import corrupt, failing, made, spoiling
 from benchmarks.vllm.meeting import Meeting
 from benchmarks.vllm.processes import CutError, JobError, Processes, cause
-from benchmarks.vllm.shapes import LOADS, LONGEST, SHAPES, model_folder
+from benchmarks.vllm.shapes import LOADS, SHAPES, model_folder
 from benchmarks.vllm.worker import Job
 from fdcache_cli.slab_files import Damaged, read_file
 from tests.storage_help import Records, open_store, path_hashes, storage_layout
@@ -409,80 +408,3 @@ def test_the_middle_block_of_the_first_load_is_cleared_in_all_layers() -> None:
     assert made()
     for pages in layers.values():
         assert [block for block, page in enumerate(pages) if page.is_clear] == [8]
-
-
-# --- agents --------------------------------------------------------------------------------------------------
-
-
-def written(path: Path, *requests: tuple[int, int, int, list[int]]) -> Path:
-    """Write a trace: time in ms, tokens of prompt and answer, and ids of each request."""
-    names = ("timestamp", "input_length", "output_length", "hash_ids")
-    text = "".join(json.dumps(dict(zip(names, request, strict=True))) + "\n" for request in requests)
-    with lzma.open(path, "wt") as file:
-        file.write(text)
-    return path
-
-
-LOAD = agents.AgentLoad(divisor=2, requests=3, gap=0.1, longest_gap_s=2.0)
-
-
-def test_sessions_keep_their_ids_and_shrink_alike(tmp_path: Path) -> None:
-    trace = written(
-        tmp_path / "t.jsonl.xz",
-        (0, 128, 10, [1, 2]),
-        (500, 64, 1, [9]),
-        (10_000, 190, 4, [1, 2, 3]),
-        (90_000, 256, 4, [1, 2, 3, 4]),
-        (90_500, 64, 1, [9]),
-    )
-    first, second = agents.read_sessions(trace, LOAD, longest=1000)
-    assert [(step.length, step.output) for step in first] == [(64, 5), (95, 2), (128, 2)]
-    assert [step.gap_s for step in first] == [0, 1.0, 2.0]
-    assert len(second) == 2
-    # A session ends before the request that does not fit, and whatever it has later.
-    assert [len(steps) for steps in agents.read_sessions(trace, LOAD, longest=97)] == [2, 2]
-    assert agents.users_of([first, second], 3) == [first, second, first]
-
-
-def test_the_ceiling_is_what_a_cache_without_an_end_finds(tmp_path: Path) -> None:
-    trace = written(
-        tmp_path / "t.jsonl.xz",
-        (0, 128, 1, [1, 2]),  # 64 tokens: 4 blocks
-        (0, 128, 1, [1, 2]),  # all of them but the last, which has the last token
-        (0, 128, 1, [1, 5]),  # 2 found, 2 others
-    )
-    played = agents.read_sessions(trace, LOAD, longest=1000)
-    bounds = agents.Bounds.of([*played, *played], LOAD)
-    assert (bounds.prompt_tokens, bounds.ceiling, bounds.working_set) == (2 * 192, 2 * (48 + 32), 2 * 96)
-
-
-def test_the_ceiling_is_that_of_the_tokens(tmp_path: Path) -> None:
-    load = agents.AgentLoad(divisor=64, requests=9, gap=0.0, longest_gap_s=0.0)
-    ids = list(range(1, 101))
-    trace = written(tmp_path / "t.jsonl.xz", (0, 6_400, 1, ids), (0, 6_000, 1, [*ids[:50], *range(500, 544)]))
-    (played,) = agents.read_sessions(trace, load, longest=1000)
-    one, other = (agents.prompt_of(step, 0, load, 512).tolist() for step in played)
-    same = next(at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
-    assert agents.Bounds.of([played], load).ceiling == same // 16 * 16 == 48
-    assert min(one) >= 3 and max(one) < 512
-    assert agents.prompt_of(played[0], 1, load, 512).tolist() != one
-
-
-def test_the_device_shrinks_with_the_contexts_and_takes_one_that_fills_it() -> None:
-    shape = agents.shape_of(SHAPES["8b"], agents.AGENTS["brief"])
-    assert (shape.device_blocks, shape.longest) == (2048, 2047 * 16)
-    assert agents.shape_of(SHAPES["8b"], agents.AGENTS["full"]).longest <= LONGEST
-    assert all(agents.ID_TOKENS % load.divisor == 0 for load in agents.AGENTS.values())
-    assert agents.AGENTS.keys() == LOADS.keys()
-
-
-def test_a_run_without_a_trace_says_so(tmp_path: Path) -> None:
-    said: list[dict[str, Any]] = []
-
-    class Silent:
-        options = benchmark.parse(["--device", "cpu", "--trace", str(tmp_path / "absent")])
-        add = said.append
-
-    benchmark.play(Silent, SHAPES["tiny"], [NONE])  # type: ignore[arg-type]
-    assert [record["part"] for record in said] == ["skipped"]
-    assert "absent" in said[0]["why"] and "--trace" in said[0]["why"]
