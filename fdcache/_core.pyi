@@ -817,6 +817,9 @@ class ReuseTables:
     HINTS: Final[int] = ...
     """(arg: object, /) -> int"""
 
+    LEFT: Final[int] = ...
+    """(arg: object, /) -> int"""
+
 class Tier(HostIndex):
     """
     Slots, the entries in them and their users; any thread may call.
