@@ -120,8 +120,8 @@ SHAPES = {
         Shape("tiny-mla-random", 3, 64, 128, 4, 1, 16, 512, "float32", 160, 256, 1024, latent=48),
     )
 }
-"""64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; two for a CPU; the latents
-and layers of DeepSeek V3; and latents with random weights on either."""
+"""64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; two for a CPU; the latents and layers of
+DeepSeek V3; and latents with random weights, on either."""
 
 
 @dataclass(frozen=True)

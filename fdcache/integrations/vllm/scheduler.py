@@ -173,16 +173,18 @@ class SchedulerSide:
         known = self._running.get(source.request_id)
         if known is None:
             return Finished()
-        handed_over: dict[str, Any] | None = None
+        handed_over, is_kept = None, False
         if known.source is source and any(blocks) and known.blocks:
             known.blocks = self._shape.table(blocks)
             self._offer(known, source.num_computed_tokens)
             if self.peers is not None and not known.is_lost:
-                handed_over = self.peers.finished(source, known.request, known.blocks)
+                handed_over, is_kept = self.peers.finished(source, known.request, known.blocks, self._made)
         self._forget(source.request_id)
-        return Finished([*known.refused_hints, *known.request.hint_outcomes], handed_over)
+        return Finished([*known.refused_hints, *known.request.hint_outcomes], handed_over, is_kept)
 
     def _forget(self, request_id: str) -> None:
+        if self.peers is not None:
+            self.peers.forget(request_id)
         self.manager.finish([self._running.pop(request_id).request])
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -199,6 +201,8 @@ class SchedulerSide:
             self._made.received = received or self._made.received
         try:
             computed = self._learn_blocks(output)
+            if self.peers is not None:
+                self._follow_handovers(self.peers, output.preempted_req_ids or (), computed)
             used = self._tables(output)
         except Exception:  # noqa: BLE001 - logged
             self.hook_failed("following the block tables")
@@ -210,6 +214,8 @@ class SchedulerSide:
             self._is_late = False
         except Exception:  # noqa: BLE001 - logged
             self.hook_failed("planning")
+        if self.peers is not None:
+            self._tell_of_handovers(self.peers, computed)
         self._in_flight.append(used)
         self._made.is_late = was_late or self._is_late
         if self._unloaded:
@@ -228,6 +234,25 @@ class SchedulerSide:
         """Record requests whose blocks have come on all ranks, or are sure to: the next step waits for the rest."""
         if self._early is not None:
             self._early.received(request_ids)
+
+    def _follow_handovers(
+        self, peers: PeerSide, preempted: Iterable[str], computed: Sequence[_Computed]
+    ) -> None:
+        """End and begin the hand-overs of requests whose blocks go to decode as they are computed."""
+        for request_id in preempted:
+            peers.preempted(request_id)
+        for known, start, _ in computed:
+            if not known.is_lost:
+                peers.scheduled(known.source, known.request, start)
+
+    def _tell_of_handovers(self, peers: PeerSide, computed: Sequence[_Computed]) -> None:
+        """Tell the ranks what the step computes of blocks that decode may read already."""
+        with self.guarded("handing over", follows_blocks=False):
+            for known, _, num_tokens in computed:
+                is_loading = self._early is not None and self._early.is_open(known.source.request_id)
+                if not (is_loading or known.is_lost):
+                    peers.computed(known.source, known.blocks, num_tokens, self._made)
+            peers.tell(self._made)
 
     def _follow(self, output: Any, computed: Sequence[_Computed]) -> None:
         """Time the step, and offer the blocks that it computes."""
@@ -284,7 +309,7 @@ class SchedulerSide:
 
     def _send_handover(self, task: PeerTask) -> None:
         if task.swap.purpose is SwapPurpose.SEND and self.peers is not None:
-            self._made.sends[task.plan_id] = self.peers.request_of(task.transfer)
+            self.peers.planned(task, self._made)
         elif waiting := self.manager.loads_of(task.plan_id):
             self._made.loads[task.plan_id] = {name: last for (name, _), last in waiting.items()}
 
@@ -318,6 +343,8 @@ class SchedulerSide:
         """
         for known in self._running.values():
             known.is_lost = True
+            if self.peers is not None:
+                self.peers.preempted(known.source.request_id)
             self.manager.finish([known.request])
         if self._pool is not None:
             everything = np.arange(self._pool.num_gpu_blocks, dtype=np.int32)
