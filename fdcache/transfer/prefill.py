@@ -376,6 +376,8 @@ class PrefillSide:
         if send is not None and answers is None and not renew.received:  # decode will ask once it has room
             send.lease_end = max(send.lease_end, now + _lease(renew.lease_ms))
             return
+        if send is None and not renew.received and renew.transfer not in self._over:
+            return  # a hold of what this rank learns of with the next step; decode asks for it in any case
         if send is None or answers is None or answers.peer != peer or answers.attempt != renew.attempt:
             if answers is None or answers.peer != peer or renew.attempt > answers.attempt:
                 failed = Failed(renew.transfer, renew.attempt, "prefill does not hold this transfer any more")
