@@ -80,9 +80,7 @@ def test_fetched_blocks_are_stored_below_the_device(pair: tuple[Engine, Engine])
 
 
 @pytest.mark.parametrize("is_ahead", [True, False], ids=["named by a router", "told by prefill"])
-def test_decode_may_ask_before_prefill_knows_the_request(
-    pair: tuple[Engine, Engine], is_ahead: bool
-) -> None:
+def test_decode_may_ask_before_prefill_knows_the_request(pair: tuple[Engine, Engine], is_ahead: bool) -> None:
     """Prefill tells of a hand-over with the end of a request, and its ranks learn of it with the next step."""
     prefill, decode = pair
     mine, theirs = Request("p-6", prompt_of(6, 4)), Request("d-6", prompt_of(6, 4))
