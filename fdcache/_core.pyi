@@ -849,6 +849,13 @@ class Tier(HostIndex):
         one alone may.
         """
 
+    def set_states(self, page_records: int, states: int) -> None:
+        """
+        Tell the eviction order that prefixes end where a page, of ``page_records`` records, has ``states``
+        of them below it: ``learned`` then weighs states by the pages that they save for the slots that
+        are free without them. Nothing changes if either number is 0.
+        """
+
     def set_clock(self, milliseconds: int) -> None:
         """
         Take the time from the caller from now on: it is what the last call said, but never goes back.

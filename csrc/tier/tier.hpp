@@ -138,6 +138,9 @@ class Tier : public HostIndex, public DeviceIndex {
     void set_below(const HostIndex &below, bool is_always_copied);
     // Tells it that there is a tier above.
     void set_above();
+    // Tells it that prefixes of pages with `page_records` records each end where a page has `states` of them
+    // below it.
+    void set_states(std::uint8_t page_records, std::uint8_t states);
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
     std::size_t blocks() const override;
 
@@ -302,7 +305,8 @@ class Tier : public HostIndex, public DeviceIndex {
     static constexpr std::size_t kFirstBatch = 32;  // entries in the first batch evicted ahead of need
     static constexpr std::size_t kMostKeptPins = 4096;  // that a released lease keeps memory for
     static constexpr std::size_t kAhead = 16;           // blocks between a prefetch and its use
-    static constexpr std::size_t kMostAhead = 512;      // entries that one reservation evicts ahead of need
+    static constexpr std::uint32_t kMostSaved = 64;  // pages above states that are looked at for their value
+    static constexpr std::size_t kMostAhead = 512;   // entries that one reservation evicts ahead of need
 
     struct alignas(64) Entry {
         std::uint64_t checksum = 0;
@@ -439,6 +443,9 @@ class Tier : public HostIndex, public DeviceIndex {
     bool complete_copy(Slot slot, bool copied, std::uint64_t checksum);
     void drop_pending(Slot slot);
     void evict(Slot slot);
+    EndValue value_of(Slot slot) const;
+    Slot page_of_states(Slot slot) const;
+    bool has_states(Slot page) const { return find_ready(digests_[page].marked(page_records_)) != kNoSlot; }
     void reserve_memory(std::uint32_t slots);
     void evict_above(std::uint32_t slots);
     std::uint32_t missing(std::size_t count) const;
@@ -479,8 +486,9 @@ class Tier : public HostIndex, public DeviceIndex {
     std::uint32_t withheld_ = 0;     // slots out of use for now, each with a hold
     std::uint32_t ready_ = 0;
     std::uint32_t above_copies_ = 0;
-    std::uint32_t unjoined_ = 0;          // entries and pending slots whose parent is unknown
-    std::uint64_t contradictions_ = 0;    // look-ups of hashes that are no path here
+    std::uint32_t unjoined_ = 0;        // entries and pending slots whose parent is unknown
+    std::uint64_t contradictions_ = 0;  // look-ups of hashes that are no path here
+    std::uint8_t page_records_ = 0, states_ = 0;
     std::uint32_t least_generation_ = 0;  // later content of any slot has one above it
     mutable std::uint64_t lookups_ = 0;
     std::optional<std::uint64_t> clock_ms_;  // of the caller

@@ -237,6 +237,12 @@ void bind_tier(nb::module_ &module) {
         .def("set_above", &Tier::set_above,
              "Tell the eviction order that there is a tier above: both together may lose to last use what\n"
              "one alone may.")
+        .def("set_states", &Tier::set_states, "page_records"_a, "states"_a,
+             "Tell the eviction order that prefixes end where a page, of ``page_records`` records, has "
+             "``states``\n"
+             "of them below it: ``learned`` then weighs states by the pages that they save for the slots "
+             "that\n"
+             "are free without them. Nothing changes if either number is 0.")
         .def("set_clock", &Tier::set_clock, "milliseconds"_a,
              "Take the time from the caller from now on: it is what the last call said, but never goes back.")
         .def("open_lease", &Tier::open_lease,

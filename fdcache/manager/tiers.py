@@ -287,9 +287,11 @@ def _own_host(settings: CacheSettings, layout: KVLayout) -> LocalHostTier | None
         return None
     extent = max(EXTENT_BYTES // layout.record_bytes, 1)
     name = uuid4().hex if layout.replicas > 1 else None
-    return LocalHostTier(
+    tier = LocalHostTier(
         CacheLevel.HOST, blocks, settings.eviction, extent=extent, spare=HOST_SPARE, name=name
     )
+    tier.set_states(layout.page_records, layout.num_states)
+    return tier
 
 
 def _shared_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier:

@@ -272,21 +272,18 @@ def test_layers_that_lie_over_each_other_are_one_plane_of_the_largest() -> None:
         config.layout_from_config(vllm_config(), given)
 
 
-@pytest.mark.parametrize(
-    ("stages", "drafts", "named", "remedy"),
-    [
-        (2, False, "pipeline stages", "pipeline_parallel_size to 1"),
-        (1, True, "a draft model", "--disable-hybrid-kv-cache-manager"),
-    ],
-)
-def test_what_only_one_group_of_full_attention_can_have_is_refused_by_name(
-    stages: int, drafts: bool, named: str, remedy: str
-) -> None:
-    made = vllm_config(parallel_config__pipeline_parallel_size=stages)
-    made.speculative_config = SimpleNamespace(use_eagle=lambda: drafts, method="m", model="d")
+def test_pipeline_stages_of_several_groups_are_refused_by_name() -> None:
+    made = vllm_config(parallel_config__pipeline_parallel_size=2)
     assert config.layout_from_config(made, kv_config()).groups == ()
-    with pytest.raises(ConfigurationError, match=f"{named}.*{remedy}"):
+    with pytest.raises(ConfigurationError, match=r"pipeline stages.*pipeline_parallel_size to 1"):
         config.layout_from_config(made, placed(kv_config(FullAttentionSpec, SlidingWindowSpec)))
+
+
+def test_a_draft_model_may_share_the_cache_with_several_groups() -> None:
+    made = vllm_config()
+    made.speculative_config = SimpleNamespace(use_eagle=lambda: True, method="m", model="d")
+    layout = config.layout_from_config(made, placed(kv_config(FullAttentionSpec, SlidingWindowSpec)))
+    assert len(layout.groups) == 2
 
 
 @pytest.mark.parametrize(

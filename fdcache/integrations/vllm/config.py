@@ -86,12 +86,6 @@ def _unsupported_groups(
         yield f"the layers' groups have pages of {sorted(sizes)} bytes", remedy
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         yield "pipeline stages have different groups of layers", "set pipeline_parallel_size to 1"
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.use_eagle():
-        yield (
-            "a draft model shares the KV cache with groups of layers",
-            f"{remedy}, or without the draft model",
-        )
 
 
 def _unsupported(vllm_config: Any, transfer_config: Any) -> Iterator[tuple[str, str]]:
