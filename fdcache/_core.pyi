@@ -849,6 +849,13 @@ class Tier(HostIndex):
         one alone may.
         """
 
+    def set_states(self, page_records: int, states: int) -> None:
+        """
+        Tell the eviction order that prefixes end where a page, of ``page_records`` records, has ``states``
+        of them below it: ``learned`` then weighs states by the pages that they save for the slots that
+        are free without them. Nothing changes if either number is 0.
+        """
+
     def set_clock(self, milliseconds: int) -> None:
         """
         Take the time from the caller from now on: it is what the last call said, but never goes back.
@@ -903,6 +910,7 @@ class Tier(HostIndex):
             NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
         ],
         below_pending: bool = False,
+        tenant: int = 0,
     ) -> CopyReservation:
         """
         Reserve slots for copies into this tier. They are pending until ``complete``.
@@ -910,7 +918,9 @@ class Tier(HostIndex):
         Reserves a slot for each hash that is absent and whose parent is ready or reserved earlier
         in this call. Never evicts a block that the result calls ready. Lease 0: no lease owns the
         slots. ``below_pending``: also below parents whose copies are in flight; a block is dropped in
-        the end unless its parent's copy has succeeded before.
+        the end unless its parent's copy has succeeded before. ``tenant``: of the blocks, unless the
+        first one is below a block of another; beyond its limit it evicts its own, and what there is
+        no room for then is missing.
         """
 
     def commit(
@@ -2200,8 +2210,11 @@ class PlanReports:
         meter: CopyMeter | None,
         tells_arrivals: bool,
     ) -> None: ...
-    def count(self, reports: list[Any]) -> CountedReports:
-        """Count reports. Raises ``PlanError`` before any is counted."""
+    def count(self, reports: list[Any]) -> CountedReports | None:
+        """
+        Count reports; return what follows from them, None if nothing does. Raises ``PlanError`` before
+        any is counted.
+        """
 
     @property
     def copied(self) -> CopiedBlocks: ...

@@ -115,11 +115,13 @@ SHAPES = {
         Shape("random", 8, 2048, 5632, 16, 8, 128, 16384, device_blocks=2048),
         Shape("tiny", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
         Shape("tiny-random", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
+        Shape("mla", 61, 2048, 5632, 16, 1, 128, 16384, latent=512),
         Shape("mla-random", 8, 2048, 5632, 16, 1, 128, 16384, device_blocks=2048, latent=512),
         Shape("tiny-mla-random", 3, 64, 128, 4, 1, 16, 512, "float32", 160, 256, 1024, latent=48),
     )
 }
-"""64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; two for a CPU; and latents on either."""
+"""64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; two for a CPU; the latents and layers of
+DeepSeek V3; and latents with random weights, on either."""
 
 
 @dataclass(frozen=True)

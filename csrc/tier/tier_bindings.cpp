@@ -237,6 +237,12 @@ void bind_tier(nb::module_ &module) {
         .def("set_above", &Tier::set_above,
              "Tell the eviction order that there is a tier above: both together may lose to last use what\n"
              "one alone may.")
+        .def("set_states", &Tier::set_states, "page_records"_a, "states"_a,
+             "Tell the eviction order that prefixes end where a page, of ``page_records`` records, has "
+             "``states``\n"
+             "of them below it: ``learned`` then weighs states by the pages that they save for the slots "
+             "that\n"
+             "are free without them. Nothing changes if either number is 0.")
         .def("set_clock", &Tier::set_clock, "milliseconds"_a,
              "Take the time from the caller from now on: it is what the last call said, but never goes back.")
         .def("open_lease", &Tier::open_lease,
@@ -277,17 +283,20 @@ void bind_tier(nb::module_ &module) {
             "slots that copies read are free once these end.")
         .def(
             "reserve_copies",
-            [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes,
-               bool below_pending) {
+            [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes, bool below_pending,
+               Tenant tenant) {
                 require_equal(parents.shape(0), hashes.shape(0));
-                return tier.reserve_copies(lease, digests_of(parents), digests_of(hashes), below_pending);
+                return tier.reserve_copies(lease, digests_of(parents), digests_of(hashes), below_pending,
+                                           tenant);
             },
-            "lease"_a, "parents"_a, "hashes"_a, "below_pending"_a = false,
+            "lease"_a, "parents"_a, "hashes"_a, "below_pending"_a = false, "tenant"_a = 0,
             "Reserve slots for copies into this tier. They are pending until ``complete``.\n\n"
             "Reserves a slot for each hash that is absent and whose parent is ready or reserved earlier\n"
             "in this call. Never evicts a block that the result calls ready. Lease 0: no lease owns the\n"
             "slots. ``below_pending``: also below parents whose copies are in flight; a block is dropped in\n"
-            "the end unless its parent's copy has succeeded before.")
+            "the end unless its parent's copy has succeeded before. ``tenant``: of the blocks, unless the\n"
+            "first one is below a block of another; beyond its limit it evicts its own, and what there is\n"
+            "no room for then is missing.")
         .def(
             "commit",
             [](Tier &tier, LeaseId lease, const nb::bytes &parent, const HashesIn &hashes,

@@ -28,7 +28,7 @@ from fdcache.integrations.vllm.config import (
     require_supported_options,
     why_not_cached,
 )
-from fdcache.integrations.vllm.early import IdleSteps, fills_blocks_first
+from fdcache.integrations.vllm.early import EarlyLoads, fills_blocks_first
 from fdcache.integrations.vllm.events import EventTranslator, group_kinds
 from fdcache.integrations.vllm.handover import EngineIdentity, PeerSide
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata, WorkerReports, WorkerStorage
@@ -123,7 +123,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                 self._events,
                 parallel.pipeline_parallel_size + 1,
                 None if handovers is None else PeerSide(handovers, identity),
-                None if fills_blocks_first(kv_cache_config) else IdleSteps(),
+                None if fills_blocks_first(kv_cache_config) else EarlyLoads(),
             )
             self._stats = StatsDelta(manager)
         else:

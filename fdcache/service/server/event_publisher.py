@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from fdcache.errors import ConfigurationError
+from fdcache.service.server import listening
 from fdcache.service.wire.router_events import END, AllBlocksCleared, EventBatch
 
 log = logging.getLogger("fdcache.service.server")
@@ -247,7 +248,12 @@ class EventPublisher:
 
 
 def _bind(socket: zmq.Socket[bytes], address: str, variable: str) -> None:
-    """Bind a socket. An address that is taken is tried for a moment: a service that ends gives it back late."""
+    """Bind a socket, or take over the one that listens there already.
+
+    An address that is taken is tried for a moment: a service that ends gives it back late.
+    """
+    if (descriptor := listening.take(address)) is not None:
+        socket.setsockopt(zmq.USE_FD, descriptor)
     deadline = time.monotonic() + _BIND_SECONDS
     while True:
         try:

@@ -121,6 +121,7 @@ class LayoutStorage:
                     make_room=self._before_read,
                 )
                 assert namespace is not None
+                host.tenant_of = self._tenant_of
                 namespace.on_evict = self._tier.writes.on_evict
                 namespace.on_forget = self._withdraw
                 namespace.stored_in = self._tier.pool
@@ -147,6 +148,14 @@ class LayoutStorage:
                 records.extents.append((extent, table))
             if namespace is not None and namespace.memory.tables:
                 records.table = namespace.memory.tables[rank]
+
+    def _tenant_of(self, root: HashArray) -> int:
+        """Return the number of the tenant whose path begins with a block that is about to be read."""
+        namespace = self._namespace
+        if namespace is None or namespace.tier is None:
+            return 0
+        key = self.owners.owner(root.tobytes())
+        return namespace.tenants.reading(namespace.tier, root, key, namespace.storable_slots)
 
     def _withdraw(self, hashes: HashArray | None) -> None:
         for queue in self.queues:
