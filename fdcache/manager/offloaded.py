@@ -12,11 +12,12 @@ from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import OffloadRequest, matchable_hashes, require_request
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked
+from fdcache.manager.loads import EngineLoad, EngineLoads
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch, load_forms
 from fdcache.manager.states import MatchEnds, StatePaths
+from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
@@ -122,7 +123,8 @@ class OffloadedRequests:
         if tracked.load is not None:
             self.native_loads.cut_off(tracked.load.load, "the request has ended")
         self._choices.forget([request])
-        self._waits.forget(request)
+        if self._waits.waiting:
+            self._waits.forget(request)
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
 
@@ -347,7 +349,8 @@ class OffloadedRequests:
             if wait is not None:
                 return self._arrived(hashes, start, wait)
             found = find_only(self._host, hashes, start)
-        self._waits.found(request, start + found.fetched.stop)
+        if self._waits.waiting:
+            self._waits.found(request, start + found.fetched.stop)
         return found, None
 
     def _arrived(self, hashes: HashArray, start: int, wait: Wait) -> tuple[Found, int]:
