@@ -772,7 +772,8 @@ class ReuseTables:
     What was learned of reuse, by class and age.
 
     Tables are flat, of ``ROLES`` x ``OUTPUTS`` x ``NEWS`` x ``AGES`` numbers, and of
-    ``HINTS`` x ``AGES`` for blocks that a client has told about.
+    ``HINTS`` x ``AGES`` for blocks that a client has told about; those that their path left behind are
+    class ``LEFT``.
     """
 
     @property
@@ -808,6 +809,9 @@ class ReuseTables:
     """(arg: object, /) -> int"""
 
     HINTS: Final[int] = ...
+    """(arg: object, /) -> int"""
+
+    LEFT: Final[int] = ...
     """(arg: object, /) -> int"""
 
 def read_hints(
