@@ -167,6 +167,12 @@ class HostIndex:
         End a load. ``copied`` is 1 for blocks that every rank has, ``bad`` for records to forget.
         """
 
+    def cancel_load(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """End a load that was planned and reads nothing."""
+
     def contains(
         self,
         hashes: Annotated[
@@ -773,7 +779,8 @@ class ReuseTables:
     What was learned of reuse, by class and age.
 
     Tables are flat, of ``ROLES`` x ``OUTPUTS`` x ``NEWS`` x ``AGES`` numbers, and of
-    ``HINTS`` x ``AGES`` for blocks that a client has told about.
+    ``HINTS`` x ``AGES`` for blocks that a client has told about; those that their path left behind are
+    class ``LEFT``.
     """
 
     @property
@@ -846,6 +853,13 @@ class Tier(HostIndex):
         one alone may.
         """
 
+    def set_states(self, page_records: int, states: int) -> None:
+        """
+        Tell the eviction order that prefixes end where a page, of ``page_records`` records, has ``states``
+        of them below it: ``learned`` then weighs states by the pages that they save for the slots that
+        are free without them. Nothing changes if either number is 0.
+        """
+
     def set_clock(self, milliseconds: int) -> None:
         """
         Take the time from the caller from now on: it is what the last call said, but never goes back.
@@ -900,6 +914,7 @@ class Tier(HostIndex):
             NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
         ],
         below_pending: bool = False,
+        tenant: int = 0,
     ) -> CopyReservation:
         """
         Reserve slots for copies into this tier. They are pending until ``complete``.
@@ -907,7 +922,9 @@ class Tier(HostIndex):
         Reserves a slot for each hash that is absent and whose parent is ready or reserved earlier
         in this call. Never evicts a block that the result calls ready. Lease 0: no lease owns the
         slots. ``below_pending``: also below parents whose copies are in flight; a block is dropped in
-        the end unless its parent's copy has succeeded before.
+        the end unless its parent's copy has succeeded before. ``tenant``: of the blocks, unless the
+        first one is below a block of another; beyond its limit it evicts its own, and what there is
+        no room for then is missing.
         """
 
     def commit(
@@ -1254,6 +1271,9 @@ class BlockCopies:
         ],
     ) -> int:
         """Add copies; return the number of copies before them."""
+
+    def remove(self, first: int, count: int) -> numpy.typing.NDArray[numpy.int32]:
+        """Remove copies; return their source slots."""
 
     def take(
         self,
@@ -1899,6 +1919,13 @@ class Loads:
     def give_up(self, plan: int) -> None:
         """End the loads that wait for an overdue plan."""
 
+    def withdraw(self, load: Load) -> tuple[int, int, bool] | None:
+        """
+        Withdraw a load of which no plan was sent: it never ends. Return offset and count of its blocks in
+        the plan's loads, which have to leave it, and True if that is the plan of loads ahead. None if a
+        plan was sent.
+        """
+
     def cut_off(self, load: Load, reason: str) -> None:
         """Plan no other part of a load."""
 
@@ -2187,8 +2214,11 @@ class PlanReports:
         meter: CopyMeter | None,
         tells_arrivals: bool,
     ) -> None: ...
-    def count(self, reports: list[Any]) -> CountedReports:
-        """Count reports. Raises ``PlanError`` before any is counted."""
+    def count(self, reports: list[Any]) -> CountedReports | None:
+        """
+        Count reports; return what follows from them, None if nothing does. Raises ``PlanError`` before
+        any is counted.
+        """
 
     @property
     def copied(self) -> CopiedBlocks: ...

@@ -15,6 +15,23 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 
+class _PlainRefusals:
+    """What parses arguments, with refusals that begin with the value, and not with the name of pydantic's error."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        try:
+            parsed: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+        return parsed
+
+
+class PlainCommand(_PlainRefusals, TyperCommand):
+    """Command with plain refusals."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """Subcommand: ``attribute`` of ``module`` is an annotated function or a ``typer.Typer``."""
@@ -23,7 +40,7 @@ class Command:
     module: str
     attribute: str
     help: str
-    shape: type[TyperCommand] = TyperCommand
+    shape: type[PlainCommand] = PlainCommand
 
     def load(self) -> Any:
         """Import the module and build the command."""
@@ -34,7 +51,7 @@ class Command:
         return get_command(target)
 
 
-class ServerCommand(TyperCommand):
+class ServerCommand(PlainCommand):
     """Command whose option ``--server`` takes an optional address; an address is a word with a slash."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -74,7 +91,7 @@ def new_group(
     """
     table = {command.name: command for command in commands}
 
-    class LazyGroup(TyperGroup):
+    class LazyGroup(_PlainRefusals, TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
             return list(table)
 
@@ -102,6 +119,8 @@ def new_group(
 def _no_command(name: str, names: Iterable[str]) -> str:
     import difflib
 
+    if name == "help":
+        return f"there is no command {name!r}; did you mean --help?"
     close = difflib.get_close_matches(name.casefold(), list(names), n=1)
     remedy = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
     return f"there is no command {name!r}; {remedy}"

@@ -298,7 +298,9 @@ def _read(file: Path) -> str:
 
 
 def _write(file: Path, text: str) -> None:
+    from fdcache.machine.files import write_text
+
     try:
-        file.write_text(text)
+        write_text(file, text)
     except OSError as reason:
-        errors.fail(f"{file} cannot be written: {reason}", errors.FAILED)
+        errors.fail(f"{file} cannot be written: {reason.strerror}", errors.FAILED)

@@ -93,6 +93,7 @@ def init(
     findings += machine_findings.storage_speed(settings, measure=True, force=force)
     file = env_file or machine_setup.default_env_file()
     findings.append(machine_setup.write_env_file(file, findings, answers.settings))
+    lines = answers.lines(file.absolute()) if file.exists() else []
     if not json:
         for text in removed:
             output.print_line(f"removed a dead arena: {text}")
@@ -111,11 +112,11 @@ def init(
                 "machine": [asdict(each) for each in findings],
                 "removed_arenas": removed,
                 "calibrations": [msgspec.to_builtins(each) for each in calibrations],
-                "start": answers.lines(file.absolute()),
+                "start": lines,
             }
         )
     else:
-        _print_results(calibrations, answers.lines(file.absolute()), answers.title)
+        _print_results(calibrations, lines, answers.title)
     if plot is not None and calibrations:
         from fdcache_cli.link_plot import write_plot
 
@@ -127,6 +128,9 @@ def init(
 def _print_results(calibrations: Sequence[Calibration], lines: Sequence[str], title: str) -> None:
     for calibration in calibrations:
         _print_calibration(calibration)
+    if not lines:
+        output.print_line(f"\nThe line that starts {title} needs the settings file, which was not written")
+        return
     output.print_line(f"\nStart {title}:\n")
     for line in lines:
         output.print_line(f"  {line}")

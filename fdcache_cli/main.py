@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _BEFORE_A_COMMAND = {f"fdcache_cli.{name}" for name in ("app", "commands", "errors", "main")}
+_ONLY_LOOKS = {"--check", "--help", "-h"}
 _INTERRUPTED = 130
 
 
@@ -19,6 +20,10 @@ def run() -> None:
     """Run the command line. Exit status: 0, 1 (failed), 2 (wrong usage), 78 (bad configuration) or 130 (Ctrl-C)."""
     former = _on_interrupt(_interrupt)
     try:
+        if sys.argv[1:2] == ["serve"] and not _ONLY_LOOKS & set(sys.argv):
+            from fdcache.service.server import listening
+
+            listening.begin(os.environ)
         from fdcache_cli import errors, streams
 
         streams.prepare()

@@ -21,9 +21,9 @@ from fdcache.integrations.fastdeploy.model_variables import AttentionSettings
 from fdcache.integrations.fastdeploy.serving_variables import SchedulingSettings
 from fdcache.replay.capacities import Axis, Capacities
 from fdcache.replay.config import (
-    GROUP_DEFAULTS,
     LAPTOP_DEFAULTS,
     MOST_LAYERS,
+    WHOLE_DEFAULTS,
     LayoutName,
     ReplayConfig,
     Shape,
@@ -47,6 +47,7 @@ from fdcache.settings.sources import Source, Sourced
 from fdcache_cli import errors
 from fdcache_cli.errors import print_problems
 from fdcache_cli.output import progress_bars
+from fdcache_cli.replay_nodes import refuse_with_nodes, run_nodes
 from fdcache_cli.replay_pd import refuse_with_pd, require_pd, run_and_print
 from fdcache_cli.replay_report import print_report, progress_bar
 from fdcache_cli.replay_sweep import parse_policies, refuse_options, sweep_and_print
@@ -246,12 +247,21 @@ def replay(
             help="Tensor-parallel ranks of a --pd, such as 2:1. Default: as many on both sides.",
         ),
     ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Nodes, each with a service and an engine, that share as FDCACHE_STORAGE says: nodes (default), "
+            "object or shared. Memory, device blocks and concurrency are those of each node.",
+        ),
+    ] = None,
     faults: Annotated[
         str | None,
         typer.Option(
             metavar="FAULTS",
-            help="Faults of a --pd: a number of kills, stops, aborts and resets between random requests, or kinds of "
-            "kill, stop, abort, reset and flip (a byte) such as kill=5,flip=3.",
+            help="Faults of a --pd or of --nodes: a number of them between random requests, or kinds such as "
+            "kill=5,flip=3: of a --pd kill, stop, abort, reset and flip (a byte), of --nodes kill (a service), engine, "
+            "stop, cut and slow (the network), and full (the bucket).",
         ),
     ] = None,
 ) -> None:
@@ -264,9 +274,11 @@ def replay(
 
     Example: `fdcache replay trace.jsonl --sweep device-blocks=1000..64000/x2 --optimum --plot sizes.svg`
     """
-    require_pd(pd, {"--transfer": transfer, "--faults": faults, "--pd-ranks": pd_ranks})
+    require_pd(pd, {"--transfer": transfer, "--pd-ranks": pd_ranks, "--faults": None if nodes else faults})
     if pd:
         refuse_with_pd(context)
+    if nodes is not None:
+        refuse_with_nodes(context)
     refuse_options(context, sweep)
     policies = parse_policies(eviction)
     if sweep is None and len(policies) > 1:
@@ -284,7 +296,7 @@ def replay(
         "--server": server,
         "--transfer": transfer if transfer is not None or not pd else "ipc",
     }
-    settings = _settings(options, LAPTOP_DEFAULTS if groups is None else GROUP_DEFAULTS)
+    settings = _settings(options, LAPTOP_DEFAULTS if groups is None and nodes is None else WHOLE_DEFAULTS)
     print_problems(settings.misspelt, sys.stderr)
     shape = Shape(
         layout or layout_of(settings.group(AttentionSettings)),
@@ -313,25 +325,18 @@ def replay(
             load_failures=load_failures,
             device=device,
         )
-        if pd:
-            count = requests or GENERATED_REQUESTS
-            items = read_trace(trace, requests, trace_block) if trace else generate(workload, count, seed)
-            with _interrupts() as stop:
-                sys.exit(
-                    run_and_print(
-                        items,
-                        config,
-                        settings.peers,
-                        faults,
-                        pd_ranks,
-                        json_output=json_output,
-                        should_stop=lambda: bool(stop),
-                    )
-                )
-        _require_places(plot, page)
         total = requests if trace else requests or GENERATED_REQUESTS
         count = total or GENERATED_REQUESTS
         items = read_trace(trace, total, trace_block) if trace else generate(workload, count, seed)
+        if pd or nodes is not None:
+            run = (
+                partial(run_nodes, items, config, settings, nodes, faults)
+                if nodes is not None
+                else partial(run_and_print, items, config, settings.peers, faults, pd_ranks)
+            )
+            with _interrupts() as stop:
+                sys.exit(run(json_output=json_output, should_stop=lambda: bool(stop)))
+        _require_places(plot, page)
         if hints is not None:
             items = iter(with_hints(list(items), hints, seed))
         if sweep is not None:

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fdcache.replay.config import ReplayConfig
-from fdcache.replay.pd import PdConfig, PdReport, parse_faults, parse_ranks, replay_pd
+from fdcache.replay.faults import parse_faults
+from fdcache.replay.pd import RANDOM_FAULTS, FaultKind, PdConfig, PdReport, parse_ranks, replay_pd
 from fdcache.replay.workloads import WorkItem
 from fdcache.settings.peers import PeerSettings
 from fdcache_cli import errors
@@ -67,7 +68,7 @@ def run_and_print(
         concurrency=config.concurrency,
         chunk_tokens=config.chunk_tokens,
         seed=config.seed,
-        faults=parse_faults(faults) if faults else {},
+        faults=parse_faults(faults, tuple(FaultKind), RANDOM_FAULTS) if faults else {},
         ranks=parse_ranks(ranks) if ranks else None,
         device=config.device,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,10 @@ from fdcache_cli.options import Json, ServerOption
 
 COMMANDS = (
     Command(
-        "storage", __name__, "storage", "Remove blocks from the files of a local storage; needs no service."
+        "storage",
+        __name__,
+        "storage",
+        "Remove blocks from a local storage's files, a shared folder or a bucket; needs no service.",
     ),
     Command(
         "arena",
@@ -132,8 +134,13 @@ def reset(
 
 
 def storage(
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="Directory of the storage, or one of its files.")
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="PLACE",
+            help="Directory of local storage, or one of its files; a shared folder, or a bucket such as "
+            "s3://bucket/folder.",
+        ),
     ],
     *,
     namespace: Annotated[
@@ -157,10 +164,11 @@ def storage(
     """Remove blocks, and those that continue them, from the files of a local storage. Needs no service.
 
     Conditions are combined: a block is removed if all of them hold. A file that an engine has open is refused, and
-    other files in the directory are not touched.
+    other files in the directory are not touched. From a shared folder or a bucket objects are removed as a whole, for
+    every node and at any time: --older-than is then about their last use.
     """
     if everything == bool(namespace or older_than is not None or corrupt):
         raise typer.BadParameter("say what to remove: --all, or any of --namespace, --older-than, --corrupt")
     from fdcache_cli.reset_storage import reset_storage
 
-    reset_storage(path, namespace, older_than, corrupt=corrupt, dry_run=dry_run, yes=yes, json=json)
+    reset_storage(place, namespace, older_than, corrupt=corrupt, dry_run=dry_run, yes=yes, json=json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fdcache.errors import ConfigurationError
+from fdcache.service.server import listening
 from fdcache_cli import output
 from fdcache_cli.errors import print_problems
 from fdcache_cli.output import Advance, progress_bars
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from fdcache.service.server.http_server import HttpServer
     from fdcache.service.server.lifecycle import Server
     from fdcache.settings import Settings, Sourced
+
+log = logging.getLogger(__name__)
 
 
 def serve(
@@ -40,7 +44,7 @@ def serve(
         typer.Option(
             metavar="DIR|NAME",
             help="Storage tier below the host tier: a directory for files, written with a slash, or a connector: "
-            "local, mooncake, none.",
+            "local, shared, object, nodes, mooncake, none.",
         ),
     ] = None,
     storage_size: Annotated[
@@ -111,6 +115,8 @@ def serve(
 def _serve(server: Server, settings: Settings, advance: Advance | None) -> None:
     with server, ExitStack() as at_end:
         server.bind()
+        for place in listening.drop():
+            log.warning("nothing of the service is at %s, where a supervisor listens for it", place)
         web = _bind_http(server, settings)
         if web is not None:
             at_end.callback(web.stop)

@@ -13,12 +13,20 @@ import numpy as np
 from fdcache.errors import LayoutError, StorageError
 from fdcache.layout import KVLayout
 from fdcache.settings import Settings
-from fdcache.storage.objects.backend import LAYOUT, ROOT, ObjectBackend, ObjectMissingError, StoreFailedError
+from fdcache.storage.objects.backend import (
+    LAYOUT,
+    ROOT,
+    ObjectBackend,
+    ObjectMissingError,
+    Stored,
+    StoreFailedError,
+)
 from fdcache.storage.objects.bucket import Bucket
 from fdcache.storage.objects.folder import SharedFolder
 from fdcache.storage.objects.pack import DamagedObjectError, ObjectFormat
 from fdcache.storage.objects.variables import ObjectSettings
 from fdcache.storage.records import RecordCheck
+from fdcache_cli.slab_files import Selection
 
 _SECONDS = 60.0
 _MOST_LAYOUT = 1 << 20
@@ -69,6 +77,17 @@ class StoredNamespace:
         }
 
 
+@dataclass(slots=True)
+class RemovedObjects:
+    """The objects of one layout that were removed, or that a dry run would remove."""
+
+    namespace: str
+    model: str | None
+    objects: int = 0
+    blocks: int = 0
+    bytes: int = 0
+
+
 def read_store(
     backend: ObjectBackend,
     *,
@@ -107,6 +126,66 @@ def read_store(
         "verified": verify,
         "namespaces": rows,
     }
+
+
+def remove_objects(
+    backend: ObjectBackend,
+    selection: Selection,
+    *,
+    dry_run: bool,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> list[RemovedObjects]:
+    """Remove objects as a whole, for every node; return the layouts from which some go. Raises ``StorageError``.
+
+    An object that is corrupt in part goes as a whole, and so does one whose last use is longer ago: what continues its
+    blocks is found no more, and goes when the store is bounded.
+    """
+    chosen: dict[str, list[str]] = {}
+    found: dict[str, RemovedObjects] = {}
+    layouts: dict[str, KVLayout | None] = {}
+    now = time.time()
+    try:
+        stored = list(backend.stored(f"{ROOT}/"))
+        for number, each in enumerate(stored):
+            parts = each.name.split("/")
+            if len(parts) != 6 or parts[1] != "1":
+                continue
+            if parts[2] not in layouts:
+                layouts[parts[2]] = _namespace(backend, parts[2]).layout
+            layout = layouts[parts[2]]
+            if _is_chosen(backend, each, parts[2], layout, selection, now):
+                row = found.setdefault(parts[2], RemovedObjects(parts[2], layout.model if layout else None))
+                row.objects += 1
+                row.bytes += each.size
+                row.blocks += ObjectFormat(layout).count(each.size) if layout else 0
+                chosen.setdefault(parts[2], []).append(each.name)
+            if on_progress is not None:
+                on_progress("objects", number + 1, len(stored))
+        for names in chosen.values():
+            if not dry_run:
+                backend.delete(names)
+    except StoreFailedError as error:
+        raise StorageError(str(error)) from None
+    return list(found.values())
+
+
+def _is_chosen(
+    backend: ObjectBackend,
+    stored: Stored,
+    fingerprint: str,
+    layout: KVLayout | None,
+    selection: Selection,
+    now: float,
+) -> bool:
+    wanted = selection.namespace
+    model = layout.model if layout else None
+    if wanted is not None and not fingerprint.startswith(wanted) and model != wanted:
+        return False
+    if selection.older_than is not None and now - stored.used_at <= selection.older_than:
+        return False
+    if not selection.corrupt:
+        return True
+    return layout is not None and _num_corrupt(backend, stored.name, stored.size, layout) > 0
 
 
 def _namespace(backend: ObjectBackend, fingerprint: str) -> StoredNamespace:

@@ -79,15 +79,20 @@ def node(layout: KVLayout, *, rank: int = 0, **options: Any) -> Iterator[Node]:
 class TwoNodes:
     """A connector that writes on one node and reads on another, for the suite of all connectors.
 
-    What is put is first copied to the host tier of the writing node, as the caller wipes its own records.
+    What is put is first copied to the host tier of the writing node, as the caller wipes its own records. ``blocks``:
+    what that has room for. ``others``: nodes without blocks that the reading one asks, too.
     """
 
     name = "nodes"
 
-    def __init__(self, layout: KVLayout, rank: int, address: str) -> None:
+    def __init__(
+        self, layout: KVLayout, rank: int, address: str, *, blocks: int = 2 * BLOCKS, others: int = 0
+    ) -> None:
+        addresses = [free_address() for _ in range(others)]
         self._writer = open_node(layout, rank, address=address)
-        self._reader = open_node(layout, rank, listed=(address,))
-        self._host = KnownRecords(layout, 2 * BLOCKS)
+        self._others = [open_node(layout, rank, address=each) for each in addresses]
+        self._reader = open_node(layout, rank, listed=(address, *addresses))
+        self._host = KnownRecords(layout, blocks)
 
     def register(self, records: RecordTable) -> None:
         self._reader.register(records)
@@ -121,8 +126,8 @@ class TwoNodes:
         return self._reader.stats()
 
     def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
+        for each in (self._reader, self._writer, *self._others):
+            each.close()
 
 
 class RedisServer:

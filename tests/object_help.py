@@ -34,6 +34,17 @@ print(server.server_port, flush=True)
 server.serve_forever()
 """
 
+_SERVE_FILES = """
+import sys
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from localbucket import S3Handler
+S3Handler.data_root = Path(sys.argv[1])
+server = ThreadingHTTPServer(("127.0.0.1", 0), S3Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -68,14 +79,16 @@ class S3Server:
     """A server of moto in a process of its own, with an empty bucket."""
 
     def __init__(self) -> None:
-        if find_spec("moto") is None or find_spec("flask_cors") is None:
-            pytest.skip("needs moto: pip install moto flask flask-cors")
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        self._process = self._begin()
         assert self._process.stdout is not None
         self.endpoint = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
         self.make("blocks")
+
+    def _begin(self) -> subprocess.Popen[str]:
+        """Start a process that prints its port."""
+        if find_spec("moto") is None or find_spec("flask_cors") is None:
+            pytest.skip("needs moto: pip install moto flask flask-cors")
+        return _python(_SERVE)
 
     def make(self, bucket: str) -> None:
         request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")
@@ -95,6 +108,25 @@ class S3Server:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+class PlainS3Server(S3Server):
+    """Another server, of objects in files: it has conditional puts, and removes one object at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+        super().__init__()
+
+    def _begin(self) -> subprocess.Popen[str]:
+        if find_spec("localbucket") is None:
+            pytest.skip("needs localbucket: pip install localbucket")
+        return _python(_SERVE_FILES, str(self._folder))
+
+
+def _python(program: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def context(

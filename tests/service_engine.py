@@ -73,11 +73,14 @@ class Engine:
         self.ranks[rank], self.tensors[rank] = self._worker(rank)
         return outcomes
 
-    def await_stock(self) -> None:
-        """Slots to copy into are granted in the background; a test that counts copies waits for them."""
+    def await_stock(self, blocks: int = 1) -> None:
+        """Slots to copy into are granted in the background; a test that counts copies waits for them.
+
+        Of a request with more blocks than there are slots, the others wait for a later step, and not for long.
+        """
         host = self.manager._host
         assert host is not None
-        until(lambda: host.index.room, "slots are granted")
+        until(lambda: host.index.room >= blocks, "slots are granted")
 
     def serve(
         self, tokens: list[int], tenant: str | None = None, adapter_id: str | None = None

@@ -135,6 +135,7 @@ class ServiceProcess:
         self.address = f"ipc://{directory}/fdcache.sock"
         self._settings = {name: str(value) for name, value in arguments(directory, **settings).items()}
         self.command = [sys.executable, "-m", "fdcache_cli.main", "serve"]
+        self.pass_fds: tuple[int, ...] = ()
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -155,6 +156,7 @@ class ServiceProcess:
             env={**os.environ, **self._settings},
             stdout=log,
             stderr=log,
+            pass_fds=self.pass_fds,
         )
         return self.process
 

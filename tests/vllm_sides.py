@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.request import Request
 
 from fdcache.groups import CacheGroup, Reach
-from fdcache.integrations.vllm.early import IdleSteps
+from fdcache.integrations.vllm.early import EarlyLoads
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports
 from fdcache.integrations.vllm.scheduler import SchedulerSide
@@ -55,7 +55,7 @@ class Engine:
         settings = Settings.load(environ=given | variables)
         self.events = EventTranslator()
         self.manager = OffloadManager.from_settings(layout, self.events.enable(settings), loads_ahead=True)
-        self.side = SchedulerSide(self.manager, self.events, idle=IdleSteps())
+        self.side = SchedulerSide(self.manager, self.events, early=EarlyLoads())
         self.worker = WorkerSide(settings, layout, 0)
         page = layout.payload_bytes // layout.total_layers
         self.pages = {

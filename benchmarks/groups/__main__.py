@@ -1,11 +1,11 @@
-"""Run a part: ``python -m benchmarks.groups [prompts|positions|all]``."""
+"""Run a part: ``python -m benchmarks.groups [prompts|positions|evictions|all]``."""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.groups import positions, prompts
+from benchmarks.groups import evictions, positions, prompts
 from benchmarks.harness import run
 
 if __name__ == "__main__":
-    sys.exit(run("groups", (prompts, positions)))
+    sys.exit(run("groups", (prompts, positions, evictions)))

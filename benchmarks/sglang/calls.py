@@ -1,6 +1,6 @@
 """Time what FdcacheLinker does on the thread of SGLang's scheduler, call by call, without an engine.
 
-    python -m benchmarks.sglang.calls [--pages 2048] [--layers 1] [--device cpu]
+    python -m benchmarks.sglang.calls [--pages 2048] [--layers 1] [--device cpu] [--server ADDRESS]
 
 A pool of small layers: copies take next to nothing, so that what is left is the bookkeeping. On a machine with few
 cores the threads that copy on a CPU take the core of the caller: the last column is the time of the caller alone.
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--server", help="address of a service, whose tier is used")
     options = parser.parse_args()
     pages, layers = options.pages, options.layers
     planes = [
@@ -45,8 +46,10 @@ def main() -> None:
     reader = SlotReader(planes[0].device)
     forward, stores = reader.current_stream(), reader.store_stream
     layout = KVLayout.of_layers(pool.specs, model="calls", revision="1", block_size=16)
+    memory = 2 * ROUNDS * pages * (layout.record_bytes + 128)
+    tier_of = ("FDCACHE_SERVER", options.server) if options.server else ("FDCACHE_HOST_MEMORY", memory)
     given = {
-        "FDCACHE_HOST_MEMORY": 2 * ROUNDS * pages * (layout.record_bytes + 128),
+        tier_of[0]: tier_of[1],
         "FDCACHE_BLOCK_SIZE": 16,
         "FDCACHE_WRITE_POLICY": "write_through",
         "FDCACHE_LOAD_OR_RECOMPUTE": "always",

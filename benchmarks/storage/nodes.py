@@ -1,4 +1,4 @@
-"""Measure what several nodes can share beside what one has: a bucket, a shared folder, Mooncake, a local file.
+"""Measure what several nodes can share beside what one has: a bucket, a folder, host tiers, Mooncake, a local file.
 
 Each store is filled, and read by another node's connector with an empty index, in turns in one run. `obstore` gets
 objects of one record by itself, as many at once. The server of S3 is moto on loopback; a store that does not run here
@@ -32,6 +32,7 @@ from fdcache.storage.connector import BatchResult, RecordBatch
 from fdcache.storage.slab import SlabStore
 from fdcache.testing.storage import KnownRecords, path_of
 from tests.mooncake_master import Master, find_master
+from tests.nodes_help import TwoNodes, free_address
 from tests.object_help import Bucket, S3Server, open_bucket, open_folder
 
 PATIENCE = 600.0
@@ -49,6 +50,8 @@ class Candidate:
     open: Open
     obstore: Any = None
     placed: bool = False
+    single: bool = False
+    """The writing connector is the reading one, too."""
 
 
 class Work:
@@ -103,7 +106,7 @@ class Runs:
         writer.register(work.records.table)
         batch = work.batch(f"{self._candidate.name} {self._round}", placed=placed)
         self._add("write", work.nbytes / _seconds(lambda: _checked(writer.put(batch, PATIENCE))))
-        reader = writer if placed or self._candidate.name == "mooncake" else self._candidate.open()
+        reader = writer if placed or self._candidate.single else self._candidate.open()
         if reader is not writer:
             reader.register(work.records.table)
         if not placed:
@@ -163,6 +166,9 @@ def _candidates(folder: Path, layout: KVLayout, blocks: int, stack: ExitStack) -
     shared.mkdir()
     tier: dict[str, Any] = {"size": 1 << 50, "timeout": PATIENCE}
     yield Candidate("shared folder", lambda: open_folder(shared, layout, **tier))
+    for others in (0, 7):
+        name = "peer" if not others else f"peer, one of {others + 1}"
+        yield Candidate(name, partial(_two_nodes, layout, blocks, others), single=True)
     yield from _buckets(Bucket(f"file://{folder}/bucket"), "local bucket", layout, tier)
     try:
         server = S3Server()
@@ -177,7 +183,14 @@ def _candidates(folder: Path, layout: KVLayout, blocks: int, stack: ExitStack) -
         return
     stack.callback(master.kill)
     segment = 4 * blocks * (layout.record_bytes + MIB)
-    yield Candidate("mooncake", lambda: master.connect(layout, segment=segment, timeout=PATIENCE))
+    yield Candidate(
+        "mooncake", lambda: master.connect(layout, segment=segment, timeout=PATIENCE), single=True
+    )
+
+
+def _two_nodes(layout: KVLayout, blocks: int, others: int) -> TwoNodes:
+    """A connector that reads from the host tier of another node; its writes are a copy to that."""
+    return TwoNodes(layout, 0, free_address(), blocks=2 * blocks, others=others)
 
 
 def _slab(folder: Path, layout: KVLayout, size: int) -> Open:

@@ -311,7 +311,9 @@ def measure(run: Run, names: Sequence[str]) -> None:
         if "restart" in options.parts:
             run.restart(shape, [name for name in RESTARTED if name in names])
     if "tokens" in options.parts:
-        compare_tokens(run, SHAPES[RANDOM[options.device]], names)
+        latent = [bool(SHAPES[name].latent) for name in options.shape]
+        for is_latent in sorted(set(latent)):
+            compare_tokens(run, SHAPES["mla-random" if is_latent else RANDOM[options.device]], names)
 
 
 def played(run: Run, shape: Shape) -> Iterator[Play]:

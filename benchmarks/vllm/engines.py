@@ -173,7 +173,9 @@ def arguments(
             graphs["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL"}
     # No share of the device: several engines may be on it, and none of them takes the others' memory for its own.
     memory = {"kv_cache_memory_bytes": shape.device_bytes, "gpu_memory_utilization": 0.1}
-    return common | graphs | memory | {"attention_backend": "FLASH_ATTN"}
+    return (
+        common | graphs | memory | {"attention_backend": "FLASH_ATTN_MLA" if shape.latent else "FLASH_ATTN"}
+    )
 
 
 def environment(device: str, home: Path) -> dict[str, str]:

@@ -6,7 +6,8 @@ Needs vLLM for the CPU (``python -m tests.vllm.setup``) and NIXL in that environ
 has a prefill and a decode engine, all of them run at the same time, and requests are given to one after the other. A
 request takes, at decode, to its first token: computed there, handed over, and found in decode's own prefix cache. Then
 prefill is killed while decode waits for it, and decode while prefill holds blocks for it. Exits 1 for tokens that are
-not those of an engine without a connector. On GPUs, or with ``--no-http``, see ``benchmarks.vllm.handover_engines``.
+not those of an engine without a connector. With ``--proxy`` a prompt goes through vLLM's own proxy too. On GPUs
+without it, or with ``--no-http``, see ``benchmarks.vllm.handover_engines``.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Report, Table
 from benchmarks.vllm import handover_engines
-from benchmarks.vllm.shapes import SHAPES
+from benchmarks.vllm.engines import arguments as arguments_of
+from benchmarks.vllm.engines import environment
+from benchmarks.vllm.shapes import BLOCK, SHAPES, model_folder, write_random_weights
 from fdcache.integrations.vllm.handover import ASKED_OF_PREFILL
 from tests.vllm.engine import connector_config, install_plugin, make_model, make_tokenizer
 from tests.vllm.environments import PACKAGES, VERSIONS, default_home, interpreter
@@ -47,29 +51,74 @@ _TOKENS = 8
 _PATIENCE = 90.0
 _BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block of the small model: layers, keys and values, tokens, heads, elements of four bytes."""
-_READ = {
-    OURS: ("vllm:fdcache_blocks_fetched_total", _BLOCK_BYTES),
-    NIXL: ("vllm:nixl_bytes_transferred_sum", 1),
-}
+_OURS_READ, _NIXL_READ = "vllm:fdcache_blocks_fetched_total", "vllm:nixl_bytes_transferred_sum"
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Starts ``vllm serve`` of one model: the tests' small one on a CPU, a shape's with a GPU for each role."""
+
+    model: Path
+    logs: Path
+    block_bytes: int
+    options: Mapping[str, object]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    proxy: Path | None = None
+
+    def start(self, connector: str | None, role: str) -> Server:
+        """Start an engine of a role; without a connector, one that is on decode's GPU."""
+        if connector is None:
+            config = None
+        elif connector == NIXL:
+            device = "cuda" if self.gpus else "cpu"
+            config = {"kv_connector": NIXL, "kv_buffer_device": device, "kv_role": role}
+            config["kv_load_failure_policy"] = "recompute"
+        else:
+            _, _, transfer = connector.partition("-")
+            memory = "1GiB" if self.gpus else "64MiB"
+            config = connector_config(FDCACHE_HOST_MEMORY=memory, FDCACHE_TRANSFER=transfer or "rdma")
+            config["kv_role"] = role
+        port = free_port()
+        variables = {**self.variables, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        if self.gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = str(self.gpus[role])
+        log = self.logs / f"{connector or 'alone'}-{role}-{port}.log"
+        return start_engine(self.model, log, config, variables, **self.options)
+
+    def route(self, prefill: Server, decode: Server) -> Server | None:
+        """Start vLLM's proxy for two engines, if it is there."""
+        if self.proxy is None:
+            return None
+        port = free_port()
+        command = [sys.executable, str(self.proxy), "--port", str(port), "--host", "127.0.0.1"]
+        command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefill.port)]
+        command += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decode.port)]
+        return Server(command, port, self.logs / f"proxy-{port}.log", health="/healthcheck")
 
 
 class Pair:
     """A prefill and a decode engine with one connector."""
 
-    def __init__(self, connector: str, model: Path, logs: Path) -> None:
-        self.connector, self._model, self._logs = connector, model, logs
+    def __init__(self, connector: str, engines: Engines) -> None:
+        self.connector, self._engines = connector, engines
         self.prefill, self.decode = self.start("kv_producer"), self.start("kv_consumer")
+        self.proxy = engines.route(self.prefill, self.decode)
+
+    @property
+    def servers(self) -> list[Server]:
+        """The processes."""
+        return [self.prefill, self.decode, *([] if self.proxy is None else [self.proxy])]
 
     def start(self, role: str) -> Server:
         """Start an engine."""
-        port = free_port()
-        if self.connector == OURS:
-            config = connector_config(FDCACHE_HOST_MEMORY="64MiB", FDCACHE_TRANSFER="rdma")
-        else:
-            config = {"kv_connector": NIXL, "kv_buffer_device": "cpu", "kv_load_failure_policy": "recompute"}
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-        log = self._logs / f"{self.connector}-{role}-{port}.log"
-        return start_engine(self._model, log, config | {"kv_role": role}, **_OPTIONS)
+        return self._engines.start(self.connector, role)
+
+    def read_bytes(self) -> float:
+        """Return the bytes that decode has read so far."""
+        if self.connector == NIXL:
+            return self.decode.counter(_NIXL_READ)
+        return self._engines.block_bytes * self.decode.counter(_OURS_READ)
 
     def prefilled(self, prompt: Sequence[int]) -> tuple[dict[str, Any] | None, float]:
         """Compute a prompt at prefill; return the parameters for decode, and the seconds."""
@@ -79,9 +128,9 @@ class Pair:
         return answer.get("kv_transfer_params"), time.perf_counter() - start
 
     def kill(self) -> None:
-        """End both."""
-        self.prefill.kill()
-        self.decode.kill()
+        """End all."""
+        for each in self.servers:
+            each.kill()
 
 
 def first_token(server: Server, prompt: Sequence[int], **fields: Any) -> tuple[float, list[int]]:
@@ -100,6 +149,12 @@ def first_token(server: Server, prompt: Sequence[int], **fields: Any) -> tuple[f
     return first, tokens
 
 
+def expected(alone: Server, prompt: Sequence[int]) -> list[int]:
+    """Return the tokens of an engine that has the prompt in its cache, as decode has: other shapes give near ties."""
+    alone.tokens(prompt, 1)
+    return alone.tokens(prompt, _TOKENS)
+
+
 class Measured:
     """Seconds of one connector for prompts of one length, and answers that were wrong."""
 
@@ -108,18 +163,23 @@ class Measured:
         self.computed: list[float] = []
         self.handed_over: list[float] = []
         self.cached: list[float] = []
+        self.proxied: list[float] = []
         self.wrong = 0
 
     def take(self, pair: Pair, alone: Server, prompts: Sequence[list[int]]) -> None:
-        """Serve a prompt that is handed over twice, and one that decode computes."""
-        given, computed = prompts
+        """Serve a prompt that is handed over twice, one that decode computes, and one through vLLM's proxy."""
+        given, computed, routed = prompts
         parameters, seconds = pair.prefilled(given)
         self.prefill.append(seconds)
         seconds, answer = first_token(pair.decode, given, kv_transfer_params=parameters)
         self.handed_over.append(seconds)
-        self.wrong += answer != alone.tokens(given, _TOKENS)
+        self.wrong += answer != expected(alone, given)
         self.cached.append(first_token(pair.decode, given)[0])
         self.computed.append(first_token(pair.decode, computed)[0])
+        if pair.proxy is not None:
+            seconds, answer = first_token(pair.proxy, routed)
+            self.proxied.append(seconds)
+            self.wrong += answer != expected(alone, routed)
 
     def row(self, connector: str, length: int) -> dict[str, Any]:
         """Return the medians."""
@@ -133,35 +193,41 @@ class Measured:
             "handed over, ms": f"{median['handed_over']:.1f}",
             "in its own cache, ms": f"{median['cached']:.1f}",
             "added, ms": f"{median['handed_over'] - median['cached']:.1f}",
+            **(
+                {"through vLLM's proxy, ms": f"{1e3 * statistics.median(self.proxied):.1f}"}
+                if self.proxied
+                else {}
+            ),
             "wrong": self.wrong,
         }
 
 
-def read_bytes(pair: Pair) -> float:
-    """Return the bytes that decode has read so far."""
-    name, size = _READ[pair.connector]
-    return size * pair.decode.counter(name)
-
-
-def measure(pairs: Sequence[Pair], alone: Server, rounds: int) -> tuple[Table, Table, int]:
+def measure(
+    pairs: Sequence[Pair], alone: Server, rounds: int, lengths: Sequence[int]
+) -> tuple[Table, Table, int]:
     """Return the times by length and connector, the bytes by connector, and how many answers were wrong."""
     chosen = random.Random(1)
     rows, moved, wrong = [], [], 0
-    before = {pair.connector: read_bytes(pair) for pair in pairs}
-    for length in LENGTHS:
+    before = {pair.connector: pair.read_bytes() for pair in pairs}
+    for length in lengths:
         results = {pair.connector: Measured() for pair in pairs}
         for number in range(rounds + 1):
-            prompts = [[chosen.randrange(3, 500) for _ in range(length)] for _ in range(2 * len(pairs))]
+            prompts = [[chosen.randrange(3, 500) for _ in range(length)] for _ in range(3 * len(pairs))]
             for index, pair in enumerate(pairs if number % 2 else reversed(pairs)):
                 target = results[pair.connector] if number else Measured()  # the first connects the engines
-                target.take(pair, alone, prompts[2 * index : 2 * index + 2])
+                target.take(pair, alone, prompts[3 * index : 3 * index + 3])
         for connector, result in results.items():
             rows.append(result.row(connector, length))
             wrong += result.wrong
-    asked = sum(LENGTHS) * (rounds + 1)
+    asked = sum(lengths) * (rounds + 1)
     for pair in pairs:
-        read = read_bytes(pair) - before[pair.connector]
-        moved.append({"connector": pair.connector, "prompt tokens": asked, "bytes read": f"{read:.0f}"})
+        read, prompts_read = (
+            pair.read_bytes() - before[pair.connector],
+            asked * (1 if pair.proxy is None else 2),
+        )
+        moved.append(
+            {"connector": pair.connector, "prompt tokens": prompts_read, "bytes read": f"{read:.0f}"}
+        )
     return rows, moved, wrong
 
 
@@ -198,7 +264,7 @@ def _answered(
     except OSError as error:
         outcome = f"no answer: {error or type(error).__name__}"
     else:
-        outcome = "right" if answer == alone.tokens(prompt, _TOKENS) else f"wrong, {len(answer)} tokens"
+        outcome = "right" if answer == expected(alone, prompt) else f"wrong, {len(answer)} tokens"
     seconds = time.perf_counter() - start
     return {"connector": pair.connector, "killed": killed, "answer": outcome, "s": f"{seconds:.2f}"}
 
@@ -217,7 +283,7 @@ def _without_http(options: argparse.Namespace) -> int:
         options.tokens or ((1025, 8193) if on_gpu else (97, 401)),
         options.rounds,
         options.logs,
-        two_ranks=options.two_ranks,
+        of_ranks=options.of_ranks,
     )
     return 1 if wrong else 0
 
@@ -229,33 +295,40 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-kill", action="store_true", help="do not kill engines")
     parser.add_argument("--version", choices=VERSIONS, default=VERSIONS[-1], help="of vLLM")
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: without HTTP")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each role")
     parser.add_argument("--no-http", action="store_true", help="engines that answer orders, also on a CPU")
     parser.add_argument("--shape", choices=SHAPES, help="model of engines without HTTP")
     parser.add_argument(
         "--connectors", nargs="*", help="without HTTP: fdcache-ipc, fdcache-rdma, NixlConnector"
     )
     parser.add_argument("--tokens", type=int, nargs="+", help="whole blocks of 16 and one more, without HTTP")
-    parser.add_argument("--two-ranks", action="store_true", help="then one engine of two ranks, without HTTP")
+    parser.add_argument(
+        "--of-ranks",
+        nargs="+",
+        choices=SHAPES,
+        default=[],
+        help="then engines of one and two ranks, without HTTP",
+    )
+    parser.add_argument("--proxy", type=Path, help="vLLM's toy_proxy_server.py; on GPUs with it, over HTTP")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" or options.no_http:
+    if options.no_http or (options.device == "cuda" and options.proxy is None):
         return _without_http(options)
-    python = interpreter(default_home(), options.version)
-    if not Path(sys.prefix).samefile(python.parent.parent):
-        packages = {PACKAGES: sysconfig.get_path("purelib")}
-        command = [str(python), "-m", "benchmarks.vllm.handover", *(arguments or sys.argv[1:])]
-        return subprocess.run(command, env=os.environ | packages, check=False).returncode
+    if options.device == "cpu":
+        python = interpreter(default_home(), options.version)
+        if not Path(sys.prefix).samefile(python.parent.parent):
+            packages = {PACKAGES: sysconfig.get_path("purelib")}
+            command = [str(python), "-m", "benchmarks.vllm.handover", *(arguments or sys.argv[1:])]
+            return subprocess.run(command, env=os.environ | packages, check=False).returncode
     with tempfile.TemporaryDirectory(prefix="fdcache-handover-") as folder:
-        install_plugin(Path(folder))
-        model = make_tokenizer(make_model(Path(folder) / "model"))
-        logs = options.logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
-        alone = start_engine(model, logs / "alone.log", None, **_OPTIONS)
-        pairs = [Pair(connector, model, logs) for connector in (OURS, NIXL)]
+        engines = _engines(options, Path(folder))
+        engines.logs.mkdir(parents=True, exist_ok=True)
+        alone = engines.start(None, "kv_consumer")
+        ours = (f"{OURS}-ipc", f"{OURS}-rdma") if engines.gpus else (OURS,)
+        pairs = [Pair(connector, engines) for connector in options.connectors or (*ours, NIXL)]
         report = Report()
         try:
-            with running(alone, *(each for pair in pairs for each in (pair.prefill, pair.decode))):
-                times, moved, wrong = measure(pairs, alone, options.rounds)
+            with running(alone, *(each for pair in pairs for each in pair.servers)):
+                times, moved, wrong = measure(pairs, alone, options.rounds, options.tokens or LENGTHS)
                 report.table("times to the first token", times)
                 report.table("bytes", moved)
                 if not options.no_kill:
@@ -265,6 +338,26 @@ def main(arguments: list[str] | None = None) -> int:
             for pair in pairs:
                 pair.kill()
     return 1 if wrong else 0
+
+
+def _engines(options: argparse.Namespace, folder: Path) -> Engines:
+    logs, proxy = options.logs or folder / "logs", options.proxy
+    if options.device == "cpu":
+        install_plugin(folder)
+        model = make_tokenizer(make_model(folder / "model"))
+        return Engines(model, logs, _BLOCK_BYTES, _OPTIONS, proxy=proxy)
+    shape = SHAPES[options.shape or "random"]
+    shape = replace(shape, device_blocks=min(shape.device_blocks, handover_engines.DEVICE_BLOCKS))
+    model = make_tokenizer(model_folder(shape, folder), shape.vocabulary)
+    if shape.has_random_weights:
+        write_random_weights(shape, model)
+    given = arguments_of(shape, model, device="cuda", eager=True)
+    left_out = ("model", "skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "disable_log_stats")
+    named = {name.replace("_", "-"): value for name, value in given.items() if name not in left_out}
+    taken = named | {"compilation-config": None}
+    variables = environment("cuda", folder)
+    gpus = {"kv_producer": 0, "kv_consumer": 1}
+    return Engines(model, logs, BLOCK * shape.token_bytes, taken, variables, gpus, proxy)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from blocks that were handed over, or that are in an engine's own prefix cache, 
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,10 +27,11 @@ from tests.vllm.served import free_port
 
 NIXL = "NixlConnector"
 _REPLIES = 16
-_DEVICE_BLOCKS = 2048
+DEVICE_BLOCKS = 2048
 """Three engines share a GPU."""
-_START_S, _ROUNDS_AHEAD = 500.0, 1
+_START_S, _ROUNDS_AHEAD, _ROUNDS_OF_RANKS = 500.0, 1, 5
 _OF_OURS = "fdcache-"
+ROOM = re.compile(r"host memory has room for ([\d,]+) tokens")
 
 
 class Engines:
@@ -49,6 +51,15 @@ class Engines:
             arguments |= {"tensor_parallel_size": len(gpus), "distributed_executor_backend": "mp"}
         job = Job(self._shape.name, "brief", arguments, connector, is_warmed_up=False, is_alone=False)
         return self._stack.enter_context(self._processes.started(name, job, environment))
+
+    def with_ranks(self) -> dict[int, Process]:
+        """Start engines of one and of two ranks, which keep blocks in host memory."""
+        config = {"kv_connector": "FdcacheConnector", "kv_role": "kv_both"}
+        config["kv_connector_module_path"] = "fdcache.integrations.vllm"
+        memory = "8GiB" if self._device == "cuda" else "64MiB"
+        settings = {"FDCACHE_HOST_MEMORY": memory, "FDCACHE_LOAD_OR_RECOMPUTE": "always"}
+        name = f"{self._shape.name}-ranks"
+        return {count: self.start(f"{name}-{count}", config, *range(count), **settings) for count in (1, 2)}
 
     def pair(self, connector: str) -> Pair:
         """Start prefill on the first GPU and decode on the second."""
@@ -140,34 +151,38 @@ def measure_pairs(
     return rows, wrong
 
 
-def measure_two_ranks(started: Engines, shape: Shape, length: int) -> tuple[Table, int]:
-    """Return what one engine of two ranks loads back from host memory: its time, and whether tokens are the same."""
-    config = {"kv_connector": "FdcacheConnector", "kv_role": "kv_both"}
-    config["kv_connector_module_path"] = "fdcache.integrations.vllm"
-    settings = {"FDCACHE_HOST_MEMORY": "8GiB", "FDCACHE_LOAD_OR_RECOMPUTE": "always"}
-    engine = started.start("two-ranks", config, 0, 1, **settings)
-    ready(engine)
-    chosen = random.Random(2)
+def measure_ranks(ranks: dict[int, Process], shape: Shape, length: int) -> tuple[Table, int]:
+    """Return what engines of one and of two ranks load back from host memory: times, and whether tokens are the same.
+
+    Both have as much host memory; ``room`` is for how many tokens it has room.
+    """
     rows, wrong = [], 0
-    for number in range(3):
-        prompt = [chosen.randrange(3, shape.vocabulary) for _ in range(length)]
-        computed = answer(engine, prompt, 1)
-        cached = answer(engine, prompt, _REPLIES)
-        for _ in engine.order({"forget": True}):
-            pass
-        loaded = answer(engine, prompt, _REPLIES)
-        wrong += loaded["tokens"] != cached["tokens"] or loaded["cached"] < length - BLOCK
-        nbytes = length // BLOCK * BLOCK * shape.token_bytes
-        rows.append(
-            {
-                "prompt": number,
-                "computed, ms": f"{computed['ttft_ms']:.1f}",
-                "on the device, ms": f"{cached['ttft_ms']:.1f}",
-                "from host memory, ms": f"{loaded['ttft_ms']:.1f}",
-                "GB/s of both links": f"{nbytes / max(loaded['ttft_ms'] - cached['ttft_ms'], 0.1) / 1e6:.1f}",
-                "tokens": "equal" if loaded["tokens"] == cached["tokens"] else "differ",
-            }
-        )
+    for count, engine in ranks.items():
+        chosen = random.Random(2)
+        for number in range(-_ROUNDS_AHEAD, _ROUNDS_OF_RANKS):
+            prompt = [chosen.randrange(3, shape.vocabulary) for _ in range(length)]
+            computed = answer(engine, prompt, 1)
+            cached = answer(engine, prompt, _REPLIES)
+            for _ in engine.order({"forget": True}):
+                pass
+            loaded = answer(engine, prompt, _REPLIES)
+            is_wrong = loaded["tokens"] != cached["tokens"] or loaded["cached"] < length - BLOCK
+            wrong += is_wrong
+            if number < 0:
+                continue
+            nbytes = length // BLOCK * BLOCK * shape.token_bytes
+            rows.append(
+                {
+                    "ranks": count,
+                    "room": ROOM.findall(engine.log())[-1],
+                    "prompt": number,
+                    "computed, ms": f"{computed['ttft_ms']:.1f}",
+                    "on the device, ms": f"{cached['ttft_ms']:.1f}",
+                    "from host memory, ms": f"{loaded['ttft_ms']:.1f}",
+                    "GB/s": f"{nbytes / max(loaded['ttft_ms'] - cached['ttft_ms'], 0.1) / 1e6:.1f}",
+                    "tokens": "differ" if is_wrong else "equal",
+                }
+            )
     return rows, wrong
 
 
@@ -181,23 +196,31 @@ def run(
     rounds: int,
     logs: Path | None,
     *,
-    two_ranks: bool,
+    of_ranks: Sequence[str],
 ) -> int:
-    """Measure and print; return how many answers were wrong."""
+    """Measure and print; return how many answers were wrong. ``of_ranks``: shapes for engines of one and two ranks."""
     with tempfile.TemporaryDirectory(prefix="fdcache-handover-") as name:
         folder = Path(name)
         environment = variables(folder, device) | engines.environment(device, folder)
-        made = replace(SHAPES[shape], device_blocks=min(SHAPES[shape].device_blocks, _DEVICE_BLOCKS))
         processes = Processes(python, folder, logs or folder / "logs", None, environment)
         wrong = 0
+
+        def engines_of(name: str, stack: ExitStack) -> Engines:
+            made = SHAPES[name]
+            made = replace(made, device_blocks=min(made.device_blocks, DEVICE_BLOCKS))
+            return Engines(processes, made, device, stack)
+
         if connectors:
             with ExitStack() as stack:
-                started = Engines(processes, made, device, stack)
-                rows, wrong = measure_pairs(started, made, connectors, lengths, rounds)
+                started = engines_of(shape, stack)
+                rows, wrong = measure_pairs(started, SHAPES[shape], connectors, lengths, rounds)
                 report.table(f"times to the first token, {shape}", rows)
-        if two_ranks:
-            with ExitStack() as stack:
-                rows, more = measure_two_ranks(Engines(processes, made, device, stack), made, lengths[-1])
+        with ExitStack() as stack:
+            made = {each: engines_of(each, stack).with_ranks() for each in of_ranks}
+            for engine in (engine for ranks in made.values() for engine in ranks.values()):
+                ready(engine)
+            for each, ranks in made.items():
+                rows, more = measure_ranks(ranks, SHAPES[each], lengths[-1])
                 wrong += more
-                report.table("one engine of two ranks", rows)
+                report.table(f"one engine of one and of two ranks, {each}", rows)
         return wrong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ LONGEST = 131_072
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama-like model. ``device_blocks`` is what the engine gets, ``longest`` the most tokens of a request."""
+    """A Llama-like model. ``device_blocks`` is what the engine gets, ``longest`` the most tokens of a request.
+
+    With ``latent`` it is a DeepSeek-like one, whose ranks all hold latents of that width.
+    """
 
     name: str
     layers: int
@@ -30,11 +34,18 @@ class Shape:
     device_blocks: int = 8192
     batch_tokens: int = 8192
     longest: int = 16384
+    latent: int = 0
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a block in one layer: keys and values."""
-        return BLOCK * self.kv_heads * self.head_dim * 2 * self.item_bytes
+        """Bytes of a block in one layer: keys and values, or latents and their rotary part."""
+        numbers = self.latent + self.rotary if self.latent else self.kv_heads * self.head_dim * 2
+        return BLOCK * numbers * self.item_bytes
+
+    @property
+    def rotary(self) -> int:
+        """Width of the rotary part beside latents."""
+        return self.head_dim // 2
 
     @property
     def token_bytes(self) -> int:
@@ -58,6 +69,24 @@ class Shape:
 
     def config(self) -> dict[str, Any]:
         """Return the contents of ``config.json``."""
+        return self._common() | (self._latents() if self.latent else {"head_dim": self.head_dim})
+
+    def _latents(self) -> dict[str, Any]:
+        return {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": self.heads,
+            "kv_lora_rank": self.latent,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": self.head_dim,
+            "qk_rope_head_dim": self.rotary,
+            "v_head_dim": self.head_dim,
+            "head_dim": self.rotary,
+            "first_k_dense_replace": self.layers,  # no experts
+            "n_routed_experts": 8,
+        }
+
+    def _common(self) -> dict[str, Any]:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -66,7 +95,6 @@ class Shape:
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
             "vocab_size": self.vocabulary,
             "max_position_embeddings": LONGEST,
             "rope_theta": 500000.0,
@@ -87,9 +115,13 @@ SHAPES = {
         Shape("random", 8, 2048, 5632, 16, 8, 128, 16384, device_blocks=2048),
         Shape("tiny", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
         Shape("tiny-random", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
+        Shape("mla", 61, 2048, 5632, 16, 1, 128, 16384, latent=512),
+        Shape("mla-random", 8, 2048, 5632, 16, 1, 128, 16384, device_blocks=2048, latent=512),
+        Shape("tiny-mla-random", 3, 64, 128, 4, 1, 16, 512, "float32", 160, 256, 1024, latent=48),
     )
 }
-"""64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; and two for a CPU."""
+"""64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; two for a CPU; the latents and layers of
+DeepSeek V3; and latents with random weights, on either."""
 
 
 @dataclass(frozen=True)
@@ -172,15 +204,13 @@ def _write_random_weights(shape: Shape, path: Path) -> None:
         "lm_head.weight": normal(shape.vocabulary, shape.hidden),
         "model.norm.weight": ones.clone(),
     }
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries = shape.heads * shape.head_dim
     for layer in range(shape.layers):
         name = f"model.layers.{layer}"
         tensors |= {
             f"{name}.input_layernorm.weight": ones.clone(),
             f"{name}.post_attention_layernorm.weight": ones.clone(),
-            f"{name}.self_attn.q_proj.weight": 3 * normal(queries, shape.hidden),
-            f"{name}.self_attn.k_proj.weight": normal(keys, shape.hidden),
-            f"{name}.self_attn.v_proj.weight": normal(keys, shape.hidden),
+            **_attended(shape, f"{name}.self_attn", normal),
             f"{name}.self_attn.o_proj.weight": 3 * normal(shape.hidden, queries),
             f"{name}.mlp.gate_proj.weight": normal(shape.intermediate, shape.hidden),
             f"{name}.mlp.up_proj.weight": normal(shape.intermediate, shape.hidden),
@@ -189,3 +219,22 @@ def _write_random_weights(shape: Shape, path: Path) -> None:
     draft = path.with_suffix(".draft")
     save_file(tensors, draft, metadata={"format": "pt"})
     draft.rename(path)
+
+
+def _attended(shape: Shape, name: str, normal: Callable[[int, int], Any]) -> dict[str, Any]:
+    """Return the weights of queries, keys and values of a layer."""
+    import torch
+
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if not shape.latent:
+        return {
+            f"{name}.q_proj.weight": 3 * normal(queries, shape.hidden),
+            f"{name}.k_proj.weight": normal(keys, shape.hidden),
+            f"{name}.v_proj.weight": normal(keys, shape.hidden),
+        }
+    return {
+        f"{name}.q_proj.weight": 3 * normal(queries + shape.heads * shape.rotary, shape.hidden),
+        f"{name}.kv_a_proj_with_mqa.weight": normal(shape.latent + shape.rotary, shape.hidden),
+        f"{name}.kv_a_layernorm.weight": torch.ones(shape.latent, dtype=getattr(torch, shape.dtype)),
+        f"{name}.kv_b_proj.weight": normal(2 * queries, shape.latent),
+    }

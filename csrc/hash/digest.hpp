@@ -21,6 +21,13 @@ struct Digest {
     // The parent of a block without one in its tier: that of the beginning of a prompt, or an unknown one.
     bool is_no_block() const { return is_zero() || is_unknown(); }
 
+    // The key of another record of the same page: see `record_keys` of fdcache/groups.py.
+    Digest marked(std::uint8_t mark) const {
+        Digest digest = *this;
+        for (std::uint8_t &byte : digest.bytes) byte ^= mark;
+        return digest;
+    }
+
     // Stands for the parent of a run of which nobody has told what precedes it.
     static Digest unknown() {
         Digest digest;

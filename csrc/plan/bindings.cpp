@@ -112,6 +112,19 @@ void bind_copies_of_blocks(nb::module_ &module) {
             },
             "slots"_a, "generations"_a, "hashes"_a, "parents"_a, "unverified"_a.none(), "targets"_a,
             "target_generations"_a, "Add copies; return the number of copies before them.")
+        .def(
+            "remove",
+            [](BlockCopies &self, std::size_t first, std::size_t count) {
+                if (first > self.size() || count > self.size() - first)
+                    throw std::out_of_range("there are no such copies");
+                const std::span<const Slot> sources = std::span(self.sources).subspan(first, count);
+                nb::object slots = copied_array<Slot, std::int32_t>(sources);
+                self.erase(first, count);
+                return slots;
+            },
+            "first"_a, "count"_a,
+            nb::sig("def remove(self, first: int, count: int) -> numpy.typing.NDArray[numpy.int32]"),
+            "Remove copies; return their source slots.")
         .def("take", &take_columns,
              nb::sig("def take(self) -> tuple[numpy.typing.NDArray[numpy.int32], "
                      "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint32], "

@@ -67,6 +67,22 @@ struct BlockCopies {
         if (count > parents.capacity()) reserve(std::max(count, 2 * parents.capacity()));
     }
 
+    // Removes `count` copies from `first` on.
+    void erase(std::size_t first, std::size_t count) {
+        const auto cut = [first, count](auto &column) {
+            if (column.empty()) return;
+            const auto begin = column.begin() + static_cast<std::ptrdiff_t>(first);
+            column.erase(begin, begin + static_cast<std::ptrdiff_t>(count));
+        };
+        cut(sources);
+        cut(targets);
+        cut(source_generations);
+        cut(target_generations);
+        cut(hashes);
+        cut(parents);
+        cut(unverified);
+    }
+
     void add(const BlockList &source, std::size_t i, Slot slot, std::uint32_t generation) {
         add(source.slots[i], source.generations[i], source.hashes[i], source.parents[i], slot, generation);
     }

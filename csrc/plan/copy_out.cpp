@@ -98,15 +98,16 @@ BlockList joined_to(const BlockList &blocks, std::span<const std::size_t> heads,
     return chosen.size() == above.slots.size() ? above : select(above, chosen);
 }
 
-// Blocks as paths, each from its root, in the order of the first block of each path.
+// Blocks as paths, each from its root, in the order of the first block of each path. An engine may name a
+// block twice.
 BlockList paths_from_root(const BlockList &blocks) {
     constexpr std::size_t kNone = SIZE_MAX;
     const std::size_t count = blocks.slots.size();
     std::unordered_map<Digest, std::size_t, DigestHash> position;
     position.reserve(count);
-    for (std::size_t i = 0; i < count; ++i) position[blocks.hashes[i]] = i;
     std::vector<std::size_t> order, path;
     std::vector<bool> has_turn(count, false);
+    for (std::size_t i = 0; i < count; ++i) has_turn[i] = !position.try_emplace(blocks.hashes[i], i).second;
     order.reserve(count);
     for (std::size_t start = 0; start < count; ++start) {
         path.clear();
@@ -181,11 +182,8 @@ PlannedCopies CopyOut::evict(const BlockList &evicted, HostIndex &target, BlockC
     evicted_ += evicted.slots.size();
     const std::vector<Presence> presence = target.contains(evicted.hashes);
     std::vector<std::size_t> dirty;
-    std::unordered_set<Slot> seen;  // an engine may name a device block twice
     for (std::size_t i = 0; i < presence.size(); ++i)
-        if (presence[i] == Presence::kAbsent && evicted.hits[i] >= least_hits_ &&
-            seen.insert(evicted.slots[i]).second)
-            dirty.push_back(i);
+        if (presence[i] == Presence::kAbsent && evicted.hits[i] >= least_hits_) dirty.push_back(i);
     if (dirty.empty()) return out;
     Call call{target, copies, out};
     copy(with_few_ancestors(paths_from_root(select(evicted, dirty)), call), call);

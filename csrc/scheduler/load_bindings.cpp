@@ -2,6 +2,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "python_arrays.hpp"
@@ -101,6 +102,20 @@ void bind_loads(nb::module_ &module) {
                const std::vector<std::string> &errors) { self.end(plan, span_of(copied), errors); },
             "plan"_a, "copied"_a, "errors"_a, "End the parts of a plan that every rank has reported.")
         .def("give_up", &Loads::give_up, "plan"_a, "End the loads that wait for an overdue plan.")
+        .def(
+            "withdraw",
+            [](Loads &self,
+               const LoadPointer &load) -> std::optional<std::tuple<std::uint32_t, std::uint32_t, bool>> {
+                const auto withdrawn = self.withdraw(load);
+                if (!withdrawn) return std::nullopt;
+                return std::tuple(withdrawn->part.offset, withdrawn->part.count, withdrawn->is_ahead);
+            },
+            "load"_a,
+            "Withdraw a load of which no plan was sent: it never ends. Return offset and count of its blocks "
+            "in\n"
+            "the plan's loads, which have to leave it, and True if that is the plan of loads ahead. None if "
+            "a\n"
+            "plan was sent.")
         .def("cut_off", &Loads::cut_off, "load"_a, "reason"_a, "Plan no other part of a load.")
         .def("revoke", &Loads::revoke, "reason"_a,
              "Make every load fail that has not ended, or whose end was not taken: its blocks are gone.")

@@ -68,6 +68,19 @@ void Loads::give_up(std::uint64_t plan) {
     }
 }
 
+std::optional<Loads::Withdrawn> Loads::withdraw(const LoadPointer &load) {
+    for (auto *const parts : {&planned_, &ahead_}) {
+        const auto found = std::ranges::find(*parts, load, &LoadPart::load);
+        if (found == parts->end() || found->first != load->first) continue;
+        const LoadPart part = *found;
+        for (auto behind = parts->erase(found); behind != parts->end(); ++behind)
+            behind->offset -= part.count;
+        load->is_cut = true;
+        return Withdrawn{part, parts == &ahead_};
+    }
+    return std::nullopt;
+}
+
 void Loads::cut_off(const LoadPointer &load, const std::string &reason) {
     cut(*load, reason);
     end_if_over(load);

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -72,6 +73,13 @@ class Loads {
              const std::vector<std::string> &errors);
     // Ends the loads that wait for an overdue plan.
     void give_up(std::uint64_t plan);
+    // Withdraws a load of which no plan was sent: it never ends. Returns the part that is to leave the plan
+    // that is open; the offsets of parts behind it are those after that. None if a plan was sent.
+    struct Withdrawn {
+        LoadPart part;
+        bool is_ahead;
+    };
+    std::optional<Withdrawn> withdraw(const LoadPointer &load);
     // Plans no other part of a load; blocks that no plan has do not arrive.
     void cut_off(const LoadPointer &load, const std::string &reason);
     // Makes every load fail that has not ended, or whose end was not taken: its blocks are gone.

@@ -40,6 +40,10 @@ class PlanReports {
         nb::list arrived;          // with `tells_arrivals`, (transfer, flags) of the other copies to the host
         nb::list handovers;        // reports of hand-overs
         bool not_cleared = false;  // a rank's storage has kept its blocks
+
+        bool is_empty() const {
+            return !not_cleared && !nb::len(ended) && !nb::len(arrived) && !nb::len(handovers);
+        }
     };
     // Throws PlanError, before any is counted, for a report that does not fit its plan.
     Counted count(const nb::list &reports);
@@ -218,9 +222,15 @@ void bind_plan_reports(nb::module_ &module) {
             },
             "plans"_a, "loads"_a, "device"_a.none(), "host"_a.none(), "meter"_a.none(), "tells_arrivals"_a)
         .def(
-            "count", [](Reports &self, const nb::list &reports) { return self.count(reports); }, "reports"_a,
-            nb::sig("def count(self, reports: list[typing.Any]) -> CountedReports"),
-            "Count reports. Raises ``PlanError`` before any is counted.")
+            "count",
+            [](Reports &self, const nb::list &reports) {
+                Counted counted = self.count(reports);
+                return counted.is_empty() ? nb::none() : nb::cast(std::move(counted));
+            },
+            "reports"_a, nb::sig("def count(self, reports: list[typing.Any]) -> CountedReports | None"),
+            "Count reports; return what follows from them, None if nothing does. Raises ``PlanError`` "
+            "before\n"
+            "any is counted.")
         .def_prop_ro("copied", [](const Reports &self) -> const CopiedBlocks & { return self.copied(); })
         .def_prop_ro(
             "unexpected", [](const Reports &self) { return self.unexpected(); },

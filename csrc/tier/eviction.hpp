@@ -34,6 +34,14 @@ struct Demotion {
     bool is_always_copied = false;  // every evicted entry is copied there, as far as it has room
 };
 
+// What an entry with nothing below it is worth where prefixes end at states alone: the records of the pages
+// that need not be computed because of a state, in all and for each slot that is free without it. 0 for other
+// entries.
+struct EndValue {
+    float saved = 0;
+    float density = 0;
+};
+
 // What became of a hint. `kReplaced`: later hints of the call are about all its blocks.
 enum class HintAnswer : std::uint8_t { kTaken, kNotLearning, kOverBudget, kNoBlock, kReplaced };
 
@@ -80,6 +88,8 @@ class EvictionOrder {
     virtual void set_demotion(Demotion) {}
     // There is a tier above, which lets through what it does not find.
     virtual void set_above() {}
+    // Prefixes end at states: `value_of` tells what they save now.
+    virtual void set_values(std::function<EndValue(Slot)>) {}
     // Blocks of one path, each the parent of the next one, became entries.
     virtual void arrive(std::span<const Slot>, std::span<const Digest>) {}
     // A block is no entry any more: evicted, or removed for another reason.
@@ -89,7 +99,7 @@ class EvictionOrder {
     // A use of entries of one path ended, given from the end of the path on; `end` is null if no more is
     // known.
     virtual void use(std::span<const Slot>, const RequestEnd *) {}
-    // What a client says of entries of one path, given from the end of the path on.
+    // What a client says of entries of one path, given from its beginning on.
     virtual HintAnswer hint(std::span<const Slot>, const Hint &) { return HintAnswer::kNotLearning; }
     // `slot`: kNoSlot if the block is no entry.
     virtual HintFate fate(Slot, const Digest &) { return HintFate::kGone; }

@@ -72,6 +72,8 @@ class HostIndex {
     // Keeps slots of a run that is not released until the load of them ends.
     virtual void begin_load(LeaseId lease, std::span<const Slot> slots) = 0;
     virtual void end_load(const EndedLoad &ended) = 0;
+    // Ends a load that was planned and reads nothing: it tells nothing of the records.
+    virtual void cancel_load(std::span<const Slot> slots) = 0;
     // Takes note of what precedes blocks, some of which may have come as runs with an unknown parent. A
     // service learns it from look-ups and copies.
     virtual void join(std::span<const Digest>, std::span<const Digest>) {}

@@ -90,6 +90,7 @@ void LeafOrder::take(std::uint32_t count, std::vector<Slot> &taken) {
             pop();
             continue;
         }
+        before_take(leaf.slot);
         const Leaf now = leaf_of(leaf.slot);
         if (leaf < now) {
             sift_down(0, now);

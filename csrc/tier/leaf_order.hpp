@@ -40,6 +40,8 @@ class LeafOrder : public EvictionOrder {
     virtual void rank_path(std::span<const Slot> path, std::span<double> ranks) const { rank(path, ranks); }
     // Called before an entry is added.
     virtual void before_add(Slot) {}
+    // Called before a leaf is ranked to be taken.
+    virtual void before_take(Slot) {}
 
     // Entries in the order right below this one.
     std::uint32_t children(Slot slot) const { return nodes_[slot].children; }

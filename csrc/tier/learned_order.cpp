@@ -65,6 +65,7 @@ void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> di
     for (std::size_t i = 0; i < path.size(); ++i) {
         Block &block = blocks_[path[i]];
         block = Block{};
+        value(path[i]);
         const auto ghost = ghosts_.take(digests[i]);
         if (!ghost) continue;
         if (!held) held = held_below(path);
@@ -74,7 +75,7 @@ void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> di
         block.is_tracked = true;
         kept_ += is_kept(block);
         if (demotion_.below) survival_.used_again(ghost->was_below, ghost->hits > 0, i < *held);
-        count(block, false, i < *held);
+        count(path[i], false, i < *held);
         leave_shadows(block.last_ms);
     }
     judge();
@@ -115,13 +116,14 @@ void LearnedOrder::begin(std::span<const Slot> path) {
                               return block.is_idle && !block.is_counted && compare(block, true).weighs();
                           });
     const std::size_t held = is_asked ? held_below(path) : 0;
-    for (std::size_t i = 0; i < path.size(); ++i) begin_use(blocks_[path[i]], i < held);
+    for (std::size_t i = 0; i < path.size(); ++i) begin_use(path[i], i < held);
 }
 
 // Found in the tier. While a block is used it stays in any tier, and its next use is no merit of the order.
-void LearnedOrder::begin_use(Block &block, bool is_below) {
+void LearnedOrder::begin_use(Slot slot, bool is_below) {
+    Block &block = blocks_[slot];
     if (!block.is_idle) return;
-    if (!block.is_counted) count(block, true, is_below);
+    if (!block.is_counted) count(slot, true, is_below);
     leave_shadows(block.last_ms);
     block.is_idle = false;
     --idle_;
@@ -129,6 +131,7 @@ void LearnedOrder::begin_use(Block &block, bool is_below) {
 
 void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
     if (path.empty()) return;
+    value(path.front());
     Features features = features_of(path, end);
     features.request = next_request(path);
     if (end) tail_ = std::max(kTailTokens / std::max(end->block_tokens, 1u), 1u);
@@ -172,13 +175,14 @@ LearnedOrder::Features LearnedOrder::features_of(std::span<const Slot> path, con
 
 void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
     Block &block = blocks_[slot];
-    if (block.is_idle) begin_use(block, is_below(slot));
+    if (block.is_idle) begin_use(slot, is_below(slot));
     ++uses_;
     trust_.use();
     if (block.is_tracked && block.hits != kMostHits) ++block.hits;
     kept_ -= is_kept(block);
     const std::size_t role = role_of(block.hits, features.is_fresh, is_last);
-    block.kind = static_cast<std::uint8_t>(role * ReuseTables::kFeatures + features.lengths);
+    const std::uint8_t lengths = is_state(slot) ? kOfState : features.lengths;
+    block.kind = static_cast<std::uint8_t>(role * ReuseTables::kFeatures + lengths);
     block.last_ms = now_;
     block.request = features.request;
     block.is_tracked = block.is_used = true;
@@ -186,13 +190,15 @@ void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
 }
 
 // A tracked block is used: was it found, and would it have been by last use? A request that has to wait, and
-// begins again, counts once. A block that is not found here, but below, costs a load.
-void LearnedOrder::count(Block &block, bool is_found, bool is_below) {
+// begins again, counts once. A block that is not found here, but below, costs a load. With states these count
+// for the pages that they save, which are there whenever they are.
+void LearnedOrder::count(Slot slot, bool is_found, bool is_below) {
+    Block &block = blocks_[slot];
     const Comparison compared = compare(block, is_found);
-    trust_.compare(demotion_.below ? score(block, is_found, is_below) : compared.gain);
+    trust_.compare(saved(slot) * (demotion_.below ? score(block, is_found, is_below) : compared.gain));
     if (compared.forecast != 0) {
         const double lost = is_found ? loss(block, is_below) : is_below ? Survival::kLoad : 1;
-        trust_.expect(lost * compared.forecast);
+        trust_.expect(saved(slot) * lost * compared.forecast);
     }
     tables_.reuse(kind_of(block), now_ - block.last_ms);
     block.is_counted = true;
@@ -216,29 +222,31 @@ LearnedOrder::Comparison LearnedOrder::compare(const Block &block, bool is_found
 // Data corrects what a hint says, through the class of its blocks; the budget bounds what it costs until
 // then. Of a path only the deepest entry can be a leaf, which has a rank.
 HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint) {
-    if (hint.keeps()) {
+    const double room = kHintBudget * static_cast<double>(blocks_.size()) - static_cast<double>(kept_);
+    if (hint.keeps() && static_cast<double>(path.size()) > room) {
         const auto more = std::ranges::count_if(path, [this](Slot slot) { return !is_kept(blocks_[slot]); });
-        const double kept = static_cast<double>(kept_) + static_cast<double>(more);
-        if (kept > kHintBudget * static_cast<double>(blocks_.size())) return HintAnswer::kOverBudget;
+        if (static_cast<double>(more) > room) return HintAnswer::kOverBudget;
     }
-    const Block *before = nullptr;  // mostly used as often, at the same time
-    std::uint8_t kind = 0;
-    for (const Slot slot : path) {
-        Block &block = blocks_[slot];
-        if (!block.is_tracked) touch(slot, {}, false);
-        if (!before || before->last_ms != block.last_ms || before->hits != block.hits) {
-            // Its age goes on from its last use.
-            Hint since = hint;
-            if (hint.kind == HintKind::kRetain || hint.kind == HintKind::kReturn)
-                since.value += (now_ - block.last_ms) / 1000.0;
-            kind = static_cast<std::uint8_t>(ReuseTables::kFirstHint + HintClasses::of(since, block.hits));
+    Block *const blocks = blocks_.data();
+    std::size_t kept = 0;
+    for (std::size_t at = 0; at < path.size();) {
+        if (!blocks[path[at]].is_tracked) touch(path[at], {}, false);
+        const Block first = blocks[path[at]];
+        // Its age goes on from its last use.
+        Hint since = hint;
+        if (hint.kind == HintKind::kRetain || hint.kind == HintKind::kReturn)
+            since.value += (now_ - first.last_ms) / 1000.0;
+        const auto kind =
+            static_cast<std::uint8_t>(ReuseTables::kFirstHint + HintClasses::of(since, first.hits));
+        for (; at < path.size(); ++at) {  // mostly all, used as often at the same time
+            Block &block = blocks[path[at]];
+            if (block.last_ms != first.last_ms || block.hits != first.hits || !block.is_tracked) break;
+            kept += is_kept(block);
+            block.kind = kind;
         }
-        before = &block;
-        kept_ -= is_kept(block);
-        block.kind = kind;
-        kept_ += is_kept(block);
     }
-    if (!path.empty()) rank_again(path.front());
+    kept_ += (hint.keeps() ? path.size() : 0) - kept;
+    if (!path.empty()) rank_again(path.back());
     return HintAnswer::kTaken;
 }
 
@@ -271,20 +279,32 @@ void LearnedOrder::before_add(Slot slot) {
 void LearnedOrder::rank(std::span<const Slot> slots, std::span<double> ranks) const {
     for (const Slot slot : slots) __builtin_prefetch(&blocks_[slot]);
     const std::uint64_t held = is_by_last_use() ? 0 : below(slots);
-    for (std::size_t i = 0; i < slots.size(); ++i) ranks[i] = rank_of(blocks_[slots[i]], held >> i & 1);
+    for (std::size_t i = 0; i < slots.size(); ++i) ranks[i] = rank_of(slots[i], held >> i & 1);
 }
 
 void LearnedOrder::rank_path(std::span<const Slot> path, std::span<double> ranks) const {
     for (const Slot slot : path) __builtin_prefetch(&blocks_[slot]);
     const std::size_t held = is_by_last_use() ? 0 : held_below(std::views::reverse(path));
     const std::size_t first = path.size() - held;
-    for (std::size_t i = 0; i < path.size(); ++i) ranks[i] = rank_of(blocks_[path[i]], i >= first);
+    for (std::size_t i = 0; i < path.size(); ++i) {
+        lost_end(path[i]);
+        ranks[i] = rank_of(path[i], i >= first);
+    }
 }
 
-double LearnedOrder::rank_of(const Block &block, bool is_below) const {
-    if (!is_by_last_use()) return worth(block) * loss(block, is_below);
+double LearnedOrder::rank_of(Slot slot, bool is_below) const {
+    const Block &block = blocks_[slot];
+    if (!is_by_last_use()) return worth(block) * loss(block, is_below) * density(slot);
     if (kind_of(block) >= ReuseTables::kFirstHint) return worth(block);
     return ReuseTables::unknown_rate((now_ - block.last_ms) / 1000.0);
+}
+
+// What a use of an entry saves, for each slot that is free without it, beside a block where prefixes end at
+// any. A new page without states below it ends none, but they may come while its request computes.
+double LearnedOrder::density(Slot slot) const {
+    if (values_.empty()) return 1;
+    if (values_[slot].density != 0) return values_[slot].density;
+    return now_ - blocks_[slot].last_ms < kEndless ? 1 : kUseless;
 }
 
 // Without regard to the tier below.
@@ -337,6 +357,7 @@ void LearnedOrder::resize(std::uint32_t slots) {
     blocks_.reserve(slots);
     LeafOrder::resize(slots);
     blocks_.resize(slots);
+    if (value_of_) values_.resize(slots);
     ghosts_.resize(kGhosts * slots);
 }
 
@@ -350,7 +371,8 @@ void LearnedOrder::clear() {
 }
 
 std::size_t LearnedOrder::bytes() const {
-    return LeafOrder::bytes() + blocks_.capacity() * sizeof(Block) + ghosts_.bytes() + sizeof tables_;
+    return LeafOrder::bytes() + blocks_.capacity() * sizeof(Block) + values_.capacity() * sizeof(EndValue) +
+           ghosts_.bytes() + sizeof tables_;
 }
 
 }  // namespace fdcache

@@ -45,6 +45,10 @@ class LearnedOrder final : public LeafOrder {
     }
     void set_above() override { trust_.be_one_of_several(); }
     void set_time(std::uint64_t milliseconds) override;
+    void set_values(std::function<EndValue(Slot)> value_of) override {
+        value_of_ = std::move(value_of);
+        values_.resize(blocks_.size());
+    }
     void arrive(std::span<const Slot> path, std::span<const Digest> digests) override;
     void leave(Slot slot, const Digest &digest, bool evicted) override;
     void take(std::uint32_t count, std::vector<Slot> &taken) override;
@@ -77,6 +81,9 @@ class LearnedOrder final : public LeafOrder {
     static constexpr std::uint32_t kTailTokens = 2048;  // the end of a path, which few requests share
     static constexpr std::uint8_t kManyHits = 8;        // of a block that many requests begin with
     static constexpr std::uint8_t kMostHits = 127;      // counted
+    static constexpr std::uint8_t kOfState = 1;         // lengths: tiers with states see none of requests
+    static constexpr std::uint32_t kEndless = 60'000;   // ms, in which a page gets the states it came for,
+    static constexpr float kUseless = 1.0F / 64;        // and its share of a page's worth without them
 
     struct Block {
         std::uint32_t last_ms = 0;           // the end of the last use, since `begin_ms_`
@@ -141,17 +148,30 @@ class LearnedOrder final : public LeafOrder {
     }
     void rank(std::span<const Slot> slots, std::span<double> ranks) const override;
     void rank_path(std::span<const Slot> path, std::span<double> ranks) const override;
-    double rank_of(const Block &block, bool is_below) const;
+    double rank_of(Slot slot, bool is_below) const;
     double worth(const Block &block) const;
+    double density(Slot slot) const;
+    double saved(Slot slot) const { return values_.empty() ? 1 : values_[slot].saved; }
+    bool is_state(Slot slot) const { return !values_.empty() && values_[slot].saved != 0; }
+    void value(Slot slot) {
+        if (!values_.empty()) values_[slot] = value_of_(slot);
+    }
+    // The states, or what was above them, have gone that were below an entry.
+    void lost_end(Slot slot) const {
+        if (!values_.empty()) values_[slot] = {0, kUseless};
+    }
     void before_add(Slot slot) override;
+    void before_take(Slot slot) override {
+        if (is_state(slot)) value(slot);
+    }
     Features features_of(std::span<const Slot> path, const RequestEnd *end) const;
     double score(const Block &block, bool is_found, bool is_below) const;
     double share_to_rank(double passed) const;
     void move_begin(std::uint64_t milliseconds);
     std::uint32_t next_request(std::span<const Slot> path);
     void touch(Slot slot, const Features &features, bool is_last);
-    void begin_use(Block &block, bool is_below);
-    void count(Block &block, bool is_found, bool is_below);
+    void begin_use(Slot slot, bool is_below);
+    void count(Slot slot, bool is_found, bool is_below);
     void judge();
     void leave_shadows(std::uint32_t last_ms);
     void trim_shadows();
@@ -167,13 +187,15 @@ class LearnedOrder final : public LeafOrder {
     LeftPaths left_;
     Ghosts ghosts_;
     LargeVector<Block> blocks_;
-    mutable std::uint32_t placed_ms_ = 0;  // the last use whose age was looked up
-    mutable double place_ = 0;             // on the scale of ages
-    std::uint32_t tail_ = 1;               // blocks of a path's end
-    std::size_t idle_ = 0;                 // entries that were used and are not
-    std::size_t beside_ = 0;               // blocks that the tier below would hold beside these
-    std::size_t kept_ = 0;                 // entries that stay for hints
-    std::uint64_t begin_ms_ = 0;           // times are counted from here
+    std::function<EndValue(Slot)> value_of_;
+    mutable LargeVector<EndValue> values_;  // empty where prefixes end at any block
+    mutable std::uint32_t placed_ms_ = 0;   // the last use whose age was looked up
+    mutable double place_ = 0;              // on the scale of ages
+    std::uint32_t tail_ = 1;                // blocks of a path's end
+    std::size_t idle_ = 0;                  // entries that were used and are not
+    std::size_t beside_ = 0;                // blocks that the tier below would hold beside these
+    std::size_t kept_ = 0;                  // entries that stay for hints
+    std::uint64_t begin_ms_ = 0;            // times are counted from here
     std::uint32_t now_ = 0;
     std::uint32_t learned_ = 0;  // when the tables were computed
     double uses_ = 0;            // of blocks, since then

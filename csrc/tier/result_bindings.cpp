@@ -160,6 +160,10 @@ void bind_host_index(nb::module_ &module) {
             "slots"_a, "hashes"_a, "copied"_a, "bad"_a = nb::none(),
             "End a load. ``copied`` is 1 for blocks that every rank has, ``bad`` for records to forget.")
         .def(
+            "cancel_load",
+            [](HostIndex &self, const VectorIn<std::int32_t> &slots) { self.cancel_load(slots_of(slots)); },
+            "slots"_a, "End a load that was planned and reads nothing.")
+        .def(
             "contains",
             [](const HostIndex &self, const HashesIn &hashes) {
                 return to_numpy<std::uint8_t>(self.contains(digests_of(hashes)));

@@ -64,8 +64,13 @@ bool SharedHost::release(LeaseId lease) {
     if (run == pinned_.end() || run->second.released) return false;
     run->second.released = true;
     --held_;
-    if (!loads_.reads(lease)) unpin(run);
+    unpin_if_over(run);
     return true;
+}
+
+// Unpins a run that is released, unless a load reads it.
+void SharedHost::unpin_if_over(Pinned::iterator run) {
+    if (run->second.released && !loads_.reads(run->first)) unpin(run);
 }
 
 void SharedHost::begin_load(LeaseId lease, std::span<const Slot> slots) {
@@ -83,7 +88,7 @@ void SharedHost::end_load(const EndedLoad &ended) {
         const auto run = pinned_.find(lease);
         is_news |= run->second.unverified;
         is_of_session |= run->second.owner == runs_;
-        if (run->second.released && !loads_.reads(lease)) unpin(run);
+        unpin_if_over(run);
     }
     if (!is_news || !is_of_session) return;
     reports_.push_back({.is_load = true,
@@ -92,6 +97,10 @@ void SharedHost::end_load(const EndedLoad &ended) {
                         .hashes = {ended.hashes.begin(), ended.hashes.end()},
                         .copied = {ended.copied.begin(), ended.copied.end()},
                         .checksums = {}});
+}
+
+void SharedHost::cancel_load(std::span<const Slot> slots) {
+    for (const std::uint64_t lease : loads_.end(slots)) unpin_if_over(pinned_.find(lease));
 }
 
 // --- copies ------------------------------------------------------------------------------------------------

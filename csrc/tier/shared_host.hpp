@@ -101,6 +101,7 @@ class SharedHost : public HostIndex {
     bool release(LeaseId lease) override;
     void begin_load(LeaseId lease, std::span<const Slot> slots) override;
     void end_load(const EndedLoad &ended) override;
+    void cancel_load(std::span<const Slot> slots) override;
     std::vector<Presence> contains(std::span<const Digest> hashes) const override;
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
     std::size_t blocks() const override;
@@ -141,6 +142,7 @@ class SharedHost : public HostIndex {
     void count_miss(const OutgoingCopies &copies, std::span<const Digest> path, std::size_t start,
                     std::size_t end);
     void unpin(Pinned::iterator run);
+    void unpin_if_over(Pinned::iterator run);
 
     Runs runs_;      // of the session that began last
     Copies copies_;  // to it

@@ -4,6 +4,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace fdcache {
 namespace {
@@ -78,21 +79,43 @@ bool SharedRuns::write_unpins() {
 void LoadingRuns::begin(std::uint64_t run, std::span<const Slot> slots) {
     if (slots.empty()) return;
     counts_[run] += slots.size();
-    for (const Slot slot : slots) slots_.emplace(slot, run);
+    reads_ += slots.size();
+    if (const std::size_t most = std::ranges::max(slots); most >= first_.size()) first_.resize(most + 1);
+    for (const Slot slot : slots) {
+        if (first_[slot])
+            more_.emplace(slot, run);
+        else
+            first_[slot] = run;
+    }
+}
+
+// Ends one read of a slot, and returns its run. Any of several runs that pin it may be counted down: the
+// others still pin it for their loads.
+std::uint64_t LoadingRuns::take(Slot slot) {
+    if (!is_read(slot)) throw std::out_of_range("a slot is named more often than loads read it");
+    --reads_;
+    if (!more_.empty())
+        if (const auto other = more_.find(slot); other != more_.end()) {
+            const std::uint64_t run = other->second;
+            more_.erase(other);
+            return run;
+        }
+    return std::exchange(first_[slot], 0);
 }
 
 std::vector<std::uint64_t> LoadingRuns::end(std::span<const Slot> slots) {
     for (const Slot slot : slots)
-        if (!slots_.contains(slot))
+        if (!is_read(slot))
             throw std::out_of_range("no load reads slot " + std::to_string(static_cast<std::int32_t>(slot)));
     std::vector<std::uint64_t> runs;
+    auto count = counts_.end();
     for (const Slot slot : slots) {
-        // Any of several runs that pin a slot may be counted down: the others still pin it for their loads.
-        const auto found = slots_.find(slot);
-        if (found == slots_.end()) throw std::out_of_range("a slot is named more often than loads read it");
-        const std::uint64_t run = found->second;
-        slots_.erase(found);
-        if (const auto count = counts_.find(run); !--count->second) counts_.erase(count);
+        const std::uint64_t run = take(slot);
+        if (count == counts_.end() || count->first != run) count = counts_.find(run);
+        if (!--count->second) {
+            counts_.erase(count);
+            count = counts_.end();
+        }
         if (runs.empty() || (runs.back() != run && std::find(runs.begin(), runs.end(), run) == runs.end()))
             runs.push_back(run);
     }

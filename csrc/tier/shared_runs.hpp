@@ -63,10 +63,15 @@ class LoadingRuns {
     // Ends a load of these slots, and returns the runs of which it read. Throws std::out_of_range.
     std::vector<std::uint64_t> end(std::span<const Slot> slots);
     bool reads(std::uint64_t run) const { return counts_.contains(run); }
-    std::size_t slots() const { return slots_.size(); }
+    std::size_t slots() const { return reads_; }
 
   private:
-    std::unordered_multimap<Slot, std::uint64_t> slots_;
+    bool is_read(Slot slot) const { return slot < first_.size() && first_[slot]; }
+    std::uint64_t take(Slot slot);
+
+    std::vector<std::uint64_t> first_;                   // by slot: a run of which it is read, 0 for none
+    std::unordered_multimap<Slot, std::uint64_t> more_;  // the others
+    std::size_t reads_ = 0;
     std::unordered_map<std::uint64_t, std::size_t> counts_;  // slots of each run that are being read
 };
 

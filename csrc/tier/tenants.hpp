@@ -44,8 +44,19 @@ class Tenants {
         return tenant < owners_.size() ? owners_[tenant].entries : 0;
     }
     bool known(Tenant tenant) const { return tenant < owners_.size(); }
-    bool full(Tenant tenant) const { return on_ && owners_[tenant].entries >= owners_[tenant].most; }
     std::size_t size() const { return owners_.size(); }
+    // Of `count` more entries those that a tenant has no room for, its evictable entries gone.
+    std::uint32_t beyond(Tenant tenant, std::uint32_t count) const {
+        if (!on_) return 0;
+        const Owner &owner = owners_[tenant];
+        const std::uint64_t would_be = std::uint64_t{owner.entries} + count - owner.order.size();
+        return would_be > owner.most
+                   ? static_cast<std::uint32_t>(std::min<std::uint64_t>(would_be - owner.most, count))
+                   : 0;
+    }
+    bool full(Tenant tenant, std::uint32_t count) const {
+        return on_ && std::uint64_t{owners_[tenant].entries} + count > owners_[tenant].most;
+    }
 
     // An entry joins the table, or leaves it.
     void join(Slot slot, Tenant tenant) {

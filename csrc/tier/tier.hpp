@@ -138,6 +138,9 @@ class Tier : public HostIndex, public DeviceIndex {
     void set_below(const HostIndex &below, bool is_always_copied);
     // Tells it that there is a tier above.
     void set_above();
+    // Tells it that prefixes of pages with `page_records` records each end where a page has `states` of them
+    // below it.
+    void set_states(std::uint8_t page_records, std::uint8_t states);
     std::uint64_t holds(std::span<const Digest *const> digests) const override;
     std::size_t blocks() const override;
 
@@ -145,6 +148,7 @@ class Tier : public HostIndex, public DeviceIndex {
     Found find_and_pin(std::span<const Digest> path, std::size_t start, StorageUse storage) override;
     void begin_load(LeaseId lease, std::span<const Slot> slots) override;
     void end_load(const EndedLoad &ended) override;
+    void cancel_load(std::span<const Slot> slots) override { unhold(slots); }
     std::size_t room() const override { return stats().slots; }
     std::size_t capacity() const override { return stats().slots; }
     std::size_t longest_path() const override { return stats().slots; }
@@ -186,9 +190,12 @@ class Tier : public HostIndex, public DeviceIndex {
     // Reserves a pending slot, held by one copy, for each hash that is absent and whose parent is READY or
     // reserved earlier in this call. Lease 0: no lease owns the slots. Evicts no block that the result calls
     // READY, and no parent of one. `below_pending`: the copy of a parent may be in flight as well; unless
-    // that one has become READY before it, the block is dropped in the end.
+    // that one has become READY before it, the block is dropped in the end. The blocks are of one tenant:
+    // `tenant`, unless the first one is below a block of another. Beyond its limit its own blocks are
+    // evicted, and what there is still no room for is missing.
     CopyReservation reserve_copies(LeaseId lease, std::span<const Digest> parents,
-                                   std::span<const Digest> hashes, bool below_pending = false);
+                                   std::span<const Digest> hashes, bool below_pending = false,
+                                   Tenant tenant = 0);
     // Makes `count` more entries evictable than are, by evicting those that nothing but copies keep: the
     // slots that copies read are free once they end. Evicts all that can be evicted first. Returns false, and
     // changes nothing, if there are not as many above the copies.
@@ -298,7 +305,8 @@ class Tier : public HostIndex, public DeviceIndex {
     static constexpr std::size_t kFirstBatch = 32;  // entries in the first batch evicted ahead of need
     static constexpr std::size_t kMostKeptPins = 4096;  // that a released lease keeps memory for
     static constexpr std::size_t kAhead = 16;           // blocks between a prefetch and its use
-    static constexpr std::size_t kMostAhead = 512;      // entries that one reservation evicts ahead of need
+    static constexpr std::uint32_t kMostSaved = 64;  // pages above states that are looked at for their value
+    static constexpr std::size_t kMostAhead = 512;   // entries that one reservation evicts ahead of need
 
     struct alignas(64) Entry {
         std::uint64_t checksum = 0;
@@ -374,7 +382,7 @@ class Tier : public HostIndex, public DeviceIndex {
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
                                  BlockList *evicted);
     void take_pending(LeaseId lease, std::span<const Digest> parents, std::span<const Digest> hashes,
-                      CopyReservation &out, bool below_pending);
+                      CopyReservation &out, bool below_pending, Tenant tenant = 0);
     std::size_t make_entries(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                              std::span<const Slot> slots, std::vector<CommitStatus> *status);
     Presence presence_of(const Digest &hash) const;
@@ -425,6 +433,7 @@ class Tier : public HostIndex, public DeviceIndex {
     void order_remove(Slot slot);
     void order_set_busy(Slot slot, bool busy);
     bool make_tenant_room(Tenant tenant, Slot parent);
+    void evict_of_tenant(Tenant tenant, std::uint32_t count, BlockList *evicted = nullptr);
     void keep_below(const std::vector<Slot> &named, const std::vector<Slot> &doomed);
     void adopt_orphans(Slot slot);
     void end_orphan(Slot slot);
@@ -434,6 +443,9 @@ class Tier : public HostIndex, public DeviceIndex {
     bool complete_copy(Slot slot, bool copied, std::uint64_t checksum);
     void drop_pending(Slot slot);
     void evict(Slot slot);
+    EndValue value_of(Slot slot) const;
+    Slot page_of_states(Slot slot) const;
+    bool has_states(Slot page) const { return find_ready(digests_[page].marked(page_records_)) != kNoSlot; }
     void reserve_memory(std::uint32_t slots);
     void evict_above(std::uint32_t slots);
     std::uint32_t missing(std::size_t count) const;
@@ -474,8 +486,9 @@ class Tier : public HostIndex, public DeviceIndex {
     std::uint32_t withheld_ = 0;     // slots out of use for now, each with a hold
     std::uint32_t ready_ = 0;
     std::uint32_t above_copies_ = 0;
-    std::uint32_t unjoined_ = 0;          // entries and pending slots whose parent is unknown
-    std::uint64_t contradictions_ = 0;    // look-ups of hashes that are no path here
+    std::uint32_t unjoined_ = 0;        // entries and pending slots whose parent is unknown
+    std::uint64_t contradictions_ = 0;  // look-ups of hashes that are no path here
+    std::uint8_t page_records_ = 0, states_ = 0;
     std::uint32_t least_generation_ = 0;  // later content of any slot has one above it
     mutable std::uint64_t lookups_ = 0;
     std::optional<std::uint64_t> clock_ms_;  // of the caller

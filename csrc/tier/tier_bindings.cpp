@@ -5,7 +5,9 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <optional>
@@ -35,14 +37,16 @@ VectorOut<std::int32_t> without_gil(const HashesIn &hashes, SlotsOf &&slots_of) 
 }
 
 // Up to `most` of some hashes at equal distances, from the last one on.
-std::vector<Digest> sample_of(std::span<const Digest> hashes, std::size_t most) {
-    std::vector<Digest> sample;
-    if (!most || hashes.empty()) return sample;
-    const std::size_t step = (hashes.size() + most - 1) / most;
-    sample.reserve(most);
-    for (std::size_t left = hashes.size(); left; left -= std::min(left, step))
-        sample.push_back(hashes[left - 1]);
-    return sample;
+nb::bytes sample_of(std::span<const Digest> hashes, std::size_t most) {
+    const std::size_t step = most ? (hashes.size() + most - 1) / most : 0;
+    const std::size_t count = step ? (hashes.size() + step - 1) / step : 0;
+    PyObject *const sample =
+        PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count * sizeof(Digest)));
+    if (!sample) nb::raise_python_error();
+    char *to = PyBytes_AS_STRING(sample);
+    for (std::size_t i = 0; i < count; ++i, to += sizeof(Digest))
+        std::memcpy(to, &hashes[hashes.size() - 1 - i * step], sizeof(Digest));
+    return nb::steal<nb::bytes>(sample);
 }
 
 // For calls that walk the whole tier. The others are short and keep the GIL, so that no thread changes the
@@ -87,12 +91,15 @@ std::vector<SaidHint> read_hints(nb::handle hints, std::size_t prompt_tokens, st
                                                                   {"retain", HintKind::kRetain},
                                                                   {"return", HintKind::kReturn},
                                                                   {"priority", HintKind::kPriority}};
+    static const auto names = [](auto... name) { return std::array{PyUnicode_InternFromString(name)...}; }(
+                                  "kind", "seconds", "priority", "start", "end", "output");
     std::vector<SaidHint> said;
     for (const nb::handle hint : hints) {
-        const std::string_view name = PyUnicode_AsUTF8(nb::object(hint.attr("kind")).ptr());
-        const nb::object seconds = hint.attr("seconds"), priority = hint.attr("priority"),
-                         start = hint.attr("start"), end = hint.attr("end");
-        const bool output = nb::cast<bool>(hint.attr("output"));
+        const auto field = [&](std::size_t at) { return nb::object(hint.attr(nb::handle(names[at]))); };
+        const nb::object kind = field(0), seconds = field(1), priority = field(2), start = field(3),
+                         end = field(4);
+        const std::string_view name = PyUnicode_AsUTF8(kind.ptr());
+        const bool output = nb::cast<bool>(field(5));
         const auto tokens = output ? prompt_tokens : nb::cast<std::size_t>(start);
         const bool has_range = output || tokens || !end.is_none();
         const std::size_t stop =
@@ -233,6 +240,12 @@ void bind_tier(nb::module_ &module) {
         .def("set_above", &Tier::set_above,
              "Tell the eviction order that there is a tier above: both together may lose to last use what\n"
              "one alone may.")
+        .def("set_states", &Tier::set_states, "page_records"_a, "states"_a,
+             "Tell the eviction order that prefixes end where a page, of ``page_records`` records, has "
+             "``states``\n"
+             "of them below it: ``learned`` then weighs states by the pages that they save for the slots "
+             "that\n"
+             "are free without them. Nothing changes if either number is 0.")
         .def("set_clock", &Tier::set_clock, "milliseconds"_a,
              "Take the time from the caller from now on: it is what the last call said, but never goes back.")
         .def("open_lease", &Tier::open_lease,
@@ -273,17 +286,20 @@ void bind_tier(nb::module_ &module) {
             "slots that copies read are free once these end.")
         .def(
             "reserve_copies",
-            [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes,
-               bool below_pending) {
+            [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes, bool below_pending,
+               Tenant tenant) {
                 require_equal(parents.shape(0), hashes.shape(0));
-                return tier.reserve_copies(lease, digests_of(parents), digests_of(hashes), below_pending);
+                return tier.reserve_copies(lease, digests_of(parents), digests_of(hashes), below_pending,
+                                           tenant);
             },
-            "lease"_a, "parents"_a, "hashes"_a, "below_pending"_a = false,
+            "lease"_a, "parents"_a, "hashes"_a, "below_pending"_a = false, "tenant"_a = 0,
             "Reserve slots for copies into this tier. They are pending until ``complete``.\n\n"
             "Reserves a slot for each hash that is absent and whose parent is ready or reserved earlier\n"
             "in this call. Never evicts a block that the result calls ready. Lease 0: no lease owns the\n"
             "slots. ``below_pending``: also below parents whose copies are in flight; a block is dropped in\n"
-            "the end unless its parent's copy has succeeded before.")
+            "the end unless its parent's copy has succeeded before. ``tenant``: of the blocks, unless the\n"
+            "first one is below a block of another; beyond its limit it evicts its own, and what there is\n"
+            "no room for then is missing.")
         .def(
             "commit",
             [](Tier &tier, LeaseId lease, const nb::bytes &parent, const HashesIn &hashes,
@@ -450,17 +466,18 @@ void bind_tier(nb::module_ &module) {
             "hint",
             [](Tier &tier, const HashesIn &hashes, const std::vector<SaidHint> &hints, std::size_t sample) {
                 std::vector<HintRange> ranges;
+                ranges.reserve(hints.size());
                 for (const auto &[kind, value, start, stop, own] : hints)
                     ranges.push_back({{kind, value}, start, stop, own});
                 const std::span<const Digest> path = digests_of(hashes);
                 std::vector<std::tuple<int, std::uint32_t, std::uint32_t, nb::bytes>> answers;
                 const std::vector<HintTaken> taken = tier.hint(path, ranges);
+                answers.reserve(taken.size());
                 for (std::size_t i = 0; i < taken.size(); ++i) {
                     const auto &[answer, first, blocks] = taken[i];
                     const bool has_sample = answer == HintAnswer::kTaken && ranges[i].hint.keeps();
-                    const auto some = sample_of(path.subspan(first, blocks), has_sample ? sample : 0);
                     answers.emplace_back(static_cast<int>(answer), first, blocks,
-                                         nb::bytes(some.data(), some.size() * sizeof(Digest)));
+                                         sample_of(path.subspan(first, blocks), has_sample ? sample : 0));
                 }
                 return answers;
             },

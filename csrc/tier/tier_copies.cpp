@@ -6,14 +6,16 @@
 namespace fdcache {
 
 CopyReservation Tier::reserve_copies(LeaseId lease, std::span<const Digest> parents,
-                                     std::span<const Digest> hashes, bool below_pending) {
+                                     std::span<const Digest> hashes, bool below_pending, Tenant tenant) {
     CopyReservation out;
-    Session(*this).reserve_copies(lease, parents, hashes, out, below_pending);
+    std::lock_guard lock(mutex_);
+    check_tenants({&tenant, tenants_.on() ? 1u : 0u});
+    take_pending(lease, parents, hashes, out, below_pending, tenant);
     return out;
 }
 
 void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::span<const Digest> hashes,
-                        CopyReservation &out, bool below_pending) {
+                        CopyReservation &out, bool below_pending, Tenant tenant) {
     Lease *lease = lease_id ? &current_lease(lease_id) : nullptr;
     check_hashes(hashes);
     out.clear();
@@ -38,6 +40,7 @@ void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::
                 if (!below_pending || index_.find(parents[i]) == kNoSlot) status = ReserveStatus::kNoParent;
             } else if (parent != kRoot) {
                 kept.add(parent);
+                tenant = tenants_.of(parent);
             }
         }
         if (status == ReserveStatus::kReserved) {
@@ -46,8 +49,9 @@ void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::
         }
         out.status.push_back(status);
     }
-    out.missing = missing(count);
+    out.missing = std::max(missing(count), tenants_.beyond(tenant, count));
     if (out.missing) return;
+    evict_of_tenant(tenant, count, &out.evicted);
     if (lease) make_room(lease->slots, count);
     out.slots.reserve(count);
     out.generations.reserve(count);
@@ -60,7 +64,7 @@ void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::
     auto slot = out.slots.begin();
     for (std::size_t i = 0; i < hashes.size(); ++i) {
         if (out.status[i] != ReserveStatus::kReserved) continue;
-        link(*slot, hashes[i], parents[i].is_no_block() ? kRoot : index_.find(parents[i]), 0,
+        link(*slot, hashes[i], parents[i].is_no_block() ? kRoot : index_.find(parents[i]), tenant,
              parents[i].is_unknown());
         if (lease) pin(*lease, *slot);
         out.generations.push_back(entries_[*slot].generation);

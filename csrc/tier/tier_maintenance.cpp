@@ -97,21 +97,27 @@ std::vector<HintTaken> Tier::hint(std::span<const Digest> hashes, std::span<cons
     const bool is_own = std::ranges::any_of(hints, &HintRange::own);
     const std::size_t own = is_own ? first_own(hashes, run) : 0;
     std::vector<std::uint8_t> has_hint(stop);
-    std::size_t left = stop;
+    std::size_t begin = stop, end = 0, left = stop;  // those with a hint are between `begin` and `end`
     make_room(path_, stop);
     order_->set_time(now_ms());
     for (std::size_t i = hints.size(); i-- > 0;) {
         const std::size_t first = hints[i].own ? std::max(hints[i].start, own) : hints[i].start;
         const std::size_t after = std::min(hints[i].stop, stop);
         if (first >= after) continue;
-        path_.clear();
-        for (std::size_t at = left ? after : first; at-- > first;)
-            if (!has_hint[at]) path_.push_back(run[at]);
-        taken[i].answer = path_.empty() ? HintAnswer::kReplaced : order_->hint(path_, hints[i].hint);
+        std::span<const Slot> path(run.data() + first, after - first);
+        if (first < end && after > begin) {
+            path_.clear();
+            for (std::size_t at = left ? first : after; at < after; ++at)
+                if (!has_hint[at]) path_.push_back(run[at]);
+            path = path_;
+        }
+        taken[i].answer = path.empty() ? HintAnswer::kReplaced : order_->hint(path, hints[i].hint);
         if (taken[i].answer != HintAnswer::kTaken) continue;
         taken[i] = {HintAnswer::kTaken, static_cast<std::uint32_t>(first),
-                    static_cast<std::uint32_t>(path_.size())};
-        left -= path_.size();
+                    static_cast<std::uint32_t>(path.size())};
+        left -= path.size();
+        begin = std::min(begin, first);
+        end = std::max(end, after);
         std::fill_n(has_hint.begin() + static_cast<std::ptrdiff_t>(first), after - first, true);
     }
     return taken;

@@ -77,14 +77,19 @@ std::vector<std::uint32_t> Tier::tenant_entries() const {
 // there is no room for a block below `parent`.
 bool Tier::make_tenant_room(Tenant tenant, Slot parent) {
     ScopedHolds kept(*this);
-    if (tenants_.full(tenant) && parent != kRoot) kept.add(parent);
-    while (tenants_.full(tenant)) {
-        if (!tenants_.idle(tenant)) return false;
+    if (tenants_.full(tenant, 1) && parent != kRoot) kept.add(parent);
+    evict_of_tenant(tenant, 1);
+    return !tenants_.full(tenant, 1);
+}
+
+// Evicts the coldest leaves of a tenant until `count` more blocks fit, or none is left that can be evicted.
+void Tier::evict_of_tenant(Tenant tenant, std::uint32_t count, BlockList *evicted) {
+    while (tenants_.full(tenant, count) && tenants_.idle(tenant)) {
         const Slot victim = tenants_.take(tenant);
+        if (evicted) append(*evicted, victim);
         order_->remove(victim);
         evict(victim);
     }
-    return true;
 }
 
 std::vector<Slot> Tier::drop(std::span<const Digest> hashes) {

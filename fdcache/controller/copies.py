@@ -16,19 +16,11 @@ from msgspec.structs import replace
 
 from fdcache import _core
 from fdcache.controller.layers import LayerGroups
-from fdcache.devices.base import (
-    ArenaRecords,
-    Device,
-    DevicePlanes,
-    Fault,
-    PlannedCopy,
-    check_swap,
-    make_result,
-)
+from fdcache.devices.base import ArenaRecords, Device, DevicePlanes, PlannedCopy, check_swap
 from fdcache.errors import DeviceLostError, FdcacheError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheSwapMetadata, TransferResult
-from fdcache.tasks import Event
+from fdcache.tasks import Event, Fault, make_result
 
 logger = logging.getLogger(__name__)
 

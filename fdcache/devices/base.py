@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -318,89 +317,3 @@ def _check_range(swap: CacheSwapMetadata, kind: str, slots: Int32Array, limit: i
             f"{swap.purpose.value}: pair {outside[0]}: {kind} slot {slots[outside[0]]} is not one of the "
             f"{limit} {kind} blocks"
         )
-
-
-class Fault(IntEnum):
-    """Reason why a block was not copied. The values are those of the native module."""
-
-    NONE = 0
-    NO_HEADER = 1
-    NOT_READY = 2
-    OTHER_GENERATION = 3
-    OTHER_HASH = 4
-    OTHER_LAYOUT = 5
-    CHANGED = 6
-    CANCELLED = 7
-    ABANDONED = 8
-    DEVICE = 9
-    CORRUPT = 10
-
-
-_BAD_RECORD = (
-    Fault.NO_HEADER,
-    Fault.NOT_READY,
-    Fault.OTHER_GENERATION,
-    Fault.OTHER_HASH,
-    Fault.OTHER_LAYOUT,
-    Fault.CHANGED,
-    Fault.CORRUPT,
-)
-"""Faults of the host record itself: a later load of it would fail as well."""
-
-_TEXT = {
-    Fault.NO_HEADER: "host slot {slot} has no valid header",
-    Fault.NOT_READY: "host slot {slot} is not ready",
-    Fault.OTHER_GENERATION: "host slot {slot} was given to new content",
-    Fault.OTHER_HASH: "host slot {slot} holds another block",
-    Fault.OTHER_LAYOUT: "host slot {slot} holds a record of another layout",
-    Fault.CHANGED: "host slot {slot} changed during the copy",
-    Fault.CANCELLED: "cancelled",
-    Fault.ABANDONED: "abandoned because its stream was closed",
-    Fault.DEVICE: "the device failed: {detail}",
-    Fault.CORRUPT: "the bytes copied from host slot {slot} differ from the record's checksum",
-}
-
-NO_POSITIONS: Int32Array = np.empty(0, np.int32)
-NO_POSITIONS.flags.writeable = False
-_NO_SUMS = np.empty(0, np.uint64)
-
-
-Outcome = tuple[bytes, bytes, int, float, str]
-"""Of a whole batch: a byte for each pair, none if all were copied; eight bytes of checksum for each, none for loads;
-the bytes and seconds of the copies; the device's error."""
-
-
-def make_result(
-    swap: CacheSwapMetadata, outcome: Outcome, start: int = 0, stop: int | None = None
-) -> TransferResult:
-    """Return the result of positions ``start`` to ``stop`` of a batch of equal blocks; positions count from 0."""
-    faults, checksums, copied_bytes, seconds, detail = outcome
-    count = len(swap)
-    stop = count if stop is None else stop
-    failed = corrupt = NO_POSITIONS
-    message = None
-    codes = faults[start:stop]
-    num_copied = codes.count(Fault.NONE) if codes else stop - start
-    if num_copied < stop - start:
-        values = np.frombuffer(codes, np.uint8)
-        failed = np.flatnonzero(values).astype(np.int32)
-        corrupt = np.flatnonzero(np.isin(values, _BAD_RECORD)).astype(np.int32)
-        first = failed[0]
-        reason = _TEXT[Fault(values[first])].format(slot=swap.host_slots[start + first], detail=detail)
-        message = f"{len(failed)} of {len(codes)} blocks failed; position {first}: {reason}"
-    if stop - start < count:
-        all_copied = faults.count(Fault.NONE) if faults else count
-        copied_bytes = copied_bytes * num_copied // max(all_copied, 1)
-        seconds *= (stop - start) / count
-    return TransferResult(
-        purpose=swap.purpose,
-        failed=failed,
-        checksums=np.frombuffer(checksums, np.uint64)[start:stop] if checksums else _NO_SUMS,
-        copied_bytes=copied_bytes,
-        seconds=seconds,
-        error_message=message,
-        lost=NO_POSITIONS,
-        corrupt=corrupt,
-        bad_slots=NO_POSITIONS,
-        no_room=NO_POSITIONS,
-    )

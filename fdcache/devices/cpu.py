@@ -21,7 +21,6 @@ from fdcache.devices.base import (
     PlannedCopy,
     Stream,
     TensorView,
-    make_result,
     refuse_swap,
 )
 from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exported
@@ -30,7 +29,7 @@ from fdcache.layout_planes import Plane
 from fdcache.machine.memory import memory_limits
 from fdcache.metadata import CacheSwapMetadata, TransferResult
 from fdcache.settings.cache import CopySettings, Verify
-from fdcache.tasks import CpuEvent, Event
+from fdcache.tasks import CpuEvent, Event, make_result
 
 _DLPACK_CPU = 1
 _HUGE_PAGE = 2 << 20

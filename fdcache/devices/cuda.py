@@ -9,17 +9,14 @@ from weakref import WeakKeyDictionary
 
 from fdcache import _core
 from fdcache.devices.base import (
-    NO_POSITIONS,
     ArenaRecords,
     DevicePlanes,
     LaunchWays,
-    Outcome,
     PinnedMemory,
     PlaneBinding,
     PlannedCopy,
     Stream,
     TensorView,
-    make_result,
     refuse_swap,
 )
 from fdcache.devices.calibration import make_policy, min_group_bytes
@@ -39,7 +36,7 @@ from fdcache.layout_planes import Plane
 from fdcache.machine.calibration import Calibration, load_calibration
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferReport, TransferResult
 from fdcache.settings.cache import CopySettings, Verify
-from fdcache.tasks import Event, TransferStatus
+from fdcache.tasks import NO_POSITIONS, Event, Outcome, TransferStatus, make_result
 
 _KERNELS = ("fdcache_copy_in", "fdcache_copy_out", "fdcache_sum", "fdcache_copy_words", "fdcache_read_peer")
 

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
 
-from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms, Loads
+from fdcache._core import AdvanceResult, AllocationForms, Loads
 from fdcache.errors import RequestStateError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.base import TierManager, requests_of
+from fdcache.manager.base import requests_of
 from fdcache.manager.hooks import HandoverHooks, HookedParts
-from fdcache.manager.loads import make_loads_ahead
+from fdcache.manager.loads_ahead import make_loads_ahead
 from fdcache.manager.matching import PrefixMatcher
+from fdcache.manager.own_device import ManagerState, OwnDevice
 from fdcache.manager.requests import LiveRequests, Request
 from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, MatchStatus
 from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import HostService
-from fdcache.tiers.statistics import Counters, TierUsage
+from fdcache.tiers.statistics import Counters
 
 _ALLOCATIONS = AllocationForms(Allocation, AllocationFailure.NO_BLOCKS, AllocationFailure.DEFERRED)
 
 
-class ManagerState(StrEnum):
-    """State of a ``CacheManager``. It plans new copies only while RUNNING."""
-
-    RUNNING = "running"
-    PAUSED = "paused"
-    ASLEEP = "asleep"
-
-
-class CacheManager(TierManager[Request]):
+class CacheManager(OwnDevice):
     """The device tier of one engine and the tiers below it, for all its ranks.
 
     ::
@@ -54,8 +46,6 @@ class CacheManager(TierManager[Request]):
     """
 
     loads_ahead_by_default = True
-
-    _requests: LiveRequests
 
     def _check(self, settings: CacheSettings, layout: KVLayout) -> None:
         layout.require_one_group("CacheManager")
@@ -91,7 +81,7 @@ class CacheManager(TierManager[Request]):
             self.settings.lookahead_tokens,
             self._requests,
             self._counters,
-            lambda: self.num_device_blocks,
+            lambda: self._device.stats().slots,
             self._choices.seconds_to_compute,
         )
 
@@ -162,7 +152,8 @@ class CacheManager(TierManager[Request]):
             for each in given:
                 if each.failure is AllocationFailure.NO_BLOCKS:
                     self._give_way()
-            story.allocated((request for request, _ in demands), given)
+            if story.audience.listens:
+                story.allocated(demands, given)
             return given
 
     def _give_way(self) -> None:
@@ -244,83 +235,12 @@ class CacheManager(TierManager[Request]):
             self._choices.forget(requests)
         self._matcher.forget(requests)
 
-    # --- the whole cache ----------------------------------------------------------------------------------
-
-    def resize_device_pool(self, num_blocks: int) -> bool:
-        """Change the number of device blocks. Return False, and change nothing, while a block beyond it is in use.
-
-        Raises ``ConfigurationError`` for a number of blocks that no pool can have.
-        """
-        with self._lock:
-            return self._device.resize(num_blocks) == 0
-
-    def pause(self) -> int:
-        """Plan nothing until ``wakeup``; return the number of plans that are not reported yet.
-
-        Matches are deferred, allocations fail with PAUSED, backups stop. Commits, reports and finishes go on.
-        """
-        with self._lock:
-            if self._state is ManagerState.RUNNING:
-                self._state = ManagerState.PAUSED
-            return self._plans.in_flight
-
-    def sleep(self) -> None:
-        """Pause and forget the device tier, so that the workers may free its memory.
-
-        Raises ``RequestStateError`` while requests are running or copies are in flight.
-        """
-        with self._lock:
-            plans = self._plans.unfinished
-            if self._requests or plans:
-                raise RequestStateError(
-                    f"cannot sleep with {len(self._requests)} requests and {plans} plans in flight; "
-                    "pause, finish the requests, take the last plans, apply the reports, then sleep"
-                )
-            self._state = ManagerState.ASLEEP
-            self._tiers.reset_device()
-
-    def wakeup(self) -> None:
-        """Resume after ``pause`` or ``sleep``."""
-        with self._lock:
-            self._state = ManagerState.RUNNING
-
-    # --- state and statistics -----------------------------------------------------------------------------
-
-    @property
-    def state(self) -> ManagerState:
-        """RUNNING, PAUSED or ASLEEP."""
-        return self._state
-
-    @property
-    def num_device_blocks(self) -> int:
-        """Blocks of the device tier."""
-        return self._device.stats().slots
-
-    @property
-    def num_free_device_blocks(self) -> int:
-        """Device blocks that are neither held nor cached."""
-        return self._device.stats().free
-
-    def _device_usage(self) -> TierUsage:
-        return self._device.usage()
-
     def _all_counters(self) -> Counters:
         counters = super()._all_counters()
         self._requests.count(counters)
         return counters
 
-    def free_device_blocks(self) -> list[int]:
-        """Return the slots of the free device blocks. Visits every block."""
-        with self._lock:
-            return [
-                slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
-            ]
-
     def _reset_device_if_asked(self, service: HostService) -> None:
         """Forget the device tier if an operator of the service has asked for it."""
         if service.take_device_reset():
             self._reset_device()
-
-    def _reset_device(self) -> None:
-        self._tiers.reset_device()
-        self._requests.forget_found("the device cache was reset")

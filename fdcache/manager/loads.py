@@ -1,13 +1,13 @@
-"""Loads of blocks, into device blocks of an engine or ahead of a match, and the requests of an engine with them.
+"""Loads of blocks into device blocks of an engine.
 
 ``_core.Loads`` knows the parts of all loads, their plans, deadlines and ends. ``EngineLoads`` plans those into device
-blocks that the engine has chosen, for a ``Tracked`` request. ``LoadsAhead`` plans those into blocks of a
-``CacheManager``, for a request that is not matched yet; the loads of one that is are planned by ``_core.BlockManager``.
+blocks that the engine has chosen, for a ``Tracked`` request. Those of a ``CacheManager`` are planned by
+``_core.BlockManager`` once the request is matched, and before that by ``loads_ahead``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import index
 from typing import SupportsIndex
@@ -16,21 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache import _core
-from fdcache._core import CopyReservation, DevicePath, Load, LoadPart, Loads
+from fdcache._core import Load, LoadPart, Loads
 from fdcache.errors import PlanError, RequestStateError
 from fdcache.layout import KVLayout
-from fdcache.manager.copy_out import CopyOut
-from fdcache.manager.keyed import KeyedRequest, OffloadRequest
-from fdcache.manager.requests import PeerSource, Request
-from fdcache.manager.tiers import Tiers
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.ledger import NO_CHECKSUMS, ROOT, UNKNOWN, OpenPlan, parents_of
-from fdcache.tiers.host import Found, HostTier, find_only
-from fdcache.tiers.pool import PENDING, READY, RESERVED, BlockPool
+from fdcache.manager.keyed import OffloadRequest
+from fdcache.manager.requests import PeerSource
+from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, SwapPurpose, UInt32Array
+from fdcache.plans.ledger import Blocks, OpenPlan
+from fdcache.tiers.host import Found, HostTier
 from fdcache.tiers.statistics import Counters
-
-NO_BLOCK = -1
-"""Stands for a block that the engine does not have on the device, in a layout with windows."""
 
 
 def device_ids_of(values: object, *, with_none: bool = False) -> Int32Array:
@@ -80,7 +74,8 @@ def require_distinct(ids: Int32Array) -> None:
 class EngineLoad:
     """A load of a request into the device blocks ``ids`` of the engine, some of which may be ``NO_BLOCK``.
 
-    ``after``: plans in flight that copy out what the device blocks held. ``pages``: those that are loaded.
+    ``after``: plans in flight that copy out what the device blocks held. ``pages``: those that are loaded. ``lease``
+    pins what was found for it until it ends. ``counted``: tokens that count as hits, in the host tier and in storage.
     """
 
     request: OffloadRequest
@@ -88,6 +83,8 @@ class EngineLoad:
     load: Load
     after: tuple[int, ...]
     pages: range = range(0)
+    lease: int = 0
+    counted: tuple[int, int] = (0, 0)
 
     @property
     def unplanned(self) -> tuple[int, ...]:
@@ -164,6 +161,7 @@ class EngineLoads:
 
     def __init__(self, layout: KVLayout, host: HostTier, loads: Loads, counters: Counters) -> None:
         self._page_tokens, self._groups = layout.block_size, max(layout.page_records, 1)
+        self._may_lack = bool(layout.groups)
         self._host = host
         self._loads = loads
         self._counters = counters
@@ -179,6 +177,32 @@ class EngineLoads:
         if len(run):
             self._add_part(loading, run, plan)
         return loading
+
+    def withdraw(self, loading: EngineLoad, step: OpenPlan, ahead: OpenPlan) -> bool:
+        """Withdraw a load from the plan that is open; False if it was sent: then it ends by itself."""
+        withdrawn = self._loads.withdraw(loading.load)
+        if withdrawn is None:
+            return False
+        offset, count, is_ahead = withdrawn
+        slots = (ahead if is_ahead else step).remove(SwapPurpose.LOAD, offset, count)
+        self._host.index.cancel_load(slots)
+        self._fetches = [each for each in self._fetches if each.loading is not loading]
+        on_host, in_storage = loading.counted
+        self.count_hits(loading, -on_host, -in_storage)
+        self.end(loading)
+        del self._by_number[loading.load.number]
+        return True
+
+    def count_hits(self, loading: EngineLoad, on_host: int, in_storage: int) -> None:
+        """Count tokens that a load brings."""
+        loading.counted = loading.counted[0] + on_host, loading.counted[1] + in_storage
+        self._counters.host_hit_tokens += on_host
+        self._counters.storage_hit_tokens += in_storage
+
+    def end(self, loading: EngineLoad) -> None:
+        """Unpin what was found for a load that has ended."""
+        if loading.lease:
+            self._host.index.release(loading.lease)
 
     def fetch_rest(self, loading: EngineLoad, run: PeerRun) -> None:
         """Plan to fetch what no plan loads, as the last part of a load."""
@@ -222,8 +246,9 @@ class EngineLoads:
         load = loading.load
         stop = load.planned + len(run)
         ids = loading.ids[load.planned - load.first : stop - load.first]
-        is_wanted = ids != NO_BLOCK
-        blocks, ids = run.select(is_wanted), ids[is_wanted]
+        blocks: Blocks = run
+        if self._may_lack and not (is_wanted := ids != NO_BLOCK).all():
+            blocks, ids = run.select(is_wanted), ids[is_wanted]
         self._host.index.begin_load(run.lease, blocks.slots)
         offset = plan.add(SwapPurpose.LOAD, blocks, ids, np.zeros(len(ids), np.uint32))
         self._loads.add(load, stop, offset, len(ids), plan.is_ahead)
@@ -234,7 +259,10 @@ class EngineLoads:
         """Return the loads that have ended since the last call."""
         if not self._loads.has_ended:
             return []
-        return [self._by_number.pop(load.number) for load in self._loads.take_ended()]
+        ended = [self._by_number.pop(load.number) for load in self._loads.take_ended()]
+        for loading in ended:
+            self.end(loading)
+        return ended
 
     def loads_of(self, plan: int) -> dict[tuple[str, int], bool]:
         """Return (request id, number) of the loads of which a plan in flight has blocks; True: their last."""
@@ -243,257 +271,3 @@ class EngineLoads:
             for number, is_last in self._loads.loads_of(plan)
             if (loading := self._by_number.get(number)) is not None
         }
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """Blocks ``first`` to ``stop`` of a request's path that were loaded while it waited for the blocks after them.
-
-    Those from ``read_from`` on were read for it. ``load``: the last load. ``has_ended``: one of the blocks did not come
-    or has gone again, and no other is loaded.
-    """
-
-    first: int
-    stop: int
-    read_from: int
-    load: Load | None = None
-    has_ended: bool = False
-
-
-MOST_BYTES = 128 << 20
-"""Most bytes of one load on all ranks: loads of steps queue behind it."""
-
-_SPARE = 16
-"""One of 16 device blocks stays free or evictable, beside those that the request needs."""
-
-
-class LoadsAhead:
-    """Loads of requests that wait for storage: at most one of each request is in flight.
-
-    A block that was loaded ahead is one like any other in the device tier: found once every rank has reported its copy,
-    and evictable. The host tier, of this process or a service, keeps it for the request, so that nothing is lost if it
-    is evicted. A request waits until its load has ended. Nothing is loaded while ``may_load`` returns False.
-    """
-
-    def __init__(
-        self,
-        layout: KVLayout,
-        device: BlockPool,
-        host: HostTier,
-        copies: CopyOut,
-        loads: Loads,
-        counters: Counters,
-        plan: Callable[[], OpenPlan],
-        may_load: Callable[[], bool],
-    ) -> None:
-        self._block_size = layout.block_size
-        self._most = max(MOST_BYTES // (layout.payload_bytes * layout.tp_size), 1)
-        self._device = device
-        self._host = host
-        self._copies = copies
-        self._loads = loads
-        self._counters = counters
-        self._plan = plan
-        self._may_load = may_load
-        self.requests: dict[str, _Ahead] = {}
-        """What is loaded ahead, by request."""
-
-    def load(self, request: Request, path: HashArray, read: range) -> None:
-        """Plan to load blocks of a request's ``path``: those up to ``read`` are there, and it waits for others.
-
-        Does nothing while its last load is in flight, or the device has no room for the whole request.
-        """
-        arrived, ahead = read.stop, self.requests.get(request.request_id)
-        if not arrived or (ahead is not None and (ahead.has_ended or arrived <= ahead.stop)):
-            return
-        presence = self._device.contains(path[:arrived])
-        start = int(np.argmin(presence == READY)) if (presence != READY).any() else arrived
-        if ahead is not None and start < ahead.stop and presence[start] != PENDING:
-            ahead.has_ended = True  # its load has failed, or the device is too busy to keep it
-        elif start == arrived:
-            self._of(request, start, read).stop = start
-        elif presence[start] != PENDING and self._has_room(request, start):
-            load = self._load(path, start, min(arrived, start + self._most))
-            if load is not None:
-                ahead = self._of(request, start, read)
-                ahead.stop, ahead.load = load.stop, load
-                self._counters.blocks_loaded_ahead += load.stop - start
-
-    def is_loading(self, request: Request) -> bool:
-        """Return True while a load of a request is in flight, unless it is overdue."""
-        ahead = self.requests.get(request.request_id)
-        return (
-            ahead is not None and not ahead.has_ended and ahead.load is not None and ahead.load.is_in_flight
-        )
-
-    def found(self, request: Request, on_device: int) -> tuple[int, int]:
-        """Return how many of the blocks that a match found on the device came from the host and from storage."""
-        ahead = self.requests.get(request.request_id)
-        if ahead is None:
-            return 0, 0
-        first, stop = min(ahead.first, on_device), min(ahead.stop, on_device)
-        from_storage = max(stop - max(first, ahead.read_from), 0)
-        return stop - first - from_storage, from_storage
-
-    def _of(self, request: Request, start: int, read: range) -> _Ahead:
-        return self.requests.setdefault(request.request_id, _Ahead(start, start, read.start))
-
-    def forget(self, requests: Iterable[Request]) -> None:
-        """Forget requests that have ended."""
-        for request in requests:
-            self.requests.pop(request.request_id, None)
-
-    def _has_room(self, request: Request, have: int) -> bool:
-        if not self._may_load():
-            return False
-        needed = -(-request.num_tokens // self._block_size) - have
-        return self._device.available >= needed + self._device.stats().slots // _SPARE
-
-    def _load(self, path: HashArray, start: int, stop: int) -> Load | None:
-        """Plan to load blocks ``start`` to ``stop``, as far as the host has them."""
-        host, plan, load = self._host, self._plan(), None
-        run = find_only(host, path[:stop], start)
-        taken = self._reserve(path, start, start + len(run), plan)
-        if taken is not None:
-            host.index.begin_load(run.lease, run.slots)
-            offset = plan.add(SwapPurpose.LOAD, run, taken.slots, taken.generations)
-            load = self._loads.begin(start, start + len(run))
-            self._loads.add(load, load.stop, offset, len(run), is_ahead=True)
-        host.index.release(run.lease)
-        return load
-
-    def _reserve(self, path: HashArray, start: int, stop: int, plan: OpenPlan) -> CopyReservation | None:
-        """Reserve device blocks; what has to leave them is copied to the host first. None unless all are reserved."""
-        if stop == start:
-            return None
-        taken = self._device.reserve_copies(0, parents_of(path, start, stop), path[start:stop])
-        self._copies.evict(taken.evicted, plan)
-        if taken.missing:
-            return None
-        if not (taken.status == RESERVED).all():
-            self._device.complete(taken.slots, np.zeros(len(taken.slots), np.uint8), NO_CHECKSUMS)
-            return None
-        return taken
-
-
-def make_loads_ahead(
-    layout: KVLayout,
-    tiers: Tiers,
-    loads: Loads,
-    counters: Counters,
-    plan: Callable[[], OpenPlan],
-    allowed: Callable[[], bool] | bool,
-) -> LoadsAhead | None:
-    """Return the loads ahead into ``plan``; None if they are not ``allowed``, or nothing is read from storage."""
-    host, copies = tiers.host, tiers.copies
-    if not allowed or host is None or tiers.fetches is None or copies is None:
-        return None
-    may_load = allowed if callable(allowed) else lambda: True
-    return LoadsAhead(layout, tiers.own_device, host, copies, loads, counters, plan, may_load)
-
-
-class Tracked:
-    """A request between its arrival and its end.
-
-    ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
-    slots refer to. ``coming`` blocks after them, or with nothing found after the device's, are being read from storage.
-    ``device_blocks`` is the number that the engine had when it asked last, ``load`` the load whose outcome was not
-    taken. ``peer`` has what is neither on the device nor below it, until that is fetched or declined. ``keys`` are
-    those of the records of its pages; everything here counts records, of which a page has some for each group of
-    layers. ``end``: in a layout with states, the pages at whose end are those that were found, or that are read from
-    storage; 0 for none. ``ended_by``: the group of layers that ended the last match.
-    """
-
-    __slots__ = (
-        "arena",
-        "asked_at",
-        "coming",
-        "counted_blocks",
-        "deferred_since",
-        "device_blocks",
-        "device_pages",
-        "end",
-        "ended_by",
-        "fetch",
-        "found",
-        "found_at",
-        "is_counted",
-        "is_stale",
-        "keys",
-        "limit",
-        "load",
-        "path",
-        "peer",
-        "request",
-        "start",
-    )
-
-    def __init__(self, request: OffloadRequest) -> None:
-        self.request = request
-        self.keys: HashArray = np.empty((0, 32), np.uint8)
-        self.found: Found | None = None
-        self.start = 0
-        self.coming = 0
-        self.limit = 0
-        self.arena: str | None = None
-        self.asked_at = self.found_at = 0.0
-        self.device_blocks = self.device_pages = self.end = 0
-        self.deferred_since: float | None = None
-        self.ended_by: int | None = None
-        self.fetch = 0
-        self.path: DevicePath | None = None
-        self.load: EngineLoad | None = None
-        self.peer: PeerRun | None = None
-        self.counted_blocks = 0
-        self.is_counted = False
-        self.is_stale = False
-
-    @property
-    def parent(self) -> bytes:
-        """The key of the block before the first one."""
-        if not isinstance(self.request, KeyedRequest):
-            return ROOT
-        return UNKNOWN if self.request.parent is None else self.request.parent
-
-    @property
-    def lease(self) -> int:
-        """The lease of ``found``, 0 without one."""
-        return self.found.lease if self.found is not None else 0
-
-    @property
-    def remaining(self) -> int:
-        """Number of blocks beyond those on the device that were found or are coming."""
-        if self.found is None:
-            return 0
-        return max(self.start + len(self.found) + self.coming - self.device_blocks, 0)
-
-    @property
-    def from_peer(self) -> int:
-        """Number of blocks after the remaining ones that a peer has."""
-        if self.found is None or self.peer is None or self.device_pages >= self.peer.most_pages:
-            return 0
-        return max(len(self.peer.keys) - self.device_blocks - self.remaining, 0)
-
-    @property
-    def from_storage(self) -> int:
-        """How many of the remaining blocks that were found were read from storage for the request."""
-        if self.found is None:
-            return 0
-        first = self.device_blocks - self.start
-        return max(self.found.fetched.stop - max(self.found.fetched.start, first), 0)
-
-    def take(self, count: int) -> Found:
-        """Return the first ``count`` of the remaining blocks, as far as they were found."""
-        assert self.found is not None
-        first = self.device_blocks - self.start
-        return self.found.part(first, first + count)
-
-    def count_lookup(self, counters: Counters, layout: KVLayout) -> None:
-        """Count the request as looked up, once."""
-        if not self.is_counted:
-            self.is_counted = True
-            counters.lookups += 1
-            counters.lookup_tokens += self.request.num_tokens
-            counters.device_hit_tokens += self.device_pages * layout.block_size
-            if self.ended_by is not None:
-                counters.count_end(layout.groups[self.ended_by].reach)

@@ -18,7 +18,7 @@ from fdcache.manager import story
 from fdcache.manager.cost import Cached
 from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import LoadsAhead
+from fdcache.manager.loads_ahead import LoadsAhead
 from fdcache.manager.requests import LiveRequests, Request, Unanswered
 from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers
@@ -252,7 +252,7 @@ class PrefixMatcher:
         One native call matches all requests. Those that a service has to be asked about are asked for together, in
         one round trip. Raises ``RequestStateError`` or ``HashingError`` before any request is matched.
         """
-        began = story.match_begins(requests)
+        began = story.match_begins(requests) if story.audience.ask() else 0
         if self._requests.is_sending and any(map(self._requests.is_finishing, requests)):
             found = self._find_unless_finishing(requests)
         else:
@@ -262,7 +262,8 @@ class PrefixMatcher:
                 if each.status is MatchStatus.MATCHED:
                     to_load = each.num_host_blocks + each.num_storage_blocks
                     self._choices.matched(each.request_id, each.num_device_blocks, to_load)
-        story.matched(found, began)
+        if story.audience.listens:
+            story.matched(found, began)
         return found
 
     def _find_unless_finishing(self, requests: list[Request]) -> list[MatchResult]:

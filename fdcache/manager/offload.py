@@ -6,31 +6,25 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from uuid import uuid4
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fdcache._core import DeviceContents, Loads
 from fdcache.errors import ConfigurationError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager import story
-from fdcache.manager.base import TierManager, requests_of
 from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.loads import NO_BLOCK, count_of, device_ids_of, require_distinct, table_of
+from fdcache.manager.loads import count_of, device_ids_of, require_distinct, table_of
+from fdcache.manager.lookups import OffloadLookups
 from fdcache.manager.offers import OfferEnd, Offers
 from fdcache.manager.offloaded import OffloadedRequests
-from fdcache.manager.results import LoadOutcome, OffloadMatch
-from fdcache.metadata import HashArray, Int32Array, TransferPlan
-from fdcache.plans.ledger import NO_BLOCKS, Blocks
+from fdcache.manager.results import LoadOutcome
+from fdcache.metadata import NO_BLOCK, Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers.host import HostTier
-from fdcache.tiers.pool import READY
 from fdcache.tiers.statistics import TierUsage
 
 
-class OffloadManager(TierManager[OffloadRequest]):
+class OffloadManager(OffloadLookups):
     """Host and storage tier of one engine that has a prefix cache of its own on the device, for all its ranks.
 
     ::
@@ -59,9 +53,7 @@ class OffloadManager(TierManager[OffloadRequest]):
 
     loads_ahead_by_default = False
 
-    _requests: OffloadedRequests
     _contents: DeviceContents
-    _host: HostTier
 
     def _check(self, settings: CacheSettings, layout: KVLayout) -> None:
         keeps_parts = layout.has_gaps or layout.num_states
@@ -135,106 +127,16 @@ class OffloadManager(TierManager[OffloadRequest]):
         """True if ``observe_prefill`` has a use: loads are compared with computing."""
         return self._choices.is_auto
 
-    # --- requests -----------------------------------------------------------------------------------------
-
-    def begin(self, requests: Iterable[OffloadRequest], *, whole_prompt: bool = False) -> None:
-        """Hash requests that have arrived, and start to read their blocks from storage into the host tier.
-
-        ``whole_prompt``: as for ``match``.
-        """
-        requests = requests_of(requests)
-        for request in requests:
-            self._requests.prepare(request, keeps_gil=True)
-        with self._lock:
-            self._set_time()
-            for request in requests:
-                self._requests.begin_fetch(self._requests.track(request), whole_prompt)
-
-    def match(
-        self, request: OffloadRequest, device_tokens: int, *, whole_prompt: bool = False
-    ) -> OffloadMatch:
-        """Pin what can be loaded beyond the first ``device_tokens`` tokens, which the engine has on the device.
-
-        The answer is kept until ``load``, ``unmatch`` or ``finish``: asking again with as many tokens or more costs
-        nothing. The last token is left to compute unless ``whole_prompt``. Blocks that are sooner computed than loaded
-        are left out; see ``observe_prefill``. Nothing is found for ``device_tokens`` in the middle of a block. Raises
-        ``HashingError`` for tokens that cannot be hashed; keys of the engine that contradict those stored find nothing;
-        ``RequestStateError`` if ``device_tokens`` is not a non-negative int.
-        """
-        device_tokens = count_of("device_tokens", device_tokens)
-        self._requests.prepare(request, keeps_gil=True)
-        with self._lock:
-            self._set_time()
-            began = story.match_begins((request,))
-            found = self._requests.match(request, device_tokens, whole_prompt)
-            return story.offload_matched(found, began)
-
-    def num_copied(self, keys: HashArray) -> int:
-        """Return how many leading blocks of a run the host tier has, or gets: this engine has copied them there.
-
-        A service makes such blocks findable a moment later, or drops them, as when a tenant is over its quota.
-        """
-        with self._lock:
-            there = self._host.index.contains(keys) == READY
-            return len(there) if there.all() else int(there.argmin())
-
-    def host_has(self, keys: HashArray) -> NDArray[np.bool_]:
-        """Return a mask of the blocks that the host tier has."""
-        with self._lock:
-            return np.asarray(self._host.index.contains(keys) == READY)
-
-    def storage_has(self, keys: HashArray) -> NDArray[np.bool_]:
-        """Return a mask of the blocks that the storage may have: a service and a store tell in look-ups alone."""
-        with self._lock:
-            storage = self._tiers.storage
-            if storage is not None:
-                return np.asarray(storage.has(keys), np.bool_)
-            return np.full(len(keys), self._service is not None)
-
-    def found_blocks(self, request: OffloadRequest) -> Blocks:
-        """Return the host blocks that ``match`` has pinned for a request."""
-        with self._lock:
-            tracked = self._requests.get(request)
-            return NO_BLOCKS if tracked is None or tracked.found is None else tracked.found
-
-    def keep_intact(self, request: OffloadRequest, intact: NDArray[np.bool_]) -> int:
-        """Forget the records among ``found_blocks`` that are not intact, in the tier too; return the tokens left."""
-        with self._lock:
-            tracked = self._requests.get(request)
-            if tracked is None or tracked.found is None:
-                return 0
-            self._counters.blocks_corrupt_in_host += int(np.count_nonzero(~intact))
-            return self._requests.tokens(tracked, self._requests.keep_intact(tracked, intact))
-
-    @property
-    def plan_arena(self) -> str | None:
-        """Name of the shared arena that host slots refer to; None if every worker has its own."""
-        with self._lock:
-            return self._service.plan_arena if self._service is not None else None
-
     @property
     def has_queued_copies(self) -> bool:
         """True if the next plan may have copies of blocks that were offered."""
         with self._lock:
             return self._contents.has_offers or self._copies.has_queue
 
-    def leave_reads(self, request: OffloadRequest) -> None:
-        """Have what is being read for a request read to its end, for requests to come."""
-        with self._lock:
-            if (tracked := self._requests.get(request)) is not None:
-                self._requests.leave_fetch(tracked)
-
-    def unmatch(self, requests: Iterable[OffloadRequest]) -> None:
-        """Unpin what ``match`` has found, and tell peers that nothing is fetched; reads from storage go on."""
-        with self._lock:
-            for request in requests_of(requests):
-                if (tracked := self._requests.get(request)) is not None:
-                    self._requests.unpin(tracked)
-                if self._hooks is not None:
-                    self._hooks.unwanted(request)
-
     def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
         """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
+
+        Until the next ``take_plans`` the load can be withdrawn by ``cancel_load``.
 
         With groups of layers ``device_ids`` has for each page the device blocks of its records, in the order of the
         layout's ``page_groups``; ``NO_BLOCK`` stands for a block that the engine does not need. With states it has
@@ -260,6 +162,20 @@ class OffloadManager(TierManager[OffloadRequest]):
                 self._has_planned = True
             self.unmatch([request])
             return len(ids) if len(wanted) else 0
+
+    def cancel_load(self, request: OffloadRequest) -> bool:
+        """Withdraw the load that is planned for a request, as when it is not scheduled after all.
+
+        True: nothing is copied, no ``LoadOutcome`` follows, and the device blocks are free for others in the same step.
+        The request has what it had after ``unmatch``. False if no load is planned, or ``take_plans`` has returned it:
+        then it ends with its outcome, and its device blocks stay in use until then.
+        """
+        with self._lock:
+            tracked = self._requests.get(request)
+            if tracked is None or not self._requests.withdraw(tracked, self._plans.open, self._plans.ahead):
+                return False
+            story.load_withdrawn(request.request_id)
+            return True
 
     def offer(
         self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, *, tells_end: bool = False

@@ -6,23 +6,22 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fdcache import _core, tracing
-from fdcache.errors import RequestStateError
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
-from fdcache.manager.keyed import KeyedRequest, OffloadRequest
+from fdcache.manager.keyed import OffloadRequest, matchable_hashes, require_request
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked
+from fdcache.manager.loads import EngineLoad, EngineLoads
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch, load_forms
 from fdcache.manager.states import MatchEnds, StatePaths
+from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.host import NOTHING, Found, HostTier, Reading, find_and_pin, find_only
+from fdcache.tiers.host import NOTHING, Found, HostTier, Reading, find_and_pin, find_only, find_whole
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.waiting_fetches import Wait
 
@@ -91,11 +90,11 @@ class OffloadedRequests:
         if isinstance(request, Request):
             self._hasher.prepare(request, keeps_gil=keeps_gil)
         else:
-            _require_request(request)
+            require_request(request)
 
     def get(self, request: OffloadRequest) -> Tracked | None:
         """Return a request that has arrived and not ended. Raises ``RequestStateError`` for anything else."""
-        _require_request(request)
+        require_request(request)
         tracked = self._tracked.get(request.request_id)
         return tracked if tracked is not None and tracked.request is request else None
 
@@ -124,7 +123,8 @@ class OffloadedRequests:
         if tracked.load is not None:
             self.native_loads.cut_off(tracked.load.load, "the request has ended")
         self._choices.forget([request])
-        self._waits.forget(request)
+        if self._waits.waiting:
+            self._waits.forget(request)
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
 
@@ -237,7 +237,9 @@ class OffloadedRequests:
     def _ended_by(self, ends: MatchEnds, tracked: Tracked, whole: bool) -> int | None:
         """Return the group of layers that ended the match; None if none did."""
         pages = tracked.device_pages + self.tokens(tracked, tracked.remaining) // self._block_size
-        return ends.group_after(self._matchable_pages(tracked.request, whole), pages)
+        return ends.group_after(
+            matchable_hashes(tracked.request, self._block_size, whole_prompt=whole), pages
+        )
 
     def tokens(self, tracked: Tracked, num_records: int) -> int:
         """Return the tokens that the first of the remaining records stand for: with states all of them, or none."""
@@ -258,22 +260,10 @@ class OffloadedRequests:
             return ids[: tracked.remaining if len(ids) >= tracked.remaining else 0]
         return ids[: min(len(ids) // self._records * self._records, tracked.remaining)]
 
-    def keep_intact(self, tracked: Tracked, intact: NDArray[np.bool_]) -> int:
-        """Forget the records found that are not intact, and what is found behind them; return how many are left."""
-        found, index = tracked.found, self._host.index
-        assert found is not None
-        bad = ~intact
-        index.begin_load(found.lease, found.slots)
-        index.end_load(found.slots, found.hashes, intact.view(np.uint8), bad.view(np.uint8))
-        tracked.found = found.part(0, len(found) if intact.all() else int(intact.argmin()))
-        return tracked.remaining
-
     def unpin(self, tracked: Tracked) -> None:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
-        if tracked.lease:
-            self._host.index.release(tracked.lease)
-            self.pinned.discard(tracked)
-        tracked.found, tracked.coming = None, 0
+        if lease := self._hand_over(tracked):
+            self._host.index.release(lease)
 
     def _is_kept(self, tracked: Tracked, limit: int) -> bool:
         is_same = tracked.found is not None and tracked.arena == self.arena and not tracked.coming
@@ -330,7 +320,7 @@ class OffloadedRequests:
                 stop -= stop % self._cell
             if len(found) and stop > start + len(found) and tracked.peer is None:
                 return found, stop - start - len(found)
-        if stop is not None or (found.pending and self._deferred_for(tracked) < self._defer_timeout):
+        if stop is not None or (found.pending and tracked.deferred_for(self._clock()) < self._defer_timeout):
             self._host.index.release(found.lease)
             tracked.coming = 0 if stop is None else max(stop - start, 0)
             return None
@@ -359,27 +349,17 @@ class OffloadedRequests:
             if wait is not None:
                 return self._arrived(hashes, start, wait)
             found = find_only(self._host, hashes, start)
-        self._waits.found(request, start + found.fetched.stop)
+        if self._waits.waiting:
+            self._waits.found(request, start + found.fetched.stop)
         return found, None
 
     def _arrived(self, hashes: HashArray, start: int, wait: Wait) -> tuple[Found, int]:
         """Pin what has come of a path of which no more is read than ``wait`` says; return where its reads end."""
         if not wait.is_last:
             return NOTHING, max(wait.stop, start)
-        pinned = self._pin_all(hashes[: wait.arrived], start)
+        pinned = find_whole(self._host, hashes[: wait.arrived], start) if self._streams else NOTHING
         read = range(min(max(wait.first - start, 0), len(pinned)), len(pinned))
         return pinned.part(0, len(pinned), read), wait.stop
-
-    def _pin_all(self, hashes: HashArray, start: int) -> Found:
-        """Pin the blocks of a path from ``start`` on; nothing unless all of them are there."""
-        arrived = len(hashes)
-        if not self._streams or arrived <= start:
-            return NOTHING
-        found = find_only(self._host, hashes, start)
-        if start + len(found) == arrived:
-            return found
-        self._host.index.release(found.lease)
-        return NOTHING
 
     def _unpin_fetch(self, tracked: Tracked) -> None:
         if self._host.fetch_table is not None and tracked.fetch:
@@ -420,29 +400,14 @@ class OffloadedRequests:
 
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
         """Return the keys that a match may find; with states at its end the hashes of the pages."""
-        pages = self._matchable_pages(tracked.request, whole)
+        pages = matchable_hashes(tracked.request, self._block_size, whole_prompt=whole)
         is_of_pages = self._states_at_end(tracked) is not None
         return pages if is_of_pages else self.keys(tracked)[: len(pages) * self._records]
-
-    def _matchable_pages(self, request: OffloadRequest, whole: bool) -> HashArray:
-        """Return the hashes of the pages that a match may find."""
-        if isinstance(request, KeyedRequest):
-            return request.block_hashes
-        most = request.num_tokens - (not whole)
-        if request.max_cached_tokens is not None:
-            most = min(most, request.max_cached_tokens)
-        return request.block_hashes[: max(most, 0) // self._block_size]
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:
             tracked.fetch = self._fetches.number(tracing.id_for_spans(tracked.request.request_id))
         return tracked.fetch
-
-    def _deferred_for(self, tracked: Tracked) -> float:
-        now = self._clock()
-        if tracked.deferred_since is None:
-            tracked.deferred_since = now
-        return now - tracked.deferred_since
 
     # --- loads and offers ---------------------------------------------------------------------------------
 
@@ -454,13 +419,28 @@ class OffloadedRequests:
         tracked.load = loading = self.loads.plan(tracked.request, first, ids, run, plan)
         loading.pages = range(tracked.device_pages, tracked.end)
         from_storage = self._page_tokens(min(stored, len(run)))
-        self._counters.storage_hit_tokens += from_storage
-        self._counters.host_hit_tokens += max(self.tokens(tracked, len(run)) - from_storage, 0)
+        self.loads.count_hits(loading, max(self.tokens(tracked, len(run)) - from_storage, 0), from_storage)
         if tracked.peer is not None and len(run) < len(ids):
             self.loads.fetch_rest(loading, tracked.peer)
             loading.pages = range(tracked.device_pages, tracked.peer.num_tokens // self._block_size)
             tracked.peer = None
+        loading.lease = self._hand_over(tracked)
         return len(run)
+
+    def _hand_over(self, tracked: Tracked) -> int:
+        """Return the lease of what was found, which is not the request's any more."""
+        lease, tracked.found, tracked.coming = tracked.lease, None, 0
+        self.pinned.discard(tracked)
+        return lease
+
+    def withdraw(self, tracked: Tracked, step: OpenPlan, ahead: OpenPlan) -> bool:
+        """Withdraw the load that is planned for a request; False if there is none, or a plan of it was sent."""
+        loading = tracked.load
+        if loading is None or not self.loads.withdraw(loading, step, ahead):
+            return False
+        tracked.load = None
+        self._choices.matched(tracked.request.request_id, loading.load.first, 0)
+        return True
 
     def look(self, loading: EngineLoad) -> tuple[Found, bool]:
         """Pin the blocks of a load that have been read since its last part; False if no others are waited for."""
@@ -510,8 +490,3 @@ class OffloadedRequests:
     def may_offer(self, tracked: Tracked) -> bool:
         """Return True for a request whose blocks may be stored."""
         return not tracked.is_stale and self._caches_prefixes and tracked.request.use_cache
-
-
-def _require_request(request: object) -> None:
-    if not isinstance(request, (Request, KeyedRequest)):
-        raise RequestStateError(f"request has to be a Request or KeyedRequest, got {type(request).__name__}")

@@ -131,16 +131,16 @@ class Plans:
             reads = self._storage.reads if self._storage is not None else None
             for report in reports:
                 tracing.spans.copied(report, reads.requests_of(report.plan_id) if reads is not None else ())
-        counted = self._reports.count(reports)
-        if counted.arrived:
-            self._tiers.blocks_arrived(counted.arrived)
-        if self.hooks is not None:
-            for report in counted.handovers:
-                self.hooks.record(report)
-        for flight in counted.ended:
-            self._complete(flight)
-        if counted.not_cleared and self._tiers.storage:
-            self._tiers.storage.reset()  # the rank's file still has the blocks
+        if (counted := self._reports.count(reports)) is not None:
+            if counted.arrived:
+                self._tiers.blocks_arrived(counted.arrived)
+            if self.hooks is not None:
+                for report in counted.handovers:
+                    self.hooks.record(report)
+            for flight in counted.ended:
+                self._complete(flight)
+            if counted.not_cleared and self._tiers.storage:
+                self._tiers.storage.reset()  # the rank's file still has the blocks
         self._complete_early()
 
     def require_rank(self, rank: int) -> None:

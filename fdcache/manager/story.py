@@ -14,6 +14,20 @@ from fdcache.metadata import TransferPlan
 log = logging.getLogger(__name__)
 
 
+class Audience:
+    """Whether anyone reads the story, as asked with the last match or a step's plans: the calls between ask nobody."""
+
+    listens = False
+
+    def ask(self) -> bool:
+        """Ask anew."""
+        self.listens = tracing.spans is not None or log.isEnabledFor(logging.DEBUG)
+        return self.listens
+
+
+audience = Audience()
+
+
 def _log(request_id: str, event: str, *values: object) -> None:
     log.debug("request %s: " + event, request_id, *values, extra={"request": request_id})
 
@@ -84,18 +98,14 @@ def offload_matched(result: OffloadMatch, began: int) -> OffloadMatch:
     return result
 
 
-def allocated(requests: Iterable[Request], results: list[Allocation]) -> None:
+def allocated(demands: list[tuple[Request, int]], results: list[Allocation]) -> None:
     """Log which requests got blocks, what is loaded into them, and why others got none."""
-    is_traced = tracing.spans is not None
-    if not is_traced and not log.isEnabledFor(logging.DEBUG):
-        return
-    requests = list(requests)
-    for request, each in zip(requests, results, strict=True):
+    for (request, _), each in zip(demands, results, strict=True):
         if tracing.spans is not None and each.failure is None and request.is_loading:
             tracing.spans.load_begins(each.request_id, len(each.block_ids))
     if not log.isEnabledFor(logging.DEBUG):
         return
-    for request, each in zip(requests, results, strict=True):
+    for (request, _), each in zip(demands, results, strict=True):
         if each.failure is None:
             load = ", a load is planned" if request.is_loading else ""
             _log(each.request_id, "allocated %d blocks%s", len(each.block_ids), load)
@@ -111,9 +121,17 @@ def load_planned(request_id: str, num_blocks: int) -> None:
         _log(request_id, "load of %d blocks planned", num_blocks)
 
 
+def load_withdrawn(request_id: str) -> None:
+    """Log a load that the engine has withdrawn before a plan had it."""
+    if tracing.spans is not None:
+        tracing.spans.load_ended(request_id, "withdrawn", None)
+    if log.isEnabledFor(logging.DEBUG):
+        _log(request_id, "load withdrawn")
+
+
 def plans_sent(plans: list[TransferPlan]) -> None:
     """Log what the plans of a step copy."""
-    if not log.isEnabledFor(logging.DEBUG):
+    if not audience.ask() or not log.isEnabledFor(logging.DEBUG):
         return
     for plan in plans:
         log.debug("%r", plan)

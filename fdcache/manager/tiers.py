@@ -26,7 +26,14 @@ from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePoli
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent, DeviceEvents, EventSource, events_of
 from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
-from fdcache.tiers.host import HostCache, HostService, HostTier, LocalHostTier, complete_copies
+from fdcache.tiers.host import (
+    HostCache,
+    HostService,
+    HostTier,
+    LocalHostTier,
+    complete_copies,
+    shared_host_tier,
+)
 from fdcache.tiers.pool import ABSENT, HOST_SPARE, READY, BlockPool
 from fdcache.tiers.reuse import Reports, ReuseReport
 from fdcache.tiers.statistics import Counters, MemoryUsage
@@ -280,21 +287,21 @@ def _own_host(settings: CacheSettings, layout: KVLayout) -> LocalHostTier | None
         return None
     extent = max(EXTENT_BYTES // layout.record_bytes, 1)
     name = uuid4().hex if layout.replicas > 1 else None
-    return LocalHostTier(
+    tier = LocalHostTier(
         CacheLevel.HOST, blocks, settings.eviction, extent=extent, spare=HOST_SPARE, name=name
     )
+    tier.set_states(layout.page_records, layout.num_states)
+    return tier
 
 
 def _shared_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier:
     """Return the tier of the service."""
-    from fdcache.service.client.remote_tier import RemoteHostTier  # brings the network library
-
     if storage.is_on:
         raise ConfigurationError(
             f"FDCACHE_STORAGE={storage.connector}: with FDCACHE_SERVER the storage belongs to the service; set it for "
             "`fdcache serve` and unset it here, or unset FDCACHE_SERVER"
         )
-    return RemoteHostTier(settings, layout, FetchTerms.of(storage))
+    return shared_host_tier(settings, layout, FetchTerms.of(storage))
 
 
 def _make_storage(

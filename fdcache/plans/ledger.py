@@ -218,6 +218,10 @@ class OpenPlan:
             generations,
         )
 
+    def remove(self, purpose: SwapPurpose, offset: int, count: int) -> Int32Array:
+        """Remove copies that were planned from ``offset`` on; return their source slots."""
+        return self._by_purpose[purpose].remove(offset, count)
+
     @property
     def is_empty(self) -> bool:
         """True while there is nothing to send."""

@@ -41,8 +41,12 @@ LAPTOP_DEFAULTS: Mapping[str, int | str] = {
 }
 """Defaults of a replay for variables that neither an option nor the environment sets."""
 
-GROUP_DEFAULTS: Mapping[str, int | str] = {**LAPTOP_DEFAULTS, "FDCACHE_WRITE_POLICY": "write_through"}
-"""Those of a replay with groups of layers: what left the device in part cannot be stored at a later hit."""
+WHOLE_DEFAULTS: Mapping[str, int | str] = {**LAPTOP_DEFAULTS, "FDCACHE_WRITE_POLICY": "write_through"}
+"""Those of a replay in which every block is copied to the host.
+
+With groups of layers, what left the device in part cannot be stored at a later hit; and nodes read from each other what
+only one of them has seen.
+"""
 
 _GROUP = re.compile(r"(all|last|chunk|state)(?::(\d+))?(?:/(\d+))?")
 

@@ -16,7 +16,7 @@ from fdcache.replay.report import Report, build_report
 from fdcache.replay.scheduler import Scheduler
 from fdcache.replay.statistics import Stopwatch, Tally, Timeline
 from fdcache.replay.worker import StartProgress, WorkerSpec
-from fdcache.replay.workloads import Arrivals, WorkItem
+from fdcache.replay.workloads import Arrivals, Requests, WorkItem
 from fdcache.service.server.known_blocks import KnownBlocks
 from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.factory import open_lookup
@@ -50,9 +50,24 @@ def replay(
     memory are released in any case. Raises ``ReplayOptionError`` if memory is lacking, or there are too many ranks,
     ``ReplayError`` if a rank is lost or no progress is possible, ``TraceError`` for an invalid trace line.
     """
+
+    def arrivals() -> Requests:
+        return Arrivals(items, config.speed, window=64 + 4 * config.concurrency)
+
+    return replay_requests(arrivals, config, on_progress, on_start, should_stop)
+
+
+def replay_requests(
+    open_requests: Callable[[], Requests],
+    config: ReplayConfig,
+    on_progress: Progress | None = None,
+    on_start: StartProgress | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Report:
+    """Run requests as they come, as ``replay`` does; ``open_requests`` is called once the machine is known to do."""
     require_machine(config)
     lookup = open_lookup(ConnectorContext(config.layout, None, config.storage, config.storage_options))
-    arrivals = Arrivals(items, config.speed, window=64 + 4 * config.concurrency)
+    arrivals = open_requests()
     manager = make_cache(
         config.cache,
         config.layout,
@@ -86,7 +101,7 @@ def replay(
 class ReplayRun:
     """One replay from its first step to its report."""
 
-    def __init__(self, arrivals: Arrivals, config: ReplayConfig, manager: Cache, ranks: Ranks) -> None:
+    def __init__(self, arrivals: Requests, config: ReplayConfig, manager: Cache, ranks: Ranks) -> None:
         self.manager = manager
         self.ranks = ranks
         self.tally = Tally(known=KnownBlocks())

@@ -31,6 +31,7 @@ class Job:
         loading: a load is not confirmed yet.
         started: the ranks have the request's tokens.
         counted: the first match is in the statistics.
+        deferred_at: since when its matches are deferred, on the monotonic clock.
         differing_blocks: blocks that differed and may belong to a load that is not confirmed yet.
     """
 
@@ -38,6 +39,7 @@ class Job:
         "block_size",
         "computed",
         "counted",
+        "deferred_at",
         "differing_blocks",
         "epoch",
         "item",
@@ -74,6 +76,7 @@ class Job:
         self.loading = False
         self.started = False
         self.counted = False
+        self.deferred_at: float | None = None
         self.differing_blocks: set[int] = set()
 
     @property

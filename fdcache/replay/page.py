@@ -12,6 +12,7 @@ import msgspec
 from fdcache import __version__
 from fdcache.errors import ReplayError
 from fdcache.layout import KVLayout
+from fdcache.machine.files import write_text
 from fdcache.replay.report import Report
 from fdcache.service.page import recorded
 from fdcache.service.wire.page_views import ShownClient, ShownNamespace, ShownService, ShownState, TrendRow
@@ -30,7 +31,7 @@ def write_page(report: Report, layout: KVLayout, settings: Settings, path: Path)
     }
     recording = {"shown": _shown(report, layout, settings), "tree": report.hottest, "config": config}
     try:
-        path.write_text(recorded(msgspec.json.encode(recording).decode()), encoding="utf-8")
+        write_text(path, recorded(msgspec.json.encode(recording).decode()))
     except OSError as error:
         raise ReplayError(f"--page: {path} cannot be written: {error.strerror or error}") from error
 

@@ -17,6 +17,7 @@ import numpy as np
 from fdcache.errors import LayoutError, ReplayError, ReplayOptionError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.replay.devices import DeviceName
+from fdcache.replay.faults import is_count, spread
 from fdcache.replay.pd_instance import (
     Abort,
     Ended,
@@ -52,38 +53,17 @@ class FaultKind(StrEnum):
     FLIP = "flip"
 
 
-_RANDOM_FAULTS = (FaultKind.KILL, FaultKind.STOP, FaultKind.ABORT, FaultKind.RESET)
+RANDOM_FAULTS = (FaultKind.KILL, FaultKind.STOP, FaultKind.ABORT, FaultKind.RESET)
 
 
 def parse_ranks(text: str) -> tuple[int, int]:
     """Read ``2:1``, the ranks of prefill and decode. Raises ``ReplayOptionError``."""
     prefill, _, decode = text.partition(":")
-    if not (_is_count(prefill) and _is_count(decode) and int(prefill) and int(decode)):
+    if not (is_count(prefill) and is_count(decode) and int(prefill) and int(decode)):
         raise ReplayOptionError(
             "--pd-ranks", f"{text!r} is none; write the ranks of prefill and decode, as in 2:1"
         )
     return int(prefill), int(decode)
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10
-
-
-def parse_faults(text: str) -> dict[FaultKind, int]:
-    """Read ``200``, in equal parts of all but flip, or ``kill=5,flip=3``. Raises ``ReplayOptionError``."""
-    if _is_count(text):
-        count = int(text)
-        return {kind: count // 4 + (index < count % 4) for index, kind in enumerate(_RANDOM_FAULTS)}
-    faults = {}
-    for part in text.split(","):
-        name, _, number = part.partition("=")
-        if name not in list(FaultKind) or not _is_count(number):
-            kinds = ", ".join(FaultKind)
-            raise ReplayOptionError(
-                "--faults", f"{part!r} is none; write 200, or kinds of {kinds} as in kill=5,flip=3"
-            )
-        faults[FaultKind(name)] = int(number)
-    return faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,16 +185,9 @@ class _Faults:
         flips = faults.get(FaultKind.FLIP, 0)
         if flips > requests:
             raise ReplayOptionError("--faults", f"flip={flips} is more than the {requests} requests that fit")
-        kinds = [
-            kind
-            for kind, count in faults.items()
-            if kind is not FaultKind.FLIP
-            for _ in range(count * bool(requests))
-        ]
-        random.shuffle(kinds)
-        after = np.sort(random.integers(0, requests, len(kinds)) + 1) if kinds else ()
+        due = spread({**faults, FaultKind.FLIP: 0}, requests, random)
         flipped = random.choice(requests, flips, replace=False) if flips else ()
-        return cls(deque(zip(map(int, after), kinds, strict=True)), frozenset(map(int, flipped)))
+        return cls(due, frozenset(map(int, flipped)))
 
 
 def _require_shares(config: PdConfig) -> None:

@@ -75,6 +75,7 @@ class Report:
             "integrity_error": self.integrity_error,
             "preemptions": tally.preemptions,
             "deferred_matches": tally.deferred_matches,
+            "longest_deferral": round(tally.longest_deferral, 3),
             "failed_loads": tally.failed_loads,
             "overdue_loads": tally.overdue_loads,
             "recomputed_tokens": tally.recomputed_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -13,7 +14,7 @@ from fdcache.replay.engine_cache import Cache, EngineCache
 from fdcache.replay.jobs import Job, Segment, Step
 from fdcache.replay.messages import Int32Array, StepOrder, StepResult
 from fdcache.replay.statistics import Stopwatch, Tally
-from fdcache.replay.workloads import Arrivals
+from fdcache.replay.workloads import Requests
 
 
 class DecodeReserve:
@@ -55,7 +56,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: ReplayConfig, manager: Cache, arrivals: Arrivals, tally: Tally, watch: Stopwatch
+        self, config: ReplayConfig, manager: Cache, arrivals: Requests, tally: Tally, watch: Stopwatch
     ) -> None:
         self._config = config
         self._block_size = config.layout.block_size
@@ -269,8 +270,14 @@ class Scheduler:
         for job, match in zip(batch, matches, strict=True):
             if match.status is MatchStatus.DEFERRED:
                 self._tally.deferred_matches += 1
+                job.deferred_at = job.deferred_at or time.monotonic()
                 put_back.append(job)
                 continue
+            if job.deferred_at is not None:
+                self._tally.longest_deferral = max(
+                    self._tally.longest_deferral, time.monotonic() - job.deferred_at
+                )
+                job.deferred_at = None
             missing = self._config.blocks_for(job.request.num_tokens) - match.num_device_blocks
             if budget <= 0 or not self._has_room(missing):
                 self._manager.finish([job.request], preempted=True)

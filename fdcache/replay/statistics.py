@@ -58,7 +58,10 @@ class CopyTraffic:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one replay. ``hit_tokens`` counts tokens found at a request's first match, by tier."""
+    """Counts of one replay. ``hit_tokens`` counts tokens found at a request's first match, by tier.
+
+    ``longest_deferral``: seconds for which a request's matches were deferred, most of all requests.
+    """
 
     requests: int = 0
     rejected: int = 0
@@ -71,6 +74,7 @@ class Tally:
     corrupt_blocks: int = 0
     preemptions: int = 0
     deferred_matches: int = 0
+    longest_deferral: float = 0.0
     failed_loads: int = 0
     overdue_loads: int = 0
     recomputed_tokens: int = 0

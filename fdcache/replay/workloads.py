@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -279,6 +280,25 @@ def _item(
 
 def _between(random: np.random.Generator, bounds: tuple[int, int]) -> int:
     return int(random.integers(*bounds, endpoint=True))
+
+
+class Requests(Protocol):
+    """Requests as they arrive. Times are seconds since the start; ``seconds`` is the workload's own time."""
+
+    seconds: float
+
+    @property
+    def exhausted(self) -> bool:
+        """True once every request has been taken."""
+
+    def take(self, now: float) -> WorkItem | None:
+        """Return the next request that has arrived by ``now``, or None."""
+
+    def finish(self, index: int, now: float) -> None:
+        """Mark a request as ended."""
+
+    def next_arrival(self) -> float | None:
+        """Return the time of the next arrival; None when it depends on a request that has not ended."""
 
 
 class Arrivals:

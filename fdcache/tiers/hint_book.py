@@ -126,11 +126,11 @@ class HintBook:
 
     def _watch(self, given: GivenHints, answers: list[Answer]) -> None:
         """Remember the hints that keep blocks, up to ``MOST_OPEN``, until their time is over."""
-        now = self._clock()
+        now, hints = self._clock(), given.hints
         watched = [
-            (now + (hint.seconds or _PRIORITY_SECONDS), i)
-            for i, (hint, answer) in enumerate(zip(given.hints, answers, strict=True))
-            if answer[3]
+            (now + (hints[i].seconds or _PRIORITY_SECONDS), i)
+            for i, (_, _, _, sample) in enumerate(answers)
+            if sample
         ][: MOST_OPEN - self._num_watched]
         if watched:
             self._num_watched += len(watched)
@@ -245,8 +245,9 @@ class RequestHints:
         hints = tuple(hints)
         if not hints:
             return ()
-        if other := next((each for each in set(map(type, hints)) if not issubclass(each, Hint)), None):
-            raise HintError(f"hints: {other.__name__} is not a Hint")
+        for kind in set(map(type, hints)):
+            if not issubclass(kind, Hint):
+                raise HintError(f"hints: {kind.__name__} is not a Hint")
         said = read_hints(hints, prompt_tokens, self._block_size, len(hashes), self._num_records)
         given = GivenHints(request_id, hints, said)
         self.figures.given += len(hints)

@@ -11,6 +11,7 @@ call raises for it, and what was pinned, reserved or loaded before is ended as e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import msgspec
@@ -28,9 +29,12 @@ from fdcache.metadata import (
 )
 from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.fetches import Fetches, FetchTable
+from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters, ReadTotals, TierUsage, TrafficMeter
+
+HOST_TIERS = "fdcache.host_tiers"
+"""Entry-point group of the host tiers that a manager shares with others; ``service`` is that of FDCACHE_SERVER."""
 
 
 class HostCache(msgspec.Struct, frozen=True):
@@ -134,6 +138,9 @@ class SharedNotes(Protocol):
 
     def describe(self, requests: Sequence[Any]) -> None:
         """Describe the blocks of requests, each with a ``note``, that are not described yet."""
+
+    def on_session(self, tell: Callable[[], bool]) -> None:
+        """Call ``tell`` in each new session, from another thread, until it returns True."""
 
     def tell_device(self, kinds: bytes, hashes: bytes) -> None:
         """Tell which blocks came to and left the device, in order."""
@@ -242,6 +249,13 @@ class HostTier(Protocol):
         """Return kinds, hashes and parents of the events since the last call."""
 
 
+def shared_host_tier(settings: CacheSettings, layout: KVLayout, terms: FetchTerms) -> HostTier:
+    """Return the tier of the service at ``settings.server``."""
+    (service,) = entry_points(group=HOST_TIERS, name="service")
+    tier: HostTier = service.load()(settings, layout, terms)
+    return tier
+
+
 class LocalHostTier(BlockPool):
     """The host tier of one engine, in its scheduler's process; its workers have the arenas.
 
@@ -299,10 +313,15 @@ class LocalHostTier(BlockPool):
         return figures.pins + figures.holds + figures.leases + figures.writing
 
     def reserve_copies(
-        self, lease: int, parents: HashArray, hashes: HashArray, below_pending: bool = False
+        self,
+        lease: int,
+        parents: HashArray,
+        hashes: HashArray,
+        below_pending: bool = False,
+        tenant: int = 0,
     ) -> CopyReservation:
         """Reserve slots as the native class does, and call ``on_evict``."""
-        taken = super().reserve_copies(lease, parents, hashes, below_pending)
+        taken = super().reserve_copies(lease, parents, hashes, below_pending, tenant)
         if self.on_evict is not None:
             self.on_evict(taken.evicted.hashes)
         return taken
@@ -339,6 +358,17 @@ def find_only(host: HostTier, hashes: HashArray, start: int) -> Found:
     (found,) = find_and_pin(host, [(hashes, start)])
     assert isinstance(found, Found)
     return found
+
+
+def find_whole(host: HostTier, hashes: HashArray, start: int) -> Found:
+    """Pin the blocks of a path from ``start`` on; nothing unless all of them are there."""
+    if len(hashes) <= start:
+        return NOTHING
+    found = find_only(host, hashes, start)
+    if start + len(found) == len(hashes):
+        return found
+    host.index.release(found.lease)
+    return NOTHING
 
 
 def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[Found, int]:

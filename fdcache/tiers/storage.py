@@ -203,7 +203,9 @@ def make_index(
     """Return an index that asks ``lookup``, or without one an index of local slab files."""
     if lookup is None:
         slots = slots_for(settings.size, layout)
-        return LocalIndex.make(slots, settings.retry_after, clock, eviction)
+        index = LocalIndex.make(slots, settings.retry_after, clock, eviction)
+        index.pool.set_states(layout.page_records, layout.num_states)
+        return index
     return RemoteIndex(lookup, timeout=settings.timeout, clock=clock)
 
 

@@ -150,6 +150,8 @@ class _Send:
     sums: UInt64Array
     parts: list[Part] = field(default_factory=list)
     answers: _Answers | None = None
+    has_grown: bool = False
+    """More of it was computed since the last look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,7 @@ class PrefillSide:
         """Record that a part of an offer is computed, each plane of a block once. Ignored once the offer has ended."""
         if (send := self._sends.get(plan_id)) is None:
             return
+        send.has_grown = True
         send.parts.append(part)
         send.is_computed[part.first : part.last, part.first_plane : part.last_plane] = True
         self._publish(send, part)
@@ -278,8 +281,11 @@ class PrefillSide:
                 self._end(send, SendEnd.PEER_GONE, "the decode process is gone")
 
     def tick(self, now: float) -> None:
-        """End what has lasted too long."""
+        """End what has lasted too long. Decode has time to ask as long as blocks are being computed."""
         for send in list(self._sends.values()):
+            if send.has_grown and send.answers is None:
+                send.lease_end = max(send.lease_end, now + send.offer.wait)
+            send.has_grown = False
             if now > send.lease_end:
                 reason = "decode did not ask" if send.answers is None else "decode did not renew its lease"
                 self._fail(send, SendEnd.EXPIRED, reason)

@@ -76,6 +76,22 @@ def test_an_unknown_command_is_a_usage_error_naming_the_nearest(words: list[str]
     assert f"there is no command '{words[-1]}'; did you mean '{meant}'?" in done.stderr
 
 
+def test_a_refused_choice_is_named_first() -> None:
+    for words in (
+        ["replay", "--workload", "chatt"],
+        ["reset", "--tier", "gpu"],
+        ["env", "template", "--format", "x"],
+    ):
+        done = fdcache(*words)
+        assert done.returncode == 2
+        assert f"Invalid value for '{words[-2]}': '{words[-1]}' is not one of '" in done.stderr
+
+
+def test_help_is_an_option() -> None:
+    for words in (["help"], ["inspect", "help"]):
+        assert "there is no command 'help'; did you mean --help?" in fdcache(*words).stderr
+
+
 def test_the_installed_command_prints_its_version() -> None:
     done = subprocess.run([FDCACHE, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("fdcache ")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import stat
+import subprocess
 from pathlib import Path
 
-from tests.commands import everything, fdcache
+from tests.commands import FDCACHE, everything, fdcache
 
 SECRET = "hunter2-and-more"
 
@@ -89,3 +91,54 @@ def test_migrate_writes_only_on_request(tmp_path: Path) -> None:
     assert fdcache("env", "migrate", file, "--write").returncode == 0
     assert file.read_text() == before.replace("MOE", "GEMM")
     assert "no deprecated names" in fdcache("env", "migrate", file).stdout
+
+
+def without_room(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run a command where no file can grow beyond 1 KiB."""
+    script = 'ulimit -f 1; exec "$@"'
+    return subprocess.run(
+        ["bash", "-c", script, "bash", str(FDCACHE), *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
+    kept, new = tmp_path / "kept.env", tmp_path / "new.env"
+    text = "# a comment\n" * 100 + "FD_NVFP4_MOE_BACKEND=x\n"
+    kept.write_text(text)
+    for words in (("template", "--force", "--output", kept), ("template", "--output", new)):
+        done = without_room("env", *words)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == f"error: {words[-1]} cannot be written: File too large\n"
+    done = without_room("env", "migrate", "--write", kept)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {kept} cannot be written: File too large\n"
+    assert kept.read_text() == text
+    assert not new.exists()
+
+
+def test_a_file_is_written_in_place(tmp_path: Path) -> None:
+    file, link = tmp_path / "a.env", tmp_path / "link.env"
+    file.write_text("FDCACHE_RANKS=2\n" * 5000)
+    file.chmod(0o640)
+    link.symlink_to(file)
+    assert fdcache("env", "template", "--force", "--output", link).returncode == 0
+    assert file.read_text() == fdcache("env", "template").stdout
+    assert link.is_symlink() and stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+def test_a_template_goes_to_a_pipe() -> None:
+    command = [FDCACHE, "env", "template", "--output", "/dev/stdout"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == fdcache("env", "template").stdout
+
+
+def test_init_without_room_for_the_settings_makes_no_file_and_names_no_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.env"
+    done = without_room("init", "--yes", "--env-file", file)
+    assert done.returncode == 1
+    assert f"--env-file: {file} cannot be written: File too large; choose another" in done.stdout
+    assert "FDCACHE_ENV_FILE=" not in done.stdout and "needs the settings file" in done.stdout
+    assert not file.exists()

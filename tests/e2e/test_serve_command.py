@@ -256,6 +256,7 @@ def test_explain_names_evictions(tmp_path: Path) -> None:
         engine = Engine(service.address, device_blocks=64)
         starts = iter(range(1000, 10**6, 1000))
         engine.serve(PROMPT)
+        until(lambda: service.ask("namespaces")[0]["totals"]["stored"] > 0, "blocks of the prompt are stored")
 
         def has_evicted() -> bool:
             start = next(starts)

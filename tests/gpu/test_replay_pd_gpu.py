@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fdcache.replay.devices import DeviceName
-from fdcache.replay.pd import PdConfig, PdReport, parse_faults, replay_pd
+from fdcache.replay.faults import parse_faults
+from fdcache.replay.pd import RANDOM_FAULTS, FaultKind, PdConfig, PdReport, replay_pd
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import CacheSettings, CopySettings
 from fdcache.settings.peers import PeerSettings
@@ -24,7 +25,7 @@ def play(faults: str, ranks: tuple[int, int] | None = None, **transfer: Any) -> 
         cache=CacheSettings(device_blocks=512, host_memory=0),
         transfer=CopySettings(**transfer),
         peers=PeerSettings(connector="ipc", timeout=10.0, lease=5.0),
-        faults=parse_faults(faults),
+        faults=parse_faults(faults, tuple(FaultKind), RANDOM_FAULTS),
         ranks=ranks,
         device=DeviceName.CUDA,
     )

@@ -85,8 +85,10 @@ def test_the_step_of_a_load_that_was_told_early_reads_its_bytes(engine: Engine) 
     assert all(bool((each == 7).all()) for each in read_early(engine))
     engine.settle()
     assert not engine.worker.is_loading
-    assert not engine.side._open
-    assert not engine.side._early
+    early = engine.side._early
+    assert early is not None
+    assert not early._open
+    assert not early.are_told
 
 
 def test_a_step_that_does_not_wait_reads_other_bytes(engine: Engine) -> None:

@@ -15,11 +15,13 @@ import pytest
 from fdcache.metadata import CacheLevel
 from fdcache.service.client.connection import Client
 from fdcache.service.client.control import Control, Prefix
+from fdcache.service.client.remote_tier import RemoteHostTier
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers import events
 from fdcache.tiers.events import BlocksCleared, BlockStored, EventsLost
+from fdcache.tiers.pool import EVENT_REMOVED
 from tests.service_engine import PROMPT, Engine
-from tests.service_help import TIMEOUT, LocalService, local_service, next_line, spawned, until
+from tests.service_help import TIMEOUT, LocalService, ServiceProcess, local_service, next_line, spawned, until
 
 BLOCKS = 10
 
@@ -30,7 +32,7 @@ def service(tmp_path: Path) -> Iterator[LocalService]:
         yield running
 
 
-def on_devices(service: LocalService, tokens: list[int] = PROMPT) -> list[int]:
+def on_devices(service: LocalService | ServiceProcess, tokens: list[int] = PROMPT) -> list[int]:
     """Return how many devices have each block of a prompt, as the command line shows it."""
     with Client(service.address) as client:
         return [int(block.devices or 0) for block in Control(client).explain(Prefix(tokens)).blocks]
@@ -77,6 +79,36 @@ def test_a_new_session_tells_all_blocks_again(service: LocalService) -> None:
 
     until(lambda: on_devices(service) == [0] * BLOCKS, "the former session ended")
     until(is_told, "the new one tells them")
+    engine.close()
+
+
+def test_an_idle_engine_tells_its_blocks_to_a_service_that_comes_back(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "s", FDCACHE_KV_EVENTS="tcp://127.0.0.1:*") as service:
+        service.start()
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        until(lambda: on_devices(service) == [1] * BLOCKS, "the engine has the blocks")
+        with engine.manager._lock:  # a step is at work as the session begins
+            service.kill()
+            service.start()
+            until(lambda: len(service.ask("clients")) == 1, "there is a session again")
+        until(lambda: on_devices(service) == [1] * BLOCKS, "it has them still, without a further step")
+        engine.close()
+
+
+def test_blocks_are_not_told_to_a_session_that_was_not_told_of_all(service: LocalService) -> None:
+    engine = Engine(service.address)
+    engine.serve(PROMPT)
+    until(lambda: on_devices(service) == [1] * BLOCKS, "the engine has the blocks")
+    (namespace,) = service.service.namespaces.values()
+    tier = engine.manager._service
+    assert isinstance(tier, RemoteHostTier)
+    tier.sessions.greet = lambda: True
+    former = tier.sessions.session
+    service.service.clients.end_sessions(namespace)
+    until(lambda: tier.sessions.session not in (None, former), "there is another session")
+    tier.notes.tell_device(bytes([EVENT_REMOVED]), bytes(32))
+    assert not tier.notes.has_device
     engine.close()
 
 

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import zmq
 
 from fdcache.errors import StorageError
+from fdcache.layout import KVLayout
 from fdcache.storage.connector import Outcome
 from fdcache.testing.storage import (
     ConnectorConformance,
@@ -72,6 +74,40 @@ def test_what_a_node_has_read_it_serves_in_turn(nodes: tuple[Node, Node, Node]) 
     first.connector.close()
     assert third.read(path).ok.all()
     assert third.has_read(path)
+
+
+@pytest.mark.parametrize("mebibytes", [1, 3])
+def test_records_as_large_as_those_of_models_are_read(mebibytes: int) -> None:
+    layout = KVLayout.uniform(
+        model="large",
+        revision="1",
+        num_layers=8,
+        block_size=64,
+        kv_heads=8,
+        head_dim=64 * mebibytes,
+        dtype="bfloat16",
+    )
+    assert layout.record_bytes == mebibytes << 20
+    addresses = tuple(free_address() for _ in range(2))
+    with (
+        node(layout, address=addresses[0], listed=addresses) as first,
+        node(layout, address=addresses[1], listed=addresses) as second,
+    ):
+        path = path_of(12, "large")
+        first.hold(path)
+        assert second.read(path).ok.all()
+        assert second.has_read(path)
+
+
+def test_what_another_node_has_copied_is_told_once(nodes: tuple[Node, Node, Node]) -> None:
+    first, second, _ = nodes
+    hashes = path_of(8, "handed over")
+    first.hold(hashes)
+    assert first.connector.take_handed_over() == []
+    assert second.read(hashes).ok.all()
+    told = np.concatenate(first.connector.take_handed_over())
+    assert {row.tobytes() for row in told} == {row.tobytes() for row in hashes}
+    assert first.connector.take_handed_over() == second.connector.take_handed_over() == []
 
 
 def test_a_block_that_left_the_host_tier_is_a_miss(nodes: tuple[Node, Node, Node]) -> None:

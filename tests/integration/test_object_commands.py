@@ -67,6 +67,39 @@ def test_inspect_tells_what_is_stored(place: str, tmp_path: Path) -> None:
         assert inspect(place, "--verify", status=1)["corrupt_blocks"] == 1
 
 
+def reset(place: str, *options: str) -> dict[str, Any]:
+    done = run("reset", "storage", place, "--json", *options)
+    assert done.returncode == 0, everything(done)
+    assert not any(secret in everything(done) for secret in (KEY, KEY_ID))
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_blocks_are_removed_for_every_node(place: str) -> None:
+    assert reset(place, "--older-than", "1h", "--yes")["namespaces"] == []
+    assert reset(place, "--namespace", "others", "--yes")["blocks"] == 0
+    assert reset(place, "--corrupt", "--yes")["blocks"] == 0
+    planned = reset(place, "--all", "--dry-run")
+    assert (planned["dry_run"], planned["blocks"]) == (True, COUNT)
+    assert inspect(place)["namespaces"][0]["blocks"] == COUNT
+    (removed,) = reset(place, "--namespace", "commands", "--yes")["namespaces"]
+    assert (removed["model"], removed["objects"], removed["blocks"]) == ("commands", 3, COUNT)
+    assert inspect(place)["objects"] == 0
+    assert "nothing to remove" in run("reset", "storage", place, "--all", "--yes").stdout
+
+
+def test_only_objects_with_a_corrupt_record_are_removed(place: str, tmp_path: Path) -> None:
+    if "://" in place:
+        pytest.skip("the bytes of a bucket are not at hand")
+    damaged = min(path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 4 * 4096)
+    content = bytearray(damaged.read_bytes())
+    content[4096 + 7] ^= 1
+    damaged.write_bytes(content)
+    (removed,) = reset(place, "--corrupt", "--yes")["namespaces"]
+    assert removed["objects"] == 1
+    assert inspect(place, "--verify")["objects"] == 2
+
+
 def test_the_speed_of_a_store_is_measured_and_believed(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,8 +149,8 @@ def test_each_panel_shows_the_traffic_of_engines_that_die_and_of_a_service_that_
 def test_ten_thousand_nodes_open_by_keyboard(service: WebService, browser: Any) -> None:
     engine = Engine(service.address, device_blocks=256)
     for start in range(0, 500_000, 1000):
+        engine.await_stock(21)
         engine.serve([7] * BLOCK + list(range(start, start + 20 * BLOCK + 1)))
-        engine.await_stock()
     until(lambda: ready_blocks(service) >= 10_000, "ten thousand blocks are stored")
     with tab(browser, service.url) as shown:
         shown.wait_for("page.tree.count > 0")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
 
+from fdcache.errors import RefusedError
 from fdcache.hashing import NO_TENANT, TokenBlocks, root_hash, tenant_key
 from fdcache.manager import Request
-from fdcache.service.client.connection import Connection
+from fdcache.service.client.connection import Client, Connection
+from fdcache.service.client.control import Control, Prefix
 from fdcache.service.server.http import make_app
 from fdcache.service.wire.protocol import Bye, Match
 from tests.service_engine import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout, ready_blocks
@@ -186,6 +189,60 @@ def test_owners_of_blocks_survive_the_service(tmp_path: Path) -> None:
         service.ask("reset", tier="host", tenant=one)
         assert [found(service, PROMPT, name) for name in ("two", None)] == [10, 10]
         assert one[:12] not in tenants(service)
+
+
+def is_read(client: Client, prefix: Prefix) -> bool:
+    try:
+        return Control(client).prefetch(prefix).done
+    except RefusedError:  # the storage is being opened
+        return False
+
+
+def are_stored(service: LocalService, blocks: int) -> bool:
+    return bool(service.ask("storage")["blocks"] == blocks)
+
+
+def read_all(service: LocalService, prompts: list[list[int]], tenant: str) -> None:
+    """Read prompts of a tenant from storage into the host tier."""
+    with Client(service.address) as client:
+        for tokens in prompts:
+            until(partial(is_read, client, Prefix(tokens, tenant=tenant)), "the prompt is read")
+
+
+def test_blocks_read_from_storage_are_their_tenants_and_within_its_quota(tmp_path: Path) -> None:
+    storage = {
+        "FDCACHE_STORAGE": "local",
+        "FDCACHE_STORAGE_DIR": str(tmp_path / "disk"),
+        "FDCACHE_STORAGE_SIZE": "4MiB",
+        **QUOTAS,
+    }
+    (tmp_path / "disk").mkdir()
+    folder = tmp_path / "s"
+    folder.mkdir(mode=0o700)
+    prompts = [list(range(start, start + 41)) for start in range(0, 10_000, 1000)]
+    batch = tenant_key("batch").hex()[:12]
+    with local_service(folder, **storage) as service:
+        engine = Engine(service.address, device_blocks=128)
+        for number, tokens in enumerate(prompts, 1):
+            engine.await_stock(10)
+            engine.serve(tokens, "batch")
+            until(partial(are_stored, service, 10 * number), "it is stored")
+        engine.await_stock(10)
+        engine.serve(PROMPT, "large")
+        until(partial(are_stored, service, 110), "all is stored")
+        engine.close()
+    with local_service(folder, **storage) as service:  # without the host tier of the first
+        engine = Engine(service.address)  # its layout is known
+        read_all(service, [PROMPT], "large")
+        read_all(service, prompts, "batch")
+        engine.close()
+        have = tenants(service)
+        assert have["large"]["blocks"] == 10
+        assert "(none)" not in have or not have["(none)"]["blocks"]
+        assert 10 <= have[batch]["blocks"] <= have[batch]["most_blocks"] < 100
+        assert found(service, prompts[-1], "batch") == 10
+        service.ask("reset", tier="host", tenant=tenant_key("large").hex())
+        assert not tenants(service)["large"]["blocks"]
 
 
 def test_a_key_does_not_contain_the_name() -> None:

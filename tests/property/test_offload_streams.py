@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from fdcache.settings.cache import WritePolicy
 from fdcache.tiers import storage_reads
 from tests.offload_engine import BLOCK, OffloadEngine, prompt
-from tests.property.test_offload import Engine, play
+from tests.property.offload_model import Engine
+from tests.property.offload_play import play
 from tests.seeds import budget
 from tests.storage_engine import SlowStore
 from tests.storage_help import storage_layout

@@ -22,7 +22,9 @@ from fdcache.metadata import TransferReport
 from fdcache.settings.cache import CopySettings, WritePolicy
 from fdcache.tiers import storage_reads
 from tests.offload_engine import BLOCK
-from tests.property.test_offload import ACTIONS, FULL, HALVES, MODELS, STATE, Engine, Sequence, window
+from tests.property.offload_model import Engine
+from tests.property.offload_play import ACTIONS
+from tests.property.offload_sequences import FULL, HALVES, MODELS, STATE, Sequence, window
 from tests.seeds import budget
 from tests.swaps import PATIENCE
 
@@ -63,6 +65,8 @@ class Troubled(Engine):
         for sequence in list(self.waiting):
             self.admit(sequence)
             self.trouble()
+        self.withdraw_some()
+        self.trouble()
         scheduled = self.schedule()
         self.trouble()
         self.manager.evicted(np.array(self.given, np.int32))

@@ -242,6 +242,8 @@ def test_two_engines_and_a_service_are_killed_and_the_router_stays_true(tmp_path
             until(lambda: service.ask("stats")["state"] in ("ready", "recovering"), "it is back")
             check()
             assert any(router.ask(each)[1] for each in asked), "what storage has is told after a restart"
+            until(lambda: any(router.ask(each)[0] for each in asked), "an idle engine's device is told again")
+            check()
             second.kill()
             second.wait()
             check()

@@ -14,11 +14,11 @@ class WrongLinker(FdcacheLinker):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._planned: list[Int32Array] = []
+        self._to_spoil: list[Int32Array] = []
         plan = self._kv.plan_load
 
         def planned(request: KeyedRequest, slots: Int32Array) -> bool:
-            self._planned.append(slots)
+            self._to_spoil.append(slots)
             return plan(request, slots)
 
         setattr(self._kv, "plan_load", planned)  # noqa: B010
@@ -28,8 +28,8 @@ class WrongLinker(FdcacheLinker):
         index = super().start_layer_wise_loading()
         for counter, _ in self.layer_done_counter.batches[index].counters if index >= 0 else ():
             counter.wait_all()
-        for slots in self._planned:
+        for slots in self._to_spoil:
             for plane in self._kv.pages.planes:
                 plane[slots[1:]] = plane[slots[:1]]
-        self._planned.clear()
+        self._to_spoil.clear()
         return index

@@ -87,6 +87,19 @@ def _without_reserve(module: ModuleType) -> None:
     module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # type: ignore[attr-defined]
 
 
+def _with_latents(module: ModuleType) -> None:
+    """``torch_native`` reads keys and values out of the pool, which are latents: they have to be absorbed always."""
+    absorbed = module.AttnForwardMethod.MLA
+    module.AttentionBackendRegistry.register("torch_native", lambda attention, batch: absorbed)
+
+
+def _with_convolutions(module: ModuleType) -> None:
+    from tests.sglang import convolutions
+
+    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
+        setattr(module, name, getattr(convolutions, name))
+
+
 def install() -> None:
     """Let imports find the stand-ins."""
     if any(isinstance(finder, _EmptyPackages) for finder in sys.meta_path):
@@ -99,6 +112,8 @@ def install() -> None:
                 f"{_POOLS}.common": _without_driver,
                 f"{_POOLS}.mha": _with_copies,
                 f"{_POOLS}.mla": _with_copies,
+                "sglang.srt.layers.attention.mamba.causal_conv1d": _with_convolutions,
+                "sglang.srt.models.deepseek_common.attention_backend_handler": _with_latents,
             }
         ),
     ]

@@ -63,9 +63,9 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def linker(pool: Any, **extra: Any) -> Iterator[FdcacheLinker]:
+def linker(pool: Any, *, tp_size: int = 1, **extra: Any) -> Iterator[FdcacheLinker]:
     made = FdcacheLinker(
-        arguments(),
+        arguments(tp_size=tp_size),
         parameters(pool),
         components={ComponentType.FULL},
         extra_config={"FDCACHE_HOST_MEMORY": "4MiB", **extra},
@@ -120,13 +120,24 @@ def test_pages_of_all_layers_come_back(make: Any) -> None:
         assert stored(made, keys, [1, 2, 3, 4, 5, 6])
         for buffer in buffers:
             buffer.zero_()
-        assert made.lookup("b", transfer(keys)) == [1, 2, 3, 4, 5, 6]
-        assert loaded(made, "b", keys[:5], [9, 8, 12, 20, 10])
+        assert made.lookup("b", transfer(keys)) == [6]
+        assert made.lookup("c", transfer(keys[:5])) == [5]
+        assert loaded(made, "c", keys[:5], [9, 8, 12, 20, 10])
         for buffer, was in zip(buffers, before, strict=True):
             for target, source in zip([9, 8, 12, 20, 10], range(1, 6), strict=True):
                 rows = slice(target * PAGE, target * PAGE + PAGE)
                 assert torch.equal(buffer[rows], was[source * PAGE : source * PAGE + PAGE])
             assert not buffer[11 * PAGE : 12 * PAGE].any()
+
+
+def test_of_several_ranks_each_tells_lengths_that_others_may_have_too() -> None:
+    keys = hex_keys(130)
+    with linker(mha(), FDCACHE_HOST_MEMORY="8MiB", tp_size=2) as made:
+        assert stored(made, keys[:10], list(range(1, 11)))
+        assert made.lookup("a", transfer(keys[:12])) == list(range(1, 11))
+        assert made.lookup("b", transfer(keys)) == [3, 6, 9, 10]
+        assert not made.load("a", transfer(keys[:11], list(range(20, 31))))
+        assert loaded(made, "b", keys[:9], list(range(20, 29)))
 
 
 def test_pages_offered_again_after_their_load_are_not_copied() -> None:
@@ -149,7 +160,7 @@ def test_ends_come_in_the_order_of_the_offloads() -> None:
             assert made.offload(transfer(keys[first : first + 4], list(range(1 + first, 5 + first))))
         until(lambda: made.num_completed_offloads() == 3, "all end")
         assert [made.pop_completed_offload() for _ in range(3)] == [True] * 3
-        assert made.lookup("a", transfer(keys)) == list(range(1, 13))
+        assert made.lookup("a", transfer(keys)) == [12]
 
 
 def test_an_offload_of_many_pages_is_begun_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +175,31 @@ def test_an_offload_of_many_pages_is_begun_piece_by_piece(monkeypatch: pytest.Mo
         until(lambda: made.num_completed_offloads() == 2, "all end")
         assert [made.pop_completed_offload() for _ in range(2)] == [True] * 2
         assert made._kv.stats.counters.blocks_backed_up == 12
-        assert made.lookup("a", transfer(keys)) == list(range(1, 13))
+        assert made.lookup("a", transfer(keys)) == [12]
         assert made._kv.manager.get_stats().host.unjoined == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("most_pages", "most_bytes", "pieces"),
+    [(256, 3, [6, 3, 3]), (5, 1 << 20, [5, 5, 2]), (1, 1 << 20, [1] * 12), (256, 0, [6, 3, 2, 1])],
+)
+def test_a_piece_of_an_offload_has_few_pages_and_half_of_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, most_pages: int, most_bytes: int, pieces: list[int]
+) -> None:
+    """Of many pages a call takes more of them, so that steps which take long do not leave ever more behind."""
+    keys = hex_keys(12)
+    with linker(mha()) as made:
+        monkeypatch.setattr(offloads, "MOST_PAGES", most_pages)
+        monkeypatch.setattr(offloads, "MOST_BYTES", most_bytes * made._kv.layout.payload_bytes)
+        offer, taken = made._kv.offer, []
+        made._kv.offer = lambda run, *rest: taken.append(len(run)) or offer(run, *rest)  # type: ignore[method-assign,func-returns-value,assignment,misc]
+        assert made.offload(transfer(keys, list(range(1, 13))))
+        assert made._offloads.are_many == (most_pages == 1)
+        until(lambda: made.num_completed_offloads() == 1, "it ends")
+        assert made.pop_completed_offload()
+        assert taken == pieces
+        assert not made._offloads._pages_left and not made._offloads._bytes_left
+        assert made.lookup("a", transfer(keys)) == [12]
 
 
 def test_a_load_that_was_not_promised_is_refused_and_one_can_be_withdrawn() -> None:
@@ -182,18 +216,53 @@ def test_a_load_that_was_not_promised_is_refused_and_one_can_be_withdrawn() -> N
         assert made._kv.manager._host.in_use == 0
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_has_gone_is_computed_by_one_rank_and_fails_on_all_of_several(ranks: int) -> None:
+    """Every rank has to take the same branch, so that only the end of a load may differ."""
+    keys = hex_keys(4)
+    with linker(mha(), tp_size=ranks) as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        assert made.lookup("a", transfer(keys))[-1] == 4
+        made._kv.manager.unmatch([made._asked["a"].request])
+        assert made.load("a", transfer(keys, [5, 6, 7, 8])) == (ranks == 2)
+        index = made.start_layer_wise_loading()
+        assert (index == -1) == (ranks == 1)
+        assert made.finish_layer_wise_loading(index) == (ranks == 1)
+        assert made._kv.manager.get_stats().live_requests == 0
+        assert made._kv.manager._host.in_use == 0
+        assert made.lookup("b", transfer(keys))[-1] == 4
+        assert loaded(made, "b", keys, [5, 6, 7, 8])
+
+
+def test_a_request_that_gets_other_slots_is_loaded_into_these_alone() -> None:
+    keys, pool = hex_keys(2), mha()
+    with linker(pool) as made:
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer.copy_(torch.rand(buffer.shape))
+        first = pool.k_buffer[0][PAGE : 3 * PAGE].clone()
+        assert stored(made, keys, [1, 2])
+        pool.k_buffer[0].zero_()
+        for pages in ([5, 6], [7, 8]):
+            made.lookup("a", transfer(keys))
+            assert made.load("a", transfer(keys, pages))
+        assert made.finish_layer_wise_loading(made.start_layer_wise_loading())
+        assert torch.equal(pool.k_buffer[0][7 * PAGE : 9 * PAGE], first)
+        assert not pool.k_buffer[0][5 * PAGE : 7 * PAGE].any()
+        assert made._kv.manager.get_stats().live_requests == 0
+
+
 def test_requests_that_ask_and_are_aborted_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = hex_keys(4)
     with linker(mha()) as made:
         assert stored(made, keys, [1, 2, 3, 4])
         monkeypatch.setattr(module, "_FORGET_AFTER", 0.01)
         for number in range(10_000):
-            assert made.lookup(str(number), transfer(keys)) == [1, 2, 3, 4]
+            assert made.lookup(str(number), transfer(keys)) == [4]
         assert len(made._asked) < 5000
         made.reset()
         assert made._kv.manager.get_stats().live_requests == 0
         assert made._kv.manager._host.in_use == 0
-        assert made.lookup("after", transfer(keys)) == [1, 2, 3, 4]
+        assert made.lookup("after", transfer(keys)) == [4]
 
 
 def test_what_is_promised_stays_pinned_while_the_request_asks() -> None:
@@ -203,12 +272,12 @@ def test_what_is_promised_stays_pinned_while_the_request_asks() -> None:
         deadline = time.monotonic() + 2.5
         turn = 0
         while time.monotonic() < deadline:
-            assert made.lookup("a", transfer(keys)) == [1, 2, 3, 4]
+            assert made.lookup("a", transfer(keys)) == [4]
             pages = list(range(5, 55))
             stored(made, hex_keys(50, str(turn)), pages)  # more than the tier has room for
             turn += 1
         assert turn > 1
-        assert made.lookup("a", transfer(keys)) == [1, 2, 3, 4]
+        assert made.lookup("a", transfer(keys)) == [4]
         assert loaded(made, "a", keys, [60, 61, 62, 63])
         assert made.lookup("b", transfer(other)) == []
 
@@ -223,7 +292,7 @@ def test_a_reset_ends_what_is_in_flight_and_forgets_nothing_that_is_stored() -> 
         made.reset()
         assert made.num_completed_offloads() == 0
         assert made.start_layer_wise_loading() == -1
-        assert made.lookup("b", transfer(keys[:4])) == [1, 2, 3, 4]
+        assert made.lookup("b", transfer(keys[:4])) == [4]
 
 
 def test_pages_of_weights_that_are_replaced_are_neither_found_nor_stored(
@@ -235,7 +304,7 @@ def test_pages_of_weights_that_are_replaced_are_neither_found_nor_stored(
     keys = hex_keys(4)
     with linker(mha()) as made:
         assert stored(made, keys, [1, 2, 3, 4])
-        assert made.lookup("a", transfer(keys)) == [1, 2, 3, 4]
+        assert made.lookup("a", transfer(keys)) == [4]
         with pytest.raises(AttributeError):  # SGLang's own method runs, and fails: it has nothing to write to
             WeightUpdater.update_weights_from_tensor(None, [])
         assert made.lookup("b", transfer(keys)) == []
@@ -245,7 +314,7 @@ def test_pages_of_weights_that_are_replaced_are_neither_found_nor_stored(
         assert made.lookup("c", transfer(keys)) == []
         first = made._kv.manager.layout.revision
         assert stored(made, keys, [1, 2, 3, 4])
-        assert made.lookup("d", transfer(keys)) == [1, 2, 3, 4]
+        assert made.lookup("d", transfer(keys)) == [4]
         assert loaded(made, "d", keys, [5, 6, 7, 8])
     with linker(mha()) as other:  # made after the update, and told of the same weights
         assert not stored(other, keys, [1, 2, 3, 4])

@@ -47,7 +47,7 @@ FLOORS = (
 """From the bottom up. A room imports the floors below its own; rooms of one floor do not import each other."""
 
 NEVER = {
-    "manager": {"devices", "transfer", "controller"},
+    "manager": {"devices", "service", "transfer", "controller"},
     "storage": {"devices", "service", "transfer"},
     "controller": {"manager"},
 }
@@ -134,18 +134,6 @@ def test_no_module_reaches_itself() -> None:
     for name in edges:
         if name != "fdcache":
             visit(name, ())
-
-
-def test_only_the_making_of_tiers_imports_the_service_and_late() -> None:
-    managers = [name for name in MODULES if room(name) == "manager"]
-    users = {name for name in managers if any(room(one) == "service" for one in imports_of(name))}
-    assert users == {"fdcache.manager.tiers"}
-    early = [
-        node
-        for node in tree("fdcache.manager.tiers").body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fdcache.service")
-    ]
-    assert not early
 
 
 def test_no_public_class_name_exists_twice() -> None:

@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from fdcache.integrations.mooncake.client import remedy_without_client
+from tests.commands import fdcache
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -79,3 +80,19 @@ def test_guides_install_from_a_clone() -> None:
     wrong = [page.name for page in pages if re.search(r"pip install ['\"]?fdcache", page.read_text())]
     assert wrong == []
     assert "pip install ." in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_names_every_extra_of_users() -> None:
+    (listed,) = re.findall(r"are extras:\s+((?:`[\w-]+`,?\s*)+)", (ROOT / "README.md").read_text())
+    of_others = {"peers", "test", "dev", "chart", "docs"}
+    assert set(re.findall(r"`([\w-]+)`", listed)) == PROJECT["optional-dependencies"].keys() - of_others
+
+
+def test_the_help_of_serve_names_every_connector_of_storage() -> None:
+    shown = " ".join(fdcache("serve", "--help").stdout.split())
+    (listed,) = re.findall(r"or a connector: ([\w, ]+)\.", shown)
+    assert set(listed.split(", ")) == {
+        "local",
+        "none",
+        *PROJECT["entry-points"]["fdcache.storage_connectors"],
+    }

@@ -33,6 +33,7 @@ def test_pages_have_the_sizes_that_the_shapes_are_for() -> None:
     assert SHAPES["8b"].page_bytes == 64 << 10
     assert SHAPES["70b-tp8"].page_bytes == 8 << 10
     assert SHAPES["8b"].token_bytes * 8192 == 1 << 30
+    assert SHAPES["mla"].token_bytes == 61 * (512 + 64) * 2
 
 
 def test_a_model_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:

@@ -459,3 +459,25 @@ def test_the_start_tells_which_groups_are_kept_and_how_many_tokens_fit() -> None
         "kept: 2 x last 128 in blocks of 16 tokens, all in blocks of 32 tokens; host memory has room for 640 tokens"
     )
     assert "once for 2 ranks; host memory" in config.kept_by(ranks(2, kind=MLAAttentionSpec), 10)
+
+
+def test_ranks_of_peers_that_cannot_be_served_are_refused_by_name() -> None:
+    """Heads have to lie apart, and states cannot be split; as many ranks need nothing."""
+    common: dict[str, Any] = {"model": "m", "revision": "1", "block_size": 16, "num_layers": 2, "tp_size": 2}
+    window, state = CacheGroup(16, Reach.LAST, 64), CacheGroup(16, Reach.STATE)
+    mixed, apart = (
+        PlaneSpec(PlaneKind.KEY, "uint8", (16, 8, 16)),
+        PlaneSpec(PlaneKind.PAIR, "uint8", (8, 16, 32)),
+    )
+    given = kv_config(FullAttentionSpec)
+    for planes, groups, words in (
+        ([mixed], (), "VLLM_KV_CACHE_LAYOUT to HND"),
+        ([mixed], (CacheGroup(16), window), "VLLM_KV_CACHE_LAYOUT to HND"),
+        ([apart], (CacheGroup(16), state), "layers with states"),
+    ):
+        layout = KVLayout.build(planes, groups=groups, **common)
+        config.require_peer_ranks(layout, given, 2)
+        with pytest.raises(ConfigurationError, match=f"FDCACHE_TRANSFER_PEER_RANKS=1.*{words}"):
+            config.require_peer_ranks(layout, given, 1)
+    for groups in ((), (CacheGroup(16), window)):
+        config.require_peer_ranks(KVLayout.build([apart], groups=groups, **common), given, 1)

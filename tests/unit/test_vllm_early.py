@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fdcache.integrations.vllm.early import IdleSteps, LoadClock
+from fdcache.integrations.vllm.early import EarlyLoads, LoadClock
 from fdcache.metadata import SwapPurpose, TransferReport, TransferResult
 
 MIB = 1 << 20
@@ -66,9 +66,10 @@ def test_loads_are_expected_one_after_the_other() -> None:
 
 
 def test_a_load_is_told_early_only_while_nothing_is_computed() -> None:
-    idle = IdleSteps()
+    early = EarlyLoads()
+    early.begins("r", 1)
     told = []
     for num_tokens in (0, 0, 8, 0, 0, 0, 8000):
-        idle.step(num_tokens)
-        told.append(idle.seconds_left > 0)
+        _, seconds_left = early.step(num_tokens)
+        told.append(seconds_left > 0)
     assert told == [False, True, False, False, True, True, False]

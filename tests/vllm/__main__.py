@@ -18,7 +18,7 @@ from tests.vllm.environments import PACKAGES, VERSIONS, default_home, interprete
 
 ROOT = Path(__file__).parents[2]
 _RUNNERS = {
-    "0": ["tests/unit/test_vllm_hooks.py", "tests/unit/test_vllm_load_order.py", "tests/vllm"],
+    "0": [*(f"tests/unit/test_vllm_{name}.py" for name in ("events", "hooks", "load_order")), "tests/vllm"],
     "1": [
         f"tests/vllm/test_{name}.py"
         for name in ("engine", "features", "hybrid", "hybrid_tiers", "pooling", "streams", "tiers", "windows")

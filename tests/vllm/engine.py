@@ -81,11 +81,11 @@ def make_model(folder: Path, seed: int = 0, num_layers: int = 3, **config: Any) 
     return folder
 
 
-def make_tokenizer(folder: Path) -> Path:
+def make_tokenizer(folder: Path, size: int = 512) -> Path:
     """Write a tokenizer of single numbers into a model's folder."""
     from tokenizers import Tokenizer, models
 
-    words = {str(token): token for token in range(512)}
+    words = {str(token): token for token in range(size)}
     Tokenizer(models.WordLevel(words, unk_token="0")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder

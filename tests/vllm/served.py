@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
@@ -32,11 +32,21 @@ def free_port() -> int:
 class Server:
     """A process that answers at a port of this machine."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path, health: str = "/health") -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        log: Path,
+        health: str = "/health",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.port, self.log = port, log
         self._health = health
+        variables = os.environ | (environment or {})
         with log.open("wb") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=out, env=variables, start_new_session=True
+            )
 
     def wait(self) -> None:
         """Wait until it answers."""
@@ -94,8 +104,14 @@ def completion(prompt: Sequence[int], num_tokens: int, **fields: Any) -> dict[st
     }
 
 
-def start_engine(model: Path, log: Path, transfer: dict[str, Any] | None, **options: object) -> Server:
-    """Start ``vllm serve`` with the small model; ``options`` are more of its arguments."""
+def start_engine(
+    model: Path,
+    log: Path,
+    transfer: dict[str, Any] | None,
+    environment: Mapping[str, str] | None = None,
+    **options: object,
+) -> Server:
+    """Start ``vllm serve`` with the small model; ``options`` are more of its arguments, None for none of that name."""
     port = int(str(options.get("port", 0))) or free_port()
     given = {
         "host": "127.0.0.1",
@@ -113,9 +129,11 @@ def start_engine(model: Path, log: Path, transfer: dict[str, Any] | None, **opti
         **({} if transfer is None else {"kv-transfer-config": json.dumps(transfer)}),
         **options,
     }
-    arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    vllm = str(Path(sys.executable).with_name("vllm"))
-    return Server([vllm, "serve", str(model), "--enforce-eager", *arguments], port, log)
+    arguments = [
+        text for name, value in given.items() if value is not None for text in (f"--{name}", str(value))
+    ]
+    serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    return Server([*serve, str(model), "--enforce-eager", *arguments], port, log, environment=environment)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class Pair:
     ``ranks``: those of prefill and of decode.
     """
 
-    def __init__(self, model: Path, logs: Path, ranks: tuple[int, int] = (1, 1), **options: object) -> None:
+    def __init__(self, model: Path, logs: Path, ranks: tuple[int, int] = (1, 1), **options: Any) -> None:
         self.model, self.logs, self._options = model, logs, options
         self._ranks = dict(zip(("kv_producer", "kv_consumer"), ranks, strict=True))
         self.prefill, self.decode = self.start("kv_producer"), self.start("kv_consumer")
@@ -60,7 +60,7 @@ class Pair:
         """Start an engine."""
         log = self.logs / f"{role}-{free_port()}.log"
         own, (peers,) = self._ranks[role], (count for name, count in self._ranks.items() if name != role)
-        options = {**self._options, **({} if port is None else {"port": port})}
+        options: dict[str, Any] = {**self._options, **({} if port is None else {"port": port})}
         if own > 1:
             options |= {"tensor-parallel-size": own, "distributed-executor-backend": "mp"}
         settings = {} if own == peers else {"FDCACHE_TRANSFER_PEER_RANKS": str(peers)}
@@ -279,12 +279,17 @@ def test_ranks_of_each_engine_hand_over_their_parts(
 
 
 @pytest.mark.slow
-def test_layers_of_several_kinds_are_handed_over(tmp_path: Path) -> None:
-    """Full attention and windows, which begin and end everywhere in a block."""
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1)], ids=["1:1", "1:2", "2:1"])
+def test_layers_of_several_kinds_are_handed_over(
+    ranks: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full attention and windows, which begin and end everywhere in a block; each rank reads the heads that it has."""
+    if len(set(ranks)) > 1:
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
     layers = ["full_attention", "sliding_attention", "sliding_attention"] * 2
     model = make_model(tmp_path / "model", num_layers=len(layers), layer_types=layers, sliding_window=40)
-    options: dict[str, object] = {"num-gpu-blocks-override": 120}
-    pair = Pair(make_tokenizer(model), tmp_path, (1, 1), **options)
+    options: dict[str, Any] = {"num-gpu-blocks-override": 120}
+    pair = Pair(make_tokenizer(model), tmp_path, ranks, **options)
     with running(pair.prefill, pair.decode, pair.alone):
         chosen = random.Random(12)
         for length in (200, 112, 97, 96, 88, 87, 71, 41, 40, 17, 5):

@@ -17,7 +17,7 @@ from tests.vllm.observed import Observed
 
 Answers = list[list[int]]
 
-_MORTAL_ENGINE = """
+MORTAL_ENGINE = """
 import json, os, sys, tempfile
 from pathlib import Path
 from tests.vllm.engine import connector_config, install_plugin, running_engine
@@ -147,7 +147,7 @@ def test_engines_share_a_service_and_outlive_it(
     with service_process(tmp_path) as service:
         address = f"ipc://{tmp_path}/fdcache.sock"
         killed = subprocess.run(
-            [sys.executable, "-c", _MORTAL_ENGINE, str(model), address, repr(prompts)],
+            [sys.executable, "-c", MORTAL_ENGINE, str(model), address, repr(prompts)],
             env=os.environ,
             check=False,
         )

@@ -34,7 +34,7 @@ from fdcache.integrations.sglang.slots import SlotReader
 from fdcache.integrations.sglang.weights import KnownWeights
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest
-from fdcache.metadata import HashArray, Int32Array
+from fdcache.metadata import HashArray
 from fdcache.settings import Settings
 from fdcache.settings.cache import Verify
 
@@ -46,6 +46,9 @@ _FORGET_AFTER = 10.0
 
 _LOOK_AGAIN = 0.005
 """Seconds after which a look-up that did not find all looks again: others may have come."""
+
+_MOST_LENGTHS = 64
+"""Most lengths of a run that one of several ranks tells: where ranks differ, one of 64 parts is computed again."""
 
 _MOST_ENDS = 4
 """Most lengths that a look-up of a model with windows or states promises, the longest ones."""
@@ -76,19 +79,17 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _Queued:
-    """A load that SGLang has given slots: they are read from the device when it begins."""
+class _Planned:
+    """A load that SGLang has given slots; ``is_whole``: False if some of it has gone."""
 
     asked: _Asked
-    parts: list[tuple[PoolTier, KeyedRequest, Callable[[], Int32Array]]]
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Loads that began together."""
-
     parts: list[tuple[PoolTier, KeyedRequest]]
-    asked: list[_Asked]
+    is_whole: bool = True
+
+    def withdraw(self) -> None:
+        """Withdraw what is planned."""
+        for tier, request in self.parts:
+            tier.cancel_load(request)
 
 
 class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -140,12 +141,13 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             each.name: {layer: local for local, layer in enumerate(each.layers)} for each in pages
         }
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
-        self._queued: dict[str, _Queued] = {}
-        self._batches: dict[int, _Batch] = {}
+        self._planned: dict[str, _Planned] = {}
+        self._batches: dict[int, list[_Planned]] = {}
         self._offloads = Offloads(self._tiers)
         self._next_batch = 0
         self._metrics = metrics_of(server_args, self._rank.model_name, self._rank.tp_rank, self._tiers)
         self._timeout = self._settings.cache.plan_timeout
+        self._is_alone = getattr(server_args, "tp_size", 1) == 1
 
     def _tier_of(self, pages: DevicePages, share: float) -> PoolTier:
         verifies_all = self._settings.transfer.verify is Verify.ALL
@@ -208,7 +210,7 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         found = self._kv.found(asked.request) if is_first else self._kv.look_again(asked.request)
         if not self._others:
             if found != asked.pages or is_first:
-                asked.pages, asked.lengths = found, list(range(1, found + 1))
+                asked.pages, asked.lengths = found, self._lengths(found, len(asked.keys))
             return
         self._end_others(asked)
         if is_first or found != asked.pages:
@@ -216,6 +218,16 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         asked.pages = found
         lengths = self._whole_lengths(asked.keys[:found], PoolTier.has)[-_MOST_ENDS:]
         asked.lengths = [length for length in lengths if self._pin_others(asked, length)]
+
+    def _lengths(self, found: int, pages: int) -> list[int]:
+        """Return lengths that can be loaded of a run of ``pages``, of which the first ``found`` are there.
+
+        SGLang takes the longest one that all ranks tell, and spends 3 us of its scheduler's thread on each.
+        """
+        if self._is_alone or not found:
+            return [found] * bool(found)
+        step = -(-pages // _MOST_LENGTHS)
+        return [*range(step, found, step), found]
 
     def _read_others(self, keys: HashArray, found: int) -> None:
         """Read from storage what other pools need for the longest lengths, also for pages that are read now."""
@@ -283,44 +295,52 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # --- loads ----------------------------------------------------------------------------------------------
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Take the slots of a load, which begins with the batch. False if it was not promised: SGLang computes."""
+        """Plan a load, which begins with the batch. False if it was not promised: SGLang computes.
+
+        What has gone since the look-up, as with a service, is computed, too. One of several ranks may not decide so by
+        itself: there the load fails when it is finished.
+        """
+        self.cancel_queued_load(rid)  # the request has got other slots
         asked = self._asked.pop(rid, None)
         if asked is None:
             return False
-        if not self._weights.are_loaded:
-            self._end(asked)
-            return False
         kv = next(each for each in transfers if each.name == _KV)
         pages = len(kv.keys)
-        if (pages not in asked.lengths[-1:] and pages not in asked.lengths) or kv.keys[0] != asked.first:
-            self._end(asked)
-            return False
-        parts = [(self._kv, asked.request, self._slots.begin(kv.device_indices, self._kv.pages.page_size))]
-        by_name = {str(each.name): each for each in transfers}
-        for tier, request in asked.others.get(pages, ()):
-            slots = self._slots.begin(by_name[tier.pages.name].device_indices, tier.pages.page_size)
-            parts.append((tier, request, slots))
-        self._queued[rid] = _Queued(asked, parts)
-        return True
+        is_promised = pages in asked.lengths[-1:] or pages in asked.lengths
+        planned = _Planned(asked, [])
+        if self._weights.are_loaded and is_promised and kv.keys[0] == asked.first:
+            by_name = {str(each.name): each for each in transfers}
+            wanted = [(self._kv, asked.request), *asked.others.get(pages, ())]
+            planned.is_whole = all(self._plan(planned, tier, request, by_name) for tier, request in wanted)
+            if planned.is_whole or not self._is_alone:
+                self._planned[rid] = planned
+                return True
+        planned.withdraw()
+        self._end(asked)
+        return False
+
+    def _plan(
+        self, planned: _Planned, tier: PoolTier, request: KeyedRequest, by_name: Mapping[str, Any]
+    ) -> bool:
+        slots = self._slots.read(by_name[tier.pages.name].device_indices, tier.pages.page_size)
+        planned.parts.append((tier, request))
+        return tier.plan_load(request, slots)
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Withdraw a load that has not begun."""
-        queued = self._queued.pop(rid, None)
-        if queued is not None:
-            self._end(queued.asked)
-        return queued is not None
+        planned = self._planned.pop(rid, None)
+        if planned is not None:
+            planned.withdraw()
+            self._end(planned.asked)
+        return planned is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Begin the loads that were taken; return the index of their batch, -1 for none."""
-        if not self._queued:
+        """Begin the loads that are planned; return the index of their batch, -1 for none."""
+        if not self._planned:
             return -1
-        queued, self._queued = list(self._queued.values()), {}
-        batch, layers = _Batch([], [each.asked for each in queued]), LayersOfBatch([])
-        for each in queued:
-            for tier, request, slots in each.parts:
-                layers.is_whole &= tier.plan_load(request, slots())
-                batch.parts.append((tier, request))
+        batch, self._planned = list(self._planned.values()), {}
         now, stores = self._slots.current_stream(), self._slots.store_stream
+        layers = LayersOfBatch([], is_whole=all(each.is_whole for each in batch))
         for name, tier in self._tiers.items():
             layers.counters += [(counter, self._layers[name]) for counter in tier.submit(now, stores)]
         index, self._next_batch = self._next_batch, self._next_batch + 1
@@ -334,9 +354,9 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return True
         layers = self.layer_done_counter.batches.pop(counter_index)
         deadline = time.monotonic() + self._timeout
-        landed = [tier.outcome(request, deadline) for tier, request in batch.parts]
-        for asked in batch.asked:
-            self._end(asked)
+        landed = [tier.outcome(request, deadline) for each in batch for tier, request in each.parts]
+        for each in batch:
+            self._end(each.asked)
         return layers.is_whole and all(landed)
 
     # --- offloads -------------------------------------------------------------------------------------------
@@ -357,7 +377,7 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def num_completed_offloads(self) -> int:
         """Go on with copies, and return how many offloads have ended."""
         reported = [tier.take_reports() for tier in self._tiers.values()]
-        if not any(reported):  # one or the other, so that no call takes long
+        if not any(reported) or self._offloads.are_many:  # one or the other, so that no call takes long
             self._offloads.begin()
         for tier in self._tiers.values():
             tier.turn(self._slots.store_stream)
@@ -375,7 +395,7 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """End what is in flight; what is stored stays, but that of former weights is not found any more."""
         for rid in list(self._asked):
             self._forget(rid)
-        for rid in list(self._queued):
+        for rid in list(self._planned):
             self.cancel_queued_load(rid)
         for index in list(self._batches):
             self.finish_layer_wise_loading(index)

@@ -129,6 +129,11 @@ class PoolTier:
             self._awaited.add(request.request_id)
         return planned == len(slots)
 
+    def cancel_load(self, request: KeyedRequest) -> None:
+        """Withdraw a load that is planned and not submitted."""
+        self.manager.cancel_load(request)
+        self._awaited.discard(request.request_id)
+
     def submit(self, loads_after: Any, stores_after: Any) -> list[LayerDoneCounter]:
         """Submit what is planned: loads behind one stream, stores behind another; return the counters of the loads."""
         counters = []

@@ -12,7 +12,7 @@ from fdcache.metadata import Int32Array
 
 
 class SlotReader:
-    """Reads slots of a device without a wait of the thread that asks for them.
+    """Reads which pages of a device tokens are in: every call of torch here costs the scheduler's thread.
 
     ``store_stream``: behind all work that stores have to wait for; None on a CPU, where calls are in order.
     """
@@ -22,26 +22,16 @@ class SlotReader:
         self._device = device
         self.store_stream = torch.cuda.Stream(device) if self._on_gpu else None
 
+    def read(self, indices: torch.Tensor, page_size: int) -> Int32Array:
+        """Return the pages of tokens, once the scheduler's stream has made their indices."""
+        return _pages_of(indices[::page_size].cpu(), page_size)
+
     def begin(self, indices: torch.Tensor, page_size: int) -> Callable[[], Int32Array]:
-        """Begin to read the pages of tokens; return a function that waits for them."""
-        pages = indices[::page_size]
-        if page_size > 1:
-            pages = pages // page_size
-        pages = pages.to(torch.int32)
-        if not self._on_gpu:
-            array: Int32Array = np.ascontiguousarray(pages.numpy(), np.int32)
-            return lambda: array
-        host = torch.empty(pages.shape, dtype=torch.int32, pin_memory=True)
-        host.copy_(pages, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-
-        def read() -> Int32Array:
-            event.synchronize()
-            slots: Int32Array = host.numpy()
-            return slots
-
-        return read
+        """Begin to read the pages of tokens; the function returns them once a later ``store_after`` is ready."""
+        some = indices[::page_size]
+        first = torch.empty(some.shape, dtype=some.dtype, pin_memory=self._on_gpu)
+        first.copy_(some, non_blocking=True)
+        return lambda: _pages_of(first, page_size)
 
     def current_stream(self) -> Any:
         """Return the stream of the scheduler, None on a CPU."""
@@ -55,3 +45,9 @@ class SlotReader:
         for event in events:
             self.store_stream.wait_event(event)
         return lambda: bool(events[0].query())
+
+
+def _pages_of(first: torch.Tensor, page_size: int) -> Int32Array:
+    """Return the pages of which these are the first tokens, in host memory."""
+    pages: Int32Array = (first.numpy() // page_size).astype(np.int32)
+    return pages

@@ -28,7 +28,7 @@ from fdcache.integrations.vllm.config import (
     require_supported_options,
     why_not_cached,
 )
-from fdcache.integrations.vllm.early import IdleSteps, fills_blocks_first
+from fdcache.integrations.vllm.early import EarlyLoads, fills_blocks_first
 from fdcache.integrations.vllm.events import EventTranslator, group_kinds
 from fdcache.integrations.vllm.handover import EngineIdentity, PeerSide
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata, WorkerReports, WorkerStorage
@@ -123,7 +123,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                 self._events,
                 parallel.pipeline_parallel_size + 1,
                 None if handovers is None else PeerSide(handovers, identity),
-                None if fills_blocks_first(kv_cache_config) else IdleSteps(),
+                None if fills_blocks_first(kv_cache_config) else EarlyLoads(),
             )
             self._stats = StatsDelta(manager)
         else:
@@ -303,7 +303,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         told = dict(ended.handed_over or {})
         if ended.hints:
             told["hint_outcomes"] = msgspec.to_builtins(ended.hints)
-        return ended.handed_over is not None, told or None
+        return ended.is_kept, told or None
 
     def has_pending_push_work(self) -> bool:
         """Return True while copies are in flight, so that vLLM goes on stepping."""

@@ -1,7 +1,7 @@
 """Loads that vLLM is told of before they have ended: the step that uses them waits for them on the device.
 
 A load that is enqueued, and whose records were checked, can only fail with the device. So vLLM may plan a step with its
-request while it is copied, if no other request computes meanwhile. ``IdleSteps`` says so in the scheduler, and
+request while it is copied, if no other request computes meanwhile. ``EarlyLoads`` says so in the scheduler, and
 ``LoadClock`` in a worker how long a load still takes.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from fdcache.manager import LoadOutcome
 from fdcache.metadata import SwapPurpose, TransferReport
 
 IDLE_SECONDS = 0.03
@@ -24,20 +25,56 @@ _WEIGHT = 0.25
 """Of the latest measurement."""
 
 
-class IdleSteps:
-    """In the scheduler: tells when nothing is computed: a step that waits for a load holds up no other request then."""
+class EarlyLoads:
+    """In the scheduler: the loads that vLLM may be told of before their end, and those that it was told of.
+
+    While nothing is computed a step that waits for a load holds up no other request.
+    """
 
     def __init__(self) -> None:
-        self._in_a_row = 0
-
-    def step(self, num_tokens: int) -> None:
-        """Count a step that computes this many tokens."""
-        self._in_a_row = 0 if num_tokens else self._in_a_row + 1
+        self._idle_steps = 0
+        self._waiting: dict[str, None] = {}
+        self._open: dict[str, int] = {}  # loads of requests that have not ended on all ranks, by number
+        self._told: set[str] = set()
+        self._received: list[str] = []
 
     @property
-    def seconds_left(self) -> float:
-        """Seconds within which a load has to end that is told with this step; 0 for none."""
-        return IDLE_SECONDS if self._in_a_row > 1 else 0.0
+    def are_told(self) -> bool:
+        """True while a load goes on of which the ranks have told."""
+        return bool(self._told)
+
+    def begins(self, request_id: str, number: int) -> None:
+        """Record that a request waits for this load."""
+        self._waiting[request_id] = None
+        self._open[request_id] = number
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """Record requests whose blocks have come on all ranks, or are sure to: the next step waits for the rest."""
+        for request_id in request_ids:
+            if request_id in self._waiting:
+                del self._waiting[request_id]
+                self._received.append(request_id)
+                if request_id in self._open:
+                    self._told.add(request_id)
+
+    def is_open(self, request_id: str) -> bool:
+        """Return True while a load of a request has not ended on all ranks, whatever was told."""
+        return request_id in self._open
+
+    def ended(self, outcome: LoadOutcome) -> None:
+        """Record the end of a load on all ranks."""
+        if self._open.get(outcome.request_id) == outcome.load:
+            del self._open[outcome.request_id]
+            self._told.discard(outcome.request_id)
+
+    def step(self, num_tokens: int) -> tuple[list[str], float]:
+        """Return the requests whose loads a step of this many tokens relies on, and how early ranks may tell of others.
+
+        That is the seconds within which a load has to end that is told with this step; 0 for none.
+        """
+        self._idle_steps = 0 if num_tokens else self._idle_steps + 1
+        received, self._received = self._received, []
+        return received, IDLE_SECONDS if self._waiting and self._idle_steps > 1 else 0.0
 
 
 def fills_blocks_first(kv_cache_config: Any) -> bool:

@@ -84,6 +84,7 @@ class EventTranslator:
         self._num_records, self._num_marks = num_records, len(marks)
         self.lookahead = 0
         """Tokens beyond each block that vLLM's hash of it covers."""
+        self._hashes_of_block = 1
         self._known: OrderedDict[bytes, RouterBlock] = OrderedDict()
         self._resident: dict[CacheLevel, dict[bytes, RouterBlock]] = {level: {} for level in _OWN}
         self._unknown: dict[CacheLevel, dict[bytes, int]] = {level: {} for level in _OWN}
@@ -100,6 +101,19 @@ class EventTranslator:
         if cache.event_buffer:
             return settings
         return settings.model_copy(update={"cache": cache.model_copy(update={"event_buffer": _BUFFER})})
+
+    def bind_pool(self, pool: Any, block_size: int) -> None:
+        """Take how many tokens a hash of vLLM's pool stands for: less than a block with ``prefix_match_unit``."""
+        self._hashes_of_block = block_size // pool.hash_block_size
+        self.lookahead = getattr(pool, "num_hash_lookahead_tokens", 0)
+
+    def learn_new(self, source: Any, hashes: Any, start: int, block_size: int) -> int:
+        """Record vLLM's hashes of a request's blocks from ``start`` on; return where the next call starts."""
+        theirs = source.block_hashes
+        if self._hashes_of_block > 1:
+            theirs = theirs[self._hashes_of_block - 1 :: self._hashes_of_block]
+        self.learn(source, theirs, hashes, start, block_size)
+        return min(len(hashes), len(theirs))
 
     def learn(self, source: Any, theirs: Sequence[Any], hashes: Any, start: int, block_size: int) -> None:
         """Record ``theirs``, vLLM's hashes of a request's blocks, from ``start`` on; ``hashes`` are fdcache's."""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from fdcache.errors import FdcacheError
 from fdcache.hints import read_hints
-from fdcache.integrations.vllm.early import IdleSteps
+from fdcache.integrations.vllm.early import EarlyLoads
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.handover import PeerSide
 from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata
 from fdcache.integrations.vllm.running import Finished, HookGuard, Running, ids_of
-from fdcache.integrations.vllm.tables import BlockIds, RequestTable, TableShape, pages_of_offer
+from fdcache.integrations.vllm.tables import BlockIds, RequestTable, TableShape, coldest_of, pages_of_offer
 from fdcache.integrations.vllm.timing import StepTimes
 from fdcache.manager import LoadOutcome, MatchStatus, OffloadManager
 from fdcache.metadata import Int32Array, PeerTask, SwapPurpose, TransferPlan, TransferReport, decode_scan
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 _Tables = list[RequestTable]
 """Block tables of the requests of a step."""
-
 
 _Computed = tuple[Running, int, int]
 """A scheduled request, with its tokens before and after the step."""
@@ -48,32 +47,22 @@ class SchedulerSide:
         events: EventTranslator | None = None,
         steps_in_flight: int = 2,
         peers: PeerSide | None = None,
-        idle: IdleSteps | None = None,
+        early: EarlyLoads | None = None,
     ) -> None:
         """``steps_in_flight``: how many steps before the one being planned the device may not have finished.
 
-        ``peers``: other engines, if blocks are handed over. ``idle``: given if loads may be told before their end.
+        ``peers``: other engines, if blocks are handed over. ``early``: given if loads may be told before their end.
         """
         self.peers = peers
-        self._idle = idle
-        self._loading: dict[str, None] = {}
-        """Requests that wait for their load."""
-        self._open: dict[str, int] = {}
-        """The loads of requests that have not ended on all ranks, by number."""
-        self._early: set[str] = set()
-        """Those of which the ranks have told before it had."""
-        self._received: list[str] = []
-        layout = manager.layout
-        self.manager = manager
+        self._early = early
+        self.manager, layout = manager, manager.layout
         self._events = events
         self.inconsistencies = 0
         self.times = StepTimes(manager)
-        self._block_size = manager.layout.block_size
+        self._block_size = layout.block_size
         self._shape = TableShape(layout)
-        self._has_groups = bool(layout.groups)
         self._states = layout.state_groups
         self._is_plain = not (layout.has_gaps or layout.num_states)
-        self._is_shared = manager.settings.server is not None
         self._writes_back = manager.settings.write_policy is WritePolicy.WRITE_BACK
         self._blocks_of_offer = pages_of_offer(layout)
         self._running: dict[str, Running] = {}
@@ -84,7 +73,6 @@ class SchedulerSide:
         self._unloaded: dict[str, list[int]] = {}
         self._reports: list[TransferReport] = []
         self._pool: Any = None
-        self._hashes_of_block = 1
         self._resets_device = False
         self._is_lost = False
         self._is_late = False
@@ -93,16 +81,14 @@ class SchedulerSide:
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, whose hashes may stand for less than a block (``prefix_match_unit``)."""
         self._pool = pool
-        self._hashes_of_block = self._block_size // pool.hash_block_size
         if self._events is not None:
-            self._events.lookahead = getattr(pool, "num_hash_lookahead_tokens", 0)
+            self._events.bind_pool(pool, self._block_size)
 
     def restore(self, scans: Iterable[bytes | None]) -> None:
         """Make the blocks findable that the ranks' storage holds."""
         found = [decode_scan(scan) for scan in scans if scan is not None]
         if found:
-            restored = self.manager.restore_storage(found)
-            logger.info("%d blocks restored from storage", restored)
+            logger.info("%d blocks restored from storage", self.manager.restore_storage(found))
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -172,9 +158,8 @@ class SchedulerSide:
         finally:
             if loaded:
                 self._has_loads = True
-                if self._idle is not None and known is not None:
-                    self._loading[source.request_id] = None
-                    self._open[source.request_id] = known.load
+                if self._early is not None and known is not None:
+                    self._early.begins(source.request_id, known.load)
             if loaded < len(table):
                 # Asked again, it would be promised the blocks again; vLLM then admits nobody behind it.
                 if known is not None:
@@ -187,16 +172,18 @@ class SchedulerSide:
         known = self._running.get(source.request_id)
         if known is None:
             return Finished()
-        handed_over: dict[str, Any] | None = None
+        handed_over, is_kept = None, False
         if known.source is source and any(blocks) and known.blocks:
             known.blocks = self._shape.table(blocks)
             self._offer(known, source.num_computed_tokens)
             if self.peers is not None and not known.is_lost:
-                handed_over = self.peers.finished(source, known.request, known.blocks)
+                handed_over, is_kept = self.peers.finished(source, known.request, known.blocks, self._made)
         self._forget(source.request_id)
-        return Finished([*known.refused_hints, *known.request.hint_outcomes], handed_over)
+        return Finished([*known.refused_hints, *known.request.hint_outcomes], handed_over, is_kept)
 
     def _forget(self, request_id: str) -> None:
+        if self.peers is not None:
+            self.peers.forget(request_id)
         self.manager.finish([self._running.pop(request_id).request])
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -208,10 +195,13 @@ class SchedulerSide:
         """
         computed: Sequence[_Computed] = ()
         used: _Tables | None = None
-        if self._idle is not None:
-            self._tell_of_loads(self._idle, output.total_num_scheduled_tokens)
+        if self._early is not None:
+            received, self._made.seconds_left = self._early.step(output.total_num_scheduled_tokens)
+            self._made.received = received or self._made.received
         try:
             computed = self._learn_blocks(output)
+            if self.peers is not None:
+                self._follow_handovers(self.peers, output.preempted_req_ids or (), computed)
             used = self._tables(output)
         except Exception:  # noqa: BLE001 - logged
             self.hook_failed("following the block tables")
@@ -223,6 +213,8 @@ class SchedulerSide:
             self._is_late = False
         except Exception:  # noqa: BLE001 - logged
             self.hook_failed("planning")
+        if self.peers is not None:
+            self._tell_of_handovers(self.peers, computed)
         self._in_flight.append(used)
         self._made.is_late = was_late or self._is_late
         if self._unloaded:
@@ -239,20 +231,27 @@ class SchedulerSide:
 
     def received(self, request_ids: Iterable[str]) -> None:
         """Record requests whose blocks have come on all ranks, or are sure to: the next step waits for the rest."""
-        for request_id in request_ids:
-            if self._idle is not None and request_id in self._loading:
-                del self._loading[request_id]
-                self._received.append(request_id)
-                if request_id in self._open:
-                    self._early.add(request_id)
+        if self._early is not None:
+            self._early.received(request_ids)
 
-    def _tell_of_loads(self, idle: IdleSteps, num_tokens: int) -> None:
-        """Tell the ranks which loads this step relies on, and whether they may tell of one before its end."""
-        idle.step(num_tokens)
-        if self._received:
-            self._made.received, self._received = self._received, []
-        if self._loading:
-            self._made.seconds_left = idle.seconds_left
+    def _follow_handovers(
+        self, peers: PeerSide, preempted: Iterable[str], computed: Sequence[_Computed]
+    ) -> None:
+        """End and begin the hand-overs of requests whose blocks go to decode as they are computed."""
+        for request_id in preempted:
+            peers.preempted(request_id)
+        for known, start, _ in computed:
+            if not known.is_lost:
+                peers.scheduled(known.source, known.request, start)
+
+    def _tell_of_handovers(self, peers: PeerSide, computed: Sequence[_Computed]) -> None:
+        """Tell the ranks what the step computes of blocks that decode may read already."""
+        with self.guarded("handing over", follows_blocks=False):
+            for known, _, num_tokens in computed:
+                is_loading = self._early is not None and self._early.is_open(known.source.request_id)
+                if not (is_loading or known.is_lost):
+                    peers.computed(known.source, known.blocks, num_tokens, self._made)
+            peers.tell(self._made)
 
     def _follow(self, output: Any, computed: Sequence[_Computed]) -> None:
         """Time the step, and offer the blocks that it computes."""
@@ -276,12 +275,11 @@ class SchedulerSide:
     def _plan(self, *, is_patient: bool) -> None:
         if not self._sent_host_cache:
             self._made.host_cache, self._sent_host_cache = self.manager.host_cache, True
-        if self._reports:
-            self.reported(())
-        if self._is_shared:
+        self.reported(())
+        if self.manager.settings.server is not None:
             self._reset_device()
         if self._writes_back:
-            self.manager.next_evicted(ids_of(self._coldest(self.manager.settings.clean_reserve)))
+            self.manager.next_evicted(ids_of(coldest_of(self._pool, self.manager.settings.clean_reserve)))
         if late := self.manager.expire():
             self._learn_ends(late)
         if plans := self.manager.take_plans(is_patient=is_patient):
@@ -310,7 +308,7 @@ class SchedulerSide:
 
     def _send_handover(self, task: PeerTask) -> None:
         if task.swap.purpose is SwapPurpose.SEND and self.peers is not None:
-            self._made.sends[task.plan_id] = self.peers.request_of(task.transfer)
+            self.peers.planned(task, self._made)
         elif waiting := self.manager.loads_of(task.plan_id):
             self._made.loads[task.plan_id] = {name: last for (name, _), last in waiting.items()}
 
@@ -319,7 +317,8 @@ class SchedulerSide:
 
         vLLM gives away the blocks of a request that has ended while a step that it was part of is still computed.
         """
-        if self._has_groups or self._is_lost or self._is_late or None in self._in_flight or self._early:
+        is_unknown = self.manager.layout.groups or self._is_lost or self._is_late or None in self._in_flight
+        if is_unknown or (self._early is not None and self._early.are_told):
             return True
         wanted = np.zeros(table.max(initial=0) + 1, bool)
         wanted[table] = True
@@ -343,6 +342,8 @@ class SchedulerSide:
         """
         for known in self._running.values():
             known.is_lost = True
+            if self.peers is not None:
+                self.peers.preempted(known.source.request_id)
             self.manager.finish([known.request])
         if self._pool is not None:
             everything = np.arange(self._pool.num_gpu_blocks, dtype=np.int32)
@@ -449,29 +450,13 @@ class SchedulerSide:
     def _learn_hashes(self, known: Running) -> None:
         if self._events is not None:
             self.manager.prepare([known.request])
-            hashes, theirs = known.request.block_hashes, known.source.block_hashes
-            if self._hashes_of_block > 1:
-                theirs = theirs[self._hashes_of_block - 1 :: self._hashes_of_block]
-            self._events.learn(known.source, theirs, hashes, known.known_hashes, self._block_size)
-            known.known_hashes = min(len(hashes), len(theirs))
+            hashes = known.request.block_hashes
+            start, size = known.known_hashes, self._block_size
+            known.known_hashes = self._events.learn_new(known.source, hashes, start, size)
 
     def take_events(self) -> Iterable[Any]:
         """Return vLLM's events since the last call."""
         return () if self._events is None else list(self._events.translate(self.manager.take_events()))
-
-    def _coldest(self, count: int) -> list[int]:
-        """Return the blocks that vLLM gives away next."""
-        if self._pool is None:
-            return []
-
-        def walk() -> Iterator[int]:
-            queue = self._pool.free_block_queue
-            block = queue.fake_free_list_head.next_free_block
-            while block is not None and block is not queue.fake_free_list_tail:
-                yield block.block_id
-                block = block.next_free_block
-
-        return list(islice(walk(), count))
 
     def _reset_device(self) -> None:
         """Forget vLLM's prefix cache if an operator of the service asked for it, once no block is in use."""
@@ -504,9 +489,8 @@ class SchedulerSide:
         """
         for outcome in outcomes:
             known = self._running.get(outcome.request_id)
-            if self._open.get(outcome.request_id) == outcome.load:
-                del self._open[outcome.request_id]
-                self._early.discard(outcome.request_id)
+            if self._early is not None:
+                self._early.ended(outcome)
             if outcome.unplanned and (known is None or known.load == outcome.load):
                 self._unloaded.setdefault(outcome.request_id, []).extend(outcome.unplanned)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -198,3 +199,18 @@ def pages_of_offer(layout: KVLayout) -> int:
     windows = (group.tokens - 1 for group in layout.groups if group.reach is Reach.LAST)
     shortest = min(windows, default=_BLOCKS_OF_OFFER * layout.block_size)
     return max(min(shortest // layout.block_size, _BLOCKS_OF_OFFER), 1)
+
+
+def coldest_of(pool: Any, count: int) -> list[int]:
+    """Return the blocks that vLLM's pool gives away next; none if there is no pool yet."""
+    if pool is None:
+        return []
+
+    def walk() -> Iterator[int]:
+        queue = pool.free_block_queue
+        block = queue.fake_free_list_head.next_free_block
+        while block is not None and block is not queue.fake_free_list_tail:
+            yield block.block_id
+            block = block.next_free_block
+
+    return list(islice(walk(), count))

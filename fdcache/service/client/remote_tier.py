@@ -42,7 +42,7 @@ from fdcache.service.wire.protocol import (
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms, OnDevice
 from fdcache.tiers.host import NOTHING, Found, HostCache, PathNote, Reading
-from fdcache.tiers.pool import PENDING
+from fdcache.tiers.pool import EVENT_CLEARED, PENDING
 from fdcache.tiers.statistics import ReadTotals, TierUsage, TrafficMeter
 from fdcache.tiers.waiting_fetches import ReadJudge
 
@@ -172,14 +172,23 @@ class BlockNotes:
         return self._device_session is self._sessions.session
 
     def tell_device(self, kinds: bytes, hashes: bytes) -> None:
-        """Tell which blocks came to and left the device, in order; a session is told of all first."""
-        session = self._device_session = self._sessions.session
-        if session is None:
+        """Tell which blocks came to and left the device, in order; a session is told of all first.
+
+        That begins with an empty device. A session that begins meanwhile is told nothing yet.
+        """
+        session = self._sessions.session
+        if kinds[0] == EVENT_CLEARED:
+            self._device_session = session
+        if session is None or session is not self._device_session:
             return
         for start in range(0, len(kinds), MOST_BLOCKS):
             stop = start + MOST_BLOCKS
             part = (kinds[start:stop], hashes[_HASH_BYTES * start : _HASH_BYTES * stop])
             self._sessions.outbox.note(session, part)
+
+    def on_session(self, tell: Callable[[], bool]) -> None:
+        """Call ``tell`` in each new session until it returns True, so that an idle engine's device is known, too."""
+        self._sessions.greet = tell
 
     def describe(self, requests: Sequence[Any]) -> None:
         """Describe the blocks of requests that are not described in this session: those at the end of each path."""

@@ -137,6 +137,7 @@ class SessionKeeper:
         session: the open session; None without a service.
         leaving: a session that ends with a goodbye once nothing of it is in flight.
         lock: held while a session begins or ends, and while messages are queued.
+        greet: called by the thread in each new session until it returns True, to tell what the service cannot know.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class SessionKeeper:
         self._live = LiveFile(client_dir(settings.server))
         self.session: Session | None = None
         self.leaving: Session | None = None
+        self.greet: Callable[[], bool] = lambda: True
         self.outbox = Outbox(host)
         self.progress = Progress(host.misses)
         self._events: deque[Events] = deque(maxlen=settings.event_buffer)
@@ -283,6 +285,7 @@ class SessionKeeper:
         poller.register(connection.socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         backoff, retry_at, heartbeat_at = _MIN_BACKOFF, 0.0, 0.0
+        greeted: Session | None = None
         try:
             while not self._closing:
                 now = time.monotonic()
@@ -292,6 +295,8 @@ class SessionKeeper:
                     else:
                         retry_at = time.monotonic() + backoff * random.uniform(0.5, 1.0)
                         backoff = min(2 * backoff, _MAX_BACKOFF)
+                if (current := self.session) is not greeted and self.greet():
+                    greeted = current
                 self._send_queued(connection)
                 if (ended := self.leaving) is not None and self._is_drained():
                     self._say_goodbye(connection, ended)

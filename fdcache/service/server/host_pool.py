@@ -15,6 +15,11 @@ from fdcache.tiers.pool import HOST_SPARE, BlockPool
 _EVENTS = 65536
 
 
+def _nobody(root: HashArray) -> int:
+    """Return the number of blocks without a tenant."""
+    return 0
+
+
 class HostPool(BlockPool):
     """A tier of ``num_blocks`` slots that clients see in ``table``.
 
@@ -32,6 +37,7 @@ class HostPool(BlockPool):
     ) -> None:
         super().__init__(CacheLevel.HOST, num_blocks, eviction, extent=extent, spare=HOST_SPARE)
         self.record_events(_EVENTS)
+        self.tenant_of: Callable[[HashArray], int] = _nobody
         self.table = table
         self._take_runs = take_runs
         self._is_open = True
@@ -72,11 +78,18 @@ class HostPool(BlockPool):
             return super().evict_copied(count)
 
     def reserve_copies(
-        self, lease: int, parents: HashArray, hashes: HashArray, below_pending: bool = False
+        self,
+        lease: int,
+        parents: HashArray,
+        hashes: HashArray,
+        below_pending: bool = False,
+        tenant: int = 0,
     ) -> CopyReservation:
-        """See ``Tier.reserve_copies``."""
+        """See ``Tier.reserve_copies``. The tenant of a path that begins here is asked of ``tenant_of``."""
+        if len(parents) and not parents[0].any():
+            tenant = self.tenant_of(hashes[:1])
         with self._closed():
-            return super().reserve_copies(lease, parents, hashes, below_pending)
+            return super().reserve_copies(lease, parents, hashes, below_pending, tenant)
 
     def publish(
         self,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fdcache import tracing
-from fdcache._core import InFlightPlan, RecordTable
+from fdcache._core import HintKind, InFlightPlan, RecordTable
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, SwapPurpose, TransferReport
 from fdcache.plans.ledger import PlanLedger
 from fdcache.service.server.namespace import Namespace
@@ -22,7 +22,7 @@ from fdcache.service.server.storage_opening import OpenedStorage
 from fdcache.service.server.stored_owners import StoredOwners
 from fdcache.service.wire.shared_memory import Extent
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
-from fdcache.storage.connector import StorageState
+from fdcache.storage.connector import ServesHostRecords, StorageState
 from fdcache.storage.queue import StorageQueue
 from fdcache.tasks import Execution
 from fdcache.tiers.pool import READY
@@ -121,6 +121,7 @@ class LayoutStorage:
                     make_room=self._before_read,
                 )
                 assert namespace is not None
+                host.tenant_of = self._tenant_of
                 namespace.on_evict = self._tier.writes.on_evict
                 namespace.on_forget = self._withdraw
                 namespace.stored_in = self._tier.pool
@@ -148,6 +149,14 @@ class LayoutStorage:
             if namespace is not None and namespace.memory.tables:
                 records.table = namespace.memory.tables[rank]
 
+    def _tenant_of(self, root: HashArray) -> int:
+        """Return the number of the tenant whose path begins with a block that is about to be read."""
+        namespace = self._namespace
+        if namespace is None or namespace.tier is None:
+            return 0
+        key = self.owners.owner(root.tobytes())
+        return namespace.tenants.reading(namespace.tier, root, key, namespace.storable_slots)
+
     def _withdraw(self, hashes: HashArray | None) -> None:
         for queue in self.queues:
             queue.withdraw(hashes)
@@ -171,10 +180,18 @@ class LayoutStorage:
     def work(self, *, may_read: bool, may_write: bool) -> None:
         """Take the reports of ended transfers, plan what may follow, and send it to the ranks' queues."""
         self._take_reports()
+        self._give_up_handed_over()
         if (tier := self._tier) is not None:
             tier.overdue(self._ledger.newly_overdue(time.monotonic()))
             tier.plan_work(self.blocks_in_flight(SwapPurpose.STORE), may_read=may_read, may_write=may_write)
         self.send()
+
+    def _give_up_handed_over(self) -> None:
+        """Let blocks go first that another node has now, until they are used here again."""
+        storage = self.queues[0].storage
+        if self._tier is not None and isinstance(storage, ServesHostRecords):
+            for run in storage.take_handed_over():
+                self._tier.host.hint(run, [(HintKind.RELEASE, 0.0, 0, len(run), False)])
 
     def send(self) -> None:
         """Send the orders of the storage tier to every rank's queue."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fdcache.errors import ConfigurationError
+from fdcache.machine.files import write_text
 from fdcache.machine.session import user_config_dir
 from fdcache.service.server.arenas import find_arenas, remove_arena
 from fdcache.service.server.machine_findings import Finding
@@ -73,8 +74,7 @@ def write_env_file(path: Path, findings: Iterable[Finding], chosen: Mapping[str,
     text = f"# Written by `fdcache init`, which found on this machine:\n{found}#\n{render_dotenv(chosen)}"
     try:
         path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
-        path.touch(mode=0o600, exist_ok=False)  # secrets may be added to it
-        path.write_text(text)
+        write_text(path, text, mode=0o600)  # secrets may be added to it
     except OSError as error:
         problem = f"--env-file: {path} cannot be written: {error.strerror}; choose another"
         return Finding("settings file", f"{path}, not written", problem)

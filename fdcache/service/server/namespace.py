@@ -239,6 +239,7 @@ class Namespace:
                 self._before_removal,
                 self._eviction,
             )
+            self.tier.set_states(self.layout.page_records, self.layout.num_states)
             self.tenants.set_limits(self.tier, self.storable_slots)
             self.tier.mirror(self._table_memory)
         else:

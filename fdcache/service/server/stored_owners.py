@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fdcache.hashing import NO_TENANT
 from fdcache.metadata import CacheSwapMetadata, HashArray
 from fdcache.service.server.owners_file import HASH_BYTES, OwnersFile
 from fdcache.service.server.tenants import blocks_of
@@ -48,6 +49,10 @@ class StoredOwners:
     def knows(self, key: bytes) -> bool:
         """Return True for a tenant with stored blocks."""
         return key in self._owners.values()
+
+    def owner(self, block: bytes) -> bytes:
+        """Return the key of the tenant of a block below the root."""
+        return self._owners.get(block, NO_TENANT)
 
     def rooted(self, key: bytes) -> HashArray:
         """Return the stored blocks of a tenant below the root."""

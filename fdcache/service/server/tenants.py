@@ -164,6 +164,13 @@ class Tenants:
                 self.roots[root] = rows[root] = key
         self._file.add(rows)
 
+    def reading(self, tier: BlockPool, root: HashArray, key: bytes, storable: int) -> int:
+        """Return the number of a tenant whose path is about to be read from storage, and record whose it is."""
+        no_parent = np.zeros_like(root)
+        (number,) = self.numbers(tier, no_parent, key, storable)
+        self.note(no_parent, root, key, np.ones(1, np.bool_))
+        return int(number)
+
     def remove_blocks(self, blocks: Iterable[bytes]) -> None:
         """Forget blocks that left the tier."""
         if self.roots:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,14 +92,15 @@ class Bucket:
         ]
         self._url = require_bucket(settings)
         self._can_create = True
-        self._store = self._open(settings, timeout)
+        self._open_with = partial(self._open, settings, timeout)
+        self._store = self._open_with({})
 
-    def _open(self, settings: ObjectSettings, timeout: float) -> Any:
+    def _open(self, settings: ObjectSettings, timeout: float, config: dict[str, Any]) -> Any:
         scheme = self._url.partition("://")[0]
         if scheme == "file":
             return self._obstore.store.LocalStore(self._url.removeprefix("file://"), mkdir=True)
         given = (settings.key_id, settings.key, settings.session_token)
-        config = {
+        config = config | {
             name: secret.get_secret_value()
             for name, secret in zip(_CONFIG[scheme], given, strict=True)
             if name is not None and secret is not None
@@ -188,9 +190,14 @@ class Bucket:
     def _delete(self, names: list[str]) -> None:
         if not names:
             return
-        with suppress(ObjectMissingError), self._failures(names[0]):
-            self._obstore.delete(self._store, names)
-            return
+        try:
+            with suppress(ObjectMissingError), self._failures(names[0]):
+                self._obstore.delete(self._store, names)
+                return
+        except _NotSupportedError:  # a server of S3 that removes one object at a time
+            if not self._url.startswith("s3://"):
+                raise
+            self._store = self._open_with({"disable_bulk_delete": True})
         for name in names:  # another node is removing them, too
             with suppress(ObjectMissingError), self._failures(name):
                 self._obstore.delete(self._store, name)

@@ -37,7 +37,8 @@ from fdcache.transfer.nodes.messages import (
 from fdcache.transfer.nodes.node import NODES, require_nodes
 from fdcache.transfer.nodes.variables import NodesSettings
 
-_LEAST_FRAME = 1 << 20
+_BESIDE_A_RECORD = 1 << 20
+"""Bytes of a frame beyond a record: room for other answers, and for what encryption adds."""
 
 Mask = NDArray[np.bool_]
 
@@ -68,7 +69,7 @@ class NodesConnector:
         except BaseException:
             NODES.close(self._options)
             raise
-        frame = max(context.layout.record_bytes, _LEAST_FRAME)
+        frame = context.layout.record_bytes + _BESIDE_A_RECORD
         self._links = NodeLinks(self._node.keys, self._node.breaker, frame)
         self._asked: tuple[str, ...] = ()
 
@@ -254,6 +255,10 @@ class NodesConnector:
             self._own.clear()
         elif self._own is not None and hashes is not None:
             self._own.drop(row.tobytes() for row in hashes)
+
+    def take_handed_over(self) -> list[HashArray]:
+        """Return runs of blocks that other nodes have copied since the last call."""
+        return [] if self._own is None else self._own.take_handed_over()
 
     # --- state ----------------------------------------------------------------------------------------------
 

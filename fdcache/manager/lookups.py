@@ -1,0 +1,122 @@
+"""OffloadLookups: what the tiers below an engine's own device cache have for its requests, and its pins on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.manager import story
+from fdcache.manager.base import TierManager, requests_of
+from fdcache.manager.hooks import OffloadHooks
+from fdcache.manager.keyed import OffloadRequest
+from fdcache.manager.loads import count_of
+from fdcache.manager.offloaded import OffloadedRequests
+from fdcache.manager.results import OffloadMatch
+from fdcache.metadata import HashArray
+from fdcache.plans.ledger import NO_BLOCKS, Blocks
+from fdcache.tiers.host import HostTier
+from fdcache.tiers.pool import READY
+
+
+class OffloadLookups(TierManager[OffloadRequest]):
+    """The look-ups of an ``OffloadManager``, from the arrival of requests to what ``match`` has pinned."""
+
+    _requests: OffloadedRequests
+    _host: HostTier
+    _hooks: OffloadHooks | None
+
+    def begin(self, requests: Iterable[OffloadRequest], *, whole_prompt: bool = False) -> None:
+        """Hash requests that have arrived, and start to read their blocks from storage into the host tier.
+
+        ``whole_prompt``: as for ``match``.
+        """
+        requests = requests_of(requests)
+        for request in requests:
+            self._requests.prepare(request, keeps_gil=True)
+        with self._lock:
+            self._set_time()
+            for request in requests:
+                self._requests.begin_fetch(self._requests.track(request), whole_prompt)
+
+    def match(
+        self, request: OffloadRequest, device_tokens: int, *, whole_prompt: bool = False
+    ) -> OffloadMatch:
+        """Pin what can be loaded beyond the first ``device_tokens`` tokens, which the engine has on the device.
+
+        The answer is kept until ``load``, ``unmatch`` or ``finish``: asking again with as many tokens or more costs
+        nothing. The last token is left to compute unless ``whole_prompt``. Blocks that are sooner computed than loaded
+        are left out; see ``observe_prefill``. Nothing is found for ``device_tokens`` in the middle of a block. Raises
+        ``HashingError`` for tokens that cannot be hashed; keys of the engine that contradict those stored find nothing;
+        ``RequestStateError`` if ``device_tokens`` is not a non-negative int.
+        """
+        device_tokens = count_of("device_tokens", device_tokens)
+        self._requests.prepare(request, keeps_gil=True)
+        with self._lock:
+            self._set_time()
+            began = story.match_begins((request,)) if story.audience.ask() else 0
+            found = self._requests.match(request, device_tokens, whole_prompt)
+            return story.offload_matched(found, began)
+
+    def num_copied(self, keys: HashArray) -> int:
+        """Return how many leading blocks of a run the host tier has, or gets: this engine has copied them there.
+
+        A service makes such blocks findable a moment later, or drops them, as when a tenant is over its quota.
+        """
+        with self._lock:
+            there = self._host.index.contains(keys) == READY
+            return len(there) if there.all() else int(there.argmin())
+
+    def host_has(self, keys: HashArray) -> NDArray[np.bool_]:
+        """Return a mask of the blocks that the host tier has."""
+        with self._lock:
+            return np.asarray(self._host.index.contains(keys) == READY)
+
+    def storage_has(self, keys: HashArray) -> NDArray[np.bool_]:
+        """Return a mask of the blocks that the storage may have: a service and a store tell in look-ups alone."""
+        with self._lock:
+            storage = self._tiers.storage
+            if storage is not None:
+                return np.asarray(storage.has(keys), np.bool_)
+            return np.full(len(keys), self._service is not None)
+
+    def found_blocks(self, request: OffloadRequest) -> Blocks:
+        """Return the host blocks that ``match`` has pinned for a request."""
+        with self._lock:
+            tracked = self._requests.get(request)
+            return NO_BLOCKS if tracked is None or tracked.found is None else tracked.found
+
+    def keep_intact(self, request: OffloadRequest, intact: NDArray[np.bool_]) -> int:
+        """Forget the records among ``found_blocks`` that are not intact, in the tier too; return the tokens left."""
+        with self._lock:
+            tracked = self._requests.get(request)
+            if tracked is None or tracked.found is None:
+                return 0
+            found, index, bad = tracked.found, self._host.index, ~intact
+            self._counters.blocks_corrupt_in_host += int(np.count_nonzero(bad))
+            index.begin_load(found.lease, found.slots)
+            index.end_load(found.slots, found.hashes, intact.view(np.uint8), bad.view(np.uint8))
+            tracked.found = found.part(0, len(found) if intact.all() else int(intact.argmin()))
+            return self._requests.tokens(tracked, tracked.remaining)
+
+    @property
+    def plan_arena(self) -> str | None:
+        """Name of the shared arena that host slots refer to; None if every worker has its own."""
+        with self._lock:
+            return self._service.plan_arena if self._service is not None else None
+
+    def leave_reads(self, request: OffloadRequest) -> None:
+        """Have what is being read for a request read to its end, for requests to come."""
+        with self._lock:
+            if (tracked := self._requests.get(request)) is not None:
+                self._requests.leave_fetch(tracked)
+
+    def unmatch(self, requests: Iterable[OffloadRequest]) -> None:
+        """Unpin what ``match`` has found, and tell peers that nothing is fetched; reads from storage go on."""
+        with self._lock:
+            for request in requests_of(requests):
+                if (tracked := self._requests.get(request)) is not None:
+                    self._requests.unpin(tracked)
+                if self._hooks is not None:
+                    self._hooks.unwanted(request)

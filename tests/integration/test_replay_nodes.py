@@ -1,0 +1,153 @@
+"""``fdcache replay --nodes``: three services and engines that share what they store, and what happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fdcache.errors import ReplayOptionError
+from fdcache.replay.config import ReplayConfig
+from fdcache.replay.nodes.cluster import NodeFault, NodesConfig
+from fdcache.replay.nodes.engine_process import Totals
+from fdcache.storage.objects.variables import ObjectSettings
+from tests.commands import fdcache
+from tests.object_help import Bucket
+from tests.replay_help import small_config
+
+Store = dict[str, str]
+PATIENT = {"FDCACHE_PREFETCH_POLICY": "wait_complete", "FDCACHE_RPC_TIMEOUT": "60"}
+"""A slow machine is no reason to compute."""
+
+WAYS = ["nodes", "shared", "object"]
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """The variables of a way; that over the host tiers of nodes needs none."""
+    common = {**PATIENT, "FDCACHE_ARENA_DIR": str(tmp_path)}
+    if request.param == "local bucket":
+        return common | Bucket(f"file://{tmp_path}/bucket").environment
+    if request.param == "object":
+        bucket: Bucket = request.getfixturevalue("s3")
+        return common | bucket.environment
+    return common | ({"FDCACHE_STORAGE": "shared"} if request.param == "shared" else {})
+
+
+@pytest.fixture
+def store_of_nodes(tmp_path: Path) -> Store:
+    return {"FDCACHE_ARENA_DIR": str(tmp_path)}
+
+
+def replayed(store: Store, nodes: int, *options: str) -> dict[str, Any]:
+    """Replay on so many nodes; the memory of all of them together is always the same."""
+    sizes = ("--host-memory", f"{96 // nodes}MiB", "--device-blocks", f"{600 // nodes}")
+    command = (
+        *("replay", "--nodes", str(nodes), *sizes, "--concurrency", f"{6 // nodes}"),
+        *options,
+        "--json",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "fdcache_cli.main", *command],
+        env={**os.environ, **store},
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["totals"]["wrong_blocks"] == report["left"] == 0
+    assert report["broken"] == []
+    assert report["clean"]
+    assert done.returncode == 0
+    assert report["totals"]["compared_blocks"] > 0
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["nodes", "shared", "local bucket"], indirect=True)
+def test_three_nodes_find_what_one_with_all_the_memory_finds(store: Store, tmp_path: Path) -> None:
+    options = ("--requests", "300")
+    three = replayed(store, 3, *options)
+    one = replayed({**PATIENT, "FDCACHE_ARENA_DIR": str(tmp_path)}, 1, *options)
+    assert three["totals"]["finished"] == one["totals"]["finished"] == 300
+    assert three["totals"]["storage_tokens"] > 0
+    assert abs(three["hit_rate"] - one["hit_rate"]) < 0.02
+    assert three["errors"] == []
+    assert list(tmp_path.glob("fdcache-nodes-*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", WAYS, indirect=True)
+def test_nothing_is_wrong_or_late_whatever_happens_to_nodes(store: Store) -> None:
+    hurried = {**store, "FDCACHE_PREFETCH_POLICY": "timeout", "FDCACHE_RPC_TIMEOUT": "0.5"}
+    report = replayed(hurried, 3, "--requests", "80", "--faults", "8", "--seed", "1")
+    assert report["totals"]["longest_wait"] <= report["wait_limit"] == 11
+    assert report["totals"]["finished"] + report["again"] >= 80
+    assert sum(report["faults"].values()) == 8
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", ["2", "3"])
+@pytest.mark.parametrize("store", WAYS, indirect=True)
+def test_nothing_is_wrong_or_late_after_a_hundred_faults(store: Store, seed: str) -> None:
+    hurried = {**store, "FDCACHE_PREFETCH_POLICY": "timeout", "FDCACHE_RPC_TIMEOUT": "0.5"}
+    report = replayed(hurried, 3, "--requests", "1500", "--faults", "100", "--seed", seed)
+    assert sum(report["faults"].values()) == 100
+
+
+def test_nodes_that_die_and_are_cut_off(store_of_nodes: Store) -> None:
+    report = replayed(store_of_nodes, 3, "--requests", "40", "--faults", "kill=1,engine=1,cut=1")
+    assert report["faults"] == {"kill": 1, "engine": 1, "cut": 1}
+
+
+# --- options -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--nodes", "17"), "17 is not between 1 and 16"),
+        (("--nodes", "3", "--sweep", "host-memory=1MiB"), "a replay of --nodes does not have it"),
+        (("--nodes", "3", "--pd"), "a replay of --nodes does not have it"),
+        (("--nodes", "3", "--faults", "flood=3"), "'flood=3' is none; write 200, or kinds of kill"),
+        (("--nodes", "3", "--faults", "full=3"), "full: only a bucket behind FDCACHE_OBJECT_ENDPOINT can be"),
+    ],
+)
+def test_wrong_options_are_named(options: tuple[str, ...], words: str) -> None:
+    done = fdcache("replay", *options, COLUMNS="300")
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("way", "bucket", "faults", "words"),
+    [
+        ("local", None, {}, "FDCACHE_STORAGE=local shares nothing; set it to nodes, object, shared"),
+        ("object", ObjectSettings(url="s3://bucket/folder"), {}, "needs a bucket in a folder"),
+        (
+            "object",
+            ObjectSettings(url="file:///folder"),
+            {NodeFault.CUT: 1},
+            "cut: nodes reach a folder without",
+        ),
+        ("shared", None, {NodeFault.SLOW: 1}, "slow: nodes reach a folder without a network"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    way: str, bucket: ObjectSettings | None, faults: dict[NodeFault, int], words: str
+) -> None:
+    config: ReplayConfig = small_config()
+    with pytest.raises(ReplayOptionError, match=words):
+        NodesConfig(config, 3, way, bucket=bucket, faults=faults)
+
+
+def test_the_longest_wait_of_several_engines_is_not_their_sum() -> None:
+    both = Totals(finished=2, longest_wait=1.5).plus(Totals(finished=3, longest_wait=0.5))
+    assert (both.finished, both.longest_wait) == (5, 1.5)

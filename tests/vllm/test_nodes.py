@@ -1,0 +1,122 @@
+"""Two engines on two nodes: the second finds what the first has stored, and the parts of both are killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fdcache.replay.nodes.network import Network
+from fdcache.replay.nodes.service_process import NodeService
+from tests.nodes_help import KEY
+from tests.object_help import PlainS3Server
+from tests.service_help import until
+from tests.vllm.engine import connector_config, running_engine
+from tests.vllm.observed import Observed
+from tests.vllm.test_tiers import MORTAL_ENGINE
+
+Answers = list[list[int]]
+pytestmark = pytest.mark.slow
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """A network namespace for each of two nodes, where that is allowed."""
+    made = Network(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["nodes", "shared", "object"])
+def ways(
+    request: pytest.FixtureRequest, network: Network, tmp_path: Path
+) -> Iterator[tuple[dict[str, str], ...]]:
+    """The variables by which each node reaches what they share."""
+    stack = ExitStack()
+    if request.param == "nodes":
+        ports = [network.free_port(node) for node in range(2)]
+        others = [network.relay(node, (HERE, ports[1 - node]), 1 - node).port for node in range(2)]
+        found = [
+            {
+                "FDCACHE_STORAGE": "nodes",
+                "FDCACHE_NODES_KEY": KEY,
+                "FDCACHE_NODES_ADDRESS": f"tcp://{HERE}:{ports[node]}",
+                "FDCACHE_NODES": f"tcp://{HERE}:{others[node]}",
+            }
+            for node in range(2)
+        ]
+    elif request.param == "shared":
+        (tmp_path / "shared").mkdir()
+        found = [{"FDCACHE_STORAGE": "shared", "FDCACHE_STORAGE_DIR": str(tmp_path / "shared")}] * 2
+    else:
+        if find_spec("obstore") is None:
+            pytest.skip("needs obstore: pip install '.[object]'")
+        server = PlainS3Server(tmp_path / "buckets")
+        stack.callback(server.kill)
+        port = int(server.endpoint.rsplit(":", 1)[1])
+        found = []
+        for node in range(2):
+            relay = network.relay(node, (HERE, port))
+            endpoint = {"FDCACHE_OBJECT_ENDPOINT": f"http://{HERE}:{relay.port}"}
+            found.append(server.bucket("vllm").environment | endpoint)
+    yield tuple(found)
+    stack.close()
+
+
+def has_stored(service: NodeService) -> bool:
+    (found,) = service.ask("stats")["storage"]["layouts"]
+    return bool(found["totals"]["stored_blocks"]) and not (found["queued_blocks"] + found["writing_blocks"])
+
+
+def test_a_second_engine_finds_what_the_first_has_stored_and_outlives_everything_else(
+    model: Path,
+    prompts: Answers,
+    computed: Answers,
+    ways: tuple[dict[str, str], ...],
+    network: Network,
+    tmp_path: Path,
+) -> None:
+    common = {
+        "FDCACHE_HOST_MEMORY": "32MiB",
+        "FDCACHE_WRITE_POLICY": "write_through",
+        "FDCACHE_ARENA_DIR": str(tmp_path),
+    }
+    services = [
+        NodeService(tmp_path / str(node), common | way, network.path_of(node))
+        for node, way in enumerate(ways)
+    ]
+    with ExitStack() as stack:
+        for service in services:
+            stack.callback(service.kill)
+            service.start()
+        for service in services:
+            service.wait()
+        first, second = services
+        killed = subprocess.run(
+            [sys.executable, "-c", MORTAL_ENGINE, str(model), first.address, repr(prompts)],
+            env=os.environ,
+            check=False,
+        )
+        assert killed.returncode == -9
+        until(lambda: has_stored(first), "the first node has stored its blocks")
+        patient = {"FDCACHE_PREFETCH_POLICY": "wait_complete", "FDCACHE_RPC_TIMEOUT": "60"}
+        transfer = connector_config(FDCACHE_SERVER=second.address, **patient)
+        with running_engine(model, transfer) as llm:
+            engine = Observed(llm)
+            second.wait_for_storage()
+            assert engine.answers(prompts) == computed
+            assert engine.counters.storage_hit_tokens > 0
+            first.kill()
+            engine.forget_device()
+            assert engine.answers(prompts) == computed
+            second.kill()
+            engine.forget_device()
+            assert engine.answers(prompts) == computed
+            assert engine.side.inconsistencies == 0
