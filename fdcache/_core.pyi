@@ -743,13 +743,6 @@ class HintKind(enum.IntEnum):
 
     PRIORITY = 4
 
-def read_hints(
-    hints: Sequence[object], prompt_tokens: int, block_size: int, num_blocks: int, num_records: int
-) -> list[tuple[HintKind, float, int, int, bool]]:
-    """
-    Return what hints say of the records of a request's blocks, as ``Tier.hint`` takes it.
-    """
-
 class HintAnswer(enum.IntEnum):
     """What became of a hint."""
 
@@ -820,6 +813,13 @@ class ReuseTables:
 
     LEFT: Final[int] = ...
     """(arg: object, /) -> int"""
+
+def read_hints(
+    hints: Sequence[object], prompt_tokens: int, block_size: int, num_blocks: int, num_records: int
+) -> list[tuple[HintKind, float, int, int, bool]]:
+    """
+    Return what hints say of the records of a request's blocks, as ``Tier.hint`` takes it.
+    """
 
 class Tier(HostIndex):
     """

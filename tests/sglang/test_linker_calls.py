@@ -192,7 +192,7 @@ def test_a_piece_of_an_offload_has_few_pages_and_half_of_its_bytes(
         monkeypatch.setattr(offloads, "MOST_PAGES", most_pages)
         monkeypatch.setattr(offloads, "MOST_BYTES", most_bytes * made._kv.layout.payload_bytes)
         offer, taken = made._kv.offer, []
-        made._kv.offer = lambda run, *rest: taken.append(len(run)) or offer(run, *rest)  # type: ignore[method-assign,func-returns-value,assignment,misc]
+        made._kv.offer = lambda run, *rest: taken.append(len(run)) or offer(run, *rest)  # type: ignore[func-returns-value,method-assign]
         assert made.offload(transfer(keys, list(range(1, 13))))
         assert made._offloads.are_many == (most_pages == 1)
         until(lambda: made.num_completed_offloads() == 1, "it ends")

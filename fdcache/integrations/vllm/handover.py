@@ -154,7 +154,8 @@ class PeerSide:
             or not handovers.least_tokens < num_tokens <= request.num_tokens
         ):
             return
-        with suppress(RequestStateError):  # another has the name; if it still has at the end, a log line says so
+        # Another has the name; if it still has at the end, a log line says so.
+        with suppress(RequestStateError):
             self._ahead[source.request_id] = _Ahead(handovers.send_ahead(request, name, num_tokens))
 
     def preempted(self, request_id: str) -> None:

@@ -64,6 +64,7 @@ class SchedulerSide:
         self._states = layout.state_groups
         self._is_plain = not (layout.has_gaps or layout.num_states)
         self._writes_back = manager.settings.write_policy is WritePolicy.WRITE_BACK
+        self._lookahead = manager.settings.lookahead_tokens
         self._blocks_of_offer = pages_of_offer(layout)
         self._running: dict[str, Running] = {}
         self._in_flight: deque[_Tables | None] = deque(maxlen=steps_in_flight)
@@ -403,18 +404,20 @@ class SchedulerSide:
     def _offer(self, known: Running, num_tokens: int, start: int = 0) -> None:
         """Offer whole blocks of known tokens: those that drafts or steps in flight add are offered later.
 
+        So are those whose key takes in a token that is not known yet.
+
         ``start``: the tokens that the request had when its step was scheduled, 0 if vLLM has told the table since.
         """
         if known.is_lost:
             return
-        num_tokens = min(num_tokens, known.source.num_tokens)
+        num_tokens = min(num_tokens, known.source.num_tokens - self._lookahead)
         whole = num_tokens // self._block_size
         if whole == known.offered and (self._events is None or known.known_hashes >= whole):
             return
         if whole > known.blocks.num_pages:
             self._count("%d blocks are computed, %d are known", whole, known.blocks.num_pages)
         elif whole:
-            self._learn_tokens(known, num_tokens)
+            self._learn_tokens(known, num_tokens + self._lookahead)
             self._learn_hashes(known)
             self.manager.offer(known.request, num_tokens, known.blocks.page_ids(0, whole, start))
             known.offered = whole
@@ -438,7 +441,7 @@ class SchedulerSide:
         pages = tokens // self._block_size
         if pages > known.offered:
             self._offer(known, tokens)
-        self._learn_tokens(known, tokens)
+        self._learn_tokens(known, min(tokens + self._lookahead, known.source.num_tokens))
         above = known.blocks.page_ids(pages - 1, pages)[-1:] if known.blocks.num_pages >= pages else ()
         self.manager.offer_states(known.request, tokens, ids_of(blocks), *map(int, above))
 

@@ -187,7 +187,7 @@ class LayoutStorage:
         self.send()
 
     def _give_up_handed_over(self) -> None:
-        """Let blocks go first that another node has now, until they are used here again."""
+        """Evict blocks first that another node has now, until they are used here again."""
         storage = self.queues[0].storage
         if self._tier is not None and isinstance(storage, ServesHostRecords):
             for run in storage.take_handed_over():
