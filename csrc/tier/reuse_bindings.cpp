@@ -43,7 +43,8 @@ void bind_reuse(nb::module_ &module) {
         module, "ReuseTables",
         "What was learned of reuse, by class and age.\n\n"
         "Tables are flat, of ``ROLES`` x ``OUTPUTS`` x ``NEWS`` x ``AGES`` numbers, and of\n"
-        "``HINTS`` x ``AGES`` for blocks that a client has told about; those that their path left behind are\n"
+        "``HINTS`` x ``AGES`` for blocks that a client has told about; those that their path left behind "
+        "are\n"
         "class ``LEFT``.")
         .def_prop_ro(
             "reused",
