@@ -100,6 +100,16 @@ def _with_convolutions(module: ModuleType) -> None:
         setattr(module, name, getattr(convolutions, name))
 
 
+def _with_operators(module: ModuleType) -> None:
+    """Linear attention names operators of the kernels when it is imported, also for models without it."""
+    import torch
+
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for name in ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    setattr(module, "_operators_of_tests", library)  # noqa: B010
+
+
 def install() -> None:
     """Let imports find the stand-ins."""
     if any(isinstance(finder, _EmptyPackages) for finder in sys.meta_path):
@@ -112,6 +122,7 @@ def install() -> None:
                 f"{_POOLS}.common": _without_driver,
                 f"{_POOLS}.mha": _with_copies,
                 f"{_POOLS}.mla": _with_copies,
+                "sglang.srt.layers.attention.attention_registry": _with_operators,
                 "sglang.srt.layers.attention.mamba.causal_conv1d": _with_convolutions,
                 "sglang.srt.models.deepseek_common.attention_backend_handler": _with_latents,
             }
