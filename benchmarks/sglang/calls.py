@@ -95,7 +95,9 @@ def main() -> None:
     print(f"{machine()}; {options.device}; {pages} pages, {layers} layers")
     print("microseconds: median, most, median and least of the thread's own time")
     for name, times in spent.items():
-        print(f"{name:24} {median(times):8.0f} {max(times):8.0f} {median(own[name]):8.0f} {min(own[name]):8.0f}")
+        print(
+            f"{name:24} {median(times):8.0f} {max(times):8.0f} {median(own[name]):8.0f} {min(own[name]):8.0f}"
+        )
 
 
 def turn(tier: PoolTier, stores: Any) -> list[Any]:
