@@ -37,6 +37,9 @@ log = logging.getLogger("openai_router")
 _CHECK_SECONDS, _CHECK_TIMEOUT, _CONNECT_TIMEOUT = 2.0, 5.0, 5.0
 _OF_DECODE = ("stream", "stream_options", "min_tokens", "max_completion_tokens", "n", "best_of")
 """Fields that would make prefill answer with more than a token."""
+_PARAMETERS = "kv_transfer_params"
+_OF_ROUTERS = ("do_remote_", "remote_", TRANSFER_ID)
+"""How the names of parameters begin that say who reads from whom."""
 
 
 @dataclass(eq=False)
@@ -123,7 +126,8 @@ class Router:
         if not self.at_once or engine is None or engine.addresses is None:
             return None
         name = uuid.uuid4().hex
-        task = asyncio.create_task(self._prefill_ahead(path, body, headers, {TRANSFER_ID: name}))
+        engine.in_flight += 1  # now, so that the next request sees it
+        task = asyncio.create_task(self._prefill_ahead(engine, path, body, headers, {TRANSFER_ID: name}))
         self._ahead.add(task)
         task.add_done_callback(self._ahead.discard)
         return {
@@ -133,51 +137,57 @@ class Router:
             ADDRESSES: engine.addresses,
         }
 
-    async def _prefill_ahead(self, *asked: Any) -> None:
-        with suppress(RefusedError):  # decode refuses it as well
-            await self.prefill(*asked)
+    async def _prefill_ahead(self, engine: Engine, *asked: Any) -> None:
+        """Let the engine compute a prompt for which decode waits: no other would have it under that name."""
+        try:
+            with suppress(RefusedError):  # decode refuses it as well
+                await self._ask(engine, *asked)
+        except (httpx.HTTPError, ValueError) as error:
+            self.failed(engine, error)
+        finally:
+            engine.in_flight -= 1
 
     async def prefill(
-        self,
-        path: str,
-        body: dict[str, Any],
-        headers: dict[str, str],
-        named: dict[str, str] | None = None,
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
     ) -> dict[str, Any] | None:
         """Compute a prompt; return the parameters for decode, None if no engine has computed it.
 
-        ``named``: the name under which decode waits for it at the engine with the least to do, and no other.
         Raises ``RefusedError``.
         """
-        asked = {name: value for name, value in body.items() if name not in _OF_DECODE}
-        asked |= {
-            "max_tokens": 1,
-            "kv_transfer_params": {
-                **(body.get("kv_transfer_params") or {}),
-                **ASKED_OF_PREFILL,
-                **(named or {}),
-            },
-        }
         tried: list[Engine] = []
         while (engine := self.choose("prefill", tried)) is not None:
             tried.append(engine)
             engine.in_flight += 1
             try:
-                answer = await self.client.post(f"{engine.url}{path}", json=asked, headers=headers)
-                if 400 <= answer.status_code < 500:
-                    raise RefusedError(answer)
-                answer.raise_for_status()
-                parameters: dict[str, Any] | None = answer.json().get("kv_transfer_params")
+                return await self._ask(engine, path, body, headers)
             except (httpx.HTTPError, ValueError) as error:
                 self.failed(engine, error)
-                if named is not None:
-                    return None
-            else:
-                engine.addresses = (parameters or {}).get(ADDRESSES, engine.addresses)
-                return parameters
             finally:
                 engine.in_flight -= 1
         return None
+
+    async def _ask(
+        self,
+        engine: Engine,
+        path: str,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        named: dict[str, str] | None = None,
+    ) -> dict[str, Any] | None:
+        """Let an engine compute a prompt, under a name if decode waits for it; return the parameters for decode.
+
+        Raises ``RefusedError`` for a wrong request, ``HTTPError`` or ``ValueError`` for an engine that fails.
+        """
+        asked = {name: value for name, value in body.items() if name not in _OF_DECODE}
+        given = body.get(_PARAMETERS) or {}
+        asked |= {"max_tokens": 1, _PARAMETERS: {**given, **ASKED_OF_PREFILL, **(named or {})}}
+        answer = await self.client.post(f"{engine.url}{path}", json=asked, headers=headers)
+        if 400 <= answer.status_code < 500:
+            raise RefusedError(answer)
+        answer.raise_for_status()
+        parameters: dict[str, Any] | None = answer.json().get(_PARAMETERS)
+        engine.addresses = (parameters or {}).get(ADDRESSES, engine.addresses)
+        return parameters
 
     @asynccontextmanager
     async def decode(
@@ -213,7 +223,7 @@ class Router:
 
     async def answer(self, path: str, request: Request) -> Response:
         """Answer a request of a client."""
-        body = await request.json()
+        body = await _body_of(request)
         headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
         if (key := request.headers.get("Authorization")) is not None:
             headers["Authorization"] = key
@@ -223,7 +233,7 @@ class Router:
         except RefusedError as refused:
             return Response(refused.answer.content, refused.answer.status_code, media_type="application/json")
         if parameters:
-            body["kv_transfer_params"] = parameters
+            body[_PARAMETERS] = {**body.get(_PARAMETERS, {}), **parameters}
         opened = self.decode(path, body, headers)
         answer = await opened.__aenter__()
 
@@ -240,6 +250,24 @@ class Router:
             if name in ("content-type", "content-encoding")
         }
         return StreamingResponse(pieces(), answer.status_code, kept)
+
+
+async def _body_of(request: Request) -> dict[str, Any]:
+    """Return the body of a client's request, without words on hand-overs: those are the router's alone.
+
+    A client that could say them would choose whom decode reads from. Raises ``HTTPException``.
+    """
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise HTTPException(400, f"the body is not JSON: {error}") from error
+    given = body.get(_PARAMETERS) if isinstance(body, dict) else None
+    if not isinstance(body, dict) or not (given is None or isinstance(given, dict)):
+        raise HTTPException(400, f"the body is not an object, or its {_PARAMETERS} is not")
+    if given is not None:
+        kept = {name: value for name, value in given.items() if not name.startswith(_OF_ROUTERS)}
+        body[_PARAMETERS] = kept
+    return body
 
 
 def make_app(prefill: Sequence[str], decode: Sequence[str], *, at_once: bool = False) -> FastAPI:

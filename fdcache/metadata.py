@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "EXTENT_BYTES",
+    "NO_BLOCK",
     "SLOT_HEADER_BYTES",
     "BlockCopy",
     "BlockNode",
@@ -46,6 +47,9 @@ UInt32Array = NDArray[np.uint32]
 UInt64Array = NDArray[np.uint64]
 HashArray = NDArray[np.uint8]
 """Block hashes, shape (blocks, 32)."""
+
+NO_BLOCK = -1
+"""Stands for a device block that the engine does not have, or that is not known yet."""
 
 SLOT_HEADER_BYTES = 128
 """Bytes of the header of each record."""

@@ -207,9 +207,11 @@ class OffloadEngine:
         )
 
     def wrong_records(self) -> int:
-        """Return how many records of an own host tier differ from what their hashes stand for."""
+        """Return how many records of an own host tier differ from what their hashes stand for; 0 for a service's."""
         host: Any = self.manager._host
         wrong = 0
+        if host.pool is None:
+            return wrong
         for node in host.nodes(range(host.num_blocks)):
             if node.cache_status is not CacheStatus.HOST:
                 continue

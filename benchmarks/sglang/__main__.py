@@ -1,8 +1,8 @@
 """Measure SGLang's engine with no host cache, with HiCache and with both doors of fdcache, in one run.
 
 Each engine is a process of its own with the same arguments. Some start beside each other; then one at a time is
-measured.
-Every result is appended to a file as soon as it is there. Exits 1 if an engine gave wrong tokens or did not answer.
+measured. Every result is appended to a file as soon as it is there, as far as the engine has come in its time. Exits 1
+if an engine gave wrong tokens or did not answer.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.harness import machine
 from benchmarks.sglang.engines import COMPARED, ENGINES, NONE, SHAPES
 
 STEPS = ("cold", "device hit", "after flush", "after eviction")
+GAPS = ("beside", "quiet")
 MORE = ("later turns p50 p99", "token p50 p99 / quiet")
 
 
@@ -99,7 +100,8 @@ def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         try:
             started = [worker.next(deadline) for worker in workers]
             for worker, start in zip(workers, started, strict=True):
-                results.append(_measured(worker, start, deadline, folder))
+                until = min(deadline, time.monotonic() + options.each)
+                results.append(_measured(worker, start, until, folder))
                 with options.out.open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")
                 print(line(results[-1]), flush=True)
@@ -115,7 +117,9 @@ def _measured(worker: Worker, start: dict[str, Any] | None, deadline: float, fol
         result["failed"] = "it did not start"
     else:
         worker.begin()
-        result |= start | (worker.next(deadline) or {"failed": "it did not answer in time"})
+        result |= start
+        while "is_whole" not in result and "failed" not in result:
+            result |= worker.next(deadline) or {"failed": "it did not answer in time"}
     if "failed" in result:
         result["log"] = (folder / f"{worker.name}.log").read_text()[-3000:]
     return result
@@ -123,19 +127,23 @@ def _measured(worker: Worker, start: dict[str, Any] | None, deadline: float, fol
 
 def line(result: dict[str, Any]) -> str:
     """Return a line of the table: milliseconds to the first token, and between tokens beside loads and apart."""
-    if "failed" in result:
-        return f"{result['engine']:16} {result['failed']}\n{result.get('log', '')}"
     cells = []
     for step in STEPS:
-        times = result["ttft_ms"].get(step, [])
+        times = result.get("ttft_ms", {}).get(step, [])
         cells.append(f"{median(times):8.1f} ({min(times):.1f}-{max(times):.1f})" if times else "-")
-    later, gaps = result["conversations"]["ttft_ms"]["later turns"], result["beside"]["between_tokens_ms"]
-    cells.append(f"{later['p50']:8.1f} {later['p99']:.1f}")
-    cells.append(
-        " / ".join(f"{gaps[each].get('p50', 0)} {gaps[each].get('p99', 0)}" for each in ("beside", "quiet"))
-    )
-    found = {step: min(sum(each.values()) for each in result["cached"][step]) for step in STEPS[1:]}
-    return f"{result['engine']:16} " + " ".join(f"{cell:>24}" for cell in cells) + f"  found {found}"
+    if "conversations" in result:
+        later = result["conversations"]["ttft_ms"]["later turns"]
+        cells.append(f"{later['p50']:8.1f} {later['p99']:.1f}")
+    if "beside" in result:
+        gaps = result["beside"]["between_tokens_ms"]
+        cells.append(" / ".join(f"{gaps[each].get('p50', 0)} {gaps[each].get('p99', 0)}" for each in GAPS))
+    found = {
+        step: min(sum(each.values()) for each in result["cached"][step])
+        for step in STEPS[1:]
+        if "cached" in result
+    }
+    whole = f"{result['engine']:16} " + " ".join(f"{cell:>24}" for cell in cells) + f"  found {found}"
+    return f"{whole}\n{result['failed']}\n{result.get('log', '')}" if "failed" in result else whole
 
 
 def wrong_answers(results: list[dict[str, Any]]) -> list[str]:
@@ -158,6 +166,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--page", type=int, default=0, help="tokens of a page (that of the shape)")
     parser.add_argument("--beside", type=int, default=3, help="engines of a group (%(default)s)")
     parser.add_argument("--limit", type=float, default=230, help="seconds of the whole run (%(default)s)")
+    parser.add_argument(
+        "--each", type=float, default=float("inf"), help="seconds to measure an engine in (those of the run)"
+    )
     parser.add_argument("--out", type=Path, default=Path("sglang.jsonl"))
     options = parser.parse_args(arguments)
     print(f"{machine()}; shape {options.shape}, prompts of {SHAPES[options.shape].prompt} tokens")

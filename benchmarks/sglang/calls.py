@@ -3,7 +3,8 @@
     python -m benchmarks.sglang.calls [--pages 2048] [--layers 1] [--device cpu] [--server ADDRESS]
 
 A pool of small layers: copies take next to nothing, so that what is left is the bookkeeping. On a machine with few
-cores the threads that copy on a CPU take the core of the caller: the last column is the time of the caller alone.
+cores the threads that copy on a CPU take the core of the caller: the last columns are the time of the caller alone, of
+which the least is that of a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -92,9 +93,11 @@ def main() -> None:
         tier.manager.forget(slots)
     tier.close()
     print(f"{machine()}; {options.device}; {pages} pages, {layers} layers")
-    print("microseconds: median, most, median of the thread's own time")
+    print("microseconds: median, most, median and least of the thread's own time")
     for name, times in spent.items():
-        print(f"{name:24} {median(times):8.0f} {max(times):8.0f} {median(own[name]):8.0f}")
+        print(
+            f"{name:24} {median(times):8.0f} {max(times):8.0f} {median(own[name]):8.0f} {min(own[name]):8.0f}"
+        )
 
 
 def turn(tier: PoolTier, stores: Any) -> list[Any]:

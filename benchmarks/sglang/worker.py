@@ -2,7 +2,8 @@
 
     python -m benchmarks.sglang.worker ENGINE SHAPE ATTENTION FOLDER [PAGE]
 
-Prints a line of JSON once it has started, and one with its figures after a line on standard input.
+Prints a line of JSON once it has started, and after a line on standard input one with its figures of each part; the
+last one ``is_whole``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +65,8 @@ class Measured:
         time.sleep(0.1)
 
 
-def measure(engine: Any, name: str, shape_name: str) -> dict[str, Any]:
-    """Return the figures of an engine."""
+def measure(engine: Any, name: str, shape_name: str) -> Iterator[dict[str, Any]]:
+    """Yield the figures of an engine, part by part."""
     shape = SHAPES[shape_name]
     chosen = random.Random(3)
     prompts = [
@@ -87,14 +89,14 @@ def measure(engine: Any, name: str, shape_name: str) -> dict[str, Any]:
     for step in ("again", *["after eviction"] * ROUNDS):
         for index in range(1 + OTHERS):  # each pushes others off the device
             measured.ask(step, index)
-    return {
+    yield {
         "ttft_ms": measured.ttft_ms,
         "cached": measured.cached,
         "wrong": {step: n for step, n in measured.wrong.items() if n},
         "answers": [measured.answers[index] for index in sorted(measured.answers)],
-        "conversations": converse(engine, shape),
-        "beside": beside(engine, shape, prompts[: 1 + OTHERS if name != NONE else 1]),
     }
+    yield {"conversations": converse(engine, shape)}
+    yield {"beside": beside(engine, shape, prompts[: 1 + OTHERS if name != NONE else 1])}
 
 
 def main(name: str, shape: str, attention: str, folder: Path, page: int = 0) -> None:
@@ -116,11 +118,12 @@ def main(name: str, shape: str, attention: str, folder: Path, page: int = 0) -> 
     try:
         _tell({"engine": name, "start_s": round(time.perf_counter() - began, 1)})
         if sys.stdin.readline():
-            figures = measure(engine, name, shape)
+            for figures in measure(engine, name, shape):
+                _tell({"engine": name, **figures})
             if name == TIMED:
                 engine.flush_cache()
-                figures["calls"] = json.loads(calls.read_text())
-            _tell({"engine": name, **figures})
+                _tell({"engine": name, "calls": json.loads(calls.read_text())})
+            _tell({"engine": name, "is_whole": True})
     finally:
         engine.shutdown()
 

@@ -52,13 +52,14 @@ class Engines:
         job = Job(self._shape.name, "brief", arguments, connector, is_warmed_up=False, is_alone=False)
         return self._stack.enter_context(self._processes.started(name, job, environment))
 
-    def with_ranks(self, count: int) -> Process:
-        """Start an engine of so many ranks, which keeps blocks in host memory."""
+    def with_ranks(self) -> dict[int, Process]:
+        """Start engines of one and of two ranks, which keep blocks in host memory."""
         config = {"kv_connector": "FdcacheConnector", "kv_role": "kv_both"}
         config["kv_connector_module_path"] = "fdcache.integrations.vllm"
         memory = "8GiB" if self._device == "cuda" else "64MiB"
         settings = {"FDCACHE_HOST_MEMORY": memory, "FDCACHE_LOAD_OR_RECOMPUTE": "always"}
-        return self.start(f"ranks-{count}", config, *range(count), **settings)
+        name = f"{self._shape.name}-ranks"
+        return {count: self.start(f"{name}-{count}", config, *range(count), **settings) for count in (1, 2)}
 
     def pair(self, connector: str) -> Pair:
         """Start prefill on the first GPU and decode on the second."""
@@ -150,15 +151,12 @@ def measure_pairs(
     return rows, wrong
 
 
-def measure_ranks(started: Engines, shape: Shape, length: int) -> tuple[Table, int]:
+def measure_ranks(ranks: dict[int, Process], shape: Shape, length: int) -> tuple[Table, int]:
     """Return what engines of one and of two ranks load back from host memory: times, and whether tokens are the same.
 
     Both have as much host memory; ``room`` is for how many tokens it has room.
     """
     rows, wrong = [], 0
-    ranks = {count: started.with_ranks(count) for count in (1, 2)}
-    for each in ranks.values():
-        ready(each)
     for count, engine in ranks.items():
         chosen = random.Random(2)
         for number in range(-_ROUNDS_AHEAD, _ROUNDS_OF_RANKS):
@@ -198,23 +196,31 @@ def run(
     rounds: int,
     logs: Path | None,
     *,
-    two_ranks: bool,
+    of_ranks: Sequence[str],
 ) -> int:
-    """Measure and print; return how many answers were wrong."""
+    """Measure and print; return how many answers were wrong. ``of_ranks``: shapes for engines of one and two ranks."""
     with tempfile.TemporaryDirectory(prefix="fdcache-handover-") as name:
         folder = Path(name)
         environment = variables(folder, device) | engines.environment(device, folder)
-        made = replace(SHAPES[shape], device_blocks=min(SHAPES[shape].device_blocks, DEVICE_BLOCKS))
         processes = Processes(python, folder, logs or folder / "logs", None, environment)
         wrong = 0
+
+        def engines_of(name: str, stack: ExitStack) -> Engines:
+            made = SHAPES[name]
+            made = replace(made, device_blocks=min(made.device_blocks, DEVICE_BLOCKS))
+            return Engines(processes, made, device, stack)
+
         if connectors:
             with ExitStack() as stack:
-                started = Engines(processes, made, device, stack)
-                rows, wrong = measure_pairs(started, made, connectors, lengths, rounds)
+                started = engines_of(shape, stack)
+                rows, wrong = measure_pairs(started, SHAPES[shape], connectors, lengths, rounds)
                 report.table(f"times to the first token, {shape}", rows)
-        if two_ranks:
-            with ExitStack() as stack:
-                rows, more = measure_ranks(Engines(processes, made, device, stack), made, lengths[-1])
+        with ExitStack() as stack:
+            made = {each: engines_of(each, stack).with_ranks() for each in of_ranks}
+            for engine in (engine for ranks in made.values() for engine in ranks.values()):
+                ready(engine)
+            for each, ranks in made.items():
+                rows, more = measure_ranks(ranks, SHAPES[each], lengths[-1])
                 wrong += more
-                report.table(f"one engine of one and of two ranks, {shape}", rows)
+                report.table(f"one engine of one and of two ranks, {each}", rows)
         return wrong

@@ -12,7 +12,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,14 +49,16 @@ class Processes:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     @contextmanager
-    def started(self, name: str, job: Job, environment: dict[str, str]) -> Iterator[Process]:
-        """Start a job; its process has ended with the context."""
+    def started(
+        self, name: str, job: Job, environment: dict[str, str], enter: Sequence[str] = ()
+    ) -> Iterator[Process]:
+        """Start a job; its process has ended with the context. ``enter``: a command that runs it elsewhere."""
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{name}.log"
         times = Path(tempfile.mkdtemp(prefix="times-", dir=self.folder))
         with log.open("w") as errors:
             process = subprocess.Popen(
-                [self.python, "-m", "benchmarks.vllm.worker", job.as_json()],
+                [*enter, self.python, "-m", "benchmarks.vllm.worker", job.as_json()],
                 cwd=self.folder,
                 env=self.variables | environment | {FOLDER: str(times)},
                 stdin=subprocess.PIPE,
@@ -98,11 +100,15 @@ class Process:
 
     def order(self, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Give an order; yield its results like ``results``."""
+        self.begin(order)
+        yield from self.results()
+
+    def begin(self, order: dict[str, Any]) -> None:
+        """Give an order, whose results come with ``results``."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the process has failed, and its log says why
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
-        yield from self.results()
 
     def _next(self, seconds: float) -> bytes | None:
         assert self._process.stdout is not None

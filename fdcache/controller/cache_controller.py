@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +26,7 @@ from fdcache.errors import (
 )
 from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
-from fdcache.metadata import StorageScan, TransferPlan, TransferReport
+from fdcache.metadata import Int32Array, StorageScan, TransferPlan, TransferReport
 from fdcache.plans.ledger import Blocks
 from fdcache.settings import Settings, logs, read_settings
 from fdcache.settings.cache import CopySettings, Verify
@@ -296,6 +296,23 @@ class CacheController:
         transfer = self._parts.transfer
         if transfer is not None:
             transfer.layer_computed(layer, computed, compute_stream)
+
+    def blocks_computed(
+        self, plan_id: int, first: int, slots: Int32Array, compute_stream: Any = None
+    ) -> None:
+        """Publish all layers of blocks of a send to peers, after the work that ``compute_stream`` has now.
+
+        For sends whose slots were not known when they were planned: ``slots`` has those from block ``first`` on, and
+        all before it were published. A send that has ended is ignored. Raises ``PlanError`` for an unknown slot.
+        """
+        if (transfer := self._parts.transfer) is not None:
+            transfer.blocks_computed(plan_id, first, slots, compute_stream)
+
+    def end_handovers(self, plan_ids: Iterable[int]) -> None:
+        """End hand-overs, and tell the peers, for what no plan can say in time: their slots may be overwritten now."""
+        if (transfer := self._parts.transfer) is not None:
+            for plan_id in plan_ids:
+                transfer.endpoint.cancel(plan_id)
 
     def connect_peers(self, addresses: Sequence[str]) -> None:
         """Name a prefill instance that will be fetched from, by the address of each of its ranks.

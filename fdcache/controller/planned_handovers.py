@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fdcache.controller.copies import reason_of
@@ -16,7 +16,7 @@ from fdcache.devices.base import (
 from fdcache.devices.cuda import CudaDevice
 from fdcache.errors import DeviceError, PlanError, StreamError, TransferError
 from fdcache.layout import KVLayout
-from fdcache.metadata import CacheLevel, TransferPlan
+from fdcache.metadata import NO_BLOCK, CacheLevel, Int32Array, SwapPurpose, TransferPlan
 from fdcache.settings.cache import CopySettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.tasks import Event, Execution
@@ -74,6 +74,8 @@ class PlannedHandovers:
         for task in plan.peers:
             swap = task.swap
             slots = swap.dst_block_ids if swap.dst_type is CacheLevel.DEVICE else swap.src_block_ids
+            if swap.purpose is SwapPurpose.SEND:  # those of later steps are not known yet
+                slots = slots[slots != NO_BLOCK]
             if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self._num_blocks:
                 raise PlanError(
                     f"{swap.purpose.value} {task.plan_id}: a slot is not one of the {self._num_blocks} device blocks"
@@ -98,6 +100,16 @@ class PlannedHandovers:
 
     def layer_computed(self, layer: int, computed: Mapping[str, int], compute_stream: Any) -> None:
         """Publish a layer of transfers to peers, after the work that ``compute_stream`` has now."""
+        self.endpoint.layer_computed(layer, computed, self._recorder(compute_stream))
+
+    def blocks_computed(self, plan_id: int, first: int, slots: Int32Array, compute_stream: Any) -> None:
+        """Publish blocks of a send, in slots that are known by now, after the work that ``compute_stream`` has now."""
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self._num_blocks:
+            raise PlanError(f"send {plan_id}: a slot is not one of the {self._num_blocks} device blocks")
+        self.endpoint.blocks_computed(plan_id, first, slots, self._recorder(compute_stream))
+
+    def _recorder(self, compute_stream: Any) -> Callable[[], Event | None]:
+        """Return what records the event of the work that a stream has now. Raises ``StreamError``."""
         if compute_stream is None and self._device.has_compute_streams:
             raise StreamError("compute_stream: None orders nothing on a GPU; pass the stream that computes")
 
@@ -108,4 +120,4 @@ class PlannedHandovers:
             event.record(self._device.as_stream(compute_stream))
             return event
 
-        self.endpoint.layer_computed(layer, computed, record)
+        return record

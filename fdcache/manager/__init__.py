@@ -2,7 +2,6 @@
 
 from fdcache.manager.cache_manager import CacheManager
 from fdcache.manager.keyed import KeyedRequest
-from fdcache.manager.loads import NO_BLOCK
 from fdcache.manager.offers import OfferEnd
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.own_device import ManagerState
@@ -16,6 +15,7 @@ from fdcache.manager.results import (
     MatchStatus,
     OffloadMatch,
 )
+from fdcache.metadata import NO_BLOCK
 
 __all__ = [
     "NO_BLOCK",

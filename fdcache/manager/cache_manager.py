@@ -19,6 +19,7 @@ from fdcache.manager.results import Allocation, AllocationFailure, MatchResult, 
 from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.host import HostService
 from fdcache.tiers.statistics import Counters
 
 _ALLOCATIONS = AllocationForms(Allocation, AllocationFailure.NO_BLOCKS, AllocationFailure.DEFERRED)
@@ -80,7 +81,7 @@ class CacheManager(OwnDevice):
             self.settings.lookahead_tokens,
             self._requests,
             self._counters,
-            lambda: self.num_device_blocks,
+            lambda: self._device.stats().slots,
             self._choices.seconds_to_compute,
         )
 
@@ -238,3 +239,8 @@ class CacheManager(OwnDevice):
         counters = super()._all_counters()
         self._requests.count(counters)
         return counters
+
+    def _reset_device_if_asked(self, service: HostService) -> None:
+        """Forget the device tier if an operator of the service has asked for it."""
+        if service.take_device_reset():
+            self._reset_device()

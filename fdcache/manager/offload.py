@@ -13,12 +13,12 @@ from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.loads import NO_BLOCK, count_of, device_ids_of, require_distinct, table_of
+from fdcache.manager.loads import count_of, device_ids_of, require_distinct, table_of
 from fdcache.manager.lookups import OffloadLookups
 from fdcache.manager.offers import OfferEnd, Offers
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome
-from fdcache.metadata import Int32Array, TransferPlan
+from fdcache.metadata import NO_BLOCK, Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.statistics import TierUsage

@@ -12,11 +12,12 @@ from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import OffloadRequest, matchable_hashes, require_request
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked
+from fdcache.manager.loads import EngineLoad, EngineLoads
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch, load_forms
 from fdcache.manager.states import MatchEnds, StatePaths
+from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
@@ -122,7 +123,8 @@ class OffloadedRequests:
         if tracked.load is not None:
             self.native_loads.cut_off(tracked.load.load, "the request has ended")
         self._choices.forget([request])
-        self._waits.forget(request)
+        if self._waits.waiting:
+            self._waits.forget(request)
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
 
@@ -347,7 +349,8 @@ class OffloadedRequests:
             if wait is not None:
                 return self._arrived(hashes, start, wait)
             found = find_only(self._host, hashes, start)
-        self._waits.found(request, start + found.fetched.stop)
+        if self._waits.waiting:
+            self._waits.found(request, start + found.fetched.stop)
         return found, None
 
     def _arrived(self, hashes: HashArray, start: int, wait: Wait) -> tuple[Found, int]:
@@ -416,18 +419,13 @@ class OffloadedRequests:
         tracked.load = loading = self.loads.plan(tracked.request, first, ids, run, plan)
         loading.pages = range(tracked.device_pages, tracked.end)
         from_storage = self._page_tokens(min(stored, len(run)))
-        self._count_hits(loading, max(self.tokens(tracked, len(run)) - from_storage, 0), from_storage)
+        self.loads.count_hits(loading, max(self.tokens(tracked, len(run)) - from_storage, 0), from_storage)
         if tracked.peer is not None and len(run) < len(ids):
             self.loads.fetch_rest(loading, tracked.peer)
             loading.pages = range(tracked.device_pages, tracked.peer.num_tokens // self._block_size)
             tracked.peer = None
         loading.lease = self._hand_over(tracked)
         return len(run)
-
-    def _count_hits(self, loading: EngineLoad, on_host: int, in_storage: int) -> None:
-        loading.counted = loading.counted[0] + on_host, loading.counted[1] + in_storage
-        self._counters.host_hit_tokens += on_host
-        self._counters.storage_hit_tokens += in_storage
 
     def _hand_over(self, tracked: Tracked) -> int:
         """Return the lease of what was found, which is not the request's any more."""
@@ -441,8 +439,6 @@ class OffloadedRequests:
         if loading is None or not self.loads.withdraw(loading, step, ahead):
             return False
         tracked.load = None
-        on_host, in_storage = loading.counted
-        self._count_hits(loading, -on_host, -in_storage)
         self._choices.matched(tracked.request.request_id, loading.load.first, 0)
         return True
 

@@ -8,7 +8,6 @@ from fdcache._core import SLOT_FREE
 from fdcache.errors import RequestStateError
 from fdcache.manager.base import TierManager
 from fdcache.manager.requests import LiveRequests, Request
-from fdcache.tiers.host import HostService
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import TierUsage
 
@@ -90,11 +89,6 @@ class OwnDevice(TierManager[Request]):
             return [
                 slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
             ]
-
-    def _reset_device_if_asked(self, service: HostService) -> None:
-        """Forget the device tier if an operator of the service has asked for it."""
-        if service.take_device_reset():
-            self._reset_device()
 
     def _reset_device(self) -> None:
         self._tiers.reset_device()

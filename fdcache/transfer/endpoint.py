@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 
 from fdcache.errors import TransferError
-from fdcache.metadata import HandoverEnd, PeerTask, SwapPurpose
+from fdcache.metadata import HandoverEnd, Int32Array, PeerTask, SwapPurpose
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
@@ -132,7 +132,8 @@ class TransferEndpoint:
         return handover.execution
 
     def cancel(self, plan_id: int) -> None:
-        """End a hand-over that is not needed any more, and tell the peer."""
+        """End a hand-over that is not needed any more, and tell the peer. Slots of a send may be overwritten then."""
+        self._sends.give_up(plan_id)
         self._command(partial(self._cancel, plan_id))
 
     def connect(self, addresses: Sequence[str]) -> None:
@@ -146,6 +147,13 @@ class TransferEndpoint:
     ) -> None:
         """Mark a layer of the leading blocks of some transfers as computed, once the event of ``record`` is reached."""
         if self._sends.layer_computed(layer, computed, record):
+            self._wake()
+
+    def blocks_computed(
+        self, plan_id: int, first: int, slots: Int32Array, record: Callable[[], Event | None] | None = None
+    ) -> None:
+        """Hand over blocks of a send from ``first`` on, in slots known by now, after the event of ``record``."""
+        if self._sends.blocks_computed(plan_id, first, slots, record):
             self._wake()
 
     def stats(self) -> TransferStats:

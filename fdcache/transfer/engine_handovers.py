@@ -3,6 +3,7 @@
     manager = OffloadManager.from_settings(layout, settings)
     handovers = EngineHandovers.from_settings(manager, num_device_blocks, settings)   # None with FDCACHE_TRANSFER=none
     handovers.send(request, name, num_tokens, block_table)    # prefill, once they are computed
+    handovers.send_ahead(request, name, num_tokens)           # or before, told to the ranks as they are computed
     handovers.fetch(request, source)                          # decode, when the request arrives
 
 A match then promises the whole prompt: what the tiers below the device have is loaded, and the rest is fetched.
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 from fdcache.errors import RequestStateError
 from fdcache.groups import path_end
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.loads import NO_BLOCK, EngineFetch, PeerRun, table_of
+from fdcache.manager.loads import EngineFetch, PeerRun, table_of
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.requests import PeerSource, Request
-from fdcache.metadata import HashArray, Int32Array, PeerTask
+from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, PeerTask, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.peers import TransferRole
 from fdcache.transfer.connector import share
@@ -30,16 +31,25 @@ from fdcache.transfer.handovers import HandoverTasks, PeerTerms
 
 
 @dataclass(slots=True, eq=False)
-class _Send:
-    """Blocks that the engine keeps until every rank has reported them."""
+class EngineSend:
+    """Blocks that the engine keeps until every rank has reported them.
+
+    ``is_ahead``: later steps compute them. ``number``: of the task, 0 until it is planned. ``is_awaited``: the engine
+    waits for its end. ``was_asked``: a peer has asked for it, as a rank has reported. ``is_over``: all ranks have.
+    """
 
     request: OffloadRequest
     transfer: str
     hashes: HashArray
     slots: Int32Array
+    is_ahead: bool = False
+    number: int = 0
+    is_awaited: bool = False
+    was_asked: bool = False
+    is_over: bool = False
 
 
-class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
+class EngineHandovers(HandoverTasks[EngineSend, EngineFetch]):
     """The hand-overs of one ``OffloadManager``.
 
     ``num_device_blocks``: those of the engine. Calls are thread-safe. Raises ``TransferNotFoundError`` for a connector
@@ -51,7 +61,8 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
         self._manager = manager
         self._peer_layout = share(manager.layout, 0, terms.settings.peer_ranks).layout
         self._num_device_blocks = num_device_blocks
-        self._unsent: list[_Send] = []
+        self._unsent: list[EngineSend] = []
+        self._over: list[int] = []
         self._unheld: dict[str, OffloadRequest] = {}  # that wait to fetch, without a hold yet
         self._holds: dict[str, int] = {}
         self._held_by: dict[int, str] = {}
@@ -81,7 +92,7 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
         """
         with self._lock:
             self._requests.prepare(request)
-            keys, needed = self._path(request, num_tokens)
+            keys, needed = self._path(request, min(num_tokens, request.num_tokens))
             slots = table_of(device_ids)[: len(keys)]
             if len(slots) < len(keys) or request.num_tokens < num_tokens:
                 raise RequestStateError(
@@ -92,11 +103,34 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
                 hashes, slots = keys[needed], slots[needed]
             if (slots == NO_BLOCK).any():
                 return 0
-            self._require_new(transfer)
-            self._named[transfer] = send = _Send(request, transfer, hashes, slots)
-            self._unsent.append(send)
-            self._wake()
+            self._begin_send(EngineSend(request, transfer, hashes, slots, is_awaited=True))
             return len(hashes)
+
+    def send_ahead(self, request: Request, transfer: str, num_tokens: int) -> EngineSend:
+        """Hand over the blocks of a request's first ``num_tokens`` tokens, which steps from the next plan on compute.
+
+        Tell the ranks which are computed, and where, with ``CacheController.blocks_computed`` and the number of the
+        send. The engine keeps them until it gives the request up and ``end`` was called, or until every rank has
+        reported. Layouts with groups of layers hand over at the end alone. Raises ``RequestStateError`` like ``send``.
+        """
+        with self._lock:
+            if self._manager.layout.groups or request.num_tokens < num_tokens:
+                raise RequestStateError(
+                    f"request {request.request_id!r} cannot be handed over ahead: it has {request.num_tokens} of "
+                    f"{num_tokens} tokens, or layers of several kinds, which are handed over at the end"
+                )
+            self._requests.prepare(request)
+            keys, _ = self._path(request, num_tokens)
+            slots = np.full(len(keys), NO_BLOCK, np.int32)
+            send = EngineSend(request, transfer, keys, slots, is_ahead=True)
+            self._begin_send(send)
+            return send
+
+    def _begin_send(self, send: EngineSend) -> None:
+        self._require_new(send.transfer)
+        self._named[send.transfer] = send
+        self._unsent.append(send)
+        self._wake()
 
     def fetch(self, request: Request, source: PeerSource) -> int:
         """Take note where a request that has arrived fetches the blocks that it lacks; return how many its prompt has.
@@ -134,8 +168,15 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
         with self._lock:
             self._unsent = [each for each in self._unsent if each.request is not request]
             self._cancelled += [number for number, each in self._sends.items() if each.request is request]
+            self._wake()
             self._named = {name: each for name, each in self._named.items() if each.request is not request}
             self.released(request)
+
+    def take_over(self) -> list[int]:
+        """Return the numbers of the sends that have ended since the last call, and that the engine did not wait for."""
+        with self._lock:
+            over, self._over = self._over, []
+            return over
 
     @property
     def role(self) -> TransferRole:
@@ -197,12 +238,28 @@ class EngineHandovers(HandoverTasks[_Send, EngineFetch]):
 
     # --- plans ------------------------------------------------------------------------------------------------
 
-    def _due_sends(self) -> list[_Send]:
+    def _due_sends(self) -> list[EngineSend]:
         due, self._unsent = self._unsent, []
         return due
 
-    def _send_task(self, send: _Send) -> PeerTask:
-        return self._task_of_send(send.transfer, send.hashes, send.slots, computed=len(send.hashes))
+    def _send_task(self, send: EngineSend) -> PeerTask:
+        computed = 0 if send.is_ahead else len(send.hashes)
+        return self._task_of_send(send.transfer, send.hashes, send.slots, computed)
+
+    def _send_planned(self, number: int, send: EngineSend) -> None:
+        send.number = number
+
+    def _send_ended(self, send: EngineSend) -> None:
+        send.is_over = True
+        if not send.is_awaited:
+            self._over.append(send.number)
+
+    def record(self, report: TransferReport) -> None:
+        """Count the hand-over that a rank has reported, and note whether a peer has asked for it."""
+        super().record(report)
+        send = self._sends.get(report.plan_id)
+        if send is not None and report.handover is not None:
+            send.was_asked |= bool(report.handover.peer)
 
     def _due_fetches(self) -> list[EngineFetch]:
         fetches = self._requests.loads.take_fetches()

@@ -160,6 +160,9 @@ class HandoverTasks(ABC, Generic[SendT, FetchT]):
     def _hold_ended(self, plan_id: int) -> None:
         """Take note that a hold has ended, if there is one of this number."""
 
+    def _send_planned(self, number: int, send: SendT) -> None:
+        """Take note of the number of a send."""
+
     def _send_ended(self, send: SendT) -> None:
         """Release the blocks of a send that every rank has reported."""
 
@@ -186,6 +189,7 @@ class HandoverTasks(ABC, Generic[SendT, FetchT]):
         numbered = ledger.send_peers(tasks, now)
         for task, sent in zip(numbered, sends, strict=False):
             self._sends[task.plan_id] = sent
+            self._send_planned(task.plan_id, sent)
         plan = plan or ledger.send(OpenPlan(), now)
         for task, fetch in zip(numbered[len(sends) :], fetches, strict=False):
             self._fetches[task.plan_id] = fetch

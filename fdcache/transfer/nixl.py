@@ -50,11 +50,6 @@ def addresses_of(
     return (begins[:, None] + strides[:, None] * blocks.astype(np.int64)).ravel()
 
 
-def sizes_of(sizes: Sequence[int], count: int) -> Numbers:
-    """Return the bytes of ``count`` blocks in planes of these sizes."""
-    return np.repeat(np.array(sizes, np.int64), count)
-
-
 def mean_run_bytes(
     planes: LocalPlanes, pieces: Pieces, first: int, last: int, slots: NDArray[np.integer]
 ) -> float:
@@ -359,8 +354,8 @@ class Peer:
         if not (len(run.read.slots) and self.rows):
             return None
         planes = run.packing.planes
-        mine = addresses_of(self.rows[planes], self.mine.starts[planes], run.read.order.slots[run.blocks])
-        pieces = self._pieces_to(run, mine)
+        slots = run.read.order.slots[run.blocks]
+        pieces = self._pieces_to(run, self.rows[planes], self.mine.starts[planes], slots)
         return pieces if pieces.mean_bytes >= IN_PLACE_BYTES else None
 
     def pieces_packed(self, run: PackedRun, start: int) -> MemoryPieces:
@@ -370,14 +365,23 @@ class Peer:
             theirs = self.memory.address + run.read.start + run.blocks.start * packing.record_bytes
             return MemoryPieces(*np.array([[theirs], [start], [run.count * packing.record_bytes]], np.int64))
         planes = packing.planes
-        rows = [(start + at, stride) for at, stride in zip(packing.offsets, packing.strides, strict=True)]
-        return self._pieces_to(
-            run, addresses_of(rows[planes], (0,) * len(rows[planes]), np.arange(run.count))
-        )
+        rows = tuple((start + at, each) for at, each in zip(packing.offsets, packing.strides, strict=True))
+        return self._pieces_to(run, rows[planes], (0,) * len(rows[planes]), np.arange(run.count))
 
-    def _pieces_to(self, run: PackedRun, mine: Numbers) -> MemoryPieces:
-        planes = run.packing.planes
-        theirs = addresses_of(
-            self.memory.planes[planes], self.theirs.starts[planes], run.read.slots[run.blocks]
-        )
-        return MemoryPieces(theirs, mine, sizes_of(self.theirs.sizes[planes], run.count)).merged()
+    def _pieces_to(
+        self, run: PackedRun, mine: Rows, starts: Sequence[int], slots: NDArray[np.integer]
+    ) -> MemoryPieces:
+        """Return the pieces of a run into ``slots`` of these planes, as few as there are."""
+        planes, theirs = run.packing.planes, run.read.slots[run.blocks]
+        rows, sizes = self.memory.planes[planes], self.theirs.sizes[planes]
+        if all(each[1] == size for at in (rows, mine) for each, size in zip(at, sizes, strict=True)):
+            breaks = (np.diff(theirs) != 1) | (np.diff(slots) != 1)
+            first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+        else:  # blocks do not adjoin in a plane
+            first = np.arange(run.count)
+        counts = np.diff(np.append(first, run.count))
+        return MemoryPieces(
+            addresses_of(rows, self.theirs.starts[planes], theirs[first]),
+            addresses_of(mine, starts, slots[first]),
+            np.outer(np.array(sizes, np.int64), counts).ravel(),
+        ).merged()

@@ -39,6 +39,8 @@ Peer = bytes
 
 MOST_LEASE_SECONDS = 600.0
 _MOST_REMEMBERED = 4096
+_LEARNS_WITHIN = 5.0
+"""Seconds within which the ranks of a loaded engine learn of a hand-over that its client knows of."""
 
 
 class Part(NamedTuple):
@@ -150,6 +152,8 @@ class _Send:
     sums: UInt64Array
     parts: list[Part] = field(default_factory=list)
     answers: _Answers | None = None
+    has_grown: bool = False
+    """More of it was computed since the last look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,8 @@ class PrefillSide:
         self._waiting: dict[str, _Waiting] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()
         """Highest attempt that decode has ended, of transfers that it ended before they were offered."""
+        self._unknown: OrderedDict[tuple[Peer, str], float] = OrderedDict()
+        """When a peer first asked to hold a transfer that was not offered yet."""
         self._over: OrderedDict[str, str] = OrderedDict()
         """Transfers whose offer has ended, and why."""
         self._effects: list[Effect] = []
@@ -222,6 +228,7 @@ class PrefillSide:
         """Record that a part of an offer is computed, each plane of a block once. Ignored once the offer has ended."""
         if (send := self._sends.get(plan_id)) is None:
             return
+        send.has_grown = True
         send.parts.append(part)
         send.is_computed[part.first : part.last, part.first_plane : part.last_plane] = True
         self._publish(send, part)
@@ -278,8 +285,11 @@ class PrefillSide:
                 self._end(send, SendEnd.PEER_GONE, "the decode process is gone")
 
     def tick(self, now: float) -> None:
-        """End what has lasted too long."""
+        """End what has lasted too long. Decode has time to ask as long as blocks are being computed."""
         for send in list(self._sends.values()):
+            if send.has_grown and send.answers is None:
+                send.lease_end = max(send.lease_end, now + send.offer.wait)
+            send.has_grown = False
             if now > send.lease_end:
                 reason = "decode did not ask" if send.answers is None else "decode did not renew its lease"
                 self._fail(send, SendEnd.EXPIRED, reason)
@@ -370,6 +380,8 @@ class PrefillSide:
         if send is not None and answers is None and not renew.received:  # decode will ask once it has room
             send.lease_end = max(send.lease_end, now + _lease(renew.lease_ms))
             return
+        if send is None and not renew.received and not self._is_gone(peer, renew.transfer, now):
+            return
         if send is None or answers is None or answers.peer != peer or answers.attempt != renew.attempt:
             if answers is None or answers.peer != peer or renew.attempt > answers.attempt:
                 failed = Failed(renew.transfer, renew.attempt, "prefill does not hold this transfer any more")
@@ -379,6 +391,18 @@ class PrefillSide:
         for places in answers.take_places(renew.read):
             self._effects.append(PlacesRead(send.offer.plan_id, places))
         self._resend(answers, renew.received)
+
+    def _is_gone(self, peer: Peer, transfer: str, now: float) -> bool:
+        """Return False for a hold of what this rank may not have learned of yet: it does with a step after its end."""
+        if transfer in self._over:
+            return True
+        since = self._unknown.setdefault((peer, transfer), now)
+        if len(self._unknown) > _MOST_REMEMBERED:
+            self._unknown.popitem(last=False)
+        if now < since + _LEARNS_WITHIN:
+            return False
+        self._unknown.pop((peer, transfer), None)
+        return True
 
     def _end_by_decode(self, peer: Peer, end: End) -> None:
         waiting = self._waiting.get(end.transfer)

@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 _PACKED_RUN_BYTES = {"DRAM": 4 << 20, "VRAM": 64 << 20}
 """Bytes of a packed run: few enough that one is packed while another is read, enough to keep a link busy."""
-_RUN_BYTES = 32 << 20
-"""Bytes of a run of planes; NIXL copies within a node while it is called."""
+_RUN_BYTES = 64 << 20
+"""Bytes of a run of planes. NIXL copies within a node while it is called, and each call has to be prepared."""
 _RUNS_PER_POLL = 8
 _MOST_RUNS = 16
 """Runs of one peer in flight."""
@@ -200,7 +200,9 @@ class RdmaConnector:
         runs = peer.split(read, self._packed_run_bytes, self._run_bytes)
         read.unfinished = len(runs)
         peer.waiting += runs
-        self._advance(peer)
+        with self._out.scope():  # what has ended waits: NIXL has to have the next read first
+            self._begin(peer)
+        self._wake()
 
     def poll(self) -> list[ReadEnd]:
         """Move every read on; return those that have ended."""
@@ -322,11 +324,17 @@ class RdmaConnector:
         """Take the runs of a peer that have ended, and begin others."""
         with self._out.scope():
             for _ in range(_RUNS_PER_POLL):
-                ended = [run for run in tuple(peer.flying) if self._has_ended(peer, run)]
-                if not (self._begin_next(peer) or ended):
+                self._begin(peer)
+                if not [run for run in tuple(peer.flying) if self._has_ended(peer, run)]:
                     break
+            self._begin(peer)
         if peer.waiting or (peer.flying and time.perf_counter() < self._last_end + _SPIN_SECONDS):
             self._wake()
+
+    def _begin(self, peer: Peer) -> None:
+        """Begin runs as far as there is room."""
+        while self._begin_next(peer):
+            pass
 
     def _begin_next(self, peer: Peer) -> bool:
         """Begin the next run if there is room; return True if one was begun."""
@@ -350,7 +358,6 @@ class RdmaConnector:
             self._take_end(peer, run, begun)
         else:
             run.begun = begun
-            self._has_ended(peer, run)
         return True
 
     def _take_region(self, peer: Peer, run: PackedRun) -> Region | None:

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from fdcache.errors import DeviceError
 from fdcache.layout import KVLayout
@@ -225,11 +226,16 @@ class Publisher:
 
 @dataclass(slots=True)
 class _Sending:
-    """A send: what was marked as computed, by group."""
+    """A send: its slots, those of later steps once they are known, and what was marked as computed, by group.
+
+    ``is_given_up``: by this instance, which may overwrite the slots from then on.
+    """
 
     handover: HandoverTask
     task: PeerTask
+    slots: Int32Array
     marked: list[int]
+    is_given_up: bool = False
 
 
 class Sends:
@@ -275,8 +281,28 @@ class Sends:
     def add(self, task: PeerTask, handover: HandoverTask) -> None:
         """Take a send, which is offered by ``offer``. Any thread may call it."""
         with self._lock:
-            self._sends[task.plan_id] = _Sending(handover, task, [0] * len(self._groups))
+            slots = task.swap.src_block_ids.copy()
+            self._sends[task.plan_id] = _Sending(handover, task, slots, [0] * len(self._groups))
             self._send_of[task.transfer] = task.plan_id
+
+    def blocks_computed(
+        self, plan_id: int, first: int, slots: Int32Array, record: Callable[[], Event | None] | None = None
+    ) -> bool:
+        """Mark blocks from ``first`` on as computed, whose slots are known by now; do as ``layer_computed`` for all."""
+        with self._lock:
+            send = self._sends.get(plan_id)
+            if send is None or self._send_of.get(send.task.transfer) != plan_id:
+                return False
+            send.slots[first : first + len(slots)] = slots
+        computed, once = {send.task.transfer: first + len(slots)}, None if record is None else cache(record)
+        marked = [self.layer_computed(last - 1, computed, once) for _, last in self._groups]
+        return any(marked)
+
+    def give_up(self, plan_id: int) -> None:
+        """Take no sum any more: slots of a send may be overwritten now. Any thread may call it."""
+        with self._lock:
+            if (send := self._sends.get(plan_id)) is not None:
+                send.is_given_up = True
 
     def layer_computed(
         self, layer: int, computed: Mapping[str, int], record: Callable[[], Event | None] | None = None
@@ -334,7 +360,7 @@ class Sends:
             task.plan_id,
             task.transfer,
             swap.hash_values,
-            swap.src_block_ids,
+            self.slots_of(task.plan_id),
             self._planes.layout.num_planes,
             task.timeout,
         )
@@ -387,11 +413,14 @@ class Sends:
 
     def slots_of(self, plan_id: int) -> Int32Array:
         """Return the device slots that a send offers, in path order."""
-        return self._sends[plan_id].task.swap.src_block_ids
+        return self._sends[plan_id].slots
 
     def sum_sources(self, reader: int, effect: ComputeSums) -> None:
-        """Compute the sums of a part of what a reader reads. Does nothing once the send has ended."""
-        if effect.plan_id not in self._sends:
+        """Compute the sums of a part of what a reader reads. Does nothing once the send has ended.
+
+        Sums are not those of the blocks if the send was given up meanwhile: its end is among the commands.
+        """
+        if (send := self._sends.get(effect.plan_id)) is None:
             return
         part = effect.part
         planes = slice(part.first_plane, part.last_plane)
@@ -400,7 +429,8 @@ class Sends:
         except DeviceError as error:
             self.side.cancel(effect.plan_id, str(error))
         else:
-            self.side.sums(reader, effect.plan_id, part, sums)
+            if not send.is_given_up:
+                self.side.sums(reader, effect.plan_id, part, sums)
 
 
 def _first_planes(layout: KVLayout) -> Sequence[int]:

@@ -106,12 +106,15 @@ def without_room(*words: object) -> subprocess.CompletedProcess[str]:
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
     kept, new = tmp_path / "kept.env", tmp_path / "new.env"
-    text = "USE_KVCACHE_TRANSFER=1\n" * 40 + "FDCACHE_RANKS=2\n"
+    text = "# a comment\n" * 100 + "FD_NVFP4_MOE_BACKEND=x\n"
     kept.write_text(text)
     for words in (("template", "--force", "--output", kept), ("template", "--output", new)):
         done = without_room("env", *words)
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr == f"error: {words[-1]} cannot be written: File too large\n"
+    done = without_room("env", "migrate", "--write", kept)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {kept} cannot be written: File too large\n"
     assert kept.read_text() == text
     assert not new.exists()
 

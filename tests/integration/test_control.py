@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from fdcache.errors import ConfigurationError, RefusedError
+from fdcache.service.client.connection import Client
 from fdcache.service.client.control import Control, Prefix
 from fdcache.service.server.http import make_app
 from tests.service_engine import BLOCK, PROMPT, Engine, assert_nothing_is_held
@@ -104,6 +106,23 @@ class TestPins:
         assert [each.pin for each in control.pins()] == [shorter.pin]
         assert control.unpin(99999).pins == 0
 
+    def test_the_number_of_a_pin_ends_none_of_a_later_service(self, tmp_path: Path) -> None:
+        variables = {"FDCACHE_DISCARD": "0"}
+        former = LocalService(tmp_path, **variables)
+        engine = Engine(former.address)
+        engine.serve(PROMPT)
+        until(lambda: on_host(former) == BLOCKS, "the blocks are on the host")
+        with Client(former.address) as client:
+            old = Control(client).pin(PREFIX, 60).pin
+        former.crash()
+        time.sleep(1.1)  # numbers begin at the second of the start
+        with local_service(tmp_path, **variables) as service, Client(service.address) as client:
+            new = Control(client).pin(PREFIX, 60)
+            assert new.pinned == BLOCKS
+            assert Control(client).unpin(old or 0).pins == 0
+            assert [each.pin for each in Control(client).pins()] == [new.pin]
+        engine.close()
+
     def test_a_pin_takes_as_many_blocks_as_it_may(self, control: Control) -> None:
         assert control.pin(PREFIX, 60, most_blocks=3).pinned == 3
 
@@ -125,6 +144,11 @@ class TestPins:
         assert again.pinned == room, "blocks that are pinned already need no room"
         assert control.pin(PREFIX, 60).pinned == BLOCKS, "others have their own room"
         control.set_quota("small", 1.0)
+
+    def test_a_quota_is_read_before_its_tenant_has_a_block(self, control: Control) -> None:
+        control.set_quota("later", 0.125)
+        (found,) = (each for each in control.quotas() if each.tenant == "later")
+        assert (found.blocks, found.quota) == (0, 0.125)
 
     def test_a_reset_ends_the_pins_of_its_blocks(self, service: LocalService, control: Control) -> None:
         control.pin(PREFIX, 600)
@@ -258,7 +282,8 @@ class TestHttp:
         assert tiers(control) == ["host"] * BLOCKS
         assert web.post("/v1/delete", json={"hashes": hashes}).json()["deleted_host"] == BLOCKS
         assert web.post("/v1/quotas", json={"tenant": "t", "share": 0.5}).json()["before"] == 1.0
-        assert web.get("/v1/quotas").json()[0]["tenant"] == "(none)"
+        quotas = {each["tenant"]: each["quota"] for each in web.get("/v1/quotas").json()}
+        assert (quotas["(none)"], quotas["t"]) == (1.0, 0.5)
         web.post("/v1/quotas", json={"tenant": "t", "share": 1})
 
     @pytest.mark.parametrize("path", ["pin", "unpin", "prefetch", "move", "delete", "quotas"])

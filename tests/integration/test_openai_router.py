@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +20,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from examples import openai_router
 from examples.openai_router import make_app
 from tests.service_help import until
+
+_PARAMETERS = "kv_transfer_params"
 
 
 class Served:
@@ -80,7 +83,7 @@ class StandIn:
         if parameters.get("do_remote_decode"):
             handed_over = {
                 "do_remote_prefill": True,
-                "remote_addresses": ["a"],
+                "remote_addresses": [self.name],
                 "remote_engine_id": self.name,
             }
             return JSONResponse({"kv_transfer_params": handed_over})
@@ -98,8 +101,7 @@ class StandIn:
 class Deployment:
     """Two engines of each role, and a router."""
 
-    def __init__(self, stack: ExitStack, *, at_once: bool = False) -> None:
-        count = 1 if at_once else 2
+    def __init__(self, stack: ExitStack, *, at_once: bool = False, count: int = 2) -> None:
         self.prefill, self.decode = ([StandIn(f"{role}{n}") for n in range(count)] for role in "pd")
         self.served = {
             each.name: stack.enter_context(Served(each.app)) for each in (*self.prefill, *self.decode)
@@ -130,7 +132,7 @@ def deployed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
 def test_both_are_asked_at_once_where_prefill_has_told_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_router, "_CHECK_SECONDS", 0.05)
     with ExitStack() as stack:
-        deployed = Deployment(stack, at_once=True)
+        deployed = Deployment(stack, at_once=True, count=1)
         prefill, decode = deployed.prefill[0], deployed.decode[0]
         prefill.slow = 0.3
         assert deployed.ask().json()["from"] == "p0"
@@ -138,12 +140,55 @@ def test_both_are_asked_at_once_where_prefill_has_told_its_addresses(monkeypatch
         assert deployed.ask().json()["from"] is None  # it has answered before prefill
         waits = decode.asked[1]["kv_transfer_params"]
         assert waits["do_remote_prefill"] is True
-        assert waits["remote_addresses"] == ["a"]
+        assert waits["remote_addresses"] == ["p0"]
         until(lambda: len(prefill.asked) == 2, "prefill to be asked")
         assert prefill.asked[1]["kv_transfer_params"]["transfer_id"] == waits["transfer_id"]
         prefill.status = 500
         assert deployed.ask().status_code == 200
         until(lambda: deployed.state("p0")["addresses"] is None, "the router to notice a failure")
+
+
+def test_decode_waits_at_the_engine_that_computes_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many requests at once, which two prefill engines share."""
+    monkeypatch.setattr(openai_router, "_CHECK_SECONDS", 0.05)
+    with ExitStack() as stack:
+        deployed = Deployment(stack, at_once=True)
+        for each in deployed.prefill:
+            each.slow = 0.2
+        with ThreadPoolExecutor(12) as pool:
+            until(
+                lambda: (
+                    [deployed.state(each.name)["addresses"] for each in deployed.prefill] == [["p0"], ["p1"]]
+                    or list(pool.map(lambda _: deployed.ask(), range(2))) is None
+                ),
+                "both to have told their addresses",
+            )
+            for each in (*deployed.prefill, *deployed.decode):
+                each.asked.clear()
+            assert [each.status_code for each in pool.map(lambda _: deployed.ask(), range(12))] == [200] * 12
+        waits = [each[_PARAMETERS] for decode in deployed.decode for each in decode.asked]
+        until(lambda: sum(len(each.asked) for each in deployed.prefill) == 12, "prefill to be asked")
+        computes = {
+            asked[_PARAMETERS]["transfer_id"]: each.name for each in deployed.prefill for asked in each.asked
+        }
+        assert {each["transfer_id"]: each["remote_addresses"][0] for each in waits} == computes
+        assert set(computes.values()) == {"p0", "p1"}
+
+
+def test_a_client_cannot_say_whom_decode_reads_from(deployed: Deployment) -> None:
+    for each in deployed.prefill:
+        each.status = 500
+    told = {"do_remote_prefill": True, "remote_addresses": ["tcp://x:1"], "remote_request_id": "y"}
+    assert deployed.ask(kv_transfer_params={**told, "transfer_id": "z", "mine": 1}).status_code == 200
+    (asked,) = [asked for decode in deployed.decode for asked in decode.asked]
+    assert asked[_PARAMETERS] == {"mine": 1}
+
+
+@pytest.mark.parametrize("body", ["no JSON", "[1]", '{"prompt": "x", "kv_transfer_params": [1]}'])
+def test_a_body_that_is_no_request_is_refused(deployed: Deployment, body: str) -> None:
+    answer = deployed.client.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert "body" in answer.json()["detail"]
 
 
 def test_prefill_answers_with_a_token_and_decode_with_its_parameters(deployed: Deployment) -> None:
@@ -154,7 +199,7 @@ def test_prefill_answers_with_a_token_and_decode_with_its_parameters(deployed: D
     assert prefill.asked[0]["max_tokens"] == 1
     assert not {"stream", "min_tokens", "n"} & prefill.asked[0].keys()
     assert (decode.asked[0]["max_tokens"], decode.asked[0]["min_tokens"]) == (9, 4)
-    assert decode.asked[0]["kv_transfer_params"]["remote_addresses"] == ["a"]
+    assert decode.asked[0]["kv_transfer_params"]["remote_addresses"] == ["p0"]
     assert prefill.headers[0]["authorization"] == decode.headers[0]["authorization"] == "Bearer key"
     assert prefill.headers[0]["x-request-id"] == decode.headers[0]["x-request-id"]
 

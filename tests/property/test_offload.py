@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,29 +17,49 @@ from tests.property.offload_model import Engine
 from tests.property.offload_play import play
 from tests.property.offload_sequences import FULL, MODELS, STATE, window
 from tests.seeds import budget
+from tests.service_help import TIMEOUT, LocalService, local_service
 
 
-@settings(max_examples=budget(150), deadline=None)
-@given(seed=st.integers(0, 2**32), policy=st.sampled_from(WritePolicy), host=st.sampled_from([5, 14, 40]))
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
+    with local_service(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+def settings_of(host: str, service: LocalService) -> dict[str, Any]:
+    """Return what an engine is told of the owner of its host tier."""
+    return {"server": service.address, "rpc_timeout": TIMEOUT} if host == "shared" else {}
+
+
+@pytest.mark.parametrize("host", ["own", "shared"])
+@settings(max_examples=budget(100), deadline=None)
+@given(seed=st.integers(0, 2**32), policy=st.sampled_from(WritePolicy), blocks=st.sampled_from([5, 14, 40]))
 def test_no_block_of_any_tier_has_wrong_bytes_and_nothing_stays_pinned(
-    seed: int, policy: WritePolicy, host: int
+    service: LocalService, host: str, seed: int, policy: WritePolicy, blocks: int
 ) -> None:
-    engine = Engine(seed, policy, host_blocks=host)
+    """The blocks that engines before it have left at the service are there for the next one."""
+    engine = Engine(seed, policy, host_blocks=blocks, **settings_of(host, service))
     play(engine, 150)
     assert engine.close() == 0
 
 
-@settings(max_examples=budget(80), deadline=None)
+@pytest.mark.parametrize("host", ["own", "shared"])
+@settings(max_examples=budget(60), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     policy=st.sampled_from([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK]),
-    host=st.sampled_from([10, 28, 80]),
+    blocks=st.sampled_from([10, 28, 80]),
     groups=st.sampled_from(MODELS),
 )
 def test_groups_of_layers_read_right_bytes_in_all_blocks_that_they_reach(
-    seed: int, policy: WritePolicy, host: int, groups: tuple[CacheGroup, ...]
+    service: LocalService,
+    host: str,
+    seed: int,
+    policy: WritePolicy,
+    blocks: int,
+    groups: tuple[CacheGroup, ...],
 ) -> None:
-    engine = Engine(seed, policy, host_blocks=host, groups=groups)
+    engine = Engine(seed, policy, host_blocks=blocks, groups=groups, **settings_of(host, service))
     play(engine, 120)
     assert engine.close() == 0
 

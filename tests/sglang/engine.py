@@ -86,7 +86,7 @@ def leave_out_models(*needed: str) -> None:
 @contextmanager
 def running_engine(model: Path, **options: Any) -> Iterator[Any]:
     """Run an engine with few device pages; end it afterwards."""
-    leave_out_models("llama", "deepseek_v2", "commandr")
+    leave_out_models("llama", "deepseek_v2", "commandr", "lfm2")
     from sglang.srt.entrypoints.engine import Engine
 
     _forget_metrics()

@@ -87,6 +87,29 @@ def _without_reserve(module: ModuleType) -> None:
     module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # type: ignore[attr-defined]
 
 
+def _with_latents(module: ModuleType) -> None:
+    """``torch_native`` reads keys and values out of the pool, which are latents: they have to be absorbed always."""
+    absorbed = module.AttnForwardMethod.MLA
+    module.AttentionBackendRegistry.register("torch_native", lambda attention, batch: absorbed)
+
+
+def _with_convolutions(module: ModuleType) -> None:
+    from tests.sglang import convolutions
+
+    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
+        setattr(module, name, getattr(convolutions, name))
+
+
+def _with_operators(module: ModuleType) -> None:
+    """Linear attention names operators of the kernels when it is imported, also for models without it."""
+    import torch
+
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for name in ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    setattr(module, "_operators_of_tests", library)  # noqa: B010
+
+
 def install() -> None:
     """Let imports find the stand-ins."""
     if any(isinstance(finder, _EmptyPackages) for finder in sys.meta_path):
@@ -99,6 +122,9 @@ def install() -> None:
                 f"{_POOLS}.common": _without_driver,
                 f"{_POOLS}.mha": _with_copies,
                 f"{_POOLS}.mla": _with_copies,
+                "sglang.srt.layers.attention.attention_registry": _with_operators,
+                "sglang.srt.layers.attention.mamba.causal_conv1d": _with_convolutions,
+                "sglang.srt.models.deepseek_common.attention_backend_handler": _with_latents,
             }
         ),
     ]

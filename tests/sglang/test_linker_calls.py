@@ -179,6 +179,29 @@ def test_an_offload_of_many_pages_is_begun_piece_by_piece(monkeypatch: pytest.Mo
         assert made._kv.manager.get_stats().host.unjoined == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("most_pages", "most_bytes", "pieces"),
+    [(256, 3, [6, 3, 3]), (5, 1 << 20, [5, 5, 2]), (1, 1 << 20, [1] * 12), (256, 0, [6, 3, 2, 1])],
+)
+def test_a_piece_of_an_offload_has_few_pages_and_half_of_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, most_pages: int, most_bytes: int, pieces: list[int]
+) -> None:
+    """Of many pages a call takes more of them, so that steps which take long do not leave ever more behind."""
+    keys = hex_keys(12)
+    with linker(mha()) as made:
+        monkeypatch.setattr(offloads, "MOST_PAGES", most_pages)
+        monkeypatch.setattr(offloads, "MOST_BYTES", most_bytes * made._kv.layout.payload_bytes)
+        offer, taken = made._kv.offer, []
+        made._kv.offer = lambda run, *rest: taken.append(len(run)) or offer(run, *rest)  # type: ignore[func-returns-value,method-assign]
+        assert made.offload(transfer(keys, list(range(1, 13))))
+        assert made._offloads.are_many == (most_pages == 1)
+        until(lambda: made.num_completed_offloads() == 1, "it ends")
+        assert made.pop_completed_offload()
+        assert taken == pieces
+        assert not made._offloads._pages_left and not made._offloads._bytes_left
+        assert made.lookup("a", transfer(keys)) == [12]
+
+
 def test_a_load_that_was_not_promised_is_refused_and_one_can_be_withdrawn() -> None:
     keys = hex_keys(4)
     with linker(mha()) as made:
@@ -191,6 +214,41 @@ def test_a_load_that_was_not_promised_is_refused_and_one_can_be_withdrawn() -> N
         assert made.start_layer_wise_loading() == -1
         assert made._kv.manager.get_stats().live_requests == 0
         assert made._kv.manager._host.in_use == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_has_gone_is_computed_by_one_rank_and_fails_on_all_of_several(ranks: int) -> None:
+    """Every rank has to take the same branch, so that only the end of a load may differ."""
+    keys = hex_keys(4)
+    with linker(mha(), tp_size=ranks) as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        assert made.lookup("a", transfer(keys))[-1] == 4
+        made._kv.manager.unmatch([made._asked["a"].request])
+        assert made.load("a", transfer(keys, [5, 6, 7, 8])) == (ranks == 2)
+        index = made.start_layer_wise_loading()
+        assert (index == -1) == (ranks == 1)
+        assert made.finish_layer_wise_loading(index) == (ranks == 1)
+        assert made._kv.manager.get_stats().live_requests == 0
+        assert made._kv.manager._host.in_use == 0
+        assert made.lookup("b", transfer(keys))[-1] == 4
+        assert loaded(made, "b", keys, [5, 6, 7, 8])
+
+
+def test_a_request_that_gets_other_slots_is_loaded_into_these_alone() -> None:
+    keys, pool = hex_keys(2), mha()
+    with linker(pool) as made:
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer.copy_(torch.rand(buffer.shape))
+        first = pool.k_buffer[0][PAGE : 3 * PAGE].clone()
+        assert stored(made, keys, [1, 2])
+        pool.k_buffer[0].zero_()
+        for pages in ([5, 6], [7, 8]):
+            made.lookup("a", transfer(keys))
+            assert made.load("a", transfer(keys, pages))
+        assert made.finish_layer_wise_loading(made.start_layer_wise_loading())
+        assert torch.equal(pool.k_buffer[0][7 * PAGE : 9 * PAGE], first)
+        assert not pool.k_buffer[0][5 * PAGE : 7 * PAGE].any()
+        assert made._kv.manager.get_stats().live_requests == 0
 
 
 def test_requests_that_ask_and_are_aborted_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,15 +25,18 @@ _ = one_rank  # a fixture of every test here
 MAMBA, FULL = [0, 2, 3], [1, 4]
 
 
-def hybrid(**options: Any) -> Any:
-    """Return the parameters of a model with states in three layers and keys and values in two."""
+def hybrid(state_size: int = 16, **options: Any) -> Any:
+    """Return the parameters of a model with states in three layers and keys and values in two.
+
+    ``state_size``: 0 for layers that keep the last tokens of a convolution alone.
+    """
     shape = Mamba2StateShape.create(
         tp_world_size=1,
         intermediate_size=64,
         n_groups=1,
         num_heads=2,
         head_dim=16,
-        state_size=16,
+        state_size=state_size,
         conv_kernel=4,
     )
     tokens = HybridReqToTokenPool(
@@ -106,8 +109,9 @@ def filled(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
     return [buffer.clone() for buffer in buffers]
 
 
-def test_a_prompt_is_found_up_to_its_last_state_and_comes_back_with_it() -> None:
-    params = hybrid()
+@pytest.mark.parametrize("state_size", [16, 0])
+def test_a_prompt_is_found_up_to_its_last_state_and_comes_back_with_it(state_size: int) -> None:
+    params = hybrid(state_size)
     pool = params.token_to_kv_pool_allocator.get_kvcache()
     states = [*pool.mamba_pool.mamba_cache.conv, pool.mamba_pool.mamba_cache.temporal]
     attention = [*pool.full_kv_pool.k_buffer, *pool.full_kv_pool.v_buffer]

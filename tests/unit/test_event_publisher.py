@@ -133,6 +133,15 @@ def test_an_address_that_cannot_be_bound_is_named(publisher: EventPublisher) -> 
         EventPublisher("tcp://127.0.0.1:*", publisher.address)
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://127.0.0.1:99999", "tcp://127.0.0.1", "inproc://x", "127.0.0.1:5557", "   ", "tcp://*:-1"],
+)
+def test_an_address_that_no_reader_could_have_is_refused(address: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"FDCACHE_KV_EVENTS: .* is no address; give"):
+        EventPublisher(address, None)
+
+
 def test_a_run_ends_where_a_block_does_not_follow() -> None:
     one, other = Origin(salt="a"), Origin(salt="b")
     blocks = [

@@ -272,21 +272,18 @@ def test_layers_that_lie_over_each_other_are_one_plane_of_the_largest() -> None:
         config.layout_from_config(vllm_config(), given)
 
 
-@pytest.mark.parametrize(
-    ("stages", "drafts", "named", "remedy"),
-    [
-        (2, False, "pipeline stages", "pipeline_parallel_size to 1"),
-        (1, True, "a draft model", "--disable-hybrid-kv-cache-manager"),
-    ],
-)
-def test_what_only_one_group_of_full_attention_can_have_is_refused_by_name(
-    stages: int, drafts: bool, named: str, remedy: str
-) -> None:
-    made = vllm_config(parallel_config__pipeline_parallel_size=stages)
-    made.speculative_config = SimpleNamespace(use_eagle=lambda: drafts, method="m", model="d")
+def test_pipeline_stages_of_several_groups_are_refused_by_name() -> None:
+    made = vllm_config(parallel_config__pipeline_parallel_size=2)
     assert config.layout_from_config(made, kv_config()).groups == ()
-    with pytest.raises(ConfigurationError, match=f"{named}.*{remedy}"):
+    with pytest.raises(ConfigurationError, match=r"pipeline stages.*pipeline_parallel_size to 1"):
         config.layout_from_config(made, placed(kv_config(FullAttentionSpec, SlidingWindowSpec)))
+
+
+def test_a_draft_model_may_share_the_cache_with_several_groups() -> None:
+    made = vllm_config()
+    made.speculative_config = SimpleNamespace(use_eagle=lambda: True, method="m", model="d")
+    layout = config.layout_from_config(made, placed(kv_config(FullAttentionSpec, SlidingWindowSpec)))
+    assert len(layout.groups) == 2
 
 
 @pytest.mark.parametrize(
@@ -459,3 +456,24 @@ def test_the_start_tells_which_groups_are_kept_and_how_many_tokens_fit() -> None
         "kept: 2 x last 128 in blocks of 16 tokens, all in blocks of 32 tokens; host memory has room for 640 tokens"
     )
     assert "once for 2 ranks; host memory" in config.kept_by(ranks(2, kind=MLAAttentionSpec), 10)
+
+
+def test_ranks_of_peers_that_cannot_be_served_are_refused_by_name() -> None:
+    """Heads have to lie apart, and layers of several kinds need equal ranks; with these nothing is asked."""
+    common: dict[str, Any] = {"model": "m", "revision": "1", "block_size": 16, "num_layers": 2, "tp_size": 2}
+    window, state = CacheGroup(16, Reach.LAST, 64), CacheGroup(16, Reach.STATE)
+    mixed, apart = (
+        PlaneSpec(PlaneKind.KEY, "uint8", (16, 8, 16)),
+        PlaneSpec(PlaneKind.PAIR, "uint8", (8, 16, 32)),
+    )
+    given = kv_config(FullAttentionSpec)
+    for planes, groups, words in (
+        ([mixed], (), "VLLM_KV_CACHE_LAYOUT to HND"),
+        ([apart], (CacheGroup(16), window), "layers of several kinds"),
+        ([apart], (CacheGroup(16), state), "layers of several kinds"),
+    ):
+        layout = KVLayout.build(planes, groups=groups, **common)
+        config.require_peer_ranks(layout, given, 2)
+        with pytest.raises(ConfigurationError, match=f"FDCACHE_TRANSFER_PEER_RANKS=1.*{words}"):
+            config.require_peer_ranks(layout, given, 1)
+    config.require_peer_ranks(KVLayout.build([apart], **common), given, 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from fdcache.integrations.vllm.tables import PlainTable, TableShape
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.manager import OffloadManager, Request
-from fdcache.metadata import SwapPurpose
+from fdcache.metadata import Int32Array, SwapPurpose
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.engine_handovers import EngineHandovers
@@ -23,6 +25,15 @@ from fdcache.transfer.handovers import PeerTerms
 from tests.transfer_help import BLOCK, LAYOUT
 
 _TABLE = [3, 1, 4, 2, 9]
+
+
+@dataclass
+class Notes:
+    """What the ranks are told with the next step."""
+
+    computed: list[tuple[int, int, Int32Array]] = field(default_factory=list)
+    sends: dict[int, str] = field(default_factory=dict)
+    sends_over: Sequence[int] = ()
 
 
 class Side:
@@ -34,6 +45,7 @@ class Side:
         handovers = EngineHandovers(self.manager, PeerTerms(PeerSettings(connector="ipc", role=role)), 64)
         self.peers = PeerSide(handovers, EngineIdentity("engine-7", 2, 1))
         self.peers.learn_addresses({1: "tcp://node-1:7001", 0: "tcp://node-1:7000"})
+        self.notes = Notes()
 
     def finished(
         self,
@@ -51,7 +63,10 @@ class Side:
             num_computed_tokens=num_tokens if computed is None else computed,
             status=SimpleNamespace(name=status),
         )
-        return self.peers.finished(source, Request("r-1", [*tokens, 5]), PlainTable([_TABLE], BLOCK))
+        table = PlainTable([_TABLE], BLOCK)
+        told, is_kept = self.peers.finished(source, Request("r-1", [*tokens, 5]), table, self.notes)
+        assert is_kept == (told is not None)
+        return told
 
     def arrived(self, params: object) -> int:
         """Begin a request with these parameters; return how many of its tokens a peer has."""
@@ -63,6 +78,8 @@ class Side:
     def planned(self) -> list[tuple[SwapPurpose, str, list[int]]]:
         """Return the hand-overs of the next plans."""
         tasks = [task for plan in self.manager.take_plans() for task in plan.peers]
+        for task in tasks:
+            self.peers.planned(task, self.notes)
         return [(task.swap.purpose, task.transfer, task.swap.src_block_ids.tolist()) for task in tasks]
 
 
@@ -123,7 +140,7 @@ def test_a_router_may_name_a_hand_over_and_ask_both_at_once() -> None:
     assert told["remote_request_id"] == "x-1"
     assert side.finished(3 * BLOCK + 1, do_remote_decode=True, transfer_id="x-1") is None
     assert [each[1] for each in side.planned()] == ["x-1"]
-    assert side.peers.request_of("x-1") == "r-1"
+    assert list(side.notes.sends.values()) == ["r-1"]
 
 
 @pytest.mark.parametrize(
@@ -182,12 +199,12 @@ def test_a_prompt_is_shortened_once_where_no_layer_can_go_back_by_a_token() -> N
     )
     source.num_computed_tokens = source.num_prompt_tokens
     table = TableShape(layout).table([[1, 2, 3, 4, 5], [0, 0, 6, 7, 8], [0, 0, 9]])
-    told = side.peers.finished(source, Request("r-1", tokens), table)
+    told, _ = side.peers.finished(source, Request("r-1", tokens), table, side.notes)
     assert told is not None
     assert told["remote_block_ids"] == [[1, 2, 3, 4, 5], [6, 7, 8], [9]]
     assert side.planned() == [(SwapPurpose.SEND, "r-1", [1, 2, 3, 4, 6, 7, 5, 8, 9])]
     source.num_computed_tokens += 1  # the state has gone on
-    assert side.peers.finished(source, Request("r-2", tokens), table) is None
+    assert side.peers.finished(source, Request("r-2", tokens), table, side.notes) == (None, False)
 
 
 def test_the_table_of_a_send_is_that_of_its_prompt() -> None:

@@ -7,6 +7,7 @@ whose kernels this machine lacks, with the cache that vLLM makes for its layers.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,12 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
     iter_layer_specs,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from fdcache.integrations.vllm.connector import FdcacheConnector
-from tests.vllm.engine import connector_config
+from tests.vllm.engine import connector_config, make_model
 
 _MASK = (1 << 63) - 1
 
@@ -56,8 +57,10 @@ class StandIn:
         broken: Callable[[StandIn, Any], None] | None = None,
         kv_layout: str = "LBNHC",
         role: str = "kv_both",
+        drafts: int = 0,
         **settings: Any,
     ) -> None:
+        """``drafts``: tokens that the last layer proposes in each step, as the layer of EAGLE or MTP does."""
         init_none_hash(sha256)
         has_states = any(isinstance(spec, MambaSpec) for spec in specs)
         self.config = EngineArgs(
@@ -72,6 +75,7 @@ class StandIn:
             enable_prefix_caching=True,
             num_gpu_blocks_override=num_blocks,
             async_scheduling=False,
+            speculative_config=_speculative(model, drafts) if drafts else None,
             kv_transfer_config=connector_config(FDCACHE_VERIFY="all", **settings) | {"kv_role": role},
         ).create_engine_config()
         self.config.cache_config.kv_cache_layout = kv_layout
@@ -103,6 +107,13 @@ class StandIn:
         self.answers: dict[str, list[int]] = {}
         self.parameters: dict[str, dict[str, Any] | None] = {}
         """Parameters for another engine, of requests that have ended."""
+        self._drafts = drafts
+        self._draft_layer = f"layer.{len(specs) - 1}" if drafts else None
+        self.accepted = self.rejected = 0
+        """Drafts that were the right tokens, and that were not."""
+        self._chosen = random.Random(7)
+        self._running: dict[str, int] = {}
+        """The place in the table of the block with the last state of each request that goes on."""
         self._broken = broken
         self._hasher = get_request_block_hasher(self.hash_size, sha256)
         self._places = {
@@ -185,7 +196,11 @@ class StandIn:
         worker = self.worker
         worker.handle_preemptions(output.kv_connector_metadata)
         worker.bind_connector_metadata(output.kv_connector_metadata)
-        sampled = [self._compute(name, count) for name, count in output.num_scheduled_tokens.items()]
+        drafted = output.scheduled_spec_decode_tokens
+        sampled = [
+            self._compute(name, count, drafted.get(name, ()))
+            for name, count in output.num_scheduled_tokens.items()
+        ]
         worker.start_load_kv(None)
         worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
@@ -209,6 +224,10 @@ class StandIn:
                 kv_connector_output=made,
             ),
         )
+        if self._drafts:
+            self.scheduler.update_draft_token_ids(
+                DraftTokenIds(names, [self._propose(name) for name in names])
+            )
         for each in (each for outputs in ended.values() for each in outputs.outputs):
             if each.finish_reason is not None:
                 self.parameters[each.request_id] = each.kv_transfer_params
@@ -217,6 +236,8 @@ class StandIn:
 
     def _follow(self, output: Any) -> None:
         """Follow the block tables as vLLM's workers do."""
+        for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
+            self._running.pop(name, None)
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = [list(ids) for ids in new.block_ids]
         cached = output.scheduled_cached_reqs
@@ -229,20 +250,46 @@ class StandIn:
 
     # --- the model ----------------------------------------------------------------------------------------
 
-    def _compute(self, name: str, count: int) -> list[int]:
-        """Check what the tokens of a step need, and write them; return the token that follows the last one known."""
+    def _compute(self, name: str, count: int, drafts: Sequence[int]) -> list[int]:
+        """Check what the tokens of a step need, and write them; return those that follow the last one known."""
         request = self.requests[name]
         # The scheduler counts the tokens of the step as computed already.
         stop = request.num_computed_tokens
         start = stop - count
-        marks = _marks(request.all_token_ids)
+        known = list(request.all_token_ids)
+        marks = _marks([*known, *drafts])
+        sampled = self._sample(marks, len(known), drafts) if stop >= len(known) else []
+        right = stop - len(drafts) + max(len(sampled) - 1, 0)
+        following = _marks([*known, *sampled])
         for table, layers in zip(self.tables[name], self._layers, strict=True):
             for layer, spec in layers:
                 if isinstance(spec, MambaSpec):
-                    self._go_on(layer, spec, table, marks, start, stop)
+                    self._go_on(name, layer, spec, table, marks[: stop + 1], start, len(drafts))
+                elif layer == self._draft_layer:
+                    self._attend(layer, spec, table, following[2:], start, right)
                 else:
-                    self._attend(layer, spec, table, marks, start, stop)
-        return [int(marks[stop] % 500) + 3] if stop == request.num_tokens else []
+                    self._attend(layer, spec, table, marks[1:], start, stop)
+        self._keep_states(name, stop, len(drafts), right)
+        return sampled
+
+    def _sample(self, marks: list[int], known: int, drafts: Sequence[int]) -> list[int]:
+        """Return the token after those known, and those after the drafts that are right."""
+        sampled = [_next(marks[known])]
+        for number, draft in enumerate(drafts, start=known + 1):
+            if draft != sampled[-1]:
+                break
+            sampled.append(_next(marks[number]))
+        self.accepted += len(sampled) - 1
+        self.rejected += len(drafts) - len(sampled) + 1
+        return sampled
+
+    def _propose(self, name: str) -> list[int]:
+        """Return tokens that may follow those known: each is right two times in three."""
+        tokens = list(self.requests[name].all_token_ids)
+        known = len(tokens)
+        for _ in range(self._drafts):
+            tokens.append(_next(_marks(tokens)[-1]) if self._chosen.random() < 2 / 3 else 1)
+        return tokens[known:]
 
     def _attend(
         self, layer: str, spec: Any, table: list[int], marks: list[int], start: int, stop: int
@@ -253,9 +300,9 @@ class StandIn:
         elif isinstance(spec, ChunkedLocalAttentionSpec):
             first = start // spec.attention_chunk_size * spec.attention_chunk_size
         for token in range(first, start):
-            self.wrong += not (self._token(layer, spec, table, token) == _row(marks[token + 1])).all()
+            self.wrong += not (self._token(layer, spec, table, token) == _row(marks[token])).all()
         for token in range(start, stop):
-            self._token(layer, spec, table, token)[:] = _row(marks[token + 1])
+            self._token(layer, spec, table, token)[:] = _row(marks[token])
 
     def _token(self, layer: str, spec: Any, table: list[int], token: int) -> Any:
         block = table[token // spec.block_size]
@@ -265,14 +312,37 @@ class StandIn:
         return self.bytes[begin : begin + size][:8]
 
     def _go_on(
-        self, layer: str, spec: Any, table: list[int], marks: list[int], start: int, stop: int
+        self, name: str, layer: str, spec: Any, table: list[int], marks: list[int], start: int, drafts: int
     ) -> None:
-        """Take the state before the step out of its block, and leave that after it in the block of its last token."""
+        """Take the state before the step out of its block, and leave that after it in the block of its last token.
+
+        With drafts those after each of them lie in the blocks behind it.
+        """
+        now = -(-(len(marks) - 1) // spec.block_size) - 1
         if start:
-            before = self._state(layer, spec, table[(start - 1) // spec.block_size])
+            place = self._running.get(name, (start - 1) // spec.block_size)
+            before = self._state(layer, spec, table[place])
             self.wrong += not (before == np.resize(_row(marks[start]), len(before))).all()
-        after = self._state(layer, spec, table[(stop - 1) // spec.block_size])
-        after[:] = np.resize(_row(marks[stop]), len(after))
+        for number in range(drafts + 1):
+            after = self._state(layer, spec, table[now + number])
+            after[:] = np.resize(_row(marks[len(marks) - 1 - drafts + number]), len(after))
+
+    def _keep_states(self, name: str, stop: int, drafts: int, right: int) -> None:
+        """Keep the states at the end of a block that the right tokens of a step reach; see vLLM's ``mamba_utils``."""
+        for table, layers in zip(self.tables[name], self._layers, strict=True):
+            for layer, spec in layers:
+                if not isinstance(spec, MambaSpec):
+                    continue
+                size, first = spec.block_size, stop - drafts
+                now, end = -(-stop // size) - 1, right // size * size
+                kept = end // size - 1
+                self._running[name] = now + right - first
+                if end >= first and kept != now + end - first:
+                    self._state(layer, spec, table[kept])[:] = self._state(
+                        layer, spec, table[now + end - first]
+                    )
+                    if kept == now:
+                        self._running[name] = now
 
     def _state(self, layer: str, spec: Any, block: int) -> Any:
         assert block, "a state is in vLLM's placeholder"
@@ -313,6 +383,16 @@ def _marks(tokens: Sequence[int]) -> list[int]:
     for token in tokens:
         marks.append((marks[-1] * 6364136223846793005 + token + 1442695040888963407) & _MASK)
     return marks
+
+
+def _next(mark: int) -> int:
+    return mark % 500 + 3
+
+
+def _speculative(model: Path, drafts: int) -> dict[str, Any]:
+    """Return vLLM's configuration of a draft model that shares the cache."""
+    draft = make_model(model.parent / "draft", num_layers=1)
+    return {"method": "eagle", "model": str(draft), "num_speculative_tokens": drafts}
 
 
 def _row(mark: int) -> np.ndarray:

@@ -45,13 +45,14 @@ def chunked() -> ChunkedLocalAttentionSpec:
     )
 
 
-def state(page: int | None = None, block: int = 32) -> MambaSpec:
+def state(page: int | None = None, block: int = 32, drafts: int = 0) -> MambaSpec:
     return MambaSpec(
         block_size=block,
         shapes=((3, 16), (8, 16)),
         dtypes=(F32, F32),
         page_size_padded=page,
         mamba_cache_mode="align",
+        num_speculative_blocks=drafts,
     )
 
 
@@ -165,6 +166,60 @@ def test_no_layer_reads_wrong_bytes_when_many_requests_run_at_once(family: str, 
     assert engine.wrong == 0
     for number in range(len(prompts)):
         assert len({tuple(engine.answers[f"{turn}.{number}"][-8:]) for turn in range(3)}) == 1
+    engine.close()
+
+
+DRAFTS = {
+    "gpt-oss": [sliding(), full(), sliding(), full(), full()],
+    "MiMo-V2": [*[sliding(heads=4)] * 4, *[full(heads=2)] * 3],
+    "Gemma 4": [*[sliding(heads=4, dim=16)] * 5, full(heads=2, dim=64), sliding(heads=4, dim=16)],
+    "Qwen3-Next": [*[state(_PAGE, drafts=2)] * 3, full(block=32), full(block=32)],
+    "GLM-5": [*[latent(72, F32), latent(132, torch.uint8)] * 2, latent(72, F32)],
+}
+"""Layers of families, the last of which proposes tokens."""
+
+
+@pytest.mark.parametrize("family", DRAFTS)
+def test_a_layer_that_proposes_tokens_reads_what_belongs_to_the_tokens_after(
+    family: str, model: Path
+) -> None:
+    """What it keeps of a token follows from the next one, too; what it keeps of rejected tokens is never stored."""
+    specs = DRAFTS[family]
+    engine = StandIn(
+        model, specs, num_blocks=100, block_size=size_of(specs), drafts=2, FDCACHE_HOST_MEMORY="64MiB"
+    )
+    prompts = conversations()
+    for turn in range(3):
+        for number, prompt in enumerate(prompts):
+            engine.add(f"{turn}.{number}", prompt, 40)
+            if number % 3 == 2:
+                engine.run()
+        engine.run()
+        # Continue what was answered with another token than the one that followed.
+        prompts = [
+            [*prompt, *engine.answers[f"{turn}.{number}"][: 9 + number], 501, *prompt[:30]]
+            for number, prompt in enumerate(prompts)
+        ]
+    assert engine.accepted > 100 and engine.rejected > 100
+    assert engine.manager.get_stats().counters.host_hit_tokens > 500
+    assert engine.wrong == 0
+    engine.close()
+
+
+def test_a_key_without_the_next_token_gives_such_a_layer_what_belongs_to_another(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr("fdcache.integrations.vllm.settings._has_drafts", lambda config: False)
+    specs = DRAFTS["gpt-oss"]
+    engine = StandIn(model, specs, num_blocks=100, drafts=2, FDCACHE_HOST_MEMORY="64MiB")
+    for number, prompt in enumerate(conversations()):
+        engine.add(f"first.{number}", prompt)
+        engine.run()
+    for number, prompt in enumerate(conversations()):
+        engine.add(f"second.{number}", [*prompt[:80], 501, *prompt[81:]])
+        engine.run()
+    assert engine.wrong
     engine.close()
 
 

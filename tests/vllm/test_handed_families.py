@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -32,15 +32,19 @@ _HANDED = ["Llama", "Gemma 4", "gpt-oss", "MiMo-V2", "Llama 4", "Qwen3-Next", "J
 
 
 class Pair:
-    """A prefill and a decode engine of one family, which step in turns."""
+    """A prefill and a decode engine of one family, which step in turns. ``of_prefill``: options of that one alone."""
 
     def __init__(
-        self, family: str, model: Path, broken: Callable[[StandIn, Any], None] | None = None
+        self,
+        family: str,
+        model: Path,
+        broken: Callable[[StandIn, Any], None] | None = None,
+        **of_prefill: Any,
     ) -> None:
         specs, _, room = FAMILIES[family]
         options: dict[str, Any] = {"FDCACHE_HOST_MEMORY": "64MiB", "FDCACHE_TRANSFER": "rdma"}
         options |= {"num_blocks": 2 * room, "block_size": size_of(specs)}
-        self.prefill = StandIn(model, specs, role="kv_producer", **options)
+        self.prefill = StandIn(model, specs, role="kv_producer", **options | of_prefill)
         self.decode = StandIn(model, specs, role="kv_consumer", broken=broken, **options)
 
     @property
@@ -80,8 +84,11 @@ class Pair:
         )
 
 
+PairT = TypeVar("PairT", bound=Pair)
+
+
 @contextmanager
-def running(pair: Pair) -> Iterator[Pair]:
+def running(pair: PairT) -> Iterator[PairT]:
     """End both engines, of which nothing may be left."""
     yield pair
     pair.settle()

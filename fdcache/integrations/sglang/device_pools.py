@@ -138,8 +138,15 @@ def _states(params: Any, kvcache: Any) -> DevicePages:
     rings = [
         name for name in vars(cache) if name.startswith("replayssm") and getattr(cache, name) is not None
     ]
-    tensors = [*cache.conv, cache.temporal]
-    if type(pool).__name__ != "MambaPool" or rings or pool._slot_siblings or len(tensors) > len(PlaneKind):
+    tensors = [
+        each for each in (*cache.conv, cache.temporal) if each.numel()
+    ]  # convolutions alone have no other
+    if (
+        type(pool).__name__ != "MambaPool"
+        or rings
+        or pool._slot_siblings
+        or not 0 < len(tensors) <= len(PlaneKind)
+    ):
         raise _unsupported(pool, "named mamba")
     by_index = {index: layer for layer, index in tokens.mamba_map.items()}
     layers = [by_index[index] - kvcache.start_layer for index in range(tensors[0].shape[0])]

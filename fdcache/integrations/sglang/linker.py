@@ -80,10 +80,11 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Planned:
-    """A load that SGLang has given slots."""
+    """A load that SGLang has given slots; ``is_whole``: False if some of it has gone."""
 
     asked: _Asked
     parts: list[tuple[PoolTier, KeyedRequest]]
+    is_whole: bool = True
 
     def withdraw(self) -> None:
         """Withdraw what is planned."""
@@ -294,7 +295,12 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # --- loads ----------------------------------------------------------------------------------------------
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Plan a load, which begins with the batch. False if it was not promised, or has gone: SGLang computes."""
+        """Plan a load, which begins with the batch. False if it was not promised: SGLang computes.
+
+        What has gone since the look-up, as with a service, is computed, too. One of several ranks may not decide so by
+        itself: there the load fails when it is finished.
+        """
+        self.cancel_queued_load(rid)  # the request has got other slots
         asked = self._asked.pop(rid, None)
         if asked is None:
             return False
@@ -305,7 +311,8 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._weights.are_loaded and is_promised and kv.keys[0] == asked.first:
             by_name = {str(each.name): each for each in transfers}
             wanted = [(self._kv, asked.request), *asked.others.get(pages, ())]
-            if all(self._plan(planned, tier, request, by_name) for tier, request in wanted):
+            planned.is_whole = all(self._plan(planned, tier, request, by_name) for tier, request in wanted)
+            if planned.is_whole or not self._is_alone:
                 self._planned[rid] = planned
                 return True
         planned.withdraw()
@@ -333,7 +340,7 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return -1
         batch, self._planned = list(self._planned.values()), {}
         now, stores = self._slots.current_stream(), self._slots.store_stream
-        layers = LayersOfBatch([])
+        layers = LayersOfBatch([], is_whole=all(each.is_whole for each in batch))
         for name, tier in self._tiers.items():
             layers.counters += [(counter, self._layers[name]) for counter in tier.submit(now, stores)]
         index, self._next_batch = self._next_batch, self._next_batch + 1
@@ -370,7 +377,7 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def num_completed_offloads(self) -> int:
         """Go on with copies, and return how many offloads have ended."""
         reported = [tier.take_reports() for tier in self._tiers.values()]
-        if not any(reported):  # one or the other, so that no call takes long
+        if not any(reported) or self._offloads.are_many:  # one or the other, so that no call takes long
             self._offloads.begin()
         for tier in self._tiers.values():
             tier.turn(self._slots.store_stream)

@@ -10,7 +10,13 @@ from fdcache.integrations.sglang.pool_tier import PoolTier
 from fdcache.metadata import HashArray, Int32Array
 
 MOST_PAGES = 256
-"""Most pages that one call begins to store: the scheduler's thread does nothing else meanwhile."""
+"""Pages that one call begins to store: the scheduler's thread does nothing else meanwhile."""
+
+MOST_BYTES = 512 << 20
+"""Bytes that one call begins to store: copies of more would go on beside the next token of a prompt just computed."""
+
+_PARTS = 8
+"""Of more pages than 8 times as many, a call begins an 8th: steps may take long, and nodes stay locked meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +26,11 @@ class PoolPart:
     tier: PoolTier
     keys: HashArray
     read: Callable[[], Int32Array]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pages."""
+        return len(self.keys) * self.tier.layout.payload_bytes
 
 
 @dataclass(slots=True)
@@ -62,33 +73,45 @@ class Offloads:
         self._tiers = tiers
         self._offloads: deque[_Offload] = deque()
         self._completed: deque[bool] = deque()
+        self._pages_left = self._bytes_left = 0
+
+    @property
+    def are_many(self) -> bool:
+        """True if more pages wait than calls begin that have nothing else to do."""
+        return self._pages_left > _PARTS * MOST_PAGES
 
     def add(self, parts: Sequence[PoolPart], is_ready: Callable[[], bool], *, is_whole: bool) -> None:
         """Take one, which is begun once ``is_ready``; ``is_whole``: False if it is not to be stored."""
         self._offloads.append(_Offload(parts, is_ready, is_whole))
+        self._pages_left += sum(len(each.keys) for each in parts)
+        self._bytes_left += sum(each.nbytes for each in parts)
 
     def begin(self) -> None:
         """Offer the next pages of those that are ready."""
-        left = MOST_PAGES
+        pages = max(MOST_PAGES, self._pages_left // _PARTS)
+        nbytes = max(MOST_BYTES, self._bytes_left // 2)
         for offload in self._offloads:
             if offload.runs is None:
                 if not offload.is_ready():
                     return
                 offload.runs = [_Run(each.tier, each.keys, each.read()) for each in offload.parts]
             for run in offload.runs:
-                while left and run.offered < len(run.keys):
-                    left -= self._offer(offload, run, left)
-            if not left:
-                return
+                size = run.tier.layout.payload_bytes
+                count = min(pages, max(-(-nbytes // size), 0), len(run.keys) - run.offered)
+                if count:
+                    self._offer(offload, run, count)
+                    pages, nbytes = pages - count, nbytes - count * size
+                if run.offered < len(run.keys):
+                    return
 
-    @staticmethod
-    def _offer(offload: _Offload, run: _Run, most: int) -> int:
-        first, stop = run.offered, min(run.offered + most, len(run.keys))
+    def _offer(self, offload: _Offload, run: _Run, count: int) -> None:
+        first, stop = run.offered, run.offered + count
         above = run.keys[first - 1].tobytes() if first else None
         number = run.tier.offer(run.keys[first:stop], run.slots[first:stop], above)
         offload.waits_for.add((run.tier.pages.name, number))
         run.offered = stop
-        return stop - first
+        self._pages_left -= count
+        self._bytes_left -= count * run.tier.layout.payload_bytes
 
     def take_ends(self) -> int:
         """Count what has ended, and return how many offloads have, in their order."""
@@ -123,3 +146,4 @@ class Offloads:
             tier.take_ends()
         self._offloads.clear()
         self._completed.clear()
+        self._pages_left = self._bytes_left = 0

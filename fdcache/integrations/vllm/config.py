@@ -86,12 +86,6 @@ def _unsupported_groups(
         yield f"the layers' groups have pages of {sorted(sizes)} bytes", remedy
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         yield "pipeline stages have different groups of layers", "set pipeline_parallel_size to 1"
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.use_eagle():
-        yield (
-            "a draft model shares the KV cache with groups of layers",
-            f"{remedy}, or without the draft model",
-        )
 
 
 def _unsupported(vllm_config: Any, transfer_config: Any) -> Iterator[tuple[str, str]]:
@@ -150,6 +144,11 @@ def require_peer_ranks(layout: KVLayout, kv_cache_config: Any, peer_ranks: int |
     """Raise ``ConfigurationError`` if blocks cannot be handed over between unequal numbers of ranks."""
     if peer_ranks in (None, layout.tp_size):
         return
+    if layout.groups:
+        raise ConfigurationError(
+            f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: the model has layers of several kinds (windows, chunks, "
+            f"states), which are handed over between equal numbers of ranks; give all engines {layout.tp_size}"
+        )
     are_apart = all(plane.kind is PlaneKind.PAIR for plane in layout.planes)
     if not (are_apart or _is_latent(kv_cache_config)):
         raise ConfigurationError(

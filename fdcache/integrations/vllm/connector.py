@@ -303,7 +303,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         told = dict(ended.handed_over or {})
         if ended.hints:
             told["hint_outcomes"] = msgspec.to_builtins(ended.hints)
-        return ended.handed_over is not None, told or None
+        return ended.is_kept, told or None
 
     def has_pending_push_work(self) -> bool:
         """Return True while copies are in flight, so that vLLM goes on stepping."""

@@ -57,6 +57,10 @@ class EarlyLoads:
                 if request_id in self._open:
                     self._told.add(request_id)
 
+    def is_open(self, request_id: str) -> bool:
+        """Return True while a load of a request has not ended on all ranks, whatever was told."""
+        return request_id in self._open
+
     def ended(self, outcome: LoadOutcome) -> None:
         """Record the end of a load on all ranks."""
         if self._open.get(outcome.request_id) == outcome.load:

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from fdcache.metadata import TransferPlan, TransferReport, decode_plan, decode_report, encode
+from fdcache.metadata import Int32Array, TransferPlan, TransferReport, decode_plan, decode_report, encode
 from fdcache.tiers.host import HostCache
 
 
@@ -27,14 +27,18 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     ``is_late``: a step has gone without its plan, this or the one before. Its blocks may be overwritten: plans are
     refused, and what earlier plans copy out of the device does not count. ``host_cache``: with the first step.
     ``overwritten``: device blocks that vLLM fills before the plans are executed. ``sends``: ids of the requests whose
-    blocks are handed over, by the number of the hand-over. ``timed``: number under which workers report the step's
-    seconds, 0 for none. ``received``: requests of which all ranks have told since the last step. ``seconds_left``: a
+    blocks are handed over, by the number of the hand-over, once vLLM waits for its end; ``sends_over``: of those
+    that have ended without that. ``computed``: blocks that are computed by the end of the step, as the number of the
+    hand-over, the first of them, and their places. ``timed``: number under which workers report the step's seconds, 0
+    for none. ``received``: requests of which all ranks have told since the last step. ``seconds_left``: a
     load that ends within this time may be told.
     """
 
     plans: list[TransferPlan] = field(default_factory=list)
     loads: dict[int, dict[str, bool]] = field(default_factory=dict)
     sends: dict[int, str] = field(default_factory=dict)
+    sends_over: Sequence[int] = ()
+    computed: list[tuple[int, int, Int32Array]] = field(default_factory=list)
     unloaded: dict[str, list[int]] = field(default_factory=dict)
     unordered: set[int] = field(default_factory=set)
     is_late: bool = False
@@ -48,6 +52,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         """Return True unless workers have nothing to do."""
         return bool(
             self.plans
+            or self.computed
+            or self.sends
+            or self.sends_over
             or self.unloaded
             or self.is_late
             or self.host_cache

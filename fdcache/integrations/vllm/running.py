@@ -56,10 +56,14 @@ class Running:
 
 
 class Finished(NamedTuple):
-    """What a client is told of a request that has ended: outcomes of its hints, and the parameters of a hand-over."""
+    """What a client is told of a request that has ended: outcomes of its hints, and the parameters of a hand-over.
+
+    ``is_kept``: vLLM keeps its blocks until they are handed over.
+    """
 
     hints: Sequence[HintOutcome] = ()
     handed_over: dict[str, Any] | None = None
+    is_kept: bool = False
 
 
 class TakesFailures(Protocol):

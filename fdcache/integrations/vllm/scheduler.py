@@ -64,6 +64,7 @@ class SchedulerSide:
         self._states = layout.state_groups
         self._is_plain = not (layout.has_gaps or layout.num_states)
         self._writes_back = manager.settings.write_policy is WritePolicy.WRITE_BACK
+        self._lookahead = manager.settings.lookahead_tokens
         self._blocks_of_offer = pages_of_offer(layout)
         self._running: dict[str, Running] = {}
         self._in_flight: deque[_Tables | None] = deque(maxlen=steps_in_flight)
@@ -172,16 +173,18 @@ class SchedulerSide:
         known = self._running.get(source.request_id)
         if known is None:
             return Finished()
-        handed_over: dict[str, Any] | None = None
+        handed_over, is_kept = None, False
         if known.source is source and any(blocks) and known.blocks:
             known.blocks = self._shape.table(blocks)
             self._offer(known, source.num_computed_tokens)
             if self.peers is not None and not known.is_lost:
-                handed_over = self.peers.finished(source, known.request, known.blocks)
+                handed_over, is_kept = self.peers.finished(source, known.request, known.blocks, self._made)
         self._forget(source.request_id)
-        return Finished([*known.refused_hints, *known.request.hint_outcomes], handed_over)
+        return Finished([*known.refused_hints, *known.request.hint_outcomes], handed_over, is_kept)
 
     def _forget(self, request_id: str) -> None:
+        if self.peers is not None:
+            self.peers.forget(request_id)
         self.manager.finish([self._running.pop(request_id).request])
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -198,6 +201,8 @@ class SchedulerSide:
             self._made.received = received or self._made.received
         try:
             computed = self._learn_blocks(output)
+            if self.peers is not None:
+                self._follow_handovers(self.peers, output.preempted_req_ids or (), computed)
             used = self._tables(output)
         except Exception:  # noqa: BLE001 - logged
             self.hook_failed("following the block tables")
@@ -209,6 +214,8 @@ class SchedulerSide:
             self._is_late = False
         except Exception:  # noqa: BLE001 - logged
             self.hook_failed("planning")
+        if self.peers is not None:
+            self._tell_of_handovers(self.peers, computed)
         self._in_flight.append(used)
         self._made.is_late = was_late or self._is_late
         if self._unloaded:
@@ -227,6 +234,25 @@ class SchedulerSide:
         """Record requests whose blocks have come on all ranks, or are sure to: the next step waits for the rest."""
         if self._early is not None:
             self._early.received(request_ids)
+
+    def _follow_handovers(
+        self, peers: PeerSide, preempted: Iterable[str], computed: Sequence[_Computed]
+    ) -> None:
+        """End and begin the hand-overs of requests whose blocks go to decode as they are computed."""
+        for request_id in preempted:
+            peers.preempted(request_id)
+        for known, start, _ in computed:
+            if not known.is_lost:
+                peers.scheduled(known.source, known.request, start)
+
+    def _tell_of_handovers(self, peers: PeerSide, computed: Sequence[_Computed]) -> None:
+        """Tell the ranks what the step computes of blocks that decode may read already."""
+        with self.guarded("handing over", follows_blocks=False):
+            for known, _, num_tokens in computed:
+                is_loading = self._early is not None and self._early.is_open(known.source.request_id)
+                if not (is_loading or known.is_lost):
+                    peers.computed(known.source, known.blocks, num_tokens, self._made)
+            peers.tell(self._made)
 
     def _follow(self, output: Any, computed: Sequence[_Computed]) -> None:
         """Time the step, and offer the blocks that it computes."""
@@ -283,7 +309,7 @@ class SchedulerSide:
 
     def _send_handover(self, task: PeerTask) -> None:
         if task.swap.purpose is SwapPurpose.SEND and self.peers is not None:
-            self._made.sends[task.plan_id] = self.peers.request_of(task.transfer)
+            self.peers.planned(task, self._made)
         elif waiting := self.manager.loads_of(task.plan_id):
             self._made.loads[task.plan_id] = {name: last for (name, _), last in waiting.items()}
 
@@ -317,6 +343,8 @@ class SchedulerSide:
         """
         for known in self._running.values():
             known.is_lost = True
+            if self.peers is not None:
+                self.peers.preempted(known.source.request_id)
             self.manager.finish([known.request])
         if self._pool is not None:
             everything = np.arange(self._pool.num_gpu_blocks, dtype=np.int32)
@@ -376,18 +404,20 @@ class SchedulerSide:
     def _offer(self, known: Running, num_tokens: int, start: int = 0) -> None:
         """Offer whole blocks of known tokens: those that drafts or steps in flight add are offered later.
 
+        So are those whose key takes in a token that is not known yet.
+
         ``start``: the tokens that the request had when its step was scheduled, 0 if vLLM has told the table since.
         """
         if known.is_lost:
             return
-        num_tokens = min(num_tokens, known.source.num_tokens)
+        num_tokens = min(num_tokens, known.source.num_tokens - self._lookahead)
         whole = num_tokens // self._block_size
         if whole == known.offered and (self._events is None or known.known_hashes >= whole):
             return
         if whole > known.blocks.num_pages:
             self._count("%d blocks are computed, %d are known", whole, known.blocks.num_pages)
         elif whole:
-            self._learn_tokens(known, num_tokens)
+            self._learn_tokens(known, num_tokens + self._lookahead)
             self._learn_hashes(known)
             self.manager.offer(known.request, num_tokens, known.blocks.page_ids(0, whole, start))
             known.offered = whole
@@ -411,7 +441,7 @@ class SchedulerSide:
         pages = tokens // self._block_size
         if pages > known.offered:
             self._offer(known, tokens)
-        self._learn_tokens(known, tokens)
+        self._learn_tokens(known, min(tokens + self._lookahead, known.source.num_tokens))
         above = known.blocks.page_ids(pages - 1, pages)[-1:] if known.blocks.num_pages >= pages else ()
         self.manager.offer_states(known.request, tokens, ids_of(blocks), *map(int, above))
 

@@ -118,6 +118,9 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
         self._sends: dict[int, str] = {}
+        self._ahead: dict[int, bool] = {}
+        """Hand-overs for whose end vLLM does not wait, or not yet; True once they have ended."""
+        self._computed: Sequence[tuple[int, int, Int32Array]] = ()
         self._sent: set[str] = set()
         self._on_gpu = False
         self._idle_stream: Any = None
@@ -186,7 +189,7 @@ class WorkerSide:
         self.attach(step.host_cache)
         if step.loads or step.unloaded:
             self._learn_loads(step)
-        self._sends |= step.sends
+        self._learn_sends(controller, step)
         if step.is_late:
             self._overwritten |= {number: (plan, None) for number, plan in self._copies_out.items()}
         elif len(step.overwritten) and self._copies_out:
@@ -214,6 +217,33 @@ class WorkerSide:
             except FdcacheError as error:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
+
+    def _learn_sends(self, controller: CacheController, step: StepMetadata) -> None:
+        """Record the hand-overs for whose end vLLM waits, and those that steps go on to compute."""
+        for number, request_id in step.sends.items():
+            if self._ahead.pop(number, False):
+                self._sent.add(request_id)
+            else:
+                self._sends[number] = request_id
+        for number in step.sends_over:
+            self._ahead.pop(number, None)
+        if step.is_late:  # blocks of requests that vLLM has taken back may be overwritten by this step
+            controller.end_handovers(self._ahead)
+        for plan in step.plans:
+            sends = (task.plan_id for task in plan.peers if task.swap.purpose is SwapPurpose.SEND)
+            self._ahead |= {number: False for number in sends if number not in self._sends}
+        self._computed = step.computed
+
+    def _publish(self, controller: CacheController) -> None:
+        """Hand over the blocks that the step computes, whose work the device has by now."""
+        computed, self._computed = self._computed, ()
+        stream = self._current_stream() if self._on_gpu else None
+        for number, first, blocks in computed:
+            try:
+                controller.blocks_computed(number, first, blocks, stream)
+            except FdcacheError as error:
+                logger.warning("hand-over %d ends: %s", number, error)
+                controller.end_handovers([number])
 
     def _wait_for_loads(self, received: Iterable[str]) -> None:
         """Make the step wait for the loads that the scheduler takes for ended, and that have not."""
@@ -276,6 +306,8 @@ class WorkerSide:
         While there are loads, waits for the end of the step before this one. vLLM waits for it next in any case, and a
         load that ends meanwhile is known one step earlier.
         """
+        if self._controller is not None and self._computed:
+            self._publish(self._controller)
         if self._controller is None or not self._in_flight:
             return self._arrivals.take()
         self._collect(self._controller.poll())
@@ -305,6 +337,8 @@ class WorkerSide:
             self.reports.append(report)
             if (sent := self._sends.pop(report.plan_id, None)) is not None:
                 self._sent.add(sent)
+            elif report.plan_id in self._ahead:
+                self._ahead[report.plan_id] = True
             load = self._loads.pop(report.plan_id, None)
             if load is None:
                 continue

@@ -120,7 +120,7 @@ class ControlCommands:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._numbers = count(1)
+        self._numbers = count(int(time.time()))  # a number that an earlier service gave is no pin of this one
         self._pins: dict[int, _Pin] = {}
         self._prefetches: dict[tuple[str, bytes], _Prefetch] = {}
         self._moves: dict[tuple[str, bytes], _Move] = {}

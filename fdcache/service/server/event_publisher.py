@@ -40,6 +40,8 @@ _GATHER_SECONDS = 0.05
 _REST_SECONDS = 0.02
 """After each sending: what comes meanwhile is sent together."""
 
+_REMEDY = "give an address such as tcp://127.0.0.1:5557"
+
 Snapshot = Callable[[], Iterator[list[Any]]]
 """Yields the events of all blocks that are there now, some at a time."""
 
@@ -252,6 +254,8 @@ def _bind(socket: zmq.Socket[bytes], address: str, variable: str) -> None:
 
     An address that is taken is tried for a moment: a service that ends gives it back late.
     """
+    if not _is_of_processes(address):
+        raise ConfigurationError(f"{variable}: {address!r} is no address; {_REMEDY}")
     if (descriptor := listening.take(address)) is not None:
         socket.setsockopt(zmq.USE_FD, descriptor)
     deadline = time.monotonic() + _BIND_SECONDS
@@ -262,10 +266,17 @@ def _bind(socket: zmq.Socket[bytes], address: str, variable: str) -> None:
             if error.errno == zmq.EADDRINUSE and time.monotonic() < deadline:
                 time.sleep(0.05)
                 continue
-            raise ConfigurationError(
-                f"{variable}: {address} cannot be bound: {error}; give an address such as tcp://127.0.0.1:5557"
-            ) from error
+            raise ConfigurationError(f"{variable}: {address} cannot be bound: {error}; {_REMEDY}") from error
         return
+
+
+def _is_of_processes(address: str) -> bool:
+    """Return True for an address that other processes can have; ZeroMQ takes a port modulo 65,536."""
+    transport, _, place = address.partition("://")
+    port = place.rpartition(":")[2]
+    return transport == "ipc" or (
+        transport == "tcp" and (port == "*" or (port.isdecimal() and int(port) < 1 << 16))
+    )
 
 
 def _encode(events: list[Any]) -> bytes:

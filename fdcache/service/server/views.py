@@ -311,12 +311,13 @@ def _tier_view(namespace: Namespace) -> NamespaceTierView:
 
 
 def _tenant_views(namespace: Namespace, limit: int) -> Iterator[TenantView]:
-    """Yield the tenants with the most blocks."""
+    """Yield the tenants with the most blocks, and those without any that have a quota of their own."""
     if namespace.tier is None:
         return
     tenants = namespace.tenants
-    most = heapq.nlargest(limit, tenants.blocks(namespace.tier).items(), key=lambda each: each[1])
-    for key, count in most:
+    counts = tenants.blocks(namespace.tier)
+    counts |= {key: 0 for key in tenants.quotas.own if key not in counts}
+    for key, count in heapq.nlargest(limit, counts.items(), key=lambda each: each[1]):
         yield TenantView(
             tenant=tenants.quotas.name(key),
             blocks=count,
