@@ -251,6 +251,13 @@ def test_a_request_that_gets_other_slots_is_loaded_into_these_alone() -> None:
         assert made._kv.manager.get_stats().live_requests == 0
 
 
+def test_no_pool_is_left_without_memory() -> None:
+    assert module.shares_of([100]) == [1]
+    assert module.shares_of([300, 100]) == [0.75, 0.25]
+    assert module.shares_of([1, 10**9])[0] > 0.1
+    assert sum(module.shares_of([1, 2, 10**9])) == pytest.approx(1)
+
+
 def test_requests_that_ask_and_are_aborted_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = hex_keys(4)
     with linker(mha()) as made:

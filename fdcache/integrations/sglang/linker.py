@@ -56,6 +56,9 @@ _MOST_ENDS = 4
 _MOST_READ = 8
 """Most lengths for which windows and states are read from storage by one look-up, the longest ones."""
 
+_LEAST_SHARE = 1 / 8
+"""Least part of memory and disk that a pool gets, before all parts make one whole."""
+
 _SERVICE_WAIT = 5.0
 
 
@@ -126,9 +129,8 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._settings = load_settings(self._rank, int(params.page_size), LINKER)
         self._tiers: dict[str, PoolTier] = {}
         try:
-            total = sum(each.nbytes for each in pages)
-            for each in pages:
-                self._tiers[each.name] = self._tier_of(each, each.nbytes / total)
+            for each, share in zip(pages, shares_of([each.nbytes for each in pages]), strict=True):
+                self._tiers[each.name] = self._tier_of(each, share)
             self._wait_for_service()
         except BaseException:
             self._close_tiers()
@@ -423,6 +425,16 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         tiers, self._tiers = self._tiers, {}
         for tier in tiers.values():
             tier.close()
+
+
+def shares_of(sizes: Sequence[int]) -> list[float]:
+    """Return the part of memory and disk that each of several pools of these sizes gets.
+
+    SGLang gives states what is left of the device, so that the pool of the keys and values may be a tiny part of all.
+    """
+    total = sum(sizes)
+    parts = [max(size / total, _LEAST_SHARE) for size in sizes]
+    return [part / sum(parts) for part in parts]
 
 
 def _rank_of(server_args: Any, pages: Sequence[DevicePages], extra: Mapping[str, Any]) -> Rank:
