@@ -1000,6 +1000,12 @@ class Tier(HostIndex):
     ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
         """Return the slots that ``drop`` would remove."""
 
+    def free_among(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """Return those of these slots that are free."""
+
     def hold(
         self,
         slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],

@@ -225,6 +225,8 @@ class Tier : public HostIndex, public DeviceIndex {
     // Removes entries and pending blocks, and everything below them, and returns their slots. Slots that are
     // pinned or held are freed once they are not.
     std::vector<Slot> drop(std::span<const Digest> hashes);
+    // Those of these slots that are free.
+    std::vector<Slot> free_among(std::span<const Slot> slots) const;
     // The slots that `drop` would remove.
     std::vector<Slot> below(std::span<const Digest> hashes) const;
 

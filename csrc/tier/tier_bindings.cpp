@@ -287,6 +287,12 @@ void bind_tier(nb::module_ &module) {
             },
             "hashes"_a, "Return the slots that ``drop`` would remove.")
         .def(
+            "free_among",
+            [](const Tier &tier, const VectorIn<std::int32_t> &slots) {
+                return to_numpy<std::int32_t>(tier.free_among(slots_of(slots)));
+            },
+            "slots"_a, "Return those of these slots that are free.")
+        .def(
             "hold", [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.hold(slots_of(slots)); },
             "slots"_a, "Keep slots while a copy reads them, without a change to the eviction order.")
         .def(

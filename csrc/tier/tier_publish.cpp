@@ -99,6 +99,14 @@ std::vector<Slot> Tier::drop(std::span<const Digest> hashes) {
     return doomed;
 }
 
+std::vector<Slot> Tier::free_among(std::span<const Slot> slots) const {
+    std::lock_guard lock(mutex_);
+    std::vector<Slot> free;
+    for (const Slot slot : slots)
+        if (slot < entries_.size() && entries_[slot].state == SlotState::kFree) free.push_back(slot);
+    return free;
+}
+
 std::vector<Slot> Tier::below(std::span<const Digest> hashes) const {
     std::lock_guard lock(mutex_);
     return subtrees_of(hashes);

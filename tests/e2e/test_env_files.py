@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 from pathlib import Path
@@ -94,10 +95,11 @@ def test_migrate_writes_only_on_request(tmp_path: Path) -> None:
 
 
 def without_room(*words: object) -> subprocess.CompletedProcess[str]:
-    """Run a command where no file can grow beyond 1 KiB."""
+    """Run a command where no file can grow beyond 1 KiB; byte code would be cut off there, for all who import it."""
     script = 'ulimit -f 1; exec "$@"'
     return subprocess.run(
         ["bash", "-c", script, "bash", str(FDCACHE), *map(str, words)],
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
         check=False,

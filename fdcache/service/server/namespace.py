@@ -99,6 +99,8 @@ class Namespace:
         self.history.totals.hints = self.hints.figures
         self.unverified: set[int] = set()
         """Slots recovered from an earlier service whose checksums no load has verified yet; see ``set_unverified``."""
+        self._leaving: set[int] = set()
+        """Slots in use whose blocks were to be forgotten; their headers are cleared once they are free."""
         self.pending_events: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
         self.on_evict: Callable[[HashArray], None] = lambda hashes: None
         """Called with the hashes of evicted blocks."""
@@ -346,6 +348,7 @@ class Namespace:
         self.memory.stamp_empty(taken.slots, taken.generations)
         self.history.totals.granted += len(taken)
         self.unverified.difference_update(taken.slots.tolist())
+        self._leaving.difference_update(taken.slots.tolist())
         return taken.slots, taken.generations
 
     def publish(
@@ -369,6 +372,7 @@ class Namespace:
         if self.tenants.limited:
             self.collect_events(MissReason.TENANT_QUOTA)
         self.history.count_published(hashes, status)
+        self.memory.clear(self.tier.free_among(np.ascontiguousarray(slots[status != 0])))
         if (status >= 2).any():
             self.tenants.forget_absent(self.tier, hashes[status >= 2])
         return status
@@ -419,6 +423,7 @@ class Namespace:
         self.collect_events()
         known = self.tier.coldest(min(self.history.evictions.capacity, self.num_slots)).hashes
         self.tier.reset()
+        self._clear_headers(np.arange(self.num_slots, dtype=np.int32))
         self.on_forget(None)
         self.history.count_reset(known)
         self.tenants.clear()
@@ -431,9 +436,24 @@ class Namespace:
             return 0
         self.collect_events()
         before = self.tier.stats().ready
-        self.tier.drop(hashes)
+        self._clear_headers(self.tier.drop(hashes))
         self.collect_events(MissReason.RESET)
         return before - self.tier.stats().ready
+
+    def _clear_headers(self, forgotten: Int32Array) -> None:
+        """Forget what these slots held, and all that are free: an evicted block may be one of a deleted prefix."""
+        assert self.tier is not None
+        self._leaving.update(forgotten.tolist())
+        free = self.tier.free_among(np.arange(self.num_slots, dtype=np.int32))
+        self.memory.clear(free)
+        self._leaving.difference_update(free.tolist())
+
+    def clear_left(self) -> None:
+        """Forget what slots held whose users have ended since their blocks were to be forgotten."""
+        if self._leaving and self.tier is not None:
+            free = self.tier.free_among(np.fromiter(self._leaving, np.int32))
+            self.memory.clear(free)
+            self._leaving.difference_update(free.tolist())
 
     def collect_events(self, reason: MissReason = MissReason.EVICTED) -> None:
         """Move the tier's events to the eviction log, with ``reason``, and to the queue for clients."""

@@ -170,6 +170,14 @@ class NamespaceMemory:
             for table in self.tables:
                 table.set_header(slot, empty)
 
+    def clear(self, slots: Int32Array) -> None:
+        """Forget on every rank what free slots held, so that no restart finds it."""
+        per_extent = self._geometry.records_per_extent
+        for extents in self._extents:
+            for index in np.unique(slots // per_extent).tolist():
+                places = slots[slots // per_extent == index] % per_extent
+                extents[index].headers(self._geometry)["state"][places] = 0
+
     def _empty(self, generation: int) -> _core.SlotHeader:
         return _core.SlotHeader(0, generation, bytes(32), bytes(32), self._layout.fingerprint, 0, 0)
 

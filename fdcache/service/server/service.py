@@ -392,6 +392,7 @@ class Service:
         self.has_urgent_events = False
         for namespace in self.namespaces.values():
             namespace.collect_events()
+            namespace.clear_left()
             while namespace.pending_events:
                 kinds, hashes, parents = namespace.pending_events.popleft()
                 everything = Events(kinds.tobytes(), hashes.tobytes(), parents.tobytes())
