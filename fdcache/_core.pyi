@@ -743,13 +743,6 @@ class HintKind(enum.IntEnum):
 
     PRIORITY = 4
 
-def read_hints(
-    hints: Sequence[object], prompt_tokens: int, block_size: int, num_blocks: int, num_records: int
-) -> list[tuple[HintKind, float, int, int, bool]]:
-    """
-    Return what hints say of the records of a request's blocks, as ``Tier.hint`` takes it.
-    """
-
 class HintAnswer(enum.IntEnum):
     """What became of a hint."""
 
@@ -779,7 +772,8 @@ class ReuseTables:
     What was learned of reuse, by class and age.
 
     Tables are flat, of ``ROLES`` x ``OUTPUTS`` x ``NEWS`` x ``AGES`` numbers, and of
-    ``HINTS`` x ``AGES`` for blocks that a client has told about.
+    ``HINTS`` x ``AGES`` for blocks that a client has told about; those that their path left behind are
+    class ``LEFT``.
     """
 
     @property
@@ -816,6 +810,16 @@ class ReuseTables:
 
     HINTS: Final[int] = ...
     """(arg: object, /) -> int"""
+
+    LEFT: Final[int] = ...
+    """(arg: object, /) -> int"""
+
+def read_hints(
+    hints: Sequence[object], prompt_tokens: int, block_size: int, num_blocks: int, num_records: int
+) -> list[tuple[HintKind, float, int, int, bool]]:
+    """
+    Return what hints say of the records of a request's blocks, as ``Tier.hint`` takes it.
+    """
 
 class Tier(HostIndex):
     """

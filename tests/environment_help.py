@@ -110,10 +110,6 @@ def policy() -> Any:
     return make_policy(Settings.load().transfer, Calibration(), batched=True)
 
 
-def _calibrated() -> object:
-    return load_calibration(GPU, Settings.load().transfer.calibration_dir)
-
-
 def _vllm_fingerprint() -> object:
     """Return what names the blocks of vLLM's connector."""
     made = vllm_config()
@@ -335,7 +331,9 @@ CASES: dict[str, Case] = {
     "FDCACHE_SWAP_METHOD": Case("dma", elsewhere=_swap_method),
     "FDCACHE_SWAP_SM_BUDGET": Case("1", elsewhere=lambda: policy().transpose_ctas),
     "FDCACHE_VERIFY": Case("all", lambda engine: engine.controller.device._verify),
-    "FDCACHE_CALIBRATION_DIR": Case("{dir}/calibration", elsewhere=_calibrated),
+    "FDCACHE_CALIBRATION_DIR": Case(
+        "{dir}/calibration", elsewhere=lambda: load_calibration(GPU, Settings.load().transfer.calibration_dir)
+    ),
     "FDCACHE_STORAGE": Case(
         "local",
         lambda engine: engine.slab and engine.slab.name,

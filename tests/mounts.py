@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -28,3 +29,15 @@ def file_system(folder: Path, size: str) -> Iterator[Path]:
         pytest.skip("mounting a tmpfs is not allowed here")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
+
+
+def fill_up(folder: Path) -> Path:
+    """Write a file that leaves no room in the folder's file system; return it."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+    return ballast

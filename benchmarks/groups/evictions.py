@@ -5,18 +5,24 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import product
+from statistics import mean
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.groups.positions import WORKLOADS, replayed
 from benchmarks.harness import Report, Row
 from fdcache import _core
 from fdcache.groups import record_keys, state_keys
 from fdcache.hashing import hash_blocks
 from fdcache.metadata import HashArray
+from fdcache.settings.cache import EvictionPolicy, StatePositions
 
 STATES = 9
 """Records of the states at the end of a prompt, each as large as that of a page."""
+SIZES = (3, 8)
+"""MiB of host memory of the replays."""
 STEP = 1000
 """Milliseconds between requests."""
 _ROOT = np.zeros((1, 32), np.uint8)
@@ -109,20 +115,35 @@ def found(traffic: Traffic, eviction: str, requests: int, seed: int = 0) -> floa
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the length of the traffic."""
-    parser.add_argument("--requests", type=int, default=6000, help="of each traffic")
+    parser.add_argument(
+        "--asked", type=int, default=6000, help="requests of each traffic of two kinds of prompts"
+    )
+    parser.add_argument("--replayed", type=int, default=300, help="requests of each replay")
+    parser.add_argument("--seeds", type=int, default=4, help="of which a mean is")
 
 
 def measure(options: argparse.Namespace, report: Report) -> bool:
-    """Return True: nothing here can be wrong."""
+    """Return False if a byte was wrong in a replay."""
+    seeds = range(1, options.seeds + 1)
+    clean: list[bool] = []
 
-    def rows() -> Iterator[Row]:
+    def asked() -> Iterator[Row]:
         for traffic in TRAFFIC:
-            yield {
-                "traffic": traffic.name,
-                "lru": found(traffic, "lru", options.requests),
-                "learned": found(traffic, "learned", options.requests),
-                "best fixed set": traffic.best,
+            shares = {
+                policy.value: mean(found(traffic, policy, options.asked, seed) for seed in seeds)
+                for policy in EvictionPolicy
             }
+            yield {"traffic": traffic.name, **shares, "best fixed set": traffic.best}
 
-    report.table("Evictions of states and pages", rows())
-    return True
+    def replays() -> Iterator[Row]:
+        for workload, size, kept in product(WORKLOADS, SIZES, (StatePositions.SPACED, StatePositions.ALL)):
+            row: dict[str, Any] = {"traffic": workload.value, "host MiB": size, "positions": kept.value}
+            for policy in EvictionPolicy:
+                made = [replayed(workload, options.replayed, size, kept, policy, seed) for seed in seeds]
+                clean.extend(each.clean for each in made)
+                row[policy.value] = mean(each.tally.hit_rate for each in made)
+            yield row
+
+    report.table("Prompts of two lengths", asked())
+    report.table("Replays", replays())
+    return all(clean)

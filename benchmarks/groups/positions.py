@@ -10,7 +10,7 @@ from fdcache.replay.config import ReplayConfig, Shape
 from fdcache.replay.engine import replay
 from fdcache.replay.report import Report as ReplayReport
 from fdcache.replay.workloads import WorkloadName, generate
-from fdcache.settings.cache import CacheSettings, StatePositions, WritePolicy
+from fdcache.settings.cache import CacheSettings, EvictionPolicy, StatePositions, WritePolicy
 
 GROUPS = "state,state,state,all"
 DEVICE_BLOCKS = 600
@@ -31,7 +31,7 @@ def measure(options: argparse.Namespace, report: Report) -> bool:
         for workload in WORKLOADS:
             for size in options.sizes:
                 for positions in StatePositions:
-                    found = _replayed(workload, options.requests, size, positions)
+                    found = replayed(workload, options.requests, size, positions)
                     clean.append(found.clean)
                     yield {
                         "traffic": workload.value,
@@ -45,12 +45,21 @@ def measure(options: argparse.Namespace, report: Report) -> bool:
     return all(clean)
 
 
-def _replayed(workload: WorkloadName, requests: int, size: int, positions: StatePositions) -> ReplayReport:
+def replayed(
+    workload: WorkloadName,
+    requests: int,
+    size: int,
+    positions: StatePositions,
+    eviction: EvictionPolicy = EvictionPolicy.LEARNED,
+    seed: int = 0,
+) -> ReplayReport:
+    """Replay a workload with so many MiB of host memory."""
     layout = Shape(layers=1, groups=GROUPS).build(block_size=64, ranks=1)
     cache = CacheSettings(
         device_blocks=DEVICE_BLOCKS,
         host_memory=size << 20,
         write_policy=WritePolicy.WRITE_THROUGH,
         state_positions=positions,
+        eviction=eviction,
     )
-    return replay(generate(workload, requests, 0), ReplayConfig(layout, cache))
+    return replay(generate(workload, requests, seed), ReplayConfig(layout, cache))

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.harness import machine
 from benchmarks.vllm import engines, report
-from benchmarks.vllm.agents import AGENTS, Play, find_trace
+from benchmarks.vllm.agents import Play, find_trace
 from benchmarks.vllm.comparisons import compare_tokens
 from benchmarks.vllm.engines import BESIDE, GIB, NONE, RESTARTED, Places, StartError
 from benchmarks.vllm.meeting import Meeting
@@ -114,33 +114,23 @@ class Run:
             self.add(head | {"part": "skipped", "why": str(error)})
         return found
 
-    def measure(
-        self,
-        shape: Shape,
-        names: Sequence[str],
-        parts: Sequence[str],
-        play: Play | None = None,
-        share: float = 1.0,
-    ) -> None:
-        """Start engines at the same time and measure them one after the other, while the others wait.
-
-        With ``play`` agents follow the parts, on engines with a host tier of a share of their working set.
-        """
-        places = replace(self.places, host_bytes=play.host_bytes(share)) if play else self.places
-        with self.started(play.shape if play else shape, names, places) as ready:
+    def measure(self, shape: Shape, names: Sequence[str], parts: Sequence[str]) -> None:
+        """Start engines at the same time and measure them one after the other, while the others wait."""
+        with self.started(shape, names) as ready:
             for name, process in ready.items():
-                if parts:
-                    self.order(shape, name, process, {"parts": list(parts)})
-                if play:
-                    self.order(shape, name, process, play.order(None if name == NONE else share))
+                self.order(shape, name, process, {"parts": list(parts)})
                 process.end()
 
     def agents(self, shape: Shape, names: Sequence[str], play: Play) -> None:
         """Have users play the sessions of a trace, with host tiers of shares of what is different in them."""
         for index, share in enumerate(self.options.shares):
+            places = replace(self.places, host_bytes=play.host_bytes(share))
             chosen = [name for name in names if name != NONE or not index]
             for wave in waves(chosen, self.options.together):
-                self.measure(shape, wave, [], play, share)
+                with self.started(play.shape, wave, places) as ready:
+                    for name, process in ready.items():
+                        self.order(shape, name, process, play.order(None if name == NONE else share))
+                        process.end()
 
     def link(self, shape: Shape) -> None:
         """Measure the link between host and device with the bytes of a long prompt."""
@@ -311,14 +301,12 @@ def measure(run: Run, names: Sequence[str]) -> None:
     parts = [part for part in LOADED if part in options.parts]
     chosen = [name for name in names if name in BESIDE]
     for shape in map(SHAPES.__getitem__, options.shape):
-        plays = list(played(run, shape)) if "agents" in options.parts else []
-        joined = plays.pop(0) if parts and plays and AGENTS[options.scale].is_joined else None
         if parts:
             run.link(shape)
             ordered = list(order(chosen, options.rounds, options.rotate, options.once))
             for wave in waves(ordered, options.together):
-                run.measure(shape, wave, parts, joined, options.shares[0])
-        for play in plays:
+                run.measure(shape, wave, parts)
+        for play in played(run, shape) if "agents" in options.parts else ():
             run.agents(shape, chosen, play)
         if "restart" in options.parts:
             run.restart(shape, [name for name in RESTARTED if name in names])

@@ -35,21 +35,19 @@ class AgentLoad:
     """How much of the sessions is played.
 
     ``divisor`` makes contexts, answers and the device's cache so many times smaller, with the same shares among them.
-    Each user plays at most ``requests``; gaps are multiplied by ``gap`` and at most ``longest_gap_s``. With
-    ``is_joined`` the engines of the other parts play, if there are any, and the device's cache is left as it is.
+    Each user plays at most ``requests``; gaps are multiplied by ``gap`` and at most ``longest_gap_s``.
     """
 
     divisor: int
     requests: int
     gap: float
     longest_gap_s: float
-    is_joined: bool = False
 
 
 AGENTS = {
     "full": AgentLoad(1, 40, 0.2, 20.0),
     "half": AgentLoad(2, 20, 0.1, 10.0),
-    "short": AgentLoad(2, 5, 0.05, 5.0, is_joined=True),
+    "short": AgentLoad(4, 5, 0.05, 5.0),
     "brief": AgentLoad(4, 10, 0.03, 3.0),
     "small": AgentLoad(64, 6, 0.01, 0.3),
 }
@@ -75,8 +73,7 @@ def find_trace(root: Path) -> Path | None:
 def shape_of(shape: Shape, load: AgentLoad) -> Shape:
     """Return a shape whose device is as much smaller as the contexts, and that takes all that fits it."""
     blocks = max(shape.device_blocks // load.divisor, LEAST_BLOCKS)
-    longest = min(LONGEST, (blocks - 1) * BLOCK)
-    return replace(shape, device_blocks=shape.device_blocks if load.is_joined else blocks, longest=longest)
+    return replace(shape, device_blocks=blocks, longest=min(LONGEST, (blocks - 1) * BLOCK))
 
 
 def read_sessions(trace: Path, load: AgentLoad, longest: int) -> list[list[Step]]:

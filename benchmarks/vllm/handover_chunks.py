@@ -113,7 +113,7 @@ def measure(started: Engines, rates: Sequence[int], rounds: int) -> tuple[Table,
             for prompt, each in ((first, found), (second, other)):
                 answer(started.alone, prompt, 1)
                 wrong += each["tokens"] != answer(started.alone, prompt, _REPLIES)["tokens"]
-                computed += each["cached"] < _TOKENS - BLOCK
+            computed += other["cached"] < _TOKENS - BLOCK
             if number >= 0:
                 times["after"].append(after)
                 times["at once"].append(at_once)
@@ -126,7 +126,7 @@ def measure(started: Engines, rates: Sequence[int], rounds: int) -> tuple[Table,
                 "at once, ms": f"{at_once:.0f}",
                 "saved, ms": f"{after - at_once:.0f}",
                 "all but the last chunk on the cable, ms": f"{nbytes * (1 - last / _TOKENS) * 8e-3 / mbit:.0f}",
-                "computed by decode": computed,
+                "at once, and computed by decode": computed,
                 "wrong": wrong,
             }
         )

@@ -84,7 +84,7 @@ void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> di
 void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
     Block &block = blocks_[slot];
     if (block.is_tracked) {
-        const Ghosts::Memory memory{block.last_ms, block.kind, block.hits, evicted && block.was_below};
+        const Ghosts::Memory memory{block.last_ms, kind_of(block), block.hits, evicted && block.was_below};
         const auto forgotten = evicted ? ghosts_.add(digest, memory) : memory;
         if (forgotten) tables_.forget(forgotten->kind, now_ - forgotten->last_ms);
         kept_ -= is_kept(block);
@@ -132,12 +132,26 @@ void LearnedOrder::begin_use(Slot slot, bool is_below) {
 void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
     if (path.empty()) return;
     value(path.front());
-    const Features features = features_of(path, end);
+    Features features = features_of(path, end);
+    features.request = next_request(path);
     if (end) tail_ = std::max(kTailTokens / std::max(end->block_tokens, 1u), 1u);
     for (std::size_t i = 0; i < path.size(); ++i) touch(path[i], features, i < tail_);
     tables_.path(path.size());
     trim_shadows();
     judge();
+}
+
+// Where a path has known blocks and then others, the known ones may go on in another way below. If it is one
+// way, that is the path as the last request of these blocks had it, and what is left of it was left behind;
+// where several go on, as below a prompt that many share, each may be somebody else's.
+std::uint32_t LearnedOrder::next_request(std::span<const Slot> path) {
+    const auto known =
+        std::find_if(path.begin(), path.end(), [this](Slot slot) { return blocks_[slot].is_tracked; });
+    if (known != path.begin() && known != path.end() && children(*known) == 1) {
+        left_.leave(blocks_[*known].request);
+        owe(share_to_rank(0));
+    }
+    return left_.next();
 }
 
 void LearnedOrder::judge() {
@@ -151,7 +165,7 @@ LearnedOrder::Features LearnedOrder::features_of(std::span<const Slot> path, con
     const auto known =
         std::find_if(path.begin(), path.end(), [this](Slot slot) { return blocks_[slot].is_tracked; });
     const bool is_fresh = known == path.end() || blocks_[*known].hits >= kManyHits;
-    if (!end) return {is_fresh, 0};
+    if (!end) return {is_fresh};
     const auto known_blocks = static_cast<std::uint64_t>(path.end() - known);
     const std::uint64_t known_tokens = std::min(known_blocks * end->block_tokens, end->prompt_tokens);
     const std::size_t output = group(end->output_tokens, kOutputLimits);
@@ -170,6 +184,7 @@ void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
     const std::uint8_t lengths = is_state(slot) ? kOfState : features.lengths;
     block.kind = static_cast<std::uint8_t>(role * ReuseTables::kFeatures + lengths);
     block.last_ms = now_;
+    block.request = features.request;
     block.is_tracked = block.is_used = true;
     block.is_counted = false;
 }
@@ -185,7 +200,7 @@ void LearnedOrder::count(Slot slot, bool is_found, bool is_below) {
         const double lost = is_found ? loss(block, is_below) : is_below ? Survival::kLoad : 1;
         trust_.expect(saved(slot) * lost * compared.forecast);
     }
-    tables_.reuse(block.kind, now_ - block.last_ms);
+    tables_.reuse(kind_of(block), now_ - block.last_ms);
     block.is_counted = true;
 }
 
@@ -201,7 +216,7 @@ LearnedOrder::Comparison LearnedOrder::compare(const Block &block, bool is_found
     const double by_last_use = shadow_.holds(block.last_ms);
     const double gain = (is_found ? 1 : 0) - by_last_use;
     if (!is_forecast_) return {gain, 0};
-    return {gain, (tables_.keeps(block.kind, now_ - block.last_ms) ? 1 : 0) - by_last_use};
+    return {gain, (tables_.keeps(kind_of(block), now_ - block.last_ms) ? 1 : 0) - by_last_use};
 }
 
 // Data corrects what a hint says, through the class of its blocks; the budget bounds what it costs until
@@ -215,7 +230,7 @@ HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint) {
     Block *const blocks = blocks_.data();
     std::size_t kept = 0;
     for (std::size_t at = 0; at < path.size();) {
-        if (!blocks[path[at]].is_tracked) touch(path[at], {true, 0}, false);
+        if (!blocks[path[at]].is_tracked) touch(path[at], {}, false);
         const Block first = blocks[path[at]];
         // Its age goes on from its last use.
         Hint since = hint;
@@ -245,14 +260,14 @@ HintFate LearnedOrder::fate(Slot slot, const Digest &digest) {
         if (!ghost) return HintFate::kGone;
         kind = ghost->kind;
     }
-    if (kind < ReuseTables::kFirstHint) return HintFate::kUsed;
+    if (!ReuseTables::is_hint(kind)) return HintFate::kUsed;
     return is_there ? HintFate::kWaiting : HintFate::kEvicted;
 }
 
 // A block that was copied into the tier without a request.
 void LearnedOrder::before_add(Slot slot) {
     Block &block = blocks_[slot];
-    if (!block.is_used) touch(slot, {true, 0}, false);
+    if (!block.is_used) touch(slot, {}, false);
     if (block.is_idle) return;
     block.is_idle = true;
     block.last_ms = now_;
@@ -280,7 +295,7 @@ void LearnedOrder::rank_path(std::span<const Slot> path, std::span<double> ranks
 double LearnedOrder::rank_of(Slot slot, bool is_below) const {
     const Block &block = blocks_[slot];
     if (!is_by_last_use()) return worth(block) * loss(block, is_below) * density(slot);
-    if (block.kind >= ReuseTables::kFirstHint) return worth(block);
+    if (kind_of(block) >= ReuseTables::kFirstHint) return worth(block);
     return ReuseTables::unknown_rate((now_ - block.last_ms) / 1000.0);
 }
 
@@ -298,7 +313,7 @@ double LearnedOrder::worth(const Block &block) const {
         placed_ms_ = block.last_ms;
         place_ = ReuseTables::place(now_ - block.last_ms);
     }
-    return tables_.worth(block.kind, place_);
+    return tables_.worth(kind_of(block), place_);
 }
 
 // The ages of a sample of the blocks in the tier and of its ghosts.
@@ -310,7 +325,7 @@ void LearnedOrder::learn() {
     };
     for (std::size_t slot = 0; slot < blocks_.size(); slot += step) {
         if (slot + kAhead * step < blocks_.size()) __builtin_prefetch(&blocks_[slot + kAhead * step]);
-        if (blocks_[slot].is_idle) note(blocks_[slot].kind, blocks_[slot].last_ms);
+        if (blocks_[slot].is_idle) note(kind_of(blocks_[slot]), blocks_[slot].last_ms);
     }
     for (std::size_t place = 0; place < ghosts_.places(); place += step) {
         ghosts_.prefetch(place + kAhead * step);

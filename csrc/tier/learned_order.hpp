@@ -11,6 +11,7 @@
 #include "tier/ghosts.hpp"
 #include "tier/hints.hpp"
 #include "tier/leaf_order.hpp"
+#include "tier/left_paths.hpp"
 #include "tier/lru_shadow.hpp"
 #include "tier/reuse_tables.hpp"
 #include "tier/survival.hpp"
@@ -29,6 +30,8 @@ namespace fdcache {
 // what
 //   it kept, and never learn that it evicts a class too early. Ghosts remember evicted blocks, so that
 //   their reuse counts as well.
+// - A path that goes on elsewhere leaves the rest of it behind: the answer that its next prompt spells in
+//   other tokens, or what was compacted. LeftPaths knows which blocks these are, without a visit.
 // - Survival makes an eviction cheaper whose block the tier below has or will get.
 // - LruShadow knows what eviction by last use would have found, without a second tier. Trust compares both
 // and
@@ -84,6 +87,7 @@ class LearnedOrder final : public LeafOrder {
 
     struct Block {
         std::uint32_t last_ms = 0;           // the end of the last use, since `begin_ms_`
+        std::uint32_t request = 0;           // that used it last, as LeftPaths counts them
         std::uint8_t kind = 0;               // class: role, output and new tokens of its last request
         std::uint8_t hits = 0;               // up to kMostHits
         bool is_tracked : 1 = false;         // used, now or when it was an entry before
@@ -95,8 +99,9 @@ class LearnedOrder final : public LeafOrder {
 
     // What the blocks of one request have in common.
     struct Features {
-        bool is_fresh;
-        std::uint8_t lengths;
+        bool is_fresh = true;
+        std::uint8_t lengths = 0;
+        std::uint32_t request = 0;
     };
 
     // The use of a block, against last use: what the tier found more, and what it would by the tables.
@@ -106,7 +111,13 @@ class LearnedOrder final : public LeafOrder {
     };
 
     static bool is_kept(const Block &block) {
-        return block.kind >= ReuseTables::kFirstHint + HintClasses::kFirstKeeping;
+        return ReuseTables::is_hint(block.kind) &&
+               block.kind >= ReuseTables::kFirstHint + HintClasses::kFirstKeeping;
+    }
+    // What a block is by now: a hint about it holds until its next use.
+    std::uint8_t kind_of(const Block &block) const {
+        const bool is_left = !ReuseTables::is_hint(block.kind) && left_.holds(block.request);
+        return is_left ? std::uint8_t{ReuseTables::kLeft} : block.kind;
     }
     bool is_by_last_use() const { return !trust_.is_given(); }
     // A bit for each of these entries that the tier below holds.
@@ -157,6 +168,7 @@ class LearnedOrder final : public LeafOrder {
     double score(const Block &block, bool is_found, bool is_below) const;
     double share_to_rank(double passed) const;
     void move_begin(std::uint64_t milliseconds);
+    std::uint32_t next_request(std::span<const Slot> path);
     void touch(Slot slot, const Features &features, bool is_last);
     void begin_use(Slot slot, bool is_below);
     void count(Slot slot, bool is_found, bool is_below);
@@ -172,6 +184,7 @@ class LearnedOrder final : public LeafOrder {
     Trust trust_;     // false: blocks without a hint are ranked by their last use
     Demotion demotion_;
     Survival survival_;
+    LeftPaths left_;
     Ghosts ghosts_;
     LargeVector<Block> blocks_;
     std::function<EndValue(Slot)> value_of_;

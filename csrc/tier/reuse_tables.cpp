@@ -16,7 +16,8 @@ namespace fdcache {
 namespace {
 
 constexpr double kSmoothing = 0.5;     // of a mean path: weight of the coarser group, or of a hint
-constexpr std::uint32_t kVersion = 2;  // of saved tables
+constexpr double kLeftRate = 0.2;      // of blocks that were left behind, beside others: a guess
+constexpr std::uint32_t kVersion = 3;  // of saved tables
 
 using Widths = std::array<double, ReuseTables::kAges>;
 
@@ -145,6 +146,9 @@ void ReuseTables::compute() {
         }
     }
     compute_hints(base, weight);
+    Ages left = base;
+    for (double &each : left) each *= kLeftRate;
+    compute_from(kLeft, left, weight);
 }
 
 // What a hint says is where the rate of its class begins; what comes of such hints draws it away.
@@ -154,9 +158,13 @@ void ReuseTables::compute_hints(const Ages &base, double weight) {
         Ages said;
         for (std::size_t age = 0; age < kAges; ++age)
             said[age] = HintClasses::expected_rate(hint, begin(age) + widths()[age] / 2, base[age]);
-        rate_[kind] = smoothed(reused_[kind], at_risk_[kind], said, weight);
-        worth_[kind] = gittins(rate_[kind]);
+        compute_from(kind, said, weight);
     }
+}
+
+void ReuseTables::compute_from(std::size_t kind, const Ages &guess, double weight) {
+    rate_[kind] = smoothed(reused_[kind], at_risk_[kind], guess, weight);
+    worth_[kind] = gittins(rate_[kind]);
 }
 
 // From all ages at once, in vectors, for which single precision does.

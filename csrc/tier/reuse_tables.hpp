@@ -20,8 +20,11 @@ class ReuseTables {
     static constexpr std::size_t kFeatures = kOutputs * kNews;
     static constexpr std::size_t kHints = 30;  // classes of blocks that a client has told about
     static constexpr std::size_t kFirstHint = kRoles * kFeatures;
-    static constexpr std::size_t kClasses = kFirstHint + kHints;
+    static constexpr std::size_t kLeft = kFirstHint + kHints;  // blocks that their path left behind
+    static constexpr std::size_t kClasses = kLeft + 1;
     static constexpr std::size_t kAges = 23;
+
+    static bool is_hint(std::uint8_t kind) { return kind >= kFirstHint && kind != kLeft; }
 
     // Counts by class and age; `present` are blocks that have this age now.
     template <typename T>
@@ -80,6 +83,7 @@ class ReuseTables {
 
     void compute();
     void compute_hints(const Ages &base, double weight);
+    void compute_from(std::size_t kind, const Ages &guess, double weight);
     static std::array<double, kAges + 1> gittins(const Ages &rate);
 
     Table<double> reused_{};

@@ -272,9 +272,6 @@ class ServesHostRecords(Protocol):
     def withdraw(self, hashes: HashArray | None) -> None:
         """Serve these blocks to nobody any more, None for all: the host tier was told to forget them. Never blocks."""
 
-    def take_handed_over(self) -> list[HashArray]:
-        """Return runs of blocks that others have copied to their host tiers since the last call. Never blocks."""
-
 
 @runtime_checkable
 class StorageConnector(BlockStorage, Protocol):

@@ -44,8 +44,9 @@ GROUPS = {
     "output tokens": OUTPUTS,
     "unknown prompt tokens": NEWS,
     "hint": HINTS,
+    "path": ("left behind",),
 }
-"""Classes by what they differ in. Blocks with a hint are in no other group but ``all``."""
+"""Classes by what they differ in. Blocks with a hint, or left behind by their path, are in no other but ``all``."""
 
 _SUMMED = {"role": (1, 2), "output tokens": (0, 2), "unknown prompt tokens": (0, 1)}
 
@@ -137,11 +138,13 @@ class RecentReuse:
 
 def _by_group(tables: ReuseTables, table: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
     """Return the rows of a table summed for each class of each group."""
-    told = len(table) - tables.HINTS * tables.AGES
+    left = tables.LEFT * tables.AGES
+    told = left - tables.HINTS * tables.AGES
     known = table[:told].reshape(tables.ROLES, tables.OUTPUTS, tables.NEWS, tables.AGES)
     groups = {group: known.sum(axis=axes) for group, axes in _SUMMED.items()}
     groups["all"] = table.reshape(-1, tables.AGES).sum(axis=0, keepdims=True)
-    groups["hint"] = table[told:].reshape(len(HINTS), -1, tables.AGES).sum(axis=1)
+    groups["path"] = table[left:].reshape(1, tables.AGES)
+    groups["hint"] = table[told:left].reshape(len(HINTS), -1, tables.AGES).sum(axis=1)
     return groups
 
 

@@ -39,6 +39,8 @@ Peer = bytes
 
 MOST_LEASE_SECONDS = 600.0
 _MOST_REMEMBERED = 4096
+_LEARNS_WITHIN = 5.0
+"""Seconds within which the ranks of a loaded engine learn of a hand-over that its client knows of."""
 
 
 class Part(NamedTuple):
@@ -170,6 +172,8 @@ class PrefillSide:
         self._waiting: dict[str, _Waiting] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()
         """Highest attempt that decode has ended, of transfers that it ended before they were offered."""
+        self._unknown: OrderedDict[tuple[Peer, str], float] = OrderedDict()
+        """When a peer first asked to hold a transfer that was not offered yet."""
         self._over: OrderedDict[str, str] = OrderedDict()
         """Transfers whose offer has ended, and why."""
         self._effects: list[Effect] = []
@@ -376,6 +380,8 @@ class PrefillSide:
         if send is not None and answers is None and not renew.received:  # decode will ask once it has room
             send.lease_end = max(send.lease_end, now + _lease(renew.lease_ms))
             return
+        if send is None and not renew.received and not self._is_gone(peer, renew.transfer, now):
+            return
         if send is None or answers is None or answers.peer != peer or answers.attempt != renew.attempt:
             if answers is None or answers.peer != peer or renew.attempt > answers.attempt:
                 failed = Failed(renew.transfer, renew.attempt, "prefill does not hold this transfer any more")
@@ -385,6 +391,18 @@ class PrefillSide:
         for places in answers.take_places(renew.read):
             self._effects.append(PlacesRead(send.offer.plan_id, places))
         self._resend(answers, renew.received)
+
+    def _is_gone(self, peer: Peer, transfer: str, now: float) -> bool:
+        """Return False for a hold of what this rank may not have learned of yet: it does with a step after its end."""
+        if transfer in self._over:
+            return True
+        since = self._unknown.setdefault((peer, transfer), now)
+        if len(self._unknown) > _MOST_REMEMBERED:
+            self._unknown.popitem(last=False)
+        if now < since + _LEARNS_WITHIN:
+            return False
+        self._unknown.pop((peer, transfer), None)
+        return True
 
     def _end_by_decode(self, peer: Peer, end: End) -> None:
         waiting = self._waiting.get(end.transfer)

@@ -79,10 +79,12 @@ def test_fetched_blocks_are_stored_below_the_device(pair: tuple[Engine, Engine])
     assert decode.manager.match(again, 0, whole_prompt=True).num_tokens == 4 * BLOCK
 
 
-def test_decode_may_ask_before_prefill_knows_the_request(pair: tuple[Engine, Engine]) -> None:
+@pytest.mark.parametrize("is_ahead", [True, False], ids=["named by a router", "told by prefill"])
+def test_decode_may_ask_before_prefill_knows_the_request(pair: tuple[Engine, Engine], is_ahead: bool) -> None:
+    """Prefill tells of a hand-over with the end of a request, and its ranks learn of it with the next step."""
     prefill, decode = pair
     mine, theirs = Request("p-6", prompt_of(6, 4)), Request("d-6", prompt_of(6, 4))
-    decode.handovers.fetch(theirs, PeerSource("named", (prefill.address,), is_ahead=True))
+    decode.handovers.fetch(theirs, PeerSource("named", (prefill.address,), is_ahead=is_ahead))
     for _ in range(20):  # it is not told that there is no such hand-over
         decode.step()
         prefill.step()

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import zmq
 
@@ -97,17 +96,6 @@ def test_records_as_large_as_those_of_models_are_read(mebibytes: int) -> None:
         first.hold(path)
         assert second.read(path).ok.all()
         assert second.has_read(path)
-
-
-def test_what_another_node_has_copied_is_told_once(nodes: tuple[Node, Node, Node]) -> None:
-    first, second, _ = nodes
-    hashes = path_of(8, "handed over")
-    first.hold(hashes)
-    assert first.connector.take_handed_over() == []
-    assert second.read(hashes).ok.all()
-    told = np.concatenate(first.connector.take_handed_over())
-    assert {row.tobytes() for row in told} == {row.tobytes() for row in hashes}
-    assert first.connector.take_handed_over() == second.connector.take_handed_over() == []
 
 
 def test_a_block_that_left_the_host_tier_is_a_miss(nodes: tuple[Node, Node, Node]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.test_serve_storage import BLOCKS, storage_of, storage_settings
-from tests.mounts import file_system
+from tests.mounts import file_system, fill_up
 from tests.service_engine import PROMPT, Engine
 from tests.service_help import LocalService, local_service, until
 
@@ -20,18 +19,6 @@ OTHER = [token + 1000 for token in PROMPT]
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
     yield from file_system(tmp_path / "disk", "1m")
-
-
-def fill(folder: Path) -> Path:
-    """A file that leaves no room."""
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        try:
-            while file.write(bytes(4096)):
-                pass
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
-    return ballast
 
 
 def stored_blocks(service: LocalService) -> int:
@@ -49,7 +36,7 @@ def test_engines_go_on_and_room_is_used_when_it_comes(tmp_path: Path, disk: Path
     with local_service(tmp_path / "s", {"retry_after": 0.0}, **storage_settings(disk)) as service:
         engine = Engine(service.address)
         until(lambda: storage_of(service)["layouts"], "the storage is open")
-        ballast = fill(disk)
+        ballast = fill_up(disk)
         engine.serve(PROMPT)
         until(lambda: has_no_slot(service), "no slot has room")
         assert storage_of(service)["state"] == "full"
@@ -78,7 +65,7 @@ def test_the_end_does_not_wait_for_a_disk_that_takes_nothing(tmp_path: Path, dis
         engine.serve(PROMPT)
         until(lambda: service.ask("stats")["tiers"]["host"]["ready"] == BLOCKS, "the blocks are there")
         until(lambda: storage_of(service)["layouts"], "the storage is open")
-        fill(disk)
+        fill_up(disk)
         engine.close()
         assert service.drain()
 
@@ -90,7 +77,7 @@ def test_a_service_on_a_full_disk_stores_new_blocks_in_place_of_the_coldest(
     with local_service(tmp_path / "s", {"retry_after": 0.0}, **settings) as service:
         engine = Engine(service.address)
         until(lambda: storage_of(service)["layouts"], "the storage is open")
-        held = fill(disk)
+        held = fill_up(disk)
         with held.open("r+b") as ballast:
             ballast.truncate(held.stat().st_size - 20 * 4096)
         stored = 0

@@ -15,6 +15,9 @@ from itertools import accumulate, pairwise
 
 ROLES, OUTPUTS, NEWS, AGES = 9, 5, 5, 23
 CLASSES = ROLES * OUTPUTS * NEWS
+LEFT = CLASSES + 30
+"""The class of blocks that their path left behind, after those of hints."""
+
 LONGEST, OLDEST = 2**32 / 1000, 2**31 / 1000
 """Seconds that times are counted for, and those that they go on from then."""
 
@@ -50,6 +53,7 @@ class Known:
     last: float = 0.0
     kind: int = 0
     hits: int = 0
+    request: int = 0  # that used it last
     is_tracked: bool = False
     is_used: bool = False  # since it arrived
     is_idle: bool = False
@@ -181,6 +185,13 @@ class LearnedOracle:
     both: LastUses = field(default_factory=LastUses)
     """What this tier and the one below would hold by last use."""
 
+    requests: int = 0
+    left_requests: set[int] = field(default_factory=set)
+    """Those whose path went on elsewhere."""
+
+    children: Callable[[bytes], int] = lambda block: 0
+    """How many children of a block are not in use."""
+
     beside: int = 0
     blocks_below: Callable[[], int] = lambda: 0
     share_beside: float = 0.5
@@ -235,6 +246,7 @@ class LearnedOracle:
             if oldest.is_there:
                 self.leave(oldest.known)
         known.was_below = self.is_below is not None and self.is_below(block)
+        known.kind, known.request = self.kind_of(known), 0
         self.ghosts.append(Ghost(block, known))
 
     def dropped(self, block: bytes) -> None:
@@ -269,6 +281,9 @@ class LearnedOracle:
         is_fresh = known == len(path) or self.blocks[path[known]].hits >= 8
         new = end.prompt - min((len(path) - known) * end.block, end.prompt)
         lengths = group(end.output, (4, 32, 128, 512)) * NEWS + group(new, (512, 2048, 8192, 32768))
+        if 0 < known < len(path) and self.children(path[known]) == 1:
+            self.left_requests.add(self.blocks[path[known]].request)
+        self.requests += 1
         for i, block in enumerate(path):
             self.trust.uses += 1
             self.touch(self.blocks[block], is_fresh, lengths, i < max(2048 // end.block, 1))
@@ -311,7 +326,7 @@ class LearnedOracle:
         self.trust.gain += gain
         value = self.loss(block) if is_found else 0.1 if is_below else 1.0
         if self.kept is not None:
-            would = self.kept_of(known.kind)[bucket_of(self.now - known.last)]
+            would = self.kept_of(self.kind_of(known))[bucket_of(self.now - known.last)]
             self.trust.expected += value * (would - by_last_use)
         self.count(self.reused, known)
         self.leave(known)
@@ -330,15 +345,20 @@ class LearnedOracle:
             role = 3 + known.hits if known.hits < 4 else 7 if known.hits < 8 else 8
         known.kind, known.last = role * OUTPUTS * NEWS + lengths, self.now
         known.is_tracked, known.is_used, known.is_counted = True, True, False
+        known.request = self.requests
+
+    def kind_of(self, known: Known) -> int:
+        return LEFT if known.request and known.request in self.left_requests else known.kind
 
     def leave(self, known: Known) -> None:
         self.count(self.left, known)
 
     def count(self, table: dict[int, list[float]], known: Known) -> None:
         assert self.now is not None
-        row = list(table.get(known.kind, NONE))
+        kind = self.kind_of(known)
+        row = list(table.get(kind, NONE))
         row[bucket_of(self.now - known.last)] += 1
-        table[known.kind] = row
+        table[kind] = row
 
     # --- what it learns -----------------------------------------------------------------------------------
 
@@ -348,7 +368,7 @@ class LearnedOracle:
         there = [ghost.known for ghost in self.ghosts if ghost.is_there]
         for known in [*self.blocks.values(), *there]:
             if known.is_idle:
-                row = present.setdefault(known.kind, [0.0] * AGES)
+                row = present.setdefault(self.kind_of(known), [0.0] * AGES)
                 row[bucket_of(self.now - known.last)] += 1
         fade = 2 ** (-self.uses / (16 * (self.slots + 1000 * self.mean_path)))
         self.learned_at, self.uses = self.now, 0
@@ -402,7 +422,10 @@ class LearnedOracle:
             prior = [0.3 / (begin(age) + width / 2 + 60) for age, width in enumerate(WIDTHS)]
             uses, risk = sums(reused, everything), sums(self.at_risk, everything)
             base = [(uses[a] + weight) / (risk[a] + weight / prior[a]) for a in range(AGES)]
-            rate = smooth(sums(reused, of_role), sums(self.at_risk, of_role), base, weight)
+            if kind == LEFT:
+                rate = [each * 0.2 for each in base]
+            else:
+                rate = smooth(sums(reused, of_role), sums(self.at_risk, of_role), base, weight)
             rate = smooth(reused.get(kind, NONE), self.at_risk.get(kind, NONE), rate, weight)
             self.index[kind] = [gittins(rate, age) for age in range(AGES)]
         return self.index[kind]
@@ -411,13 +434,14 @@ class LearnedOracle:
         """Return the rank of a leaf; the lowest goes first."""
         assert self.now is not None
         known = self.blocks[block]
-        if not self.trust.is_given:
+        kind = self.kind_of(known)
+        if not self.trust.is_given and kind != LEFT:
             return 0.3 / (self.now - known.last + 60)
         place = min(1.5 * math.log2(1 + self.now - known.last), AGES - 0.5)
         age = int(place)
-        row = [*self.index_of(known.kind), self.index_of(known.kind)[-1]]
+        row = [*self.index_of(kind), self.index_of(kind)[-1]]
         worth = row[age] + (place - age) * (row[age + 1] - row[age])
-        return worth * self.loss(block)
+        return worth * self.loss(block) if self.trust.is_given else worth
 
 
 def sums(table: dict[int, list[float]], kinds: range) -> list[float]:

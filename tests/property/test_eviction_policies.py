@@ -59,6 +59,9 @@ class World:
     def __init__(self, slots: int) -> None:
         self.tier = _core.Tier(slots, "learned")
         self.oracle = LearnedOracle(slots)
+        self.oracle.children = lambda block: sum(
+            parent == block and self.oracle.blocks[child].is_idle for child, parent in self.parents.items()
+        )
         self.now = 0.0
         self.parents: dict[bytes, bytes] = {}
         self.slots: dict[bytes, int] = {}
@@ -256,3 +259,22 @@ def test_what_was_learned_is_left_for_last_use_and_taken_up_again() -> None:
         world.request(Act([first, 0, 0, 0, 0], 20, "nothing", 2.0))
     assert world.oracle.trust.changes == 2
     assert world.decisions > 1000
+
+
+def test_what_a_path_left_behind_goes_first_wherever_only_one_path_goes_on() -> None:
+    def play(paths: list[list[int]], slots: int) -> World:
+        world = World(slots)
+        for path in paths:
+            world.request(Act(path, 20, "nothing", 5.0))
+        return world
+
+    def is_cached(world: World, path: list[int]) -> bool:
+        return bool(world.tier.contains(rows_of_path(path))[-1])
+
+    # The third request goes on behind 2 and leaves 3 and 4 behind, which were used after 8 and 9.
+    world = play([[8, 9], [1, 2, 3, 4], [1, 2, 5, 6], [7, 7]], slots=8)
+    assert is_cached(world, [8, 9]) and not is_cached(world, [1, 2, 3])
+    assert world.oracle.left_requests == {2}
+    # 3 was left behind. Then two paths go on behind 2, and 4 may be somebody else's.
+    world = play([[8, 9], [1, 2, 3], [1, 2, 4], [1, 2, 5], [7, 7, 7, 7]], slots=8)
+    assert world.oracle.left_requests == {2} and not is_cached(world, [1, 2, 3])

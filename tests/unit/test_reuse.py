@@ -48,7 +48,7 @@ def test_every_group_counts_each_reuse_once() -> None:
     (every,) = found.of_group("all")
     place = max(age for age, begin in enumerate(found.ages) if begin <= 20)
     assert every.reused[place] == pytest.approx(8, rel=0.02) and sum(every.reused) == every.reused[place]
-    for group in [each for each in GROUPS if each != "hint"]:
+    for group in [each for each in GROUPS if each not in ("hint", "path")]:
         classes = found.of_group(group)
         assert sum(sum(each.reused) for each in classes) == pytest.approx(sum(every.reused), rel=1e-3)
         assert sum(sum(each.seconds) for each in classes) == pytest.approx(sum(every.seconds), rel=1e-3)
@@ -57,6 +57,25 @@ def test_every_group_counts_each_reuse_once() -> None:
         "end of a path, new",
         "end of a path, used before",
     }
+
+
+def test_what_a_path_left_behind_is_a_class_of_its_own() -> None:
+    tier = _core.Tier(16, "learned")
+    for step, last in enumerate((3, 4, 4)):
+        tier.set_clock(20_000 * step)
+        hashes = hash_blocks([*range(2 * BLOCK), *[last] * BLOCK], BLOCK, parent=bytes(32))
+        lease = tier.open_lease()
+        found = tier.match(lease, hashes)
+        parent = hashes[len(found) - 1].tobytes() if len(found) else bytes(32)
+        taken = tier.reserve(lease, len(hashes) - len(found))
+        tier.commit(lease, parent, hashes[len(found) :], taken.slots)
+        tier.finish(lease, len(hashes) * BLOCK, 0, BLOCK)
+    tables = tier.reuse()
+    assert tables is not None
+    (left,) = ReuseReport.of(tables).of_group("path")
+    assert left.name == "left behind" and sum(left.reused) == 0
+    # One block, last used 40 s ago, by whole ages.
+    assert 30 <= sum(left.seconds) <= 60
 
 
 def test_a_policy_that_does_not_learn_has_no_report() -> None:

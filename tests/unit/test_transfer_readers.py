@@ -89,7 +89,10 @@ def test_prefill_keeps_an_offer_for_a_decode_instance_that_has_no_room_yet() -> 
 
 def test_one_that_waits_for_what_is_gone_is_told() -> None:
     prefill, decode = PrefillSide(), DecodeSide(1, lease=10.0, renew=2.0, verifies=True)
-    prefill.receive(b"d", Renew("t", 1, 0, 0, 10_000), 0.0)
+    for now in (0.0, 4.0):  # the ranks may learn of it with the next step
+        prefill.receive(b"d", Renew("t", 1, 0, 0, 10_000), now)
+        assert not prefill.take_effects()
+    prefill.receive(b"d", Renew("t", 1, 0, 0, 10_000), 6.0)
     (answer,) = messages(prefill.take_effects())
     assert isinstance(answer, Failed)
     nothing = np.empty((0, 32), np.uint8)

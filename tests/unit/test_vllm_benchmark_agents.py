@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import lzma
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from benchmarks.vllm import __main__ as benchmark
 from benchmarks.vllm import agents, timeline, timing
-from benchmarks.vllm.engines import NONE
+from benchmarks.vllm.engines import NONE, Places
 from benchmarks.vllm.shapes import LOADS, LONGEST, SHAPES
 
 # --- agents --------------------------------------------------------------------------------------------------
@@ -92,48 +94,30 @@ def test_a_run_without_a_trace_says_so(tmp_path: Path) -> None:
     assert "absent" in said[0]["why"] and "--trace" in said[0]["why"]
 
 
-def test_agents_are_played_by_the_engines_of_the_other_parts(tmp_path: Path) -> None:
+def test_host_tiers_are_shares_of_what_is_different_and_the_engine_without_one_plays_once(
+    tmp_path: Path,
+) -> None:
     trace = written(tmp_path / "t.jsonl.xz", (0, 128, 1, [1, 2]), (0, 128, 1, [1, 2]))
-    shape = SHAPES["8b"]
-    joined = agents.Play.of(shape, "short", trace, 3)
-    assert (joined.shape.device_blocks, joined.shape.longest) == (shape.device_blocks, 4095 * 16)
-    # Half of 64 tokens of each of 3 users.
-    assert joined.host_bytes(0.5) == 3 * 32 * shape.token_bytes
-    labels = joined.order(0.5)["agents"]["labels"]
-    assert (labels["users"], labels["share"], labels["working_set_tokens"]) == (3, 0.5, 3 * 64)
-
-    begun: list[tuple[list[str], list[str], bool, float]] = []
+    shape, load = SHAPES["8b"], agents.AGENTS["short"]
+    # A prompt of 128 tokens, divided, of each of 3 users.
+    different = 3 * 128 // load.divisor
+    play = agents.Play.of(shape, "short", trace, 3)
+    assert play.host_bytes(0.5) == different // 2 * shape.token_bytes
+    labels = play.order(0.5)["agents"]["labels"]
+    assert (labels["users"], labels["share"], labels["working_set_tokens"]) == (3, 0.5, different)
+    begun: list[tuple[list[str], int]] = []
 
     class Recorded:
-        def __init__(self, scale: str) -> None:
-            words = ["--scale", scale, "--parts", "chat", "agents", "--shape", "8b", "--trace", str(trace)]
-            self.options = benchmark.parse(
-                [*words, "--users", "1", "2", "--shares", "0.5", "1", "--together", "9"]
-            )
+        options = benchmark.parse(["--shares", "0.5", "1", "--together", "9"])
+        places = Places(tmp_path, 1)
 
-        def link(self, shape: Any) -> None:
-            pass
+        @contextmanager
+        def started(self, shape: Any, names: list[str], places: Places) -> Iterator[dict[str, Any]]:
+            begun.append((names, places.host_bytes))
+            yield {}
 
-        def measure(
-            self, shape: Any, names: list[str], parts: list[str], play: Any = None, share: float = 1.0
-        ) -> None:
-            begun.append((list(names), list(parts), play is not None, share))
-
-        agents = benchmark.Run.agents
-
-    names = [NONE, "fdcache"]
-    alone: list[tuple[list[str], list[str], bool, float]] = [
-        (names, [], True, 0.5),
-        (["fdcache"], [], True, 1.0),
-    ]
-    loaded = ([NONE, "fdcache"], ["chat"], False, 0.5)
-    for scale, expected in (
-        ("brief", [loaded, ([NONE], ["chat"], False, 0.5), *alone, *alone]),
-        ("short", [(names, ["chat"], True, 0.5), ([NONE], ["chat"], True, 0.5), *alone]),
-    ):
-        begun.clear()
-        benchmark.measure(Recorded(scale), names)  # type: ignore[arg-type]
-        assert begun == expected
+    benchmark.Run.agents(Recorded(), shape, ["fdcache", NONE], play)  # type: ignore[arg-type]
+    assert begun == [(["fdcache", NONE], play.host_bytes(0.5)), (["fdcache"], play.host_bytes(1))]
 
 
 # --- where the time between tokens goes ------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tests.vllm.observed import Observed
 from tests.vllm.test_tiers import MORTAL_ENGINE
 
 Answers = list[list[int]]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 HERE = "127.0.0.1"
 
 

@@ -32,7 +32,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from fdcache.errors import ConfigurationError, StorageBusyError
 from tests import preload
-from tests.service_help import TIMEOUT
+from tests.mounts import file_system, fill_up
+from tests.service_help import TIMEOUT, until
 
 CHUNK_BYTES = 8192
 CHUNKS = 32
@@ -322,6 +323,83 @@ def test_a_disk_that_hangs_costs_the_deadline(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SLOW, str(tmp_path / "files")],
         env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.endswith("right\n"), done.stderr
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    yield from file_system(tmp_path / "disk", "1m")
+
+
+def counted(offloading: Offloading, name: str) -> int:
+    """Return what the tier has counted since the last look."""
+    stats = offloading.manager.get_stats()
+    found = {} if stats is None else stats.data["data"].get(f"vllm:fdcache_tier_{name}", {})
+    return int(found.get(("FdcacheTier",), 0))
+
+
+def test_a_full_disk_keeps_what_it_has_and_is_used_again_when_there_is_room(disk: Path) -> None:
+    offloading = Offloading(disk)
+    fill(offloading, range(6))
+    ballast = fill_up(disk)
+    assert offloading.load(keys_of(0, 8)) == 8, "what is stored is served"
+    fill(offloading, range(10, 16))
+    assert counted(offloading, "no_room") > 0
+    assert counted(offloading, "blocks") <= 48, "the places that had room are used again"
+    assert [offloading.load(keys_of(prompt, 8)) for prompt in (15, 11)] == [8, 8]
+    ballast.unlink()
+    prompts = itertools.count(100)
+
+    def stores_more() -> bool:
+        fill(offloading, [next(prompts)])
+        return counted(offloading, "blocks") > 48
+
+    until(stores_more, "the room is used")
+    offloading.close()
+
+
+BAD_SECTORS = """
+import os, sys
+from pathlib import Path
+from tests.service_help import until
+from tests.vllm.test_offloading_tier import CHUNK_BYTES, Offloading, content, counted, fill, keys_of
+folder, sectors = Path(sys.argv[1]), Path(os.environ["FAILING_DISK"])
+offloading = Offloading(folder)
+fill(offloading, range(8))
+(slab,) = folder.glob("*.slab")
+place = slab.read_bytes().find(content(keys_of(0, 8)[3]).tobytes())
+assert place > 0
+sectors.write_text(f"r {place} {place + CHUNK_BYTES - 1}")
+assert [offloading.load(keys_of(prompt, 8)) for prompt in (0, 1)] == [3, 8], "one chunk is lost"
+sectors.write_text("")
+assert offloading.load(keys_of(0, 8)) == 3, "nobody asks for it again"
+offloading.store(keys_of(0, 8))
+offloading.settle()
+fill(offloading, range(20, 24))
+assert offloading.load(keys_of(0, 8)) == 8, "computed and stored elsewhere"
+sectors.write_text("w 0 1000000000\\nr 0 1000000000")
+fill(offloading, range(30, 35))
+assert offloading.load(keys_of(34, 8)) == 8, "the host has it"
+assert [offloading.load(keys_of(prompt, 8)) for prompt in (30, 2)] == [0, 0], "the disk fails"
+assert counted(offloading, "errors") > 0
+sectors.write_text("")
+until(lambda: offloading.load(keys_of(3, 8)) == 8, "the disk is used again")
+offloading.close()
+print("right")
+"""
+
+
+def test_sectors_that_fail_cost_their_chunks_and_a_disk_that_fails_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    library = preload.build("failing_disk", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", BAD_SECTORS, str(tmp_path / "files")],
+        env={**os.environ, "LD_PRELOAD": str(library), "FAILING_DISK": str(tmp_path / "sectors")},
         capture_output=True,
         text=True,
         check=False,

@@ -95,7 +95,8 @@ class KeyedStorage:
 
     All methods are called by one thread, and none waits for a disk except ``drain`` and ``close``. A job that has
     not ended ``settings.timeout`` seconds after it began ends without the blocks that are missing, and until its
-    transfers end nothing is found or stored.
+    transfers end nothing is found or stored. Where a read fails as a whole, nothing is found for
+    ``settings.retry_after`` seconds: who is told that a block is there, and does not get it, asks again at once.
 
     Raises ``ConfigurationError`` for a storage that is off or has no slots of its own, and ``StorageError`` when it
     cannot be opened.
@@ -116,6 +117,8 @@ class KeyedStorage:
         storage = open_storage(ConnectorContext(layout, 0, settings))
         assert isinstance(storage, PlacedStorage), "local storage has slots"
         self._timeout = settings.timeout
+        self._retry_after = settings.retry_after
+        self._finds_after = 0.0
         self._clock = clock
         scan = storage.scan()
         self._index = LocalIndex.make(scan.capacity, settings.retry_after, clock)
@@ -134,7 +137,7 @@ class KeyedStorage:
 
     def contains(self, key: bytes) -> bool:
         """Return True if the block under this key is stored; it counts as used now."""
-        return not self._is_stuck() and self._index.run(_rows_of(key), 0) == 1
+        return not self._is_out_of_order() and self._index.run(_rows_of(key), 0) == 1
 
     @property
     def usage(self) -> TierUsage:
@@ -184,7 +187,7 @@ class KeyedStorage:
         """Begin to read blocks into rows. A row is written only while its job has not ended."""
         job = self._begin(number, SwapPurpose.PREFETCH, keys, rows)
         present = np.flatnonzero(self._index.pool.contains(keys) == READY)
-        if self._is_stuck() or not len(present):
+        if self._is_out_of_order() or not len(present):
             self._end(job)
             return
         found = self._index.begin_reads(keys[present], np.zeros_like(keys[present]))
@@ -307,6 +310,8 @@ class KeyedStorage:
             unusable = _mask(piece, result.corrupt) | _mask(piece, result.bad_slots)
             self._index.end_reads(piece.swap, lost, unusable)
             self._records.free(piece)
+            if not np.all(copied | lost | unusable):
+                self._finds_after = self._clock() + self._retry_after
         self._count(piece, copied, result)
 
     def _count(self, piece: _Piece, copied: Mask, result: TransferResult) -> None:
@@ -334,6 +339,9 @@ class KeyedStorage:
     def _release(self, piece: _Piece) -> None:
         nothing = np.zeros(len(piece.positions), np.bool_)
         self._index.end_reads(piece.swap, nothing, nothing)
+
+    def _is_out_of_order(self) -> bool:
+        return self._is_stuck() or self._clock() < self._finds_after
 
     def _is_stuck(self) -> bool:
         return any(piece.job.is_over for piece in self._moving)

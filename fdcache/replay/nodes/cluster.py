@@ -210,7 +210,7 @@ class Cluster:
     # --- faults -----------------------------------------------------------------------------------------------
 
     def break_node(self, node: ReplayNode, fault: NodeFault) -> None:
-        """Cause a fault in a node; ``node.heal`` ends it."""
+        """Begin a fault of a node; ``node.heal`` ends it."""
         service = node.service
         if fault is NodeFault.KILL:
             service.kill()

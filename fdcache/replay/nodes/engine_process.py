@@ -187,7 +187,7 @@ class EngineProcess:
         self._send(item)
 
     def end(self) -> None:
-        """End it once its requests have ended."""
+        """Tell it to end once its requests have ended."""
         self._send(None)
 
     def _send(self, item: WorkItem | None) -> None:

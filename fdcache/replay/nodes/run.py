@@ -151,7 +151,7 @@ class _Driver:
     # --- faults -----------------------------------------------------------------------------------------------
 
     def _inject(self) -> None:
-        """Cause the fault that is due in a node that has none."""
+        """Begin the fault that is due, at a node that has none."""
         if not self._due or self._due[0][0] > self._admitted:
             return
         well = [node for node in self._cluster.nodes if node.heal is None]

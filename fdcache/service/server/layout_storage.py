@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fdcache import tracing
-from fdcache._core import HintKind, InFlightPlan, RecordTable
+from fdcache._core import InFlightPlan, RecordTable
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, SwapPurpose, TransferReport
 from fdcache.plans.ledger import PlanLedger
 from fdcache.service.server.namespace import Namespace
@@ -22,7 +22,7 @@ from fdcache.service.server.storage_opening import OpenedStorage
 from fdcache.service.server.stored_owners import StoredOwners
 from fdcache.service.wire.shared_memory import Extent
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
-from fdcache.storage.connector import ServesHostRecords, StorageState
+from fdcache.storage.connector import StorageState
 from fdcache.storage.queue import StorageQueue
 from fdcache.tasks import Execution
 from fdcache.tiers.pool import READY
@@ -180,18 +180,10 @@ class LayoutStorage:
     def work(self, *, may_read: bool, may_write: bool) -> None:
         """Take the reports of ended transfers, plan what may follow, and send it to the ranks' queues."""
         self._take_reports()
-        self._give_up_handed_over()
         if (tier := self._tier) is not None:
             tier.overdue(self._ledger.newly_overdue(time.monotonic()))
             tier.plan_work(self.blocks_in_flight(SwapPurpose.STORE), may_read=may_read, may_write=may_write)
         self.send()
-
-    def _give_up_handed_over(self) -> None:
-        """Evict blocks first that another node has now, until they are used here again."""
-        storage = self.queues[0].storage
-        if self._tier is not None and isinstance(storage, ServesHostRecords):
-            for run in storage.take_handed_over():
-                self._tier.host.hint(run, [(HintKind.RELEASE, 0.0, 0, len(run), False)])
 
     def send(self) -> None:
         """Send the orders of the storage tier to every rank's queue."""

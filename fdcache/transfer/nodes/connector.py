@@ -256,10 +256,6 @@ class NodesConnector:
         elif self._own is not None and hashes is not None:
             self._own.drop(row.tobytes() for row in hashes)
 
-    def take_handed_over(self) -> list[HashArray]:
-        """Return runs of blocks that other nodes have copied since the last call."""
-        return [] if self._own is None else self._own.take_handed_over()
-
     # --- state ----------------------------------------------------------------------------------------------
 
     def stats(self) -> StorageStats:

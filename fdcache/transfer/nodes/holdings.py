@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fdcache._core import RecordTable, SlotHeader
-from fdcache.metadata import HashArray, Int32Array
+from fdcache.metadata import Int32Array
 from fdcache.storage.connector import RecordBatch
 from fdcache.storage.records import RecordCheck
-
-_MOST_RUNS = 1024
 
 Place = tuple[RecordTable, int, int, int]
 """Table, slot and generation of a record, and the address of its header."""
@@ -32,7 +29,6 @@ class Holdings:
         self._lock = threading.Lock()
         self._places: dict[bytes, Place] = {}
         self._in_slot: dict[int, bytes] = {}  # by the address of its header
-        self._handed_over: deque[list[bytes]] = deque(maxlen=_MOST_RUNS)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -68,18 +64,6 @@ class Holdings:
             target[:] = table.record(slot)
             after = self._header(block_hash)
         return header if after is not None and after.payload_checksum == header.payload_checksum else None
-
-    def note_handed_over(self, hashes: list[bytes]) -> None:
-        """Record that another node has copied these neighbouring blocks."""
-        self._handed_over.append(hashes)
-
-    def take_handed_over(self) -> list[HashArray]:
-        """Return runs of blocks that other nodes have copied since the last call; the oldest may be missing."""
-        runs = []
-        while self._handed_over:
-            run = self._handed_over.popleft()
-            runs.append(np.frombuffer(b"".join(run), np.uint8).reshape(-1, 32))
-        return runs
 
     def drop(self, hashes: Iterable[bytes]) -> list[bool]:
         """Serve these blocks no more; return for each whether it was there."""

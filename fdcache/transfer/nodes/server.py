@@ -129,8 +129,6 @@ class NodeServer:
             headers.append(b"" if header is None else header.to_bytes())
             if header is not None:
                 records.append(record)
-        if found := [key for key, header in zip(hashes, headers, strict=False) if header]:
-            holdings.note_handed_over(found)
         self.served_records += len(records)
         self.served_bytes += len(records) * record_bytes
         return [encode(Records(headers)), *records]
