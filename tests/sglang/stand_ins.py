@@ -93,6 +93,26 @@ def _with_latents(module: ModuleType) -> None:
     module.AttentionBackendRegistry.register("torch_native", lambda attention, batch: absorbed)
 
 
+def _with_windows(module: ModuleType) -> None:
+    """``torch_native`` writes keys and values of windows where their pool has them, and reads them elsewhere."""
+    backend = module.TorchNativeAttnBackend
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(backend, name, _reading_windows(getattr(backend, name)))
+
+
+def _reading_windows(run: Callable[..., Any]) -> Callable[..., Any]:
+    def translated(
+        self: Any, query: Any, output: Any, keys: Any, values: Any, places: Any, *more: Any, **options: Any
+    ) -> Any:
+        if self.use_sliding_window_kv_pool:
+            pool = self.token_to_kv_pool
+            if keys.data_ptr() in {buffer.data_ptr() for buffer in pool.swa_kv_pool.k_buffer}:
+                places = pool.translate_loc_from_full_to_swa(places.long())
+        return run(self, query, output, keys, values, places, *more, **options)
+
+    return translated
+
+
 def _with_convolutions(module: ModuleType) -> None:
     from tests.sglang import convolutions
 
@@ -123,6 +143,7 @@ def install() -> None:
                 f"{_POOLS}.mha": _with_copies,
                 f"{_POOLS}.mla": _with_copies,
                 "sglang.srt.layers.attention.attention_registry": _with_operators,
+                "sglang.srt.layers.attention.torch_native_backend": _with_windows,
                 "sglang.srt.layers.attention.mamba.causal_conv1d": _with_convolutions,
                 "sglang.srt.models.deepseek_common.attention_backend_handler": _with_latents,
             }

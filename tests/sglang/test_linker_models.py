@@ -28,7 +28,7 @@ def rounds(engine: Any, prompts: list[list[int]], computed: list[Answer]) -> Non
         assert asked_until(engine, prompt, from_host).equals(answer)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"states": {"page_size": 1}}
+OPTIONS: dict[str, dict[str, Any]] = {"states": {"page_size": 1, "max_mamba_cache_size": 64}}
 """SGLang keeps states with pages of one token alone, unless its kernels for GPUs note them on the way."""
 
 Made = Callable[[str], tuple[Path, list[Answer], list[Answer]]]
@@ -96,15 +96,18 @@ def test_latent_attention(prompts: list[list[int]], made: Made) -> None:
 def test_states_are_found_when_a_conversation_goes_on(prompts: list[list[int]], made: Made) -> None:
     """SGLang keeps the state at the end of an answer, which is what a longer prompt begins with."""
     model, computed, continued = made("states")
-    options = linker_options(FDCACHE_HOST_MEMORY="16MiB") | OPTIONS["states"]
+    options = linker_options(FDCACHE_HOST_MEMORY="64MiB") | OPTIONS["states"]
     with running_engine(model, **options) as engine:
         for prompt, answer in zip(prompts, computed, strict=False):
             assert ask(engine, prompt).equals(answer)
         flush(engine)
         for prompt, answer, expected in zip(prompts, computed, continued, strict=False):
             longer = later(prompt, answer)
-            found = asked_until(engine, longer, lambda each: each.cached.get("host", 0) > len(prompts[0]))
-            assert found.equals(expected)
+            for _ in range(5):  # a state that is read before it is loaded shows now and then
+                found = asked_until(engine, longer, lambda each: each.cached.get("host", 0) > len(prompts[0]))
+                assert found.tokens == expected.tokens
+                # the keys of an answer, which were computed one by one, differ from those computed at once
+                assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
 
 
 def test_two_ranks_find_what_both_have(

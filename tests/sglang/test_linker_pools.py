@@ -148,6 +148,15 @@ def test_a_prompt_is_found_up_to_its_last_state_and_comes_back_with_it(state_siz
         assert torch.equal(buffer[11 * PAGE : 18 * PAGE], was[PAGE : 8 * PAGE])
 
 
+def test_the_states_of_a_layer_are_waited_for_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, waited = hybrid(), list[int]()
+    with linker(params, ComponentType.MAMBA) as made:
+        monkeypatch.setattr(made.layer_done_counter, "wait_until", waited.append)
+        for layer in MAMBA:
+            params.req_to_token_pool.mamba2_layer_cache(layer)
+    assert waited == MAMBA
+
+
 def test_a_prompt_without_a_state_is_not_found() -> None:
     keys = hex_keys(4)
     with linker(hybrid(), ComponentType.MAMBA) as made:

@@ -139,6 +139,10 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._kv, *self._others = self._tiers.values()
         self._slots = SlotReader(pages[0].device)
         self.layer_done_counter = LayerWaits(1 + max(layer for each in pages for layer in each.layers))
+        if any(
+            each.keys is Keys.END for each in pages
+        ):  # SGLang lets the pools of pages alone wait by itself
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._layers = {
             each.name: {layer: local for local, layer in enumerate(each.layers)} for each in pages
         }
