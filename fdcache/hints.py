@@ -364,7 +364,8 @@ def _fetch_refused(payload: Mapping[str, Any]) -> str:
     if fetch.mode != "copy" or fetch.no_retain is not msgspec.UNSET:
         return "kv.fetch: only the mode 'copy' without no_retain is known"
     return (
-        f"kv.fetch: {len(set(fetch.block_hashes))} blocks were not fetched: a hint names no node to read from"
+        f"kv.fetch: {len(set(fetch.block_hashes))} blocks were not fetched: a control endpoint and a router's hashes "
+        "name no blocks here; FDCACHE_STORAGE=nodes reads those of a prompt from other nodes when its request comes"
     )
 
 

@@ -95,7 +95,7 @@ def test_the_envelope_may_be_the_engine_s_own_type() -> None:
         (envelope(fetch(mode=None)), "mode"),
         (envelope(fetch(mode="move")), "mode 'copy'"),
         (envelope(fetch(no_retain=False)), "no_retain"),
-        (envelope(fetch()), "2 blocks were not fetched: a hint names no node"),
+        (envelope(fetch()), "2 blocks were not fetched: a control endpoint"),
         (envelope(action("kv.retain", {}, "2.0")), "version '2.0'"),
         (envelope(retain(priority=101)), "kv.retain"),
         (envelope(retain(priority=5, extra=1)), "extra"),

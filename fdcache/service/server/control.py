@@ -12,6 +12,7 @@ import numpy as np
 from fdcache.groups import record_keys
 from fdcache.hashing import tenant_key
 from fdcache.metadata import HashArray, Int32Array
+from fdcache.plans.ledger import ROOT, UNKNOWN
 from fdcache.service.server.arguments import (
     ArgumentError,
     Arguments,
@@ -33,7 +34,7 @@ from fdcache.service.wire.control_views import (
     UnpinView,
 )
 from fdcache.service.wire.protocol import RefusalError
-from fdcache.tiers.pool import ABSENT, READY
+from fdcache.tiers.pool import ABSENT, READY, BlockPool
 from fdcache.tiers.storage_index import LocalIndex
 from fdcache.tiers.storage_reads import StorageReads
 from fdcache.tiers.waiting_fetches import Fetch
@@ -59,12 +60,25 @@ class StoredPrefix:
 
     @classmethod
     def of(cls, service: Service, arguments: Arguments) -> StoredPrefix:
-        """Read ``namespace`` and ``hashes``. Raises ``ArgumentError``."""
+        """Read ``namespace`` and ``hashes``.
+
+        Raises ``ArgumentError``, also if a block that is there continues another one than that before it in the list.
+        """
         namespace = select_namespace(service, arguments)
+        if not namespace.layout.page_records:
+            raise ArgumentError(
+                "namespace: its model keeps states alone, of which no prefix has its own; use `fdcache reset`"
+            )
         hashes = hashes_of_path(check_path(arguments.get("hashes")))
         if not len(hashes):
             raise ArgumentError("hashes: give at least one full block; only full blocks are kept")
-        return cls(namespace, record_keys(hashes, namespace.layout.page_records))
+        keys = record_keys(hashes, namespace.layout.page_records)
+        storage = service.storage_of(namespace)
+        stored = storage.index.pool if storage and isinstance(storage.index, LocalIndex) else None
+        for pool in (namespace.tier, stored):
+            if pool is not None:
+                _require_path(pool, keys)
+        return cls(namespace, keys)
 
     @property
     def last(self) -> bytes:
@@ -79,6 +93,25 @@ class StoredPrefix:
 
     def __len__(self) -> int:
         return len(self.hashes)
+
+
+def _require_path(pool: BlockPool, keys: HashArray) -> None:
+    """Raise ``ArgumentError`` unless each of these blocks that is there continues the one before it."""
+    there = pool.find(keys)
+    places = {row.tobytes(): place for place, row in enumerate(keys)}
+    if len(places) < len(keys):
+        raise ArgumentError(
+            "hashes: one is given twice; give all blocks of one prompt in order, from the first on"
+        )
+    for found, parent in zip(there.hashes, there.parents, strict=True):
+        place = places[found.tobytes()]
+        before = keys[place - 1].tobytes() if place else ROOT
+        if parent.tobytes() not in ({before} if place else {ROOT, UNKNOWN}):
+            raise ArgumentError(
+                f"hashes: {found.tobytes().hex()[:16]}... does not continue "
+                f"{'the hash before it' if place else 'from a beginning'}; give all blocks of one prompt in order, "
+                "from the first on"
+            )
 
 
 @dataclass(slots=True)
@@ -335,14 +368,14 @@ class ControlCommands:
             with namespace.deleting(hashes):
                 if namespace.tier is not None and len(hashes):
                     there = hashes[namespace.tier.contains(hashes) != ABSENT]
-                    host = namespace.drop(there[:1]) if len(there) else 0
+                    host = namespace.drop(there[:1])
                 stored = storage.delete(hashes) if storage is not None else 0
             self._check_at = 0.0
             self._end_pins(time.monotonic())
         return DeleteView(
             namespace=namespace.id,
             blocks=len(prefix),
-            host=on_host,
+            host=prefix.on_host,
             dry_run=is_dry,
             deleted_host=host,
             deleted_storage=stored,

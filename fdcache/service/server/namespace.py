@@ -431,8 +431,8 @@ class Namespace:
         return forgotten
 
     def drop(self, hashes: HashArray) -> int:
-        """Forget these blocks and their descendants. Return how many that were."""
-        if self.tier is None or not len(hashes):
+        """Forget these blocks and their descendants, and what is left of evicted ones. Return how many were there."""
+        if self.tier is None:
             return 0
         self.collect_events()
         before = self.tier.stats().ready
