@@ -31,6 +31,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalServ
     with local_service(directory, **STORAGE, FDCACHE_STORAGE_DIR=str(directory / "disk")) as service:
         engine = Engine(service.address, device_blocks=64)
         yield service, engine
+        end_pins(service)
         engine.close()
         assert_nothing_is_held(service)
 
@@ -39,8 +40,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalServ
 def service(shared: tuple[LocalService, Engine]) -> LocalService:
     """A service whose host tier and storage have the blocks of PROMPT, and nothing else."""
     running, engine = shared
-    for pin in Control(running.client).pins():
-        Control(running.client).unpin(pin.pin or 0)
+    end_pins(running)
     for tier in ("host", "storage"):  # an order to reset the device would come with a later heartbeat
         running.ask("reset", tier=tier)
     engine.manager.reset_cache()
@@ -54,6 +54,11 @@ def service(shared: tuple[LocalService, Engine]) -> LocalService:
 @pytest.fixture
 def control(service: LocalService) -> Control:
     return Control(service.client)
+
+
+def end_pins(service: LocalService) -> None:
+    for pin in Control(service.client).pins():
+        Control(service.client).unpin(pin.pin or 0)
 
 
 def on_host(service: LocalService) -> int:
