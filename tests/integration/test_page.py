@@ -191,6 +191,35 @@ def test_names_with_markup_are_text(tmp_path: Path, browser: Any) -> None:
         engine.close()
 
 
+def test_blocks_on_a_device_alone_are_shown_as_there(tmp_path: Path, browser: Any) -> None:
+    with WebService(tmp_path / "s", FDCACHE_KV_EVENTS="tcp://127.0.0.1:*") as service:
+        service.start()
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        hashes = hash_blocks(PROMPT, BLOCK, parent=root_hash(engine.layout.fingerprint))
+
+        def is_told() -> bool:
+            (found,) = service.ask("block", hash=hashes[-1].tobytes().hex())
+            return bool(found["devices"])
+
+        until(is_told, "the service knows what is on the device")
+        service.ask("reset", tier="host", in_flight="keep")
+        with tab(browser, service.url) as shown:
+            shown.wait_for("document.querySelectorAll('#explain-namespace option').length === 1")
+            shown.page.fill("#explain-text", ", ".join(map(str, PROMPT)))
+            shown.page.click("#explain-form button")
+            shown.wait_for_text(
+                "explained",
+                "10 of 10 blocks can be reused by an engine that has them on its device, 0 by others.",
+            )
+            assert "of 1 engine; left the host: reset" in shown.text("explained")
+            shown.page.fill("#explain-text", hashes[-1].tobytes().hex())
+            shown.page.click("#explain-form button")
+            shown.wait_for_text("explained", "Blocks with this hash")
+            assert shown.page.locator("#explained .tag").all_inner_texts() == ["device"]
+        engine.close()
+
+
 def test_a_key_is_asked_for_and_never_shown(tmp_path: Path, browser: Any) -> None:
     key = "a-key-that-nobody-sees"
     with WebService(tmp_path / "s", FD_API_KEY=key) as service:
