@@ -17,9 +17,10 @@ import httpx
 import pytest
 
 from fdcache.hashing import hash_blocks, root_hash
+from fdcache.settings.cache import CacheSettings, WritePolicy
 from tests.browser import IMAGES, chromium, tab
 from tests.service_engine import BLOCK, PROMPT, Engine, layout, ready_blocks
-from tests.service_help import ServiceProcess, run, until
+from tests.service_help import TIMEOUT, ServiceProcess, run, until
 
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 REPLAY = [
@@ -218,6 +219,35 @@ def test_blocks_on_a_device_alone_are_shown_as_there(tmp_path: Path, browser: An
             shown.wait_for_text("explained", "Blocks with this hash")
             assert shown.page.locator("#explained .tag").all_inner_texts() == ["device"]
         engine.close()
+
+
+def test_adapter_and_lookahead_of_a_prompt_are_taken(service: WebService, browser: Any) -> None:
+    settings = CacheSettings(
+        server=service.address,
+        device_blocks=32,
+        write_policy=WritePolicy.WRITE_THROUGH,
+        rpc_timeout=TIMEOUT,
+        lookahead_tokens=1,
+    )
+    engine = Engine(service.address, settings=settings)
+    engine.serve(PROMPT, adapter_id="support")
+    until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+    with tab(browser, service.url, viewport={"width": 360, "height": 800}) as shown:
+        shown.wait_for("document.querySelectorAll('#explain-namespace option').length === 1")
+        shown.page.fill("#explain-text", ", ".join(map(str, PROMPT)))
+        shown.page.click("#explain-form button")
+        shown.wait_for_text("explained", "0 of 10 blocks can be reused.")
+        shown.page.focus("#explain-tenant")
+        for typed in ("support", "65"):
+            shown.page.keyboard.press("Tab")
+            shown.page.keyboard.type(typed)
+        shown.page.keyboard.press("Enter")
+        shown.wait_for_text("explained", "Lookahead: give a whole number from 0 to 64")
+        shown.page.fill("#explain-lookahead", "1")
+        shown.page.keyboard.press("Enter")
+        shown.wait_for_text("explained", "All 10 blocks are there.")
+        assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    engine.close()
 
 
 def test_a_key_is_asked_for_and_never_shown(tmp_path: Path, browser: Any) -> None:

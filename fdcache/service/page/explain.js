@@ -8,6 +8,12 @@ function readPrompt(text) {
   throw new Error("Give token ids, such as 1, 2, 3, or one hash of at least 4 hexadecimal digits.");
 }
 
+function readLookahead() {
+  const field = $("explain-lookahead");
+  if (!field.checkValidity()) throw new Error("Lookahead: give a whole number from 0 to 64, the FDCACHE_LOOKAHEAD_TOKENS of the engines.");
+  return Number(field.value);
+}
+
 // A block that only the devices of some engines have is in no tier of the service.
 const tierOf = (block) => block.tier ?? (block.devices ? "device" : null);
 const place = (tier) => el("span", { class: `tag ${tier ?? "bad"}` }, tier ?? "missing");
@@ -76,7 +82,7 @@ class ExplainBox {
     try {
       const asked = readPrompt($("explain-text").value);
       if (asked.hash) fill(place, ...drawBlocks(await this.source.block(asked.hash)));
-      else fill(place, ...drawPath(await this.source.explain({ namespace: $("explain-namespace").value || null, tenant: $("explain-tenant").value || null, tokens: asked.tokens })));
+      else fill(place, ...drawPath(await this.source.explain({ namespace: $("explain-namespace").value || null, tenant: $("explain-tenant").value || null, adapter: $("explain-adapter").value || null, lookahead: readLookahead(), tokens: asked.tokens })));
     } catch (error) {
       fill(place, el("p", { class: "answer bad" }, error.message));
     }
