@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence, Set
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def show_explanation(
         [
             str(each.position),
             each.hash[:16],
-            each.tier or "nowhere",
+            each.tier or ("device" if _on_devices(each) else "nowhere"),
             _ago(each.stored_at) if isinstance(each.stored_at, float) else "",
             seconds(each.idle_seconds) if isinstance(each.idle_seconds, float) else "",
             _left(each),
@@ -133,6 +134,8 @@ def show_explanation(
             _left(explained.blocks[explained.broken_at]) or "never stored, or forgotten by the eviction log"
         )
         output.print_line(f"the run ends before block {explained.broken_at}: {left}")
+        if more := _more_on_devices(explained):
+            output.print_line(f"an engine that has them on its device reuses {more} more")
     if explained.ended_by is not None:
         output.print_line(f"of use are {explained.usable}: group {explained.ended_by}, has no more")
     for name, decision in decisions:
@@ -159,6 +162,16 @@ def _decided(found: LoadDecision) -> str:
     late = ", went on without a late read" if found.hedged else ""
     true = f"took {1e3 * found.true_seconds:.0f} ms" if found.true_seconds else "not computed yet"
     return f"{reused}{late}; {expected}, {true}"
+
+
+def _on_devices(block: ExplainedBlock) -> bool:
+    return isinstance(block.devices, int) and block.devices > 0
+
+
+def _more_on_devices(explained: ExplainView) -> int:
+    """Return how many blocks more than all engines those can reuse that have these on their device."""
+    rest = explained.blocks[explained.broken_at or 0 :]
+    return sum(1 for _ in takewhile(lambda each: each.tier is not None or _on_devices(each), rest))
 
 
 def _left(block: ExplainedBlock) -> str:

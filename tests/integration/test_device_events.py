@@ -21,7 +21,16 @@ from fdcache.tiers import events
 from fdcache.tiers.events import BlocksCleared, BlockStored, EventsLost
 from fdcache.tiers.pool import EVENT_REMOVED
 from tests.service_engine import PROMPT, Engine
-from tests.service_help import TIMEOUT, LocalService, ServiceProcess, local_service, next_line, spawned, until
+from tests.service_help import (
+    TIMEOUT,
+    LocalService,
+    ServiceProcess,
+    local_service,
+    next_line,
+    run,
+    spawned,
+    until,
+)
 
 BLOCKS = 10
 
@@ -36,6 +45,20 @@ def on_devices(service: LocalService | ServiceProcess, tokens: list[int] = PROMP
     """Return how many devices have each block of a prompt, as the command line shows it."""
     with Client(service.address) as client:
         return [int(block.devices or 0) for block in Control(client).explain(Prefix(tokens)).blocks]
+
+
+def test_a_block_on_a_device_alone_is_explained_as_there(service: LocalService, tmp_path: Path) -> None:
+    engine = Engine(service.address)
+    engine.serve(PROMPT)
+    until(lambda: on_devices(service) == [1] * BLOCKS, "the engine has the blocks")
+    service.ask("reset", tier="host", in_flight="keep")
+    (tmp_path / "tokens").write_text(json.dumps([*PROMPT[:20], *range(900, 921)]))
+    shown = run("inspect", "explain", "--tokens", tmp_path / "tokens", "--server", service.address).stdout
+    rows = [line.split() for line in shown.splitlines()]
+    assert [row[2] for row in rows if row and row[0].isdigit()] == ["device"] * 5 + ["nowhere"] * 5
+    assert "the run ends before block 0: reset" in shown
+    assert "an engine that has them on its device reuses 5 more" in shown
+    engine.close()
 
 
 def engine_with_events(address: str, capacity: int) -> Engine:

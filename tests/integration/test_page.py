@@ -17,9 +17,10 @@ import httpx
 import pytest
 
 from fdcache.hashing import hash_blocks, root_hash
+from fdcache.settings.cache import CacheSettings, WritePolicy
 from tests.browser import IMAGES, chromium, tab
 from tests.service_engine import BLOCK, PROMPT, Engine, layout, ready_blocks
-from tests.service_help import ServiceProcess, run, until
+from tests.service_help import TIMEOUT, ServiceProcess, run, until
 
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 REPLAY = [
@@ -191,12 +192,79 @@ def test_names_with_markup_are_text(tmp_path: Path, browser: Any) -> None:
         engine.close()
 
 
+def test_blocks_on_a_device_alone_are_shown_as_there(tmp_path: Path, browser: Any) -> None:
+    with WebService(tmp_path / "s", FDCACHE_KV_EVENTS="tcp://127.0.0.1:*") as service:
+        service.start()
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        hashes = hash_blocks(PROMPT, BLOCK, parent=root_hash(engine.layout.fingerprint))
+
+        def is_told() -> bool:
+            (found,) = service.ask("block", hash=hashes[-1].tobytes().hex())
+            return bool(found["devices"])
+
+        until(is_told, "the service knows what is on the device")
+        service.ask("reset", tier="host", in_flight="keep")
+        with tab(browser, service.url) as shown:
+            shown.wait_for("document.querySelectorAll('#explain-namespace option').length === 1")
+            shown.page.fill("#explain-text", ", ".join(map(str, PROMPT)))
+            shown.page.click("#explain-form button")
+            shown.wait_for_text(
+                "explained",
+                "10 of 10 blocks can be reused by an engine that has them on its device, 0 by others.",
+            )
+            assert "of 1 engine; left the host: reset" in shown.text("explained")
+            shown.page.fill("#explain-text", hashes[-1].tobytes().hex())
+            shown.page.click("#explain-form button")
+            shown.wait_for_text("explained", "Blocks with this hash")
+            assert shown.page.locator("#explained .tag").all_inner_texts() == ["device"]
+        engine.close()
+
+
+def test_adapter_and_lookahead_of_a_prompt_are_taken(service: WebService, browser: Any) -> None:
+    settings = CacheSettings(
+        server=service.address,
+        device_blocks=32,
+        write_policy=WritePolicy.WRITE_THROUGH,
+        rpc_timeout=TIMEOUT,
+        lookahead_tokens=1,
+    )
+    engine = Engine(service.address, settings=settings)
+    engine.serve(PROMPT, adapter_id="support")
+    until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+    with tab(browser, service.url, viewport={"width": 360, "height": 800}) as shown:
+        shown.wait_for("document.querySelectorAll('#explain-namespace option').length === 1")
+        shown.page.fill("#explain-text", ", ".join(map(str, PROMPT)))
+        shown.page.click("#explain-form button")
+        shown.wait_for_text("explained", "0 of 10 blocks can be reused.")
+        shown.page.focus("#explain-tenant")
+        for typed in ("support", "65"):
+            shown.page.keyboard.press("Tab")
+            shown.page.keyboard.type(typed)
+        shown.page.keyboard.press("Enter")
+        shown.wait_for_text("explained", "Lookahead: give a whole number from 0 to 64")
+        shown.page.fill("#explain-lookahead", "1")
+        shown.page.keyboard.press("Enter")
+        shown.wait_for_text("explained", "All 10 blocks are there.")
+        assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    engine.close()
+
+
 def test_a_key_is_asked_for_and_never_shown(tmp_path: Path, browser: Any) -> None:
     key = "a-key-that-nobody-sees"
     with WebService(tmp_path / "s", FD_API_KEY=key) as service:
         service.start()
         assert httpx.get(f"{service.url}v1/page/events").status_code == 401
         with tab(browser, service.url) as shown:
+            shown.wait_for("document.getElementById('key').open")
+            shown.page.fill("#key-text", "a-key-in-€")
+            shown.page.keyboard.press("Enter")
+            shown.wait_for_text("key-refused", "This key has a character that a request cannot carry")
+            shown.page.keyboard.type(key)
+            shown.page.keyboard.press("Enter")
+            shown.wait_for_text("state", "ready")
+            shown.page.evaluate("sessionStorage.setItem('fdcache-key', 'kept-by-an-older-page-€')")
+            shown.page.reload()
             shown.wait_for("document.getElementById('key').open")
             shown.page.fill("#key-text", key)
             shown.page.keyboard.press("Enter")

@@ -3,6 +3,17 @@
 
 const PATIENCE = 20000; // milliseconds without an update after which a connection counts as lost
 
+const keyHeader = (key) => ({ Authorization: `Bearer ${key}` });
+
+function canBeSent(key) {
+  try {
+    new Headers(keyHeader(key));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
 class ServiceSource {
   // `told(shown)` for each update, `changed(state, text)` for the connection.
   constructor(told, changed) {
@@ -10,11 +21,18 @@ class ServiceSource {
     this.changed = changed;
     this.row = 0;
     this.wait = 500;
+    $("key-form").addEventListener("submit", (event) => {
+      const sent = canBeSent($("key-text").value);
+      $("key-refused").textContent = sent ? "" : "This key has a character that a request cannot carry; type or copy the key again.";
+      if (sent) return;
+      event.preventDefault();
+      $("key-text").select();
+    });
   }
 
   headers() {
     const key = sessionStorage.getItem("fdcache-key");
-    return key ? { Authorization: `Bearer ${key}` } : {};
+    return key && canBeSent(key) ? keyHeader(key) : {};
   }
 
   async ask(path, options = {}) {

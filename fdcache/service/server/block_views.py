@@ -85,8 +85,11 @@ class BlockViews:
         if candidates:
             stored = self._stored(namespace, hashes_of_path([each.hash for each in candidates]))
             for each in candidates:
-                each.stored = bytes.fromhex(each.hash) in stored
-        return [each for each in candidates if each in found or each.stored]
+                key = bytes.fromhex(each.hash)
+                each.stored = key in stored
+                if namespace.feed is not None:
+                    each.devices = namespace.feed.on_devices(key)
+        return [each for each in candidates if each in found or each.stored or each.devices]
 
     def explain(self, arguments: Arguments) -> Iterator[bytes]:
         """Yield where each block of a path is. ``hashes`` are hexadecimal, in path order."""

@@ -353,7 +353,10 @@ class StateView(msgspec.Struct):
 
 
 class BlockView(msgspec.Struct):
-    """A block in the host tier or in storage, or one that left: then with ``reason`` and ``left_at``."""
+    """A block in the host tier or in storage, or one that left: then with ``reason`` and ``left_at``.
+
+    ``devices``: how many engines have it on their device, as far as they tell a service that tells routers.
+    """
 
     namespace: Annotated[str, shown("Name of the namespace.", column="namespace")]
     hash: Annotated[str, shown("Hash of the block, in hexadecimal.", column="hash", unit=Unit.HASH)]
@@ -377,6 +380,7 @@ class BlockView(msgspec.Struct):
     )
     reason: Annotated[str | UnsetType, shown("Why it left the host tier.", column="left")] = UNSET
     left_at: Annotated[float | UnsetType, shown("When it left.", column="at", unit=Unit.MOMENT)] = UNSET
+    devices: int | UnsetType = UNSET
 
 
 class ExplainedBlock(msgspec.Struct):
