@@ -85,7 +85,7 @@ class ExtentsAhead:
             if inode in self._ready:
                 return not self._is_closed
             extent = Extent(path, self._geometry.extent_bytes)
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # gone, or shorter: the service is making or removing it
             return not self._is_closed
         _core.map_pages(extent.address, extent.nbytes)
         begin = time.monotonic()
