@@ -12,7 +12,7 @@ from fdcache.metadata import HashArray
 from fdcache.service.server.arguments import ArgumentError, Arguments, number, whole
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
-from fdcache.service.server.pins import Pins
+from fdcache.service.server.pins import PinnedPrefixes
 from fdcache.service.server.prefixes import StoredPrefix
 from fdcache.service.server.service import Service
 from fdcache.service.wire.control_views import DeleteView, MoveView, PrefetchView, QuotaView
@@ -67,7 +67,7 @@ class ControlCommands:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._pins = Pins(service)
+        self._pins = PinnedPrefixes(service)
         self._prefetches: dict[tuple[str, bytes], _Prefetch] = {}
         self._moves: dict[tuple[str, bytes], _Move] = {}
         self.answers = {

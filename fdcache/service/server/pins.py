@@ -66,7 +66,7 @@ class _Pin:
         )
 
 
-class Pins:
+class PinnedPrefixes:
     """The pins in force. It runs in the service's thread; ``tick`` is called regularly."""
 
     def __init__(self, service: Service) -> None:
