@@ -12,7 +12,7 @@ import zmq
 
 from fdcache.errors import ConfigurationError
 from fdcache.service.server import event_publisher
-from fdcache.service.server.event_publisher import MOST_RANKS, EventPublisher, EventSource
+from fdcache.service.server.event_publisher import MOST_RANKS, EventPublisher, LayoutEvents
 from fdcache.service.server.notes_file import HEAD, ROW, NotesFile
 from fdcache.service.wire.router_events import Origin, RouterBlock, RouterBlockRemoved, fields_of, runs_of
 from tests.service_help import until
@@ -61,21 +61,21 @@ def publisher() -> Iterator[EventPublisher]:
 
 
 @pytest.fixture
-def stream(publisher: EventPublisher) -> EventSource:
+def stream(publisher: EventPublisher) -> LayoutEvents:
     made = publisher.stream("kv@node@m").join(lambda: iter([removed(1), removed(2)]))
     until(lambda: publisher.published == SNAPSHOT, "all blocks are told, to nobody yet")
     return made
 
 
 @pytest.fixture
-def reader(publisher: EventPublisher, stream: EventSource) -> Iterator[Reader]:
+def reader(publisher: EventPublisher, stream: LayoutEvents) -> Iterator[Reader]:
     made = Reader(publisher.address)
     until(lambda: made.read() >= SNAPSHOT, "it has all blocks")
     yield made
     made.socket.close()
 
 
-def test_a_subscriber_gets_all_blocks_and_then_the_changes(stream: EventSource, reader: Reader) -> None:
+def test_a_subscriber_gets_all_blocks_and_then_the_changes(stream: LayoutEvents, reader: Reader) -> None:
     assert [event["type"] for event in reader.events[-3:]] == [
         "AllBlocksCleared",
         "BlockRemoved",
@@ -90,7 +90,7 @@ def test_a_subscriber_gets_all_blocks_and_then_the_changes(stream: EventSource, 
 
 
 def test_layouts_of_a_model_share_the_numbers_and_each_has_a_rank(
-    publisher: EventPublisher, stream: EventSource, reader: Reader
+    publisher: EventPublisher, stream: LayoutEvents, reader: Reader
 ) -> None:
     had = reader.read()
     second = publisher.stream("kv@node@m").join(lambda: iter([removed(11)]))
@@ -132,7 +132,7 @@ def test_a_slow_subscriber_loses_messages_and_sees_that_by_the_numbers(
 
 
 def test_a_stream_that_falls_behind_begins_again(
-    stream: EventSource, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    stream: LayoutEvents, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_publisher, "MOST_WAITING", 0)
     had = reader.read()
@@ -142,7 +142,7 @@ def test_a_stream_that_falls_behind_begins_again(
     assert reader.events[-3]["type"] == "AllBlocksCleared"
 
 
-def test_after_an_event_that_cannot_be_made_all_blocks_are_told(stream: EventSource, reader: Reader) -> None:
+def test_after_an_event_that_cannot_be_made_all_blocks_are_told(stream: LayoutEvents, reader: Reader) -> None:
     had = reader.read()
     stream.publish(lambda: [1 // 0])
     until(lambda: reader.read() >= had + SNAPSHOT, "all blocks are told")

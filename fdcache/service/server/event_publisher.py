@@ -49,7 +49,7 @@ Snapshot = Callable[[], Iterator[list[Any]]]
 _encoder = msgspec.msgpack.Encoder()
 
 
-class EventSource:
+class LayoutEvents:
     """The part of a layout in a stream, with a rank of its own. Any thread may call it."""
 
     def __init__(self, stream: EventStream, rank: int, snapshot: Snapshot) -> None:
@@ -76,7 +76,7 @@ class EventStream:
         self.topic = topic.encode()
         self.number = time.time_ns() // 1000
         self.published = 0
-        self._sources: tuple[EventSource, ...] = ()
+        self._sources: tuple[LayoutEvents, ...] = ()
         self._wake = wake
         self._waiting: deque[tuple[int, Callable[[], list[Any]]]] = deque()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=MOST_KEPT)
@@ -84,9 +84,9 @@ class EventStream:
         self.begins_again = False
         """True until all blocks are told."""
 
-    def join(self, snapshot: Snapshot) -> EventSource:
+    def join(self, snapshot: Snapshot) -> LayoutEvents:
         """Return the part of another layout."""
-        made = EventSource(self, len(self._sources), snapshot)
+        made = LayoutEvents(self, len(self._sources), snapshot)
         self._sources += (made,)
         self.begin_again()
         return made

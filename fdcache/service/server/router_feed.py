@@ -16,7 +16,7 @@ import numpy as np
 from fdcache.groups import CacheGroup, Reach
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray
-from fdcache.service.server.event_publisher import EventPublisher, EventSource
+from fdcache.service.server.event_publisher import EventPublisher, LayoutEvents
 from fdcache.service.server.kept_notes import KeptNotes
 from fdcache.service.server.notes_file import NotesFile
 from fdcache.service.wire.protocol import DescribedPath
@@ -95,7 +95,7 @@ class RouterFeed:
         self._holders: Counter[bytes] = Counter()  # clients with each block
         self.notes = KeptNotes(layout.block_size, file, self._are_gone)
         self._is_shown = True
-        self._source: EventSource = publisher.stream(topic).join(self.snapshot)
+        self._source: LayoutEvents = publisher.stream(topic).join(self.snapshot)
 
     @property
     def model(self) -> str:
