@@ -26,7 +26,7 @@ from fdcache.metadata import (
     UInt64Array,
 )
 from fdcache.plans.ledger import NO_BLOCKS, UNKNOWN, Blocks
-from fdcache.storage.connector import Outcome, RemembersBlocks, RunResult, StorageConnector
+from fdcache.storage.connector import AsksNodes, Outcome, RemembersBlocks, RunResult, StorageConnector
 from fdcache.tiers.pool import ABSENT, NO_PARENT, BlockPool
 
 Mask = NDArray[np.bool_]
@@ -417,6 +417,15 @@ class RemoteIndex:
         """Return the questions that were answered since the last call."""
         while self._answered:
             yield self._answered.popleft()
+
+    @property
+    def nodes(self) -> AsksNodes | None:
+        """The other nodes, if the store is what those have."""
+        return self._connector if isinstance(self._connector, AsksNodes) else None
+
+    def forget_answers(self) -> None:
+        """Ask the store anew."""
+        self._answers.clear()
 
     def parent_of(self, block: HashArray) -> bytes:
         """Return an unknown one: a store has blocks by their hashes alone."""

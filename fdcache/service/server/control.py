@@ -9,6 +9,7 @@ from itertools import count
 
 import numpy as np
 
+from fdcache.errors import StorageError
 from fdcache.groups import record_keys
 from fdcache.hashing import tenant_key
 from fdcache.metadata import HashArray, Int32Array
@@ -253,20 +254,28 @@ class ControlCommands:
     # --- reads from storage ---------------------------------------------------------------------------------
 
     def prefetch(self, arguments: Arguments) -> PrefetchView:
-        """Begin to read the stored blocks of a prefix into the host tier, or tell how far that is."""
+        """Begin to read the stored blocks of a prefix into the host tier, or tell how far that is.
+
+        ``source``: address of the node that is asked first for them.
+        """
         prefix = StoredPrefix.of(self._service, arguments)
         storage = self._storage_of(prefix.namespace)
+        source = arguments.get("source")
+        if source is not None:
+            _name_source(storage, prefix, source)
         key = prefix.namespace.id, prefix.last
         under_way = self._prefetches.get(key)
         if under_way is None and prefix.on_host < len(prefix):
             under_way = self._begin_prefetch(key, prefix, storage)
-        on_host = prefix.on_host
+        on_host, done = prefix.on_host, under_way is None or under_way.fetch.done
         return PrefetchView(
             namespace=prefix.namespace.id,
             blocks=len(prefix),
             host=on_host,
             reading=_still_reading(storage, prefix, on_host) if under_way is not None else 0,
-            done=under_way is None or under_way.fetch.done,
+            done=done,
+            source=source,
+            refused=_why_refused(storage, source) if source and done and on_host < len(prefix) else None,
         )
 
     def _begin_prefetch(
@@ -301,6 +310,10 @@ class ControlCommands:
         """Begin to move a prefix to storage, or tell how far that is. Blocks leave the host once all are stored."""
         prefix = StoredPrefix.of(self._service, arguments)
         storage = self._storage_of(prefix.namespace)
+        if storage.reads_from_nodes:
+            raise ArgumentError(
+                "hashes: FDCACHE_STORAGE=nodes keeps blocks in host tiers alone; what leaves this one would be lost"
+            )
         key = prefix.namespace.id, prefix.last
         if (under_way := self._moves.get(key)) is None:
             if len(self._moves) >= MOST_JOBS:
@@ -454,3 +467,19 @@ def _first_free(tier: HostPool, slots: Int32Array) -> int:
             break
         first, below = first - 1, 1
     return first
+
+
+def _name_source(storage: LayoutStorage, prefix: StoredPrefix, source: object) -> None:
+    """Ask a node first for the blocks that the host tier lacks. Raises ``ArgumentError``."""
+    if not isinstance(source, str):
+        raise ArgumentError("source: give the address of a node, tcp://host:port")
+    try:
+        storage.name_source(prefix.hashes[prefix.on_host :], source)
+    except StorageError as error:
+        raise ArgumentError(f"source: {error}") from error
+
+
+def _why_refused(storage: LayoutStorage, source: str) -> str:
+    """Return why a node has not given all blocks."""
+    failures = {each.address: each.failure for each in storage.nodes()}
+    return failures.get(source) or f"{source}: does not have the next of these blocks"
