@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache.errors import StorageError
 from fdcache.metadata import (
     CacheLevel,
     CacheSwapMetadata,
@@ -330,6 +331,10 @@ class LocalIndex:
         """Make written blocks findable."""
         return self.pool.end_writes(swap.dst_block_ids, copied, checksums, bad, no_room)
 
+    def name_source(self, hashes: HashArray, address: str) -> None:
+        """Raise ``StorageError``: what is stored here is the node's own."""
+        raise StorageError("this storage is the node's own; FDCACHE_STORAGE=nodes reads from others")
+
     def reset(self) -> int:
         """Forget every block; return how many."""
         forgotten = self.pool.stats()
@@ -391,8 +396,7 @@ class RemoteIndex:
         """Return the store's answer once it has come. No answer in time counts as nothing stored."""
         if start >= len(hashes):
             return 0
-        key = question(hashes, start)
-        now = self._clock()
+        key, now = question(hashes, start), self._clock()
         asked = self._answers.get(key)
         if asked is None or (asked.result.done() and now > asked.fresh_until):
             rest = hashes[start:].copy()
@@ -423,9 +427,12 @@ class RemoteIndex:
         """The other nodes, if the store is what those have."""
         return self._connector if isinstance(self._connector, AsksNodes) else None
 
-    def forget_answers(self) -> None:
-        """Ask the store anew."""
-        self._answers.clear()
+    def name_source(self, hashes: HashArray, address: str) -> None:
+        """Ask one node first for these blocks. Raises ``StorageError`` where no other node has this address."""
+        if self.nodes is None:
+            raise StorageError("this storage reads from no node; FDCACHE_STORAGE=nodes does")
+        if self.nodes.name_source(hashes, address):
+            self._answers.clear()
 
     def parent_of(self, block: HashArray) -> bytes:
         """Return an unknown one: a store has blocks by their hashes alone."""
@@ -488,7 +495,6 @@ class RemoteIndex:
             self._known.pop(row.tobytes(), None)
 
     def _know(self, hashes: HashArray) -> None:
-        for row in hashes:
-            self._known[row.tobytes()] = None
+        self._known.update(dict.fromkeys(row.tobytes() for row in hashes))
         while len(self._known) > self._most_known:
             self._known.popitem(last=False)

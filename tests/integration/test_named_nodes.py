@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,17 @@ import pytest
 from fastapi.testclient import TestClient
 
 from fdcache.errors import RefusedError
+from fdcache.hints import read_hints
+from fdcache.manager import CacheManager, Request
 from fdcache.service.client.connection import Client
 from fdcache.service.client.control import Control, Prefix
 from fdcache.service.server.http import make_app
 from fdcache.service.wire.control_views import PrefetchView
-from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
+from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings
 from tests.integration.test_serve_nodes import COMMON
-from tests.nodes_help import free_address
+from tests.nodes_help import free_address, node, open_node
 from tests.service_engine import BLOCK, PROMPT, Engine, ready_blocks
+from tests.service_engine import layout as service_layout
 from tests.service_help import TIMEOUT, ServiceProcess, run, until
 
 BLOCKS = len(PROMPT) // BLOCK
@@ -194,3 +198,58 @@ def test_tools_name_nodes(nodes: Nodes, tmp_path: Path) -> None:
     shown = run("inspect", "storage", *server, COLUMNS="300").stdout
     assert nodes.first_at in shown
     assert f"{nodes.nowhere}: no connection" in shown
+
+
+def fetching(source: str) -> dict[str, Any]:
+    """Return a request's fields with vLLM's envelope."""
+    payload = {"source_control_endpoint": source, "block_hashes": list(range(BLOCKS))}
+    action = {"action_id": "f", "action_type": "kv.fetch", "action_version": "1.0", "payload": payload}
+    return {"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": [action]}}
+
+
+def test_a_hint_of_a_request_names_a_node(nodes: Nodes) -> None:
+    """As the schedulers of vLLM and FastDeploy take ``kv.fetch``: before the request is looked up."""
+    manager, tokens = nodes.other.manager, nodes.prompt()
+    nodes.hold(tokens)
+
+    def outcome(source: str) -> tuple[str, str]:
+        request = Request("fetched", tokens)
+        hints, (found,) = read_hints("fetched", fetching(source), partial(manager.fetch_from, request))
+        assert (hints, found.blocks) == ([], BLOCKS)
+        return found.status.value, found.reason
+
+    assert outcome("tcp://10.0.0.9:1")[0] == "refused"
+    assert "is not the address of another node" in outcome("tcp://10.0.0.9:1")[1]
+    assert "source: 'b' is not" in outcome("b")[1]
+    until(lambda: outcome(nodes.first_at) and ready_blocks_of(nodes, tokens) == BLOCKS, "they have come")
+    assert outcome(nodes.first_at) == ("taken", "")
+    blocks, _ = nodes.other.serve(tokens)
+    assert blocks == BLOCKS
+    lacking = nodes.prompt()
+    tokens = lacking
+    until(lambda: outcome(nodes.nowhere)[0] == "refused", "the failure is known")
+    assert outcome(nodes.nowhere) == ("refused", f"kv.fetch: {nodes.nowhere}: no connection")
+
+
+def ready_blocks_of(nodes: Nodes, tokens: list[int]) -> int:
+    return sum(each.tier == "host" for each in nodes.control.explain(Prefix(tokens=tokens)).blocks)
+
+
+def test_an_engine_alone_reads_from_a_named_node() -> None:
+    """Without a service the hint goes to the engine's own connector; without ``nodes`` it is refused."""
+    layout = service_layout()
+    addresses = [free_address() for _ in range(2)]
+    with node(layout, address=addresses[0], listed=addresses) as first:
+        cache = CacheSettings(device_blocks=64, host_memory=64 * layout.record_bytes)
+        request = Request("r", PROMPT)
+        lookup = open_node(layout, None, listed=tuple(addresses))
+        tier = StorageTierSettings(connector="nodes")
+        manager = CacheManager(cache, layout, storage=tier, lookup=lookup)
+        assert manager.fetch_from(request, addresses[0]) == ""
+        assert "not the address of another node" in manager.fetch_from(request, "tcp://10.0.0.9:1")
+        first.hold(request.block_hashes)
+        assert lookup.exists(request.block_hashes, TIMEOUT).length == BLOCKS
+        manager.close()
+    alone = CacheManager(CacheSettings(device_blocks=64), layout)
+    assert alone.fetch_from(Request("r", PROMPT), addresses[0]).startswith("there is no storage tier")
+    alone.close()

@@ -15,7 +15,6 @@ import numpy as np
 
 from fdcache import tracing
 from fdcache._core import InFlightPlan, RecordTable
-from fdcache.errors import StorageError
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, SwapPurpose, TransferReport
 from fdcache.plans.ledger import PlanLedger
 from fdcache.service.server.namespace import Namespace
@@ -242,10 +241,7 @@ class LayoutStorage:
 
     def name_source(self, hashes: HashArray, address: str) -> None:
         """Ask one node first for these blocks. Raises ``StorageError`` where no node has this address."""
-        if isinstance(self.index, LocalIndex) or self.index.nodes is None:
-            raise StorageError("this storage reads from no node; that is for FDCACHE_STORAGE=nodes")
-        if self.index.nodes.name_source(hashes, address):
-            self.index.forget_answers()
+        self.index.name_source(hashes, address)
 
     @property
     def reads_from_nodes(self) -> bool:
