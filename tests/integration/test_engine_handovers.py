@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_a_last_block_of_one_token_arrives_with_its_bytes(tmp_path: Path, connec
     """Prompts of 64 blocks and one token, between scattered slots: each byte of prefill's blocks, and no other."""
     if connector == "rdma":
         require_nixl()
-    options = {"blocks": 200, "connector": connector}
+    options: dict[str, Any] = {"blocks": 200, "connector": connector}
     with (
         Engine("prefill", tmp_path, "p", **options) as prefill,
         Engine("decode", tmp_path, "d", **options) as decode,
