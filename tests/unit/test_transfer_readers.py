@@ -113,6 +113,25 @@ def reading(side: DecodeSide, number: int, blocks: int) -> list[BeginRead]:
     return [each for each in side.take_effects() if isinstance(each, BeginRead)]
 
 
+def messages_to_prefill(side: DecodeSide) -> list[object]:
+    return [each.message for each in side.take_effects() if isinstance(each, SendToPrefill)]
+
+
+def test_prefill_hears_of_places_that_are_free_while_their_bytes_are_copied() -> None:
+    side = DecodeSide(1, lease=10.0, renew=2.0, verifies=False, acknowledges=True)
+    (first,) = reading(side, 1, 4)
+    side.tick(0.5)
+    assert not messages_to_prefill(side)
+    side.reads_arrived([first.read_id])
+    side.tick(0.6)
+    (told,) = messages_to_prefill(side)
+    assert isinstance(told, Renew) and told.read == 2  # the grant, and the part
+    assert side.is_reading(1) and side.blocks_in_flight == 4
+    side.read_ended(first.read_id, None)
+    side.tick(0.7)
+    assert not messages_to_prefill(side)  # it knows
+
+
 def test_reads_that_nobody_waits_for_hold_no_more_than_is_allowed() -> None:
     """Twelve fetches of ten blocks, twenty slots: those that cannot begin end at their deadline, and hold nothing."""
     side = DecodeSide(1, lease=10.0, renew=2.0, verifies=False, most_read=20)
