@@ -162,10 +162,10 @@ class PinnedPrefixes:
         return sum(each.tier is namespace.tier for each in self._pins.values())
 
     def views(self) -> Iterator[PinView]:
-        """Yield the pins in force."""
-        now = time.monotonic()
-        for each, pin in self._pins.items():
-            yield pin.view(each, now)
+        """Yield the pins in force; some may end meanwhile."""
+        for each, pin in list(self._pins.items()):
+            if each in self._pins:
+                yield pin.view(each, time.monotonic())
 
     def end_removed(self) -> None:
         """End the pins whose blocks have been removed."""
