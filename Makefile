@@ -153,10 +153,9 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES) $(CXX_TESTS)
 
-stubs: $(VENV)/.installed-dev  ## fdcache/_core.pyi and fdcache/replay/_pattern.pyi, generated from the native modules
+stubs: $(VENV)/.installed-dev  ## fdcache/_core.pyi, generated from the native module
 	$(BIN)/python -m nanobind.stubgen -q -m fdcache._core -o fdcache/_core.pyi
-	$(BIN)/python -m nanobind.stubgen -q -m fdcache.replay._pattern -o fdcache/replay/_pattern.pyi
-	$(BIN)/ruff format --quiet fdcache/_core.pyi fdcache/replay/_pattern.pyi
+	$(BIN)/ruff format --quiet fdcache/_core.pyi
 
 size:  ## lines and code of every room
 	$(PYTHON) tools/size.py
