@@ -13,6 +13,13 @@ from numpy.typing import NDArray
 
 import fdcache.metadata
 
+def has_reserved_keys(
+    keys: Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)],
+) -> bool:
+    """
+    Return True if a key is all zeros or all ones, which stand for the root and for an unknown parent.
+    """
+
 def keys_from_hex(keys: list[str]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
     """
     Return block keys that are written as 64 hexadecimal digits each. Raises HashingError.
