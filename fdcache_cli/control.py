@@ -67,7 +67,7 @@ def pin(
 
 def unpin(
     number: Annotated[
-        int | None, typer.Argument(metavar="[PIN]", min=1, help="Number of the pin.", show_default=False)
+        int | None, typer.Argument(metavar="PIN", min=1, help="Number of the pin.", show_default=False)
     ] = None,
     tokens: Tokens = None,
     hashes: Hashes = None,
@@ -79,7 +79,10 @@ def unpin(
     lookahead: Lookahead = None,
     json: Json = False,
 ) -> None:
-    """End a pin, by the number that `fdcache inspect pins` shows, or all pins of exactly this prefix."""
+    """End a pin, by the number that `fdcache inspect pins` shows, or all pins of exactly this prefix.
+
+    The exit status is 1 if there is none.
+    """
     from fdcache_cli.control_service import prefix_of
     from fdcache_cli.control_service import unpin as run
 
@@ -95,6 +98,10 @@ def prefetch(
     tokens: Tokens = None,
     hashes: Hashes = None,
     *,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="ADDRESS", help="Node that is asked first, of FDCACHE_NODES."),
+    ] = None,
     wait: Wait = "0s",  # type: ignore[assignment]
     server: ServerOption = None,
     namespace: NamespaceOption = None,
@@ -105,12 +112,13 @@ def prefetch(
 ) -> None:
     """Read what storage has of a prefix into the host tier.
 
-    Example: `fdcache prefetch --tokens prompt.txt --wait 30s`. The exit status is 1 if the read is still under way.
+    Example: `fdcache prefetch --tokens prompt.txt --wait 30s`. The exit status is 1 if the read is still under way,
+    or `--from` names a node that does not give all of it.
     """
     from fdcache_cli.control_service import prefetch as run
     from fdcache_cli.control_service import prefix_of
 
-    run(server, prefix_of(tokens, hashes, namespace, tenant, adapter, lookahead), wait, json=json)
+    run(server, prefix_of(tokens, hashes, namespace, tenant, adapter, lookahead), source, wait, json=json)
 
 
 def move(

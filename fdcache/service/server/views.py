@@ -35,6 +35,7 @@ from fdcache.service.wire.records import total
 from fdcache.service.wire.storage_views import (
     LoadingView,
     NamespaceStorageView,
+    NodeView,
     StorageTotals,
     StorageView,
     StoredBlocks,
@@ -53,7 +54,7 @@ from fdcache.service.wire.views import (
     TiersView,
 )
 from fdcache.settings.effective import EffectiveValue
-from fdcache.storage.connector import StorageState, StorageStats
+from fdcache.storage.connector import NodeStats, StorageState, StorageStats
 from fdcache.tiers.reuse import ReuseReport
 from fdcache.tiers.storage_index import LocalIndex
 
@@ -95,7 +96,7 @@ class Views:
             "reset": lambda arguments: reset(self._service, arguments),
             "pause": lambda arguments: self._pause(True),
             "resume": lambda arguments: self._pause(False),
-            "integrity": lambda arguments: check_integrity(self._service),
+            "integrity": lambda arguments: check_integrity(self._service, self.control),
             **self.control.answers,
         }
 
@@ -113,7 +114,7 @@ class Views:
             else:
                 yield msgspec.json.encode(answer)
         except ArgumentError as error:
-            raise RefusalError("malformed", str(error)) from error
+            raise RefusalError(error.code, str(error)) from error
 
     # --- the service --------------------------------------------------------------------------------------
 
@@ -323,7 +324,7 @@ def _tenant_views(namespace: Namespace, limit: int) -> Iterator[TenantView]:
             blocks=count,
             bytes=count * namespace.slot_bytes,
             quota=tenants.quotas.share(key),
-            most_blocks=min(tenants.most_blocks(key), namespace.max_slots),
+            most_blocks=min(tenants.most_blocks(key), namespace.storable_slots),
         )
 
 
@@ -361,6 +362,21 @@ def _storage_view(storage: LayoutStorage) -> NamespaceStorageView:
         writing_blocks=storage.blocks_in_flight(SwapPurpose.STORE),
         erasures_queued=sum(queue.erasures_queued for queue in storage.queues),
         totals=_storage_totals(storage, ranks),
+        nodes=[_node_view(each) for each in storage.nodes()],
+    )
+
+
+def _node_view(node: NodeStats) -> NodeView:
+    return NodeView(
+        address=node.address,
+        well=node.failure is None,
+        hits=node.hits,
+        read_bytes=node.read_bytes,
+        answers=node.answers,
+        seconds=node.seconds,
+        latency=node.seconds / node.answers if node.answers else 0.0,
+        failures=node.failures,
+        last_error=node.last_error,
     )
 
 
@@ -389,7 +405,7 @@ def _storage_totals(storage: LayoutStorage, ranks: list[StorageStats]) -> Storag
     )
 
 
-def check_integrity(service: Service) -> list[str]:
+def check_integrity(service: Service, control: ControlCommands) -> list[str]:
     """Return the invariants that do not hold, one sentence each."""
     broken = []
     for namespace in service.namespaces.values():
@@ -399,7 +415,7 @@ def check_integrity(service: Service) -> list[str]:
         clients = service.clients.of(namespace)
         stats = namespace.tier.stats()
         stocked = sum(len(client.stock) for client in clients)
-        leases = sum(
+        leases = control.leases(namespace) + sum(
             1 + len(client.runs) + len(client.stale_stock) + client.fetches.num_leases for client in clients
         )
         if stats.writing < stocked:
