@@ -233,23 +233,24 @@ def test_a_service_reads_pages_from_its_storage(tmp_path: Path) -> None:
 
 def test_calls_end_without_the_service_and_go_on_with_it(tmp_path: Path) -> None:
     keys = chain(10)
-    with service_process(tmp_path / "service", FDCACHE_DISCARD="0") as service:
+    with (
+        service_process(tmp_path / "service", FDCACHE_DISCARD="0") as service,
+        Pool(FDCACHE_SERVER=service.address, FDCACHE_RPC_TIMEOUT=0.2, FDCACHE_PLAN_TIMEOUT=2.0) as pool,
+    ):
+        pool.stored(keys)
+        service.kill()
+        for number in range(1, 30):  # in slots that were granted before, as long as there are some
+            pool.stored(chain(10, number))
+            assert pool.loaded(keys) in (0, 10)
         service.start()
-        with Pool(FDCACHE_SERVER=service.address, FDCACHE_RPC_TIMEOUT=0.2, FDCACHE_PLAN_TIMEOUT=2.0) as pool:
-            pool.stored(keys)
-            service.kill()
-            for number in range(1, 30):  # in slots that were granted before, as long as there are some
-                pool.stored(chain(10, number))
-                assert pool.loaded(keys) in (0, 10)
-            service.start()
-            until(lambda: pool.client.lookup(keys) == 10, "the memory outlived the service")
-            assert pool.loaded(keys) == 10
-            assert service.process is not None
-            service.process.send_signal(signal.SIGSTOP)
-            pool.client.lookup(chain(10, 2))
-            pool.stored(chain(10, 2))
-            service.process.send_signal(signal.SIGCONT)
-            until(lambda: pool.stored(keys) == 10, "it goes on")
+        until(lambda: pool.client.lookup(keys) == 10, "the memory outlived the service")
+        assert pool.loaded(keys) == 10
+        assert service.process is not None
+        service.process.send_signal(signal.SIGSTOP)
+        pool.client.lookup(chain(10, 2))
+        pool.stored(chain(10, 2))
+        service.process.send_signal(signal.SIGCONT)
+        until(lambda: pool.stored(keys) == 10, "it goes on")
 
 
 @contextmanager
