@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from release.pythons import ROOT
-from release.trial import say
+from release.trial import named_wheels, say
 
 BARE_ROOT = ROOT / ".ci/bare-root"
 SUITES = {"cp311": "bookworm", "cp313": "trixie", "cp314": "sid"}
@@ -102,4 +102,4 @@ def try_emulated(root: Path, wheel: Path) -> None:
 
 
 if __name__ == "__main__":
-    main([Path(each) for each in sys.argv[1:]])
+    main(named_wheels())

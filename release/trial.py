@@ -140,5 +140,13 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def named_wheels() -> list[Path]:
+    """Return the wheels that this command names. Exits 1 if one is missing."""
+    wheels = [Path(each) for each in sys.argv[1:]]
+    if missing := [str(wheel) for wheel in wheels if not wheel.is_file()]:
+        raise SystemExit(f"not here: {', '.join(missing)}; make dist writes wheels to dist/")
+    return wheels
+
+
 if __name__ == "__main__":
-    main([Path(each) for each in sys.argv[1:]])
+    main(named_wheels())
