@@ -71,6 +71,7 @@ class KeyedService:
     ) -> None:
         self._block_size = layout.block_size
         self._timeout = settings.cache.plan_timeout
+        self._grace = settings.cache.rpc_timeout
         self._retry_after = settings.storage_tier.retry_after
         self._clock = clock
         self._finds_after = self._looked_at = 0.0
@@ -186,7 +187,10 @@ class KeyedService:
         self._end_jobs()
 
     def _plan_loads(self) -> None:
-        """Plan to load what the service has; what it is still reading from its storage is asked for later."""
+        """Plan to load what the service has; what it is still reading from its storage is asked for later.
+
+        So is what it does not have now: a block that this engine has just stored is not findable for a moment.
+        """
         now = self._clock()
         if self._looked_at and now - self._looked_at < _LOOK_AGAIN:
             return
@@ -199,6 +203,8 @@ class KeyedService:
                 self._waiting.append((job, position))
             elif match.num_tokens and self._manager.load(request, job.rows[position : position + 1]):
                 self._loading[request.request_id] = job, position
+            elif now < job.began + self._grace:
+                self._waiting.append((job, position))
             else:
                 self._block_ended(job, position, moved=False)
                 if self._manager.has(request.block_hashes).any():
@@ -216,6 +222,8 @@ class KeyedService:
     def _loaded(self, outcome: LoadOutcome) -> None:
         if outcome.request_id in self._loading:
             job, position = self._loading.pop(outcome.request_id)
+            if outcome.error_message:
+                logger.warning("a block is not loaded: %s", outcome.error_message)
             self._block_ended(job, position, moved=outcome.status is LoadStatus.CONFIRMED)
 
     def _block_ended(self, job: _Job, position: int, *, moved: bool) -> None:
