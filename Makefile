@@ -46,8 +46,9 @@ else
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m 'not slow and not nightly'
 endif
 
+# Unit tests wait for nothing, so that more workers than cores would only import once more.
 quick: $(VENV)/.installed-test  ## the unit tests, in half a minute
-	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not nightly' tests/unit
+	$(BIN)/pytest -q -n $$(nproc) --dist worksteal -m 'not slow and not nightly' tests/unit
 
 test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; skipped with the reason where its libraries are missing
 	$(BIN)/pytest -n $(WORKERS) -m 'not slow and not nightly' $(wildcard tests/integration/test_*mooncake*.py)
