@@ -26,6 +26,7 @@ from fdcache.integrations.sglang.pool_tier import PoolTier
 from fdcache.integrations.sglang.slots import SlotReader
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind
+from fdcache.metadata import HashArray
 from fdcache.settings import Settings, Sourced
 
 ROUNDS = 15
@@ -33,12 +34,7 @@ ROUNDS = 15
 
 def main() -> None:
     """Print a table of microseconds."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sglang.calls", description=__doc__)
-    parser.add_argument("--pages", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--server", help="address of a service, whose tier is used")
-    options = parser.parse_args()
+    options = options_given()
     pages, layers = options.pages, options.layers
     planes = [
         torch.zeros((2 * pages, 256), dtype=torch.uint8, device=options.device) for _ in range(2 * layers)
@@ -81,6 +77,8 @@ def main() -> None:
         while not timed("offload: turn", turn, tier, stores):
             time.sleep(0.001)
         timed("offload: forget", tier.manager.forget, slots)
+        if options.server:
+            wait_until_found(tier, keys)
         request = tier.look(keys)
         assert timed("look-up: all there", tier.found, request) == pages
         timed("look-up: again", tier.found, request)
@@ -98,6 +96,26 @@ def main() -> None:
         print(
             f"{name:24} {median(times):8.0f} {max(times):8.0f} {median(own[name]):8.0f} {min(own[name]):8.0f}"
         )
+
+
+def options_given() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sglang.calls", description=__doc__)
+    parser.add_argument("--pages", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--server", help="address of a service, whose tier is used")
+    return parser.parse_args()
+
+
+def wait_until_found(tier: PoolTier, keys: HashArray) -> None:
+    """Wait for a service to make pages findable, which it does a moment after it has them."""
+    found = 0
+    while found < len(keys):
+        time.sleep(0.001)
+        request = tier.look(keys)
+        found = tier.found(request)
+        tier.end([request])
 
 
 def turn(tier: PoolTier, stores: Any) -> list[Any]:
