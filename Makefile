@@ -12,12 +12,12 @@ CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp b
 
 .PHONY: demo demo-paddle gpu-extra test again quick test-chart test-page test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint lint-workflows format stubs size journeys bench bench-peers dist dist-again dist-test wheel-test site clean
 
-# Installed afresh whenever a source that the build reads is newer than the last install.
+# Installed afresh whenever a source that the build reads is newer than the last install. What tests need is a part of dev.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
 	PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[$*]'
-	touch $@
+	touch $@ $(if $(filter dev,$*),$(VENV)/.installed-test)
 
 # A wheel of dist/ for this Python and machine is installed in place of a build, unless a source is newer.
 SOURCES := pyproject.toml CMakeLists.txt csrc fdcache fdcache_cli
@@ -46,8 +46,9 @@ else
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m 'not slow and not nightly'
 endif
 
+# Unit tests wait for nothing, so that more workers than cores would only import once more.
 quick: $(VENV)/.installed-test  ## the unit tests, in half a minute
-	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not nightly' tests/unit
+	$(BIN)/pytest -q -n $$(nproc) --dist worksteal -m 'not slow and not nightly' tests/unit
 
 test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; skipped with the reason where its libraries are missing
 	$(BIN)/pytest -n $(WORKERS) -m 'not slow and not nightly' $(wildcard tests/integration/test_*mooncake*.py)

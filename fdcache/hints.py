@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, overload
 
@@ -216,31 +216,58 @@ class SentHints(HintOutcomes):
         )
 
 
-def read_hints(request_id: str, extra: object) -> tuple[list[Hint], list[HintOutcome]]:
+class _Wish(NamedTuple):
+    """``kv.fetch``: the request's blocks are to be read from this node, which has that many of them."""
+
+    source: str
+    blocks: int
+
+
+def _fetches_nothing(source: str) -> str:
+    return "this engine reads from no node that a hint names"
+
+
+def read_hints(
+    request_id: str, extra: object, fetch: Callable[[str], str] = _fetches_nothing
+) -> tuple[list[Hint], list[HintOutcome]]:
     """Return the hints in a request's extra fields, and the outcomes of those that are refused. Raises nothing.
 
-    ``extra``: a mapping with any fields; anything else holds no hints.
+    ``extra``: a mapping with any fields; anything else holds no hints. ``fetch``: begins to read the request's blocks
+    from the node with an address, and returns why that cannot be, or nothing. It is called for the first ``kv.fetch``
+    alone, which has its outcome among the others.
     """
     hints: list[Hint] = []
-    refused: list[HintOutcome] = []
+    outcomes: list[HintOutcome] = []
+    named = ""
     for name, hint in _given(extra if isinstance(extra, Mapping) else {}):
         reason = hint if isinstance(hint, str) else ""
         if len(hints) == MOST_HINTS:
             reason = f"a request may have {MOST_HINTS} hints"
         if isinstance(hint, Hint) and not reason:
             hints.append(hint)
-        else:
-            refused.append(
-                HintOutcome(
-                    request_id=request_id, id=name[:LONGEST_ID], status=HintStatus.REFUSED, reason=reason
-                )
+            continue
+        if isinstance(hint, _Wish) and not reason:
+            reason = f"kv.fetch: {named} was named already" if named else _prefixed(fetch(hint.source))
+            named = named or hint.source
+        outcomes.append(
+            HintOutcome(
+                request_id=request_id,
+                id=name[:LONGEST_ID],
+                status=HintStatus.REFUSED if reason else HintStatus.TAKEN,
+                reason=reason,
+                blocks=hint.blocks if isinstance(hint, _Wish) else 0,
             )
-        if len(refused) == MOST_HINTS:
+        )
+        if len(outcomes) == MOST_HINTS:
             break
-    return hints, refused
+    return hints, outcomes
 
 
-def _given(extra: Mapping[str, Any]) -> Iterator[tuple[str, Hint | str]]:
+def _prefixed(reason: str) -> str:
+    return f"kv.fetch: {reason}" if reason else ""
+
+
+def _given(extra: Mapping[str, Any]) -> Iterator[tuple[str, Hint | _Wish | str]]:
     """Yield the id of each hint, and the hint or why it is refused."""
     if (plain := extra.get("hints")) is not None:
         for item in plain if isinstance(plain, list) else [plain]:
@@ -296,7 +323,7 @@ class _Retain(msgspec.Struct):
 
 
 class _Fetch(msgspec.Struct):
-    """``kv.fetch`` 1.0: blocks that a peer has, by the hashes of a router."""
+    """``kv.fetch`` 1.0: a peer has blocks of the request. Its tokens tell which: a router's hashes are its own."""
 
     source_control_endpoint: Annotated[str, msgspec.Meta(min_length=1)]
     block_hashes: Annotated[list[int], msgspec.Meta(min_length=1, max_length=1 << 20)]
@@ -324,7 +351,7 @@ _OWN = "fdcache."
 """Own action types: this prefix and a ``HintKind``, with the fields of a ``Hint`` as payload."""
 
 
-def _enveloped(given: Any) -> Iterator[tuple[str, Hint | str]]:
+def _enveloped(given: Any) -> Iterator[tuple[str, Hint | _Wish | str]]:
     """Read the envelope of vLLM and SGLang, as their own type, as JSON or as a mapping."""
     try:
         envelope = msgspec.convert(given, _Envelope, from_attributes=True)
@@ -343,7 +370,7 @@ def _enveloped(given: Any) -> Iterator[tuple[str, Hint | str]]:
         elif action.action_type == "kv.retain":
             yield from ((name, hint) for hint in _retained(name, action.payload))
         elif action.action_type == "kv.fetch":
-            yield name, _fetch_refused(action.payload)
+            yield name, _wished(action.payload)
         elif action.action_type.startswith(_OWN) and kind in list(HintKind):
             yield name, _plain({**action.payload, "kind": kind, "id": name})
         else:
@@ -353,8 +380,8 @@ def _enveloped(given: Any) -> Iterator[tuple[str, Hint | str]]:
             )
 
 
-def _fetch_refused(payload: Mapping[str, Any]) -> str:
-    """Return why blocks are not fetched: the action is malformed, or names a peer, whose blocks cannot be read."""
+def _wished(payload: Mapping[str, Any]) -> _Wish | str:
+    """Return what is to be fetched, or what is wrong with it."""
     try:
         fetch = msgspec.convert(payload, _Fetch)
     except msgspec.ValidationError as error:
@@ -363,10 +390,7 @@ def _fetch_refused(payload: Mapping[str, Any]) -> str:
         return "kv.fetch: block_hashes are numbers of 64 bits"
     if fetch.mode != "copy" or fetch.no_retain is not msgspec.UNSET:
         return "kv.fetch: only the mode 'copy' without no_retain is known"
-    return (
-        f"kv.fetch: {len(set(fetch.block_hashes))} blocks were not fetched: a control endpoint and a router's hashes "
-        "name no blocks here; FDCACHE_STORAGE=nodes reads those of a prompt from other nodes when its request comes"
-    )
+    return _Wish(fetch.source_control_endpoint, len(set(fetch.block_hashes)))
 
 
 def _retained(name: str, payload: Mapping[str, Any]) -> Iterator[Hint | str]:

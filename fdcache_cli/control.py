@@ -98,6 +98,10 @@ def prefetch(
     tokens: Tokens = None,
     hashes: Hashes = None,
     *,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="ADDRESS", help="Node that is asked first, of FDCACHE_NODES."),
+    ] = None,
     wait: Wait = "0s",  # type: ignore[assignment]
     server: ServerOption = None,
     namespace: NamespaceOption = None,
@@ -108,12 +112,13 @@ def prefetch(
 ) -> None:
     """Read what storage has of a prefix into the host tier.
 
-    Example: `fdcache prefetch --tokens prompt.txt --wait 30s`. The exit status is 1 if the read is still under way.
+    Example: `fdcache prefetch --tokens prompt.txt --wait 30s`. The exit status is 1 if the read is still under way,
+    or `--from` names a node that does not give all of it.
     """
     from fdcache_cli.control_service import prefetch as run
     from fdcache_cli.control_service import prefix_of
 
-    run(server, prefix_of(tokens, hashes, namespace, tenant, adapter, lookahead), wait, json=json)
+    run(server, prefix_of(tokens, hashes, namespace, tenant, adapter, lookahead), source, wait, json=json)
 
 
 def move(

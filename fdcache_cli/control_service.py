@@ -125,13 +125,15 @@ def show_pins(server: str | None, *, json: bool, watch: bool) -> None:
         show_live(show, watch)
 
 
-def prefetch(server: str | None, prefix: Prefix, wait: float, *, json: bool) -> None:
-    """Read a prefix from storage; exit with 1 if that is still under way."""
+def prefetch(server: str | None, prefix: Prefix, source: str | None, wait: float, *, json: bool) -> None:
+    """Read a prefix from storage; exit with 1 if that is still under way, or a source did not give it."""
     with connect(server) as client:
-        found = _await(lambda: Control(client).prefetch(prefix), wait)
+        found = _await(lambda: Control(client).prefetch(prefix, source), wait)
     words = f"{found.host} of {found.blocks} blocks are in the host tier"
+    if found.refused is not None:
+        words += f"; {found.refused}"
     _show(found, words if found.done else f"{words}; reading", json)
-    if not found.done:
+    if not found.done or found.refused is not None:
         raise typer.Exit(errors.FAILED)
 
 

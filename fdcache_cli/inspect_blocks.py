@@ -117,7 +117,7 @@ def show_explanation(
         [
             str(each.position),
             each.hash[:16],
-            each.tier or ("device" if _on_devices(each) else "nowhere"),
+            _place(each),
             _ago(each.stored_at) if isinstance(each.stored_at, float) else "",
             seconds(each.idle_seconds) if isinstance(each.idle_seconds, float) else "",
             _left(each),
@@ -162,6 +162,12 @@ def _decided(found: LoadDecision) -> str:
     late = ", went on without a late read" if found.hedged else ""
     true = f"took {1e3 * found.true_seconds:.0f} ms" if found.true_seconds else "not computed yet"
     return f"{reused}{late}; {expected}, {true}"
+
+
+def _place(block: ExplainedBlock) -> str:
+    if isinstance(block.node, str):
+        return f"on {block.node}'s host"
+    return block.tier or ("device" if _on_devices(block) else "nowhere")
 
 
 def _on_devices(block: ExplainedBlock) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from fdcache.errors import StorageError
-from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
+from fdcache.service.wire.storage_views import NamespaceStorageView, NodeView, StorageView
 from fdcache.settings.kinds import readable_size
 from fdcache_cli import errors, output
 from fdcache_cli.output import progress_bars
@@ -43,6 +43,11 @@ def _print_service(found: StorageView | None) -> None:
     )
     output.print_table(*table(found.layouts, NamespaceStorageView))
     for each in found.layouts:
+        if each.nodes:
+            output.print_table(*table(each.nodes, NodeView))
+        for node in each.nodes:
+            if node.last_error and node.last_error != each.error:
+                output.print_line(f"last failure of {node.last_error}")
         if each.error:
             output.print_line(f"{each.namespace}: {each.error}")
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -40,6 +41,11 @@ def request(name: str, tokens: list[int] | None = None, **options: Any) -> Reque
     """A request of vLLM's, by default of ten tokens."""
     given = list(range(10)) if tokens is None else tokens
     return Request(name, given, SamplingParams(max_tokens=8), None, block_hasher=HASHER, **options)
+
+
+def image(name: str, offset: int, length: int) -> list[MultiModalFeatureSpec]:
+    """An image of a request."""
+    return [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=length))]
 
 
 class Engine:

@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -32,6 +32,19 @@ _RUN = 32 << 20
 _PATIENCE = 20.0
 _SPIN_SECONDS = 0.02
 """Seconds for which a source asks without a pause after a message, as the thread of hand-overs does."""
+
+
+@contextmanager
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Do work in a thread of its own meanwhile; its event is set when it is to end."""
+    end = threading.Event()
+    thread = threading.Thread(target=work, args=(end,))
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
 class RankPlanes(Protocol):
@@ -220,9 +233,8 @@ class ReaderEnd(End):
         self, places: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], moved: list[float]
     ) -> Iterator[None]:
         """Read without a pause meanwhile; append the bytes per second."""
-        end = threading.Event()
 
-        def run() -> None:
+        def run(end: threading.Event) -> None:
             start, count = time.perf_counter(), 0
             while not end.is_set():
                 self.seconds(places, slots)
@@ -230,10 +242,5 @@ class ReaderEnd(End):
             took = time.perf_counter() - start
             moved.append(count * len(slots) * self.layout.payload_bytes / took)
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
+        with beside(run):
             yield
-        finally:
-            end.set()
-            thread.join()

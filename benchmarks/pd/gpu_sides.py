@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pd.gpu_handover import Instance
-from benchmarks.pd.gpu_rdma import SourceEnd
+from benchmarks.pd.gpu_rdma import SourceEnd, beside
 from benchmarks.swap.worker import GIB, make_layout
 from fdcache.devices.base import PlaneBinding
 from fdcache.devices.cuda import CudaDevice
@@ -286,9 +286,8 @@ class Reader:
     @contextmanager
     def reading(self, access: CudaPeerAccess, moved: list[float]) -> Iterator[None]:
         """Read without a pause meanwhile, two reads at a time; append the bytes per second."""
-        end = threading.Event()
 
-        def run() -> None:
+        def run(end: threading.Event) -> None:
             places, slots = self.sample(MOVED // 4), self.sample(MOVED // 4)
             last = self.rank.planes.num_planes
             start, count = time.perf_counter(), 0
@@ -304,13 +303,8 @@ class Reader:
                 each.end()
             moved.append(count * len(slots) * self.rank.layout.payload_bytes / took)
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
+        with beside(run):
             yield
-        finally:
-            end.set()
-            thread.join()
 
 
 if __name__ == "__main__":  # the source, which :class:`Source` starts

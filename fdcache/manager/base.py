@@ -13,6 +13,7 @@ import msgspec
 
 from fdcache._core import DeviceContents, Loads
 from fdcache.errors import ConfigurationError, PlanError, RequestStateError
+from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
 from fdcache.manager import story
@@ -361,6 +362,16 @@ class TierManager(TierViews[RequestT_contra]):
     def _take_hints(self, request: RequestT_contra, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         self._must_look = True
         return self._hints.take(request.request_id, hints, request.block_hashes, request.num_prompt_tokens)
+
+    def fetch_from(self, request: RequestT_contra, source: str) -> str:
+        """Read the stored blocks of a request that is about to begin from one node first, by its address.
+
+        Return why that cannot be, or nothing. What the node lacks is read from the others; ``FDCACHE_STORAGE=nodes``.
+        """
+        with self._lock:
+            self._requests.prepare(request)
+            hashes = request.block_hashes
+            return self._tiers.fetch_from(source, hashes, record_keys(hashes, self.layout.page_records))
 
     def take_hint_outcomes(self) -> list[HintOutcome]:
         """Return outcomes that came later, each once: kept, or evicted early and why; and those of a service."""

@@ -9,7 +9,7 @@ from uuid import uuid4
 import numpy as np
 
 from fdcache._core import DeviceContents, InFlightPlan, SwapInFlight
-from fdcache.errors import ConfigurationError
+from fdcache.errors import ConfigurationError, StorageError
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
 from fdcache.metadata import (
@@ -67,6 +67,18 @@ class Tiers:
         """The device tier of a manager that owns the device cache."""
         assert self.device is not None
         return self.device
+
+    def fetch_from(self, source: str, hashes: HashArray, keys: HashArray) -> str:
+        """Ask another node first for a path, with the records ``keys``; return why that cannot be, or nothing."""
+        if self.service is not None:
+            return self.service.fetch_from(source, hashes)
+        if self.storage is None:
+            return "there is no storage tier; FDCACHE_STORAGE=nodes reads from other nodes"
+        try:
+            self.storage.index.name_source(keys, source)
+        except StorageError as error:
+            return str(error)
+        return ""
 
     @property
     def service(self) -> HostService | None:

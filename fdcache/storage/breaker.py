@@ -16,6 +16,10 @@ class CircuitBreaker:
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._retry_at = 0.0
+        self.failures = 0
+        """Failures since the start."""
+        self.last_failure: str | None = None
+        """The newest of them, whatever has become of it."""
 
     @property
     def reason(self) -> str | None:
@@ -41,5 +45,6 @@ class CircuitBreaker:
     def failed(self, reason: str) -> None:
         """Open the breaker."""
         with self._lock:
-            self._reason = reason
+            self._reason = self.last_failure = reason
+            self.failures += 1
             self._retry_at = self._clock() + self._retry_after

@@ -144,6 +144,22 @@ class StorageState(StrEnum):
     OFF = "off"
 
 
+class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one connector has read from another node. ``failures`` and ``last_error`` are those of the whole process.
+
+    ``seconds``: between ``answers`` reads and their questions. ``failure``: why the node is not waited for now.
+    """
+
+    address: str
+    failure: str | None = None
+    failures: int = 0
+    last_error: str | None = None
+    hits: int = 0
+    read_bytes: int = 0
+    answers: int = 0
+    seconds: float = 0.0
+
+
 class StorageStats(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshot of one rank's storage. Counts start when it is opened.
 
@@ -172,6 +188,7 @@ class StorageStats(msgspec.Struct, frozen=True, kw_only=True):
     store_bytes: int | None = None
     store_objects: int | None = None
     removed_objects: int = 0
+    nodes: tuple[NodeStats, ...] = ()
 
 
 _COUNTED_AS = {
@@ -206,7 +223,7 @@ class StorageCounters:
     def stats(self, name: str, state: StorageState, error: str | None, **more: Any) -> StorageStats:
         """Return a snapshot; ``more`` are further fields of ``StorageStats``."""
         with self._lock:
-            return StorageStats(name=name, state=state, error=error, **self._counts, **more)
+            return StorageStats(name=name, state=state, error=error, **{**self._counts, **more})
 
 
 class BlockStorage(Protocol):
@@ -271,6 +288,23 @@ class ServesHostRecords(Protocol):
 
     def withdraw(self, hashes: HashArray | None) -> None:
         """Serve these blocks to nobody any more, None for all: the host tier was told to forget them. Never blocks."""
+
+
+@runtime_checkable
+class AsksNodes(Protocol):
+    """A connector that reads from other nodes, each of which has blocks of its own. Calls never block."""
+
+    def name_source(self, hashes: HashArray, address: str) -> bool:
+        """Ask this node first for these blocks, and the others for those that it lacks; False if that was known.
+
+        Raises ``StorageError`` for an address that no other node has.
+        """
+
+    def seen(self, hashes: HashArray) -> list[str | None]:
+        """Return the node that had each block when it was last asked for."""
+
+    def stats(self) -> StorageStats:
+        """Return counts and state, with those of each node."""
 
 
 @runtime_checkable

@@ -178,6 +178,9 @@ class HostService(Protocol):
         ``fetches``: the number of each path's fetch from storage, 0 for none.
         """
 
+    def fetch_from(self, source: str, hashes: HashArray) -> str:
+        """Have the service read the blocks of a path from one node first; return why that cannot be, or nothing."""
+
     def own(self, block: bytes, tenant: str) -> None:
         """Assign a first block of paths, and all blocks below it, to a tenant."""
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache.errors import StorageError
 from fdcache.metadata import (
     CacheLevel,
     CacheSwapMetadata,
@@ -26,7 +27,7 @@ from fdcache.metadata import (
     UInt64Array,
 )
 from fdcache.plans.ledger import NO_BLOCKS, UNKNOWN, Blocks
-from fdcache.storage.connector import Outcome, RemembersBlocks, RunResult, StorageConnector
+from fdcache.storage.connector import AsksNodes, Outcome, RemembersBlocks, RunResult, StorageConnector
 from fdcache.tiers.pool import ABSENT, NO_PARENT, BlockPool
 
 Mask = NDArray[np.bool_]
@@ -330,6 +331,10 @@ class LocalIndex:
         """Make written blocks findable."""
         return self.pool.end_writes(swap.dst_block_ids, copied, checksums, bad, no_room)
 
+    def name_source(self, hashes: HashArray, address: str) -> None:
+        """Raise ``StorageError``: what is stored here is the node's own."""
+        raise StorageError("this storage is the node's own; FDCACHE_STORAGE=nodes reads from others")
+
     def reset(self) -> int:
         """Forget every block; return how many."""
         forgotten = self.pool.stats()
@@ -391,8 +396,7 @@ class RemoteIndex:
         """Return the store's answer once it has come. No answer in time counts as nothing stored."""
         if start >= len(hashes):
             return 0
-        key = question(hashes, start)
-        now = self._clock()
+        key, now = question(hashes, start), self._clock()
         asked = self._answers.get(key)
         if asked is None or (asked.result.done() and now > asked.fresh_until):
             rest = hashes[start:].copy()
@@ -417,6 +421,18 @@ class RemoteIndex:
         """Return the questions that were answered since the last call."""
         while self._answered:
             yield self._answered.popleft()
+
+    @property
+    def nodes(self) -> AsksNodes | None:
+        """The other nodes, if the store is what those have."""
+        return self._connector if isinstance(self._connector, AsksNodes) else None
+
+    def name_source(self, hashes: HashArray, address: str) -> None:
+        """Ask one node first for these blocks. Raises ``StorageError`` where no other node has this address."""
+        if self.nodes is None:
+            raise StorageError("this storage reads from no node; FDCACHE_STORAGE=nodes does")
+        if self.nodes.name_source(hashes, address):
+            self._answers.clear()
 
     def parent_of(self, block: HashArray) -> bytes:
         """Return an unknown one: a store has blocks by their hashes alone."""
@@ -479,7 +495,6 @@ class RemoteIndex:
             self._known.pop(row.tobytes(), None)
 
     def _know(self, hashes: HashArray) -> None:
-        for row in hashes:
-            self._known[row.tobytes()] = None
+        self._known.update(dict.fromkeys(row.tobytes() for row in hashes))
         while len(self._known) > self._most_known:
             self._known.popitem(last=False)

@@ -200,6 +200,10 @@ class TestTiers:
         assert tiers(control) == ["host"] * BLOCKS
         until(lambda: evictable(service) == BLOCKS, "nothing stays pinned")
 
+    def test_local_storage_reads_from_no_other_node(self, control: Control) -> None:
+        with pytest.raises(RefusedError, match="source: this storage is the node's own"):
+            control.prefetch(PREFIX, "tcp://127.0.0.1:7400")
+
     def test_move_frees_the_host_tier(self, service: LocalService, control: Control) -> None:
         moved = control.move(PREFIX)
         assert (moved.stored, moved.freed, moved.kept, moved.done) == (BLOCKS, BLOCKS, 0, True)

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("paddle")
 
 from fdcache.settings import VARIABLES, SettingsError
-from tests.environment_help import CASES, ENGINES, OBSERVERS, Case, prepare
+from tests.environment_help import CASES, ENGINES, Case, prepare
+from tests.environment_observers import OBSERVERS
 from tests.service_help import local_service
 
 OWN = [name for name in VARIABLES if name.startswith("FDCACHE_")]

@@ -65,6 +65,56 @@ def test_a_path_is_read_from_the_nodes_that_have_its_parts(nodes: tuple[Node, No
     assert third.has_read(path)
 
 
+def read_from(reader: Node) -> dict[str, int]:
+    """Return how many blocks were read from each other node."""
+    return {each.address: each.hits for each in reader.connector.stats().nodes if each.hits}
+
+
+def test_a_source_that_is_named_is_asked_first(nodes: tuple[Node, Node, Node]) -> None:
+    first, second, third = nodes
+    path = path_of(12, "source")
+    first.hold(path)
+    second.hold(path[:8])
+    source = second.options["address"]
+    assert third.connector.name_source(path, source)
+    assert not third.connector.name_source(path, source), "that was known"
+    assert third.read(path).ok.all()
+    assert read_from(third) == {source: 8, first.options["address"]: 4}
+    assert third.has_read(path)
+    assert third.connector.seen(path) == [None] * 12, "no look-up has asked"
+
+
+def test_a_source_that_has_ended_costs_no_block(nodes: tuple[Node, Node, Node]) -> None:
+    first, second, third = nodes
+    path = path_of(4, "ended source")
+    first.hold(path)
+    second.hold(path)
+    assert third.connector.exists(path, _TIMEOUT).length == 4
+    source = second.options["address"]
+    third.connector.name_source(path, source)
+    second.connector.close()
+    assert third.read(path).ok.all()
+    assert read_from(third) == {first.options["address"]: 4}
+    (failed,) = [each for each in third.connector.stats().nodes if each.address == source]
+    assert failed.failure == failed.last_error == f"{source}: no connection"
+    assert failed.failures == 1
+    with pytest.raises(StorageError, match="not the address of another node: the others are tcp"):
+        third.connector.name_source(path, "tcp://10.0.0.9:1")
+
+
+def test_blocks_are_seen_where_a_lookup_found_them(nodes: tuple[Node, Node, Node]) -> None:
+    first, second, third = nodes
+    path = path_of(6, "seen")
+    first.hold(path[:2])
+    second.hold(path[2:4])
+    assert third.connector.exists(path, _TIMEOUT).length == 4
+    here, there = first.options["address"], second.options["address"]
+    assert third.connector.seen(path) == [here, here, there, there, None, None]
+    second.connector.clear(_TIMEOUT)
+    assert third.connector.exists(path, _TIMEOUT).length == 2
+    assert third.connector.seen(path) == [here, here, None, None, None, None]
+
+
 def test_what_a_node_has_read_it_serves_in_turn(nodes: tuple[Node, Node, Node]) -> None:
     first, second, third = nodes
     path = path_of(4, "in turn")

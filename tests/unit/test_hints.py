@@ -95,7 +95,7 @@ def test_the_envelope_may_be_the_engine_s_own_type() -> None:
         (envelope(fetch(mode=None)), "mode"),
         (envelope(fetch(mode="move")), "mode 'copy'"),
         (envelope(fetch(no_retain=False)), "no_retain"),
-        (envelope(fetch()), "2 blocks were not fetched: a control endpoint"),
+        (envelope(fetch()), "kv.fetch: this engine reads from no node that a hint names"),
         (envelope(action("kv.retain", {}, "2.0")), "version '2.0'"),
         (envelope(retain(priority=101)), "kv.retain"),
         (envelope(retain(priority=5, extra=1)), "extra"),
@@ -109,6 +109,30 @@ def test_what_is_wrong_is_refused_with_its_reason_and_raises_nothing(
     assert hints == []
     assert (refused.request_id, refused.status) == ("r", HintStatus.REFUSED)
     assert reason in refused.reason
+
+
+def test_a_fetch_is_begun_and_answered() -> None:
+    asked: list[str] = []
+
+    def begun(source: str) -> str:
+        asked.append(source)
+        return ""
+
+    hints, (taken,) = read_hints("r", envelope(fetch()), begun)
+    assert (hints, asked) == ([], ["tcp://host:5560"])
+    assert (taken.id, taken.status, taken.blocks, taken.reason) == ("a", HintStatus.TAKEN, 2, "")
+    _, (refused,) = read_hints("r", envelope(fetch()), lambda source: f"{source}: no connection")
+    assert (refused.status, refused.reason) == (
+        HintStatus.REFUSED,
+        "kv.fetch: tcp://host:5560: no connection",
+    )
+    other = fetch(source_control_endpoint="tcp://other:1")
+    _, (_, second) = read_hints("r", envelope(fetch(), other), begun)
+    assert asked == ["tcp://host:5560"] * 2, "one node is named for a request"
+    assert (second.status, second.reason) == (
+        HintStatus.REFUSED,
+        "kv.fetch: tcp://host:5560 was named already",
+    )
 
 
 def test_one_wrong_hint_leaves_the_others_in_force() -> None:

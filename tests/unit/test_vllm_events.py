@@ -19,7 +19,6 @@ import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
@@ -36,6 +35,7 @@ from fdcache.tiers import events
 from tests.vllm_sides import (
     BLOCK,
     Engine,
+    image,
     request,
 )
 
@@ -45,11 +45,6 @@ def engine() -> Iterator[Engine]:
     made = Engine()
     yield made
     made.close()
-
-
-def image(name: str, offset: int, length: int) -> list[MultiModalFeatureSpec]:
-    """An image of a request."""
-    return [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=length))]
 
 
 def full_attention() -> Any:

@@ -23,7 +23,6 @@ import prometheus_client
 import torch
 from prometheus_client import CollectorRegistry
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import RequestStatus
 
@@ -44,6 +43,7 @@ from tests.vllm_sides import (
     Engine,
     continued,
     host_memory,
+    image,
     request,
 )
 
@@ -53,11 +53,6 @@ def engine() -> Iterator[Engine]:
     made = Engine()
     yield made
     made.close()
-
-
-def image(name: str, offset: int, length: int) -> list[MultiModalFeatureSpec]:
-    """An image of a request."""
-    return [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=length))]
 
 
 def test_whole_blocks_are_stored_and_loaded_elsewhere(engine: Engine) -> None:

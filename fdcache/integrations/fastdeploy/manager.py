@@ -294,18 +294,20 @@ class FastDeployManager:
             return known  # still waiting, perhaps for storage
         if known is not None:
             self.core.finish([known.request], preempted=True)
-        hints, refused = read_hints(request.request_id, getattr(request, "metadata", None))
         tokens = np.concatenate([tokens_of(request.prompt_token_ids), outputs])
+        made = Request(
+            request.request_id,
+            tokens,
+            multimodal=images_of(request),
+            use_cache=use_cache,
+            device_only=getattr(request, "_fdcache_device_only", False),
+        )
+        made.hints, refused = read_hints(
+            request.request_id, getattr(request, "metadata", None), partial(self.core.fetch_from, made)
+        )
         tracked = TrackedRequest(
             request,
-            Request(
-                request.request_id,
-                tokens,
-                multimodal=images_of(request),
-                use_cache=use_cache,
-                device_only=getattr(request, "_fdcache_device_only", False),
-                hints=hints,
-            ),
+            made,
             outputs=len(outputs),
             outputs_at_match=len(outputs),
             publish_at=len(outputs) + 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -105,7 +106,9 @@ class SchedulerSide:
         request = request_of(source)
         if request is None:
             return None
-        request.hints, refused = read_hints(source.request_id, extra_of(source))
+        request.hints, refused = read_hints(
+            source.request_id, extra_of(source), partial(self.manager.fetch_from, request)
+        )
         known = self._running[source.request_id] = Running(source, request, refused, self._shape.table())
         self.manager.begin([request], whole_prompt=self._is_plain)
         if self.peers is not None:

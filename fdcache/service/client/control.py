@@ -98,9 +98,12 @@ class Control:
         """Return the pins in force."""
         return self._ask(list[PinView], "pins")
 
-    def prefetch(self, prefix: Prefix) -> PrefetchView:
-        """Begin to read what storage has of a prefix into the host tier; ask again to learn how far that is."""
-        return self._ask(PrefetchView, "prefetch", **prefix.arguments(self._client.ask))
+    def prefetch(self, prefix: Prefix, source: str | None = None) -> PrefetchView:
+        """Begin to read what storage has of a prefix into the host tier; ask again to learn how far that is.
+
+        ``source``: address of the node that is asked first.
+        """
+        return self._ask(PrefetchView, "prefetch", source=source, **prefix.arguments(self._client.ask))
 
     def move(self, prefix: Prefix) -> MoveView:
         """Begin to move a prefix from the host tier to storage; ask again to learn how far that is."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fdcache._core import DescribedBlocks, SharedHost
@@ -19,6 +20,7 @@ from fdcache.service.client.connection import Connection
 from fdcache.service.client.remote_hints import RemoteHints
 from fdcache.service.client.session import MOST_BLOCKS, Session
 from fdcache.service.client.session_keeper import SessionKeeper
+from fdcache.service.wire.control_views import PrefetchView
 from fdcache.service.wire.protocol import (
     FETCHING,
     FETCHING_LAST,
@@ -33,6 +35,7 @@ from fdcache.service.wire.protocol import (
     Match,
     Matched,
     Prefetch,
+    ToolAnswer,
     hashes_from,
     int32_from,
     int64_from,
@@ -311,6 +314,25 @@ class RemoteHostTier:
         if session is None or self._reset_owed:
             return [NOTHING] * len(paths)
         return self._ask(session, _limited(paths), fetches)
+
+    def fetch_from(self, source: str, hashes: HashArray) -> str:
+        """Have the service read the blocks of a path from one node first; return why that cannot be, or nothing."""
+        session = self.sessions.session
+        if session is None:
+            return "the service does not answer"
+        self._connection.session = session.id
+        path = [row.tobytes().hex() for row in hashes]
+        body = Ask("prefetch", {"namespace": self._fingerprint.hex()[:16], "hashes": path, "source": source})
+        try:
+            answer, _ = self._connection.call(body, max(self._timeout, 1.0))
+            if not isinstance(answer, ToolAnswer):
+                raise ProtocolError(f"expected the answer to a tool, got {type(answer).__name__}")
+        except RefusedError as error:
+            return str(error)
+        except (ServiceUnavailableError, ProtocolError) as error:
+            self.sessions.lose(session, str(error))
+            return "the service does not answer"
+        return msgspec.json.decode(answer.value, type=PrefetchView).refused or ""
 
     def _stored(self, session: Session, hashes: HashArray) -> Mask:
         """Ask which blocks the storage has. Without an answer in time none, and the session is over."""

@@ -123,6 +123,7 @@ class BlockViews:
                 row.tobytes(): slot for row, slot in zip(found.hashes, found.slots.tolist(), strict=True)
             }
         stored = self._stored(namespace, hashes)
+        elsewhere = self._elsewhere(namespace, hashes)
         blocks = []
         for position, row in enumerate(hashes, first):
             key = row.tobytes()
@@ -134,6 +135,8 @@ class BlockViews:
             elif key in stored:
                 block.tier = "storage"
                 block.left_host_at, _ = evictions.find(key)
+                if key in elsewhere:
+                    block.node = elsewhere[key]
             else:
                 block.left_at, block.reason = evictions.find(key)
             if namespace.feed is not None:
@@ -170,8 +173,18 @@ class BlockViews:
         storage = self._service.storage_of(namespace)
         if storage is None:
             return set()
+        if storage.reads_from_nodes:
+            return set(self._elsewhere(namespace, hashes))
         absent = storage.index.is_absent(hashes).tolist()
         return {row.tobytes() for row, gone in zip(hashes, absent, strict=True) if not gone}
+
+    def _elsewhere(self, namespace: Namespace, hashes: HashArray) -> dict[bytes, str]:
+        """Return the node on whose host each block was when it was last asked for; those of none are left out."""
+        storage = self._service.storage_of(namespace)
+        if storage is None or not storage.reads_from_nodes:
+            return {}
+        found = zip(hashes, storage.seen(hashes), strict=True)
+        return {row.tobytes(): node for row, node in found if node is not None}
 
 
 class _Run:

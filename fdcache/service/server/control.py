@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fdcache.errors import StorageError
 from fdcache.hashing import tenant_key
 from fdcache.metadata import HashArray
 from fdcache.service.server.arguments import ArgumentError, Arguments, number, whole
@@ -15,6 +16,7 @@ from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.pins import PinnedPrefixes
 from fdcache.service.server.prefixes import StoredPrefix
 from fdcache.service.server.service import Service
+from fdcache.service.server.slices import in_batches, json_list
 from fdcache.service.wire.control_views import DeleteView, MoveView, PrefetchView, QuotaView
 from fdcache.service.wire.protocol import RefusalError
 from fdcache.service.wire.views import MissReason
@@ -25,6 +27,7 @@ from fdcache.tiers.waiting_fetches import Fetch
 
 MOST_JOBS = 64
 """Reads, and moves, that are under way."""
+PINS_A_SLICE = 16
 JOB_SECONDS = 300.0
 """A read or move that takes longer is given up."""
 
@@ -59,6 +62,8 @@ class _Move:
     def keys(self) -> HashArray:
         """Of all records that are to be stored."""
         records = self.prefix.keys[: self.blocks * self.prefix.records]
+        if not self.prefix.states:
+            return records
         return np.concatenate((records, self.prefix.host_states(self.blocks)))
 
 
@@ -73,7 +78,7 @@ class ControlCommands:
         self.answers = {
             "pin": self._pins.pin,
             "unpin": self._pins.unpin,
-            "pins": lambda arguments: list(self._pins.views()),
+            "pins": lambda arguments: json_list(in_batches(self._pins.views(), PINS_A_SLICE)),
             "prefetch": self.prefetch,
             "delete": self.delete,
             "move": self.move,
@@ -83,23 +88,31 @@ class ControlCommands:
     # --- reads from storage ---------------------------------------------------------------------------------
 
     def prefetch(self, arguments: Arguments) -> PrefetchView:
-        """Begin to read the stored blocks of a prefix into the host tier, or tell how far that is."""
+        """Begin to read the stored blocks of a prefix into the host tier, or tell how far that is.
+
+        ``source``: address of the node that is asked first for them.
+        """
         prefix = StoredPrefix.of(self._service, arguments)
         storage = self._storage_of(prefix.namespace)
+        source = arguments.get("source")
+        if source is not None:
+            _name_source(storage, prefix, source)
         key = prefix.namespace.id, prefix.last
         under_way = self._prefetches.get(key)
         end = prefix.usable_with(storage.index)
         if under_way is None and (prefix.on_host < len(prefix) or prefix.usable < end):
             under_way = self._begin_prefetch(key, prefix, storage, end)
         self._end_prefetches(time.monotonic())
-        on_host = prefix.on_host
+        on_host, done = prefix.on_host, under_way is None or under_way.done
         return PrefetchView(
             namespace=prefix.namespace.id,
             blocks=len(prefix),
             host=on_host,
             usable=prefix.usable_of(on_host),
             reading=_still_reading(storage, prefix, on_host) if under_way is not None else 0,
-            done=under_way is None or under_way.done,
+            done=done,
+            source=source,
+            refused=_why_refused(storage, source) if source and done and on_host < len(prefix) else None,
         )
 
     def _begin_prefetch(
@@ -138,6 +151,10 @@ class ControlCommands:
         """Begin to move a prefix to storage, or tell how far that is. Blocks leave the host once all are stored."""
         prefix = StoredPrefix.of(self._service, arguments)
         storage = self._storage_of(prefix.namespace)
+        if storage.reads_from_nodes:
+            raise ArgumentError(
+                "hashes: FDCACHE_STORAGE=nodes keeps blocks in host tiers alone; what leaves this one would be lost"
+            )
         key = prefix.namespace.id, prefix.last
         if (under_way := self._moves.get(key)) is None:
             if len(self._moves) >= MOST_JOBS:
@@ -291,3 +308,19 @@ def _still_reading(storage: LayoutStorage, prefix: StoredPrefix, on_host: int) -
 def _stored_blocks(storage: LayoutStorage | None, prefix: StoredPrefix, keys: HashArray) -> int:
     """Return how many of these blocks are stored."""
     return 0 if storage is None else int(prefix.are_there(~storage.index.is_absent(keys)).sum())
+
+
+def _name_source(storage: LayoutStorage, prefix: StoredPrefix, source: object) -> None:
+    """Ask a node first for the blocks that the host tier lacks. Raises ``ArgumentError``."""
+    if not isinstance(source, str):
+        raise ArgumentError("source: give the address of a node, tcp://host:port")
+    try:
+        storage.name_source(prefix.keys[prefix.on_host * prefix.records :], source)
+    except StorageError as error:
+        raise ArgumentError(f"source: {error}") from error
+
+
+def _why_refused(storage: LayoutStorage, source: str) -> str:
+    """Return why a node has not given all blocks."""
+    failures = {each.address: each.failure for each in storage.nodes()}
+    return failures.get(source) or f"{source}: does not have the next of these blocks"

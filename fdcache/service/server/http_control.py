@@ -84,6 +84,14 @@ class PinOrder(PrefixOrder):
     )
 
 
+class PrefetchOrder(PrefixOrder):
+    """A prefix to read into the host tier."""
+
+    source: str | None = Field(
+        None, max_length=300, description="Address of the node that is asked first: FDCACHE_STORAGE=nodes."
+    )
+
+
 class UnpinOrder(PrefixOrder):
     """A pin to end: by its number, or all of exactly this prefix."""
 
@@ -156,9 +164,9 @@ def add_control(views: APIRouter, commands: APIRouter, ask: Ask, returns: Return
         return dict(ask("unpin", pin=order.pin))
 
     @commands.post("/v1/prefetch", responses=returns(PrefetchView, "What is being read."))
-    def prefetch(order: PrefixOrder) -> dict[str, Any]:
+    def prefetch(order: PrefetchOrder) -> dict[str, Any]:
         """Begin to read what storage has of a prefix into the host tier; repeated, tell how far that is."""
-        return dict(ask("prefetch", **about(order)))
+        return dict(ask("prefetch", source=order.source, **about(order)))
 
     @commands.post("/v1/move", responses=returns(MoveView, "What is stored, and has left the host tier."))
     def move(order: PrefixOrder) -> dict[str, Any]:

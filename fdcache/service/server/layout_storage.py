@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from fdcache import tracing
@@ -22,7 +23,7 @@ from fdcache.service.server.storage_opening import OpenedStorage
 from fdcache.service.server.stored_owners import StoredOwners
 from fdcache.service.wire.shared_memory import Extent
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
-from fdcache.storage.connector import StorageState
+from fdcache.storage.connector import NodeStats, StorageState
 from fdcache.storage.queue import StorageQueue
 from fdcache.tasks import Execution
 from fdcache.tiers.pool import READY
@@ -30,6 +31,9 @@ from fdcache.tiers.statistics import Counters, ReadTotals
 from fdcache.tiers.storage import StorageTier
 from fdcache.tiers.storage_index import LocalIndex
 from fdcache.tiers.storage_reads import StorageReads
+
+_SUMMED = ("hits", "read_bytes", "answers", "seconds")
+"""Fields of ``NodeStats`` that are of one rank."""
 
 
 @dataclass(slots=True)
@@ -234,6 +238,34 @@ class LayoutStorage:
     def blocks_in_flight(self, purpose: SwapPurpose) -> int:
         """Return the number of blocks being read or written."""
         return self._ledger.blocks_in_flight(purpose)
+
+    def name_source(self, hashes: HashArray, address: str) -> None:
+        """Ask one node first for these blocks. Raises ``StorageError`` where no node has this address."""
+        self.index.name_source(hashes, address)
+
+    @property
+    def reads_from_nodes(self) -> bool:
+        """True if what is stored is what other nodes have."""
+        return not isinstance(self.index, LocalIndex) and self.index.nodes is not None
+
+    def seen(self, hashes: HashArray) -> list[str | None]:
+        """Return the node that had each block when it was last asked for, and ask again, without waiting."""
+        if isinstance(self.index, LocalIndex) or self.index.nodes is None:
+            return [None] * len(hashes)
+        self.index.run(hashes, 0)
+        return self.index.nodes.seen(hashes)
+
+    def nodes(self) -> list[NodeStats]:
+        """Return what all ranks have read from each other node, and how that is now."""
+        if isinstance(self.index, LocalIndex) or self.index.nodes is None:
+            return []
+        read = [each for queue in self.queues for each in queue.stats.nodes]
+        found = []
+        for node in self.index.nodes.stats().nodes:
+            its = [each for each in read if each.address == node.address]
+            sums = {name: sum(getattr(each, name) for each in its) for name in _SUMMED}
+            found.append(msgspec.structs.replace(node, **sums))
+        return found
 
     # --- the end, and commands ------------------------------------------------------------------------------
 

@@ -14,7 +14,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from fdcache.hints import EARLY_REASONS, HintStatus
 from fdcache.service.wire.client_views import HIT_TIERS, LOAD_CHOICES, ClientFigures, ClientView, to_number
 from fdcache.service.wire.records import fields
-from fdcache.service.wire.storage_views import LoadingView, NamespaceStorageView, StorageTotals, StorageView
+from fdcache.service.wire.storage_views import (
+    LoadingView,
+    NamespaceStorageView,
+    NodeView,
+    StorageTotals,
+    StorageView,
+)
 from fdcache.service.wire.views import (
     ArenaView,
     Latencies,
@@ -250,3 +256,6 @@ def _add_storage(families: Families, storage: StorageView) -> None:
     ]
     families.add(NamespaceStorageView, [(labels, each) for labels, each, _ in opened], ["namespace"])
     families.add(StorageTotals, [(labels, totals) for labels, _, totals in opened], ["namespace"])
+    nodes = [([each.namespace, node.address], node) for each in storage.layouts for node in each.nodes]
+    if nodes:
+        families.add(NodeView, nodes, ["namespace", "node"])

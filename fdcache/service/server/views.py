@@ -35,6 +35,7 @@ from fdcache.service.wire.records import total
 from fdcache.service.wire.storage_views import (
     LoadingView,
     NamespaceStorageView,
+    NodeView,
     StorageTotals,
     StorageView,
     StoredBlocks,
@@ -53,7 +54,7 @@ from fdcache.service.wire.views import (
     TiersView,
 )
 from fdcache.settings.effective import EffectiveValue
-from fdcache.storage.connector import StorageState, StorageStats
+from fdcache.storage.connector import NodeStats, StorageState, StorageStats
 from fdcache.tiers.reuse import ReuseReport
 from fdcache.tiers.storage_index import LocalIndex
 
@@ -361,6 +362,21 @@ def _storage_view(storage: LayoutStorage) -> NamespaceStorageView:
         writing_blocks=storage.blocks_in_flight(SwapPurpose.STORE),
         erasures_queued=sum(queue.erasures_queued for queue in storage.queues),
         totals=_storage_totals(storage, ranks),
+        nodes=[_node_view(each) for each in storage.nodes()],
+    )
+
+
+def _node_view(node: NodeStats) -> NodeView:
+    return NodeView(
+        address=node.address,
+        well=node.failure is None,
+        hits=node.hits,
+        read_bytes=node.read_bytes,
+        answers=node.answers,
+        seconds=node.seconds,
+        latency=node.seconds / node.answers if node.answers else 0.0,
+        failures=node.failures,
+        last_error=node.last_error,
     )
 
 

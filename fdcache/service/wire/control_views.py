@@ -57,6 +57,10 @@ class PrefetchView(PrefixView, kw_only=True):
         int | None, shown("Stored blocks behind those that are still to come. None: a store is being asked.")
     ]
     done: Annotated[bool, shown("True if nothing is being read.")]
+    source: Annotated[str | None, shown("Node that was asked first.")] = None
+    refused: Annotated[
+        str | None, shown("Why the source did not give all. None: it did, or is still being read.")
+    ] = None
 
 
 class DeleteView(PrefixView, kw_only=True):

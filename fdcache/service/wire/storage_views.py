@@ -162,6 +162,46 @@ class StoredBlocks(msgspec.Struct):
     ] = 0
 
 
+class NodeView(msgspec.Struct, kw_only=True):
+    """Another node, as this service sees it, and what was read from its host tier over all ranks."""
+
+    address: Annotated[str, shown("Address of the node.", column="node")]
+    well: Annotated[
+        bool,
+        shown(
+            "True unless the node has failed and is left out for a while.",
+            gauge("fdcache_storage_node_up"),
+            column="well",
+            unit=Unit.FLAG,
+        ),
+    ]
+    hits: Annotated[
+        int, shown("Blocks read from it.", counter("fdcache_storage_node_hit_blocks"), column="hits")
+    ] = 0
+    read_bytes: Annotated[
+        int,
+        shown(
+            "Bytes read from it.",
+            counter("fdcache_storage_node_read_bytes"),
+            column="read",
+            unit=Unit.BYTES,
+        ),
+    ] = 0
+    answers: Annotated[int, shown("Its answers with blocks.", counter("fdcache_storage_node_answers"))] = 0
+    seconds: Annotated[
+        float,
+        shown("Time from question to answer, summed.", counter("fdcache_storage_node_answer_seconds")),
+    ] = 0.0
+    latency: Annotated[
+        float, shown("Mean time of an answer with blocks.", column="latency", unit=Unit.SECONDS)
+    ] = 0.0
+    failures: Annotated[
+        int,
+        shown("Times that it has failed.", counter("fdcache_storage_node_failures"), column="failures"),
+    ] = 0
+    last_error: Annotated[str | None, shown("Its last failure, even if it is well again.")] = None
+
+
 class NamespaceStorageView(StoredBlocks, kw_only=True):
     """The storage of one namespace. One that could not be opened has ``namespace``, ``state`` and ``error`` only."""
 
@@ -199,6 +239,7 @@ class NamespaceStorageView(StoredBlocks, kw_only=True):
         shown("Resets that the files have not followed yet.", gauge("fdcache_storage_queued_erasures")),
     ] = 0
     totals: Annotated[StorageTotals | UnsetType, shown("Totals since the start.", inline=True)] = UNSET
+    nodes: Annotated[list[NodeView], shown("The other nodes that host tiers are read from.")] = []
 
 
 class LoadingView(msgspec.Struct):

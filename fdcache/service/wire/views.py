@@ -392,7 +392,7 @@ class ExplainedBlock(msgspec.Struct):
 
     ``devices``: how many engines have it on their device, as far as they tell a service that tells routers. In a layout
     with groups of layers a block is a page of all of them: ``group`` is the first that has nothing of it, and
-    ``states`` whether those at its end are there.
+    ``states`` whether those at its end are there. ``node``: on whose host it was when other nodes were last asked.
     """
 
     position: int
@@ -408,6 +408,7 @@ class ExplainedBlock(msgspec.Struct):
     devices: int | UnsetType = UNSET
     group: int | UnsetType = UNSET
     states: bool | UnsetType = UNSET
+    node: str | UnsetType = UNSET
 
 
 class ExplainView(msgspec.Struct):

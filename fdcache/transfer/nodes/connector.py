@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +16,7 @@ from fdcache.settings.variable import Group
 from fdcache.storage.connector import (
     BatchResult,
     ConnectorContext,
+    NodeStats,
     Outcome,
     RecordBatch,
     RunResult,
@@ -41,6 +43,8 @@ _BESIDE_A_RECORD = 1 << 20
 """Bytes of a frame beyond a record: room for other answers, and for what encryption adds."""
 
 Mask = NDArray[np.bool_]
+Answers = dict[str, dict[int, Mask]]
+"""By address and rank: which of the blocks the node has."""
 
 
 def _settings(options: Group | None) -> NodesSettings:
@@ -72,6 +76,7 @@ class NodesConnector:
         frame = context.layout.record_bytes + _BESIDE_A_RECORD
         self._links = NodeLinks(self._node.keys, self._node.breaker, frame)
         self._asked: tuple[str, ...] = ()
+        self._traffic: dict[str, NodeStats] = {}
 
     @staticmethod
     def require(options: Group | None) -> None:
@@ -113,30 +118,75 @@ class NodesConnector:
         if ranks.all():
             return np.ones(len(hashes), np.bool_), None
         answers, error = self._ask(hashes, deadline)
-        for held in answers.values():
-            for rank, bits in held.ranks.items():
+        holders: dict[bytes, str] = {}
+        for address, held in answers.items():
+            for rank, mask in held.items():
                 if 0 <= rank < len(ranks):
-                    ranks[rank] |= unpacked(bits, hashes)
+                    ranks[rank] |= mask
+                    holders.update((keys[at], address) for at in np.flatnonzero(mask).tolist())
+        self._node.whereabouts.saw(keys, holders)
         return np.logical_and.reduce(ranks), error
 
-    def _ask(self, hashes: HashArray, deadline: float) -> tuple[dict[str, Held], str | None]:
-        """Ask every other node what it has; return the answers, and the failure of a node that was well before."""
+    def name_source(self, hashes: HashArray, address: str) -> bool:
+        """Ask this node first for these blocks. Raises ``StorageError`` for an address that no other node has."""
+        self._node.require_other(address)
+        return self._node.whereabouts.name_source((row.tobytes() for row in hashes), address)
+
+    def seen(self, hashes: HashArray) -> list[str | None]:
+        """Return the node that had each block when it was last asked for."""
+        return self._node.whereabouts.seen(row.tobytes() for row in hashes)
+
+    def _ask(self, hashes: HashArray, deadline: float) -> tuple[Answers, str | None]:
+        """Ask other nodes what they have; return the answers, and the failure of a node that was well before.
+
+        Each block is asked of the node that was named as its source, then of all if that lacks it.
+        """
         others = self._node.members.known(max(deadline - time.monotonic(), 0.0))
         if others != self._asked:
             self._links.forget_others(others)
             self._asked = others
         failed = self._node.failures
-        question = AskHeld(self._layout.fingerprint, hashes.tobytes())
-        answers: dict[str, Held] = {}
-        missing = set(others)
-        for reply in self._links.exchange([(each, question) for each in others], deadline):
-            if isinstance(reply.answer, Held):
-                answers[others[reply.index]] = reply.answer
-                missing.discard(others[reply.index])
-        new = sorted(missing - failed.keys())
+        answers: Answers = defaultdict(dict)
+        silent: set[str] = set()
+        wanted = np.arange(len(hashes))
+        sources = self._node.whereabouts.sources([row.tobytes() for row in hashes])
+        if named := {each: np.array(places) for each, places in sources.items() if each in others}:
+            silent |= self._put(hashes, named, answers, deadline)
+            wanted = np.flatnonzero(~self._is_found(answers, len(hashes)))
+        if len(wanted):
+            silent |= self._put(hashes, dict.fromkeys(others, wanted), answers, deadline)
+        new = sorted(silent - failed.keys())
         if not new:
             return answers, None
         return answers, self._node.failures.get(new[0], f"{new[0]}: no answer in time")
+
+    def _put(
+        self, hashes: HashArray, asked: Mapping[str, NDArray[np.intp]], answers: Answers, deadline: float
+    ) -> set[str]:
+        """Ask nodes, each for some of these blocks; return those that have not answered."""
+        nodes = list(asked)
+        questions = [
+            (each, AskHeld(self._layout.fingerprint, hashes[asked[each]].tobytes())) for each in nodes
+        ]
+        silent = set(nodes)
+        for reply in self._links.exchange(questions, deadline):
+            if not isinstance(reply.answer, Held):
+                continue
+            address = nodes[reply.index]
+            silent.discard(address)
+            for rank, bits in reply.answer.ranks.items():
+                mask = answers[address].setdefault(rank, np.zeros(len(hashes), np.bool_))
+                mask[asked[address]] = unpacked(bits, hashes[asked[address]])
+        return silent
+
+    def _is_found(self, answers: Answers, count: int) -> Mask:
+        """Return which blocks some node has: the record of this rank, or those of all ranks for a scheduler."""
+        found = np.zeros((self._layout.record_ranks, count), np.bool_)
+        for held in answers.values():
+            for rank, mask in held.items():
+                if 0 <= rank < len(found):
+                    found[rank] |= mask
+        return np.asarray(found.all(axis=0) if self._rank is None else found[self._rank])
 
     # --- reads ----------------------------------------------------------------------------------------------
 
@@ -155,8 +205,10 @@ class NodesConnector:
                         read.arrived(i, header)
         if read.wanted and time.monotonic() < deadline:
             self._get_from_others(read, deadline, cancel)
+        came = np.flatnonzero(read.outcomes == Outcome.OK).tolist()
+        self._node.whereabouts.forget_sources(batch.hashes[i].tobytes() for i in came)
         if self._own is not None:  # what was read can be read by others in turn
-            self._own.add(batch, np.flatnonzero(read.outcomes == Outcome.OK).tolist())
+            self._own.add(batch, came)
         return self._counted(read, writing=False)
 
     def _get_from_others(self, read: _BatchRead, deadline: float, cancel: CancelFlag | None) -> None:
@@ -165,8 +217,7 @@ class NodesConnector:
         read.error = error
         holders: dict[int, list[str]] = {i: [] for i in wanted}
         for address, held in answers.items():
-            mask = unpacked(held.ranks.get(self._rank or 0, b""), batch.hashes[wanted])
-            for at in np.flatnonzero(mask).tolist():
+            for at in np.flatnonzero(held.get(self._rank or 0, ())).tolist():
                 holders[wanted[at]].append(address)
         if time.monotonic() < deadline:
             read.outcomes[wanted] = Outcome.MISS if error is None else Outcome.PEER_GONE
@@ -199,9 +250,21 @@ class NodesConnector:
             part, address = parts[reply.index], requests[reply.index][0]
             if isinstance(reply.answer, Records):
                 read.take(part, reply.answer.headers, [frame.buffer for frame in reply.frames])
+                self._count(address, int((read.outcomes[part] == Outcome.OK).sum()), reply.seconds)
             else:
                 read.outcomes[part] = Outcome.PEER_GONE
                 read.error = self._node.failures.get(address, f"{address}: failed")
+
+    def _count(self, address: str, blocks: int, seconds: float) -> None:
+        """Count an answer with records; one call at a time, on the thread that reads."""
+        before = self._traffic.get(address) or NodeStats(address=address)
+        self._traffic[address] = msgspec.structs.replace(
+            before,
+            hits=before.hits + blocks,
+            read_bytes=before.read_bytes + blocks * self._layout.record_bytes,
+            answers=before.answers + 1,
+            seconds=before.seconds + seconds,
+        )
 
     # --- writes ---------------------------------------------------------------------------------------------
 
@@ -266,7 +329,20 @@ class NodesConnector:
         )
         state = StorageState.OFF if self._closed else StorageState.READY
         return self._counters.stats(
-            self.name, state, error, blocks=0 if self._own is None else len(self._own)
+            self.name,
+            state,
+            error,
+            blocks=0 if self._own is None else len(self._own),
+            nodes=tuple(map(self._stats_of, self._node.members.addresses)),
+        )
+
+    def _stats_of(self, address: str) -> NodeStats:
+        breaker = self._node.breaker(address)
+        return msgspec.structs.replace(
+            self._traffic.get(address) or NodeStats(address=address),
+            failure=breaker.reason,
+            failures=breaker.failures,
+            last_error=breaker.last_failure,
         )
 
     def close(self) -> None:

@@ -54,10 +54,11 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """What a node has answered to the request with this index: None if it has failed."""
+    """What a node has answered to the request with this index, after how many seconds: None if it has failed."""
 
     index: int
     answer: Answer | None
+    seconds: float = 0.0
     frames: list[zmq.Frame] = field(default_factory=list)
 
 
@@ -67,7 +68,9 @@ class _Lane:
 
     node: Node
     waiting: deque[tuple[int, Request]]
-    under_way: dict[bytes, int] = field(default_factory=dict)
+    under_way: dict[bytes, tuple[int, float]] = field(default_factory=dict)
+    """Index of each, and when it was sent."""
+
     heard: float = 0.0
 
     @property
@@ -177,7 +180,7 @@ class NodeLinks:
             if number is None:
                 return
             lane.waiting.popleft()
-            lane.under_way[number] = index
+            lane.under_way[number] = index, time.monotonic()
 
     def _send(self, lane: _Lane, request: Request) -> bytes | None:
         assert lane.node.socket is not None
@@ -201,11 +204,12 @@ class NodeLinks:
         node = lane.node
         for frames in self._take(node):
             lane.heard = time.monotonic()
-            index = lane.under_way.pop(frames[0].bytes, None)
-            if index is None:
+            asked = lane.under_way.pop(frames[0].bytes, None)
+            if asked is None:
                 continue  # to an earlier exchange
+            index, sent = asked
             try:
-                yield Reply(index, decode_answer(frames[1].bytes), frames[2:])
+                yield Reply(index, decode_answer(frames[1].bytes), lane.heard - sent, frames[2:])
             except (ProtocolError, IndexError) as error:
                 self._fail(node, f"{node.address}: {error}")
                 yield Reply(index, None)
@@ -220,7 +224,7 @@ class NodeLinks:
 
     @staticmethod
     def _give_up(lane: _Lane) -> Iterator[Reply]:
-        for index in (*lane.under_way.values(), *(index for index, _ in lane.waiting)):
+        for index, _ in (*lane.under_way.values(), *lane.waiting):
             yield Reply(index, None)
         lane.under_way.clear()
         lane.waiting.clear()

@@ -14,6 +14,7 @@ from fdcache.transfer.nodes.holdings import Holdings
 from fdcache.transfer.nodes.members import Members, RedisDirectory, require_node_address
 from fdcache.transfer.nodes.server import Kept, NodeServer
 from fdcache.transfer.nodes.variables import NodesSettings
+from fdcache.transfer.nodes.whereabouts import Whereabouts
 
 _ADDRESS = "FDCACHE_NODES_ADDRESS"
 
@@ -46,6 +47,7 @@ class ThisNode:
     def __init__(self, settings: NodesSettings, retry_after: float) -> None:
         self.keys = require_nodes(settings)
         self.users = 0
+        self.whereabouts = Whereabouts()
         self.server: NodeServer | None = None
         self._settings = settings
         self._retry_after = retry_after
@@ -72,6 +74,13 @@ class ThisNode:
         """Why other nodes that have failed are not waited for, by address."""
         breakers = [(address, self.breaker(address)) for address in self.members.addresses]
         return {address: each.reason for address, each in breakers if each.reason is not None}
+
+    def require_other(self, address: str) -> None:
+        """Raise ``StorageError`` for an address that no other node has."""
+        others = self.members.addresses
+        if address not in others:
+            known = f"the others are {', '.join(others)}" if others else "no other node is known"
+            raise StorageError(f"{address[:200]!r} is not the address of another node: {known}")
 
     @property
     def kept(self) -> Mapping[tuple[bytes, int], Kept]:
