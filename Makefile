@@ -12,12 +12,12 @@ CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp b
 
 .PHONY: demo demo-paddle gpu-extra test again quick test-chart test-page test-gpu test-mooncake test-vllm test-sglang check nightly tsan asan fuzz soak lint lint-workflows format stubs size journeys bench bench-peers dist dist-again dist-test wheel-test site clean
 
-# Installed afresh whenever a source that the build reads is newer than the last install.
+# Installed afresh whenever a source that the build reads is newer than the last install. What tests need is a part of dev.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
 	PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[$*]'
-	touch $@
+	touch $@ $(if $(filter dev,$*),$(VENV)/.installed-test)
 
 # A wheel of dist/ for this Python and machine is installed in place of a build, unless a source is newer.
 SOURCES := pyproject.toml CMakeLists.txt csrc fdcache fdcache_cli
@@ -153,10 +153,9 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES) $(CXX_TESTS)
 
-stubs: $(VENV)/.installed-dev  ## fdcache/_core.pyi and fdcache/replay/_pattern.pyi, generated from the native modules
+stubs: $(VENV)/.installed-dev  ## fdcache/_core.pyi, generated from the native module
 	$(BIN)/python -m nanobind.stubgen -q -m fdcache._core -o fdcache/_core.pyi
-	$(BIN)/python -m nanobind.stubgen -q -m fdcache.replay._pattern -o fdcache/replay/_pattern.pyi
-	$(BIN)/ruff format --quiet fdcache/_core.pyi fdcache/replay/_pattern.pyi
+	$(BIN)/ruff format --quiet fdcache/_core.pyi
 
 size:  ## lines and code of every room
 	$(PYTHON) tools/size.py

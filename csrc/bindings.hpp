@@ -127,5 +127,6 @@ void bind_plane_copies(nb::module_ &module);
 void bind_slab(nb::module_ &module);
 void bind_swap_plan(nb::module_ &module);
 void bind_cuda(nb::module_ &module);
+void bind_pattern(nb::module_ &module);
 
 }  // namespace fdcache

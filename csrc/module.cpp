@@ -17,6 +17,7 @@ NB_MODULE(_core, module) {
     fdcache::bind_slab(module);
     fdcache::bind_swap_plan(module);
     fdcache::bind_cuda(module);
+    fdcache::bind_pattern(module);
 #ifdef NDEBUG
     // Frames of an exception or of a daemon thread keep objects until the process ends. Nothing is lost.
     nanobind::set_leak_warnings(false);

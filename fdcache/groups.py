@@ -143,6 +143,12 @@ def state_keys(hashes: HashArray, num_records: int, num_states: int) -> HashArra
     return _marked(hashes, np.arange(first, num_records - 1, -1, dtype=np.int64).astype(np.uint8))
 
 
+def pages_of(keys: HashArray, marks: int) -> int:
+    """Return to how many pages records belong whose keys have ``marks`` marks."""
+    mask = np.uint8((1 << (marks - 1).bit_length()) - 1)
+    return len(np.unique(keys ^ (keys[:, :1] & mask), axis=0))
+
+
 class PathEnd(NamedTuple):
     """The records that a request needs at its end: keys of its whole path, and which of these it needs.
 

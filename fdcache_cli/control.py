@@ -67,7 +67,7 @@ def pin(
 
 def unpin(
     number: Annotated[
-        int | None, typer.Argument(metavar="[PIN]", min=1, help="Number of the pin.", show_default=False)
+        int | None, typer.Argument(metavar="PIN", min=1, help="Number of the pin.", show_default=False)
     ] = None,
     tokens: Tokens = None,
     hashes: Hashes = None,
@@ -79,7 +79,10 @@ def unpin(
     lookahead: Lookahead = None,
     json: Json = False,
 ) -> None:
-    """End a pin, by the number that `fdcache inspect pins` shows, or all pins of exactly this prefix."""
+    """End a pin, by the number that `fdcache inspect pins` shows, or all pins of exactly this prefix.
+
+    The exit status is 1 if there is none.
+    """
     from fdcache_cli.control_service import prefix_of
     from fdcache_cli.control_service import unpin as run
 

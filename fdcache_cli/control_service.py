@@ -46,8 +46,10 @@ def _words(path: Path, option: str) -> list[str]:
         with path.open("rb") as file:
             content = file.read(_LARGEST_PROMPT + 1)
         text = content.decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path} cannot be read as text: {error}", param_hint=option) from error
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint=option) from error
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{path} is no text: {error.reason}", param_hint=option) from error
     if len(content) > _LARGEST_PROMPT:
         wrong = f"{path} has more than {readable_size(_LARGEST_PROMPT)}, which is no prompt"
         raise typer.BadParameter(wrong, param_hint=option)
@@ -97,10 +99,16 @@ def pin(server: str | None, prefix: Prefix, time_left: float, most_blocks: int |
 
 
 def unpin(server: str | None, pin: int | Prefix, *, json: bool) -> None:
-    """End pins."""
+    """End pins; exit with 1 if there is none."""
     with connect(server) as client:
         found = Control(client).unpin(pin)
-    _show(found, f"ended {found.pins} pins of {found.blocks} blocks", json)
+    if found.pins:
+        words = f"ended {found.pins} {'pin' if found.pins == 1 else 'pins'} of {found.blocks} blocks"
+    else:
+        words = "no such pin is in force; fdcache inspect pins lists them"
+    _show(found, words, json)
+    if not found.pins:
+        raise typer.Exit(errors.FAILED)
 
 
 def show_pins(server: str | None, *, json: bool, watch: bool) -> None:

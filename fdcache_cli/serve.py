@@ -179,6 +179,7 @@ def _print_summary(server: Server, settings: Settings, web: HttpServer | None) -
         ("address", server.endpoints.address),
         ("http", "off" if http is None or web is None else f"http://{http[0]}:{web.port}"),
         *([] if http is None or web is None else _web_rows(f"http://{http[0]}:{web.port}/", web)),
+        *_event_rows(server),
         ("memory", f"{format_size(arena.total_bytes)} in {arena.directory}"),
         ("extents", f"{arena.manifest.extents} of {format_size(arena.manifest.extent_bytes)}"),
         ("recovered", f"{server.recovered} blocks"),
@@ -193,6 +194,14 @@ def _print_summary(server: Server, settings: Settings, web: HttpServer | None) -
     for name, text in rows:
         output.print_line(f"{name:<10} {text}")
     sys.stdout.flush()
+
+
+def _event_rows(server: Server) -> list[tuple[str, str]]:
+    """Return where routers read events, with the ports that were chosen."""
+    if (feeds := server.service.namespaces.feeds) is None:
+        return []
+    replay = feeds.publisher.replay_address
+    return [("events", feeds.publisher.address), *([("replay", replay)] if replay else [])]
 
 
 def _web_rows(page: str, web: HttpServer) -> list[tuple[str, str]]:

@@ -32,22 +32,31 @@ DEVICE_BLOCKS = 64
 class Engine:
     """An engine with device blocks of its own, above an ``OffloadManager``."""
 
-    def __init__(self, role: str, directory: Path, name: str, *, wait: float = 60.0, **peers: Any) -> None:
+    def __init__(
+        self,
+        role: str,
+        directory: Path,
+        name: str,
+        *,
+        wait: float = 60.0,
+        blocks: int = DEVICE_BLOCKS,
+        **peers: Any,
+    ) -> None:
         options = {"address": f"ipc://{directory}/{name}", "timeout": 60.0, "lease": 60.0, "connector": "ipc"}
         self.settings = PeerSettings(role=role, directory=directory, **{**options, **peers})
         cache = CacheSettings(host_memory=32 * LAYOUT.record_bytes, write_policy="write_through")
         self.manager = OffloadManager(cache, LAYOUT)
-        self.handovers = EngineHandovers(self.manager, PeerTerms(self.settings, wait), DEVICE_BLOCKS)
+        self.handovers = EngineHandovers(self.manager, PeerTerms(self.settings, wait), blocks)
         self.controller = CacheController(CopySettings(group_layers=1), LAYOUT)
-        tensors = self.controller.initialize_kv_cache(DEVICE_BLOCKS, shared=directory)
-        self.planes = [each.reshape(DEVICE_BLOCKS, -1).view(np.uint8) for each in tensors]
+        tensors = self.controller.initialize_kv_cache(blocks, shared=directory)
+        self.planes = [each.reshape(blocks, -1).view(np.uint8) for each in tensors]
         self.controller.initialize_host_cache(self.manager.host_cache)
         address = self.controller.open_transfer(self.settings)
         assert address is not None
         self.address = address
         self.outcomes: list[LoadOutcome] = []
         self.ended: list[str] = []
-        self._free = list(range(1, DEVICE_BLOCKS))
+        self._free = list(range(1, blocks))
 
     def __enter__(self) -> Engine:
         return self

@@ -20,7 +20,7 @@ import numpy as np
 
 from fdcache.devices.cuda_planes import CudaPlanes
 from fdcache.layout import KVLayout
-from fdcache.settings.peers import PeerSettings
+from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.transfer.connector import LocalPlanes, ReadOrder, ReadOutcome, TransferContext
 from fdcache.transfer.nixl import MemoryPieces
 from fdcache.transfer.rdma import RdmaConnector
@@ -65,7 +65,7 @@ _DECODER = msgspec.msgpack.Decoder(_Asked | _Announced | _Read)
 class End:
     """One side: its connector, and the other side."""
 
-    def __init__(self, rank: RankPlanes) -> None:
+    def __init__(self, rank: RankPlanes, role: TransferRole) -> None:
         self.boot = os.urandom(16)
         planes = rank.layout.planes
         addresses, at = [], rank.address
@@ -76,7 +76,7 @@ class End:
         local = LocalPlanes(
             rank.layout, rank.planes.table, rank.blocks, tuple(addresses), strides, rank.access
         )
-        settings = PeerSettings(connector="rdma", ring=RING)
+        settings = PeerSettings(connector="rdma", role=role, ring=RING)
         self.connector = RdmaConnector(TransferContext(local, settings, self.boot, lambda: None))
         self.layout = rank.layout
         self.peer = b""
@@ -108,7 +108,7 @@ class SourceEnd(End):
     """The side that packs, in a thread of its own."""
 
     def __init__(self, rank: RankPlanes, reader: str) -> None:
-        super().__init__(rank)
+        super().__init__(rank, TransferRole.PREFILL)
         self.join(reader, reads=False)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -123,7 +123,6 @@ class SourceEnd(End):
     def _run(self) -> None:
         waiting: deque[tuple[np.ndarray[Any, Any], int, int]] = deque()
         packing: deque[_Announced] = deque()
-        most = self.connector.most_blocks(0, GROUP_PLANES)
         busy = time.perf_counter()
         while not self._end.is_set():
             for message in self.messages():
@@ -131,17 +130,19 @@ class SourceEnd(End):
                 if isinstance(message, _Asked):
                     slots = np.array(message.slots, np.int32)
                     for plane in range(0, self.layout.num_planes, GROUP_PLANES):
-                        waiting += [(slots, first, plane) for first in range(0, len(slots), most)]
+                        waiting.append((slots, 0, plane))
                 else:
                     self.connector.withdraw(tuple(message.places))
             while packing and self.connector.is_packed(tuple(packing[0].places)):
                 self.tell(packing.popleft())
             if waiting:
                 slots, first, plane = waiting[0]
-                part = slots[first : first + most]
+                part = slots[first : first + self.connector.most_blocks(plane, plane + GROUP_PLANES)]
                 places = self.connector.publish(part, plane, plane + GROUP_PLANES)
                 if places is not None:
                     waiting.popleft()
+                    if first + len(part) < len(slots):
+                        waiting.appendleft((slots, first + len(part), plane))
                     packing.append(_Announced(list(places), first, len(part), plane))
             elif not packing and time.perf_counter() > busy + _SPIN_SECONDS:
                 time.sleep(0.0002)
@@ -150,12 +151,16 @@ class SourceEnd(End):
 class ReaderEnd(End):
     """The side that reads."""
 
+    def __init__(self, rank: RankPlanes) -> None:
+        super().__init__(rank, TransferRole.DECODE)
+
     def seconds(self, places: np.ndarray[Any, Any], slots: np.ndarray[Any, Any]) -> float:
         """Read blocks; return the seconds from asking to the end of the last copy."""
         start = time.perf_counter()
         self.tell(_Asked(places.tolist()))
         left = len(places) * (self.layout.num_planes // GROUP_PLANES)
         parts: dict[int, _Announced] = {}
+        told: set[int] = set()
         while left:
             for part in self.messages():
                 order = (part.first_plane, part.first_plane + GROUP_PLANES)
@@ -165,10 +170,15 @@ class ReaderEnd(End):
                 self.connector.read(
                     ReadOrder(read_id, self.peer, tuple(part.places), part.count, 0, *order, mine)
                 )
-            for end in self.connector.poll():
+            ends = self.connector.poll()
+            for read_id in self.connector.take_arrived():
+                self.tell(_Read(parts[read_id].places))
+                told.add(read_id)
+            for end in ends:
                 if end.outcome is not ReadOutcome.OK:
                     raise RuntimeError(f"a read has failed: {end.error}")
-                self.tell(_Read(parts[end.read_id].places))
+                if end.read_id not in told:
+                    self.tell(_Read(parts[end.read_id].places))
                 left -= parts[end.read_id].count
             if time.perf_counter() > start + _PATIENCE:
                 raise TimeoutError(f"{left} blocks do not arrive: {self.connector.stats()}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
 import os
 import random
 import signal
@@ -44,8 +45,8 @@ OURS, NIXL = "fdcache", "NixlConnector"
 LENGTHS = (100, 400, 900)
 _OPTIONS: dict[str, object] = {
     "num-gpu-blocks-override": 400,
-    "max-model-len": 1024,
-    "max-num-batched-tokens": 1024,
+    "max-model-len": 2048,
+    "max-num-batched-tokens": 2048,
 }
 _TOKENS = 8
 _PATIENCE = 90.0
@@ -155,6 +156,15 @@ def expected(alone: Server, prompt: Sequence[int]) -> list[int]:
     return alone.tokens(prompt, _TOKENS)
 
 
+def gap(alone: Server, prompt: Sequence[int], answer: Sequence[int], right: Sequence[int]) -> float:
+    """Return by how much the right token is likelier than the one in its place: the difference of their logarithms."""
+    at = next(index for index, pair in enumerate(zip(answer, right, strict=True)) if pair[0] != pair[1])
+    body = completion([*prompt, *right[:at]], 1, logprobs=20, return_tokens_as_token_ids=True)
+    found = alone.post("/v1/completions", body)["choices"][0]["logprobs"]["top_logprobs"][0]
+    by_token = {int(name.rpartition(":")[2]): value for name, value in found.items()}
+    return float(by_token[right[at]] - by_token.get(answer[at], -math.inf))
+
+
 class Measured:
     """Seconds of one connector for prompts of one length, and answers that were wrong."""
 
@@ -164,7 +174,8 @@ class Measured:
         self.handed_over: list[float] = []
         self.cached: list[float] = []
         self.proxied: list[float] = []
-        self.wrong = 0
+        self.gaps: list[float] = []
+        """Of each wrong answer, by how much the right token was likelier."""
 
     def take(self, pair: Pair, alone: Server, prompts: Sequence[list[int]]) -> None:
         """Serve a prompt that is handed over twice, one that decode computes, and one through vLLM's proxy."""
@@ -173,13 +184,17 @@ class Measured:
         self.prefill.append(seconds)
         seconds, answer = first_token(pair.decode, given, kv_transfer_params=parameters)
         self.handed_over.append(seconds)
-        self.wrong += answer != expected(alone, given)
+        self._compare(alone, given, answer)
         self.cached.append(first_token(pair.decode, given)[0])
         self.computed.append(first_token(pair.decode, computed)[0])
         if pair.proxy is not None:
             seconds, answer = first_token(pair.proxy, routed)
             self.proxied.append(seconds)
-            self.wrong += answer != expected(alone, routed)
+            self._compare(alone, routed, answer)
+
+    def _compare(self, alone: Server, prompt: list[int], answer: list[int]) -> None:
+        if answer != (right := expected(alone, prompt)):
+            self.gaps.append(gap(alone, prompt, answer, right) if len(answer) == len(right) else math.inf)
 
     def row(self, connector: str, length: int) -> dict[str, Any]:
         """Return the medians."""
@@ -198,7 +213,8 @@ class Measured:
                 if self.proxied
                 else {}
             ),
-            "wrong": self.wrong,
+            "wrong": len(self.gaps),
+            "right token likelier by": " ".join(f"{each:.4f}" for each in self.gaps),
         }
 
 
@@ -218,7 +234,7 @@ def measure(
                 target.take(pair, alone, prompts[3 * index : 3 * index + 3])
         for connector, result in results.items():
             rows.append(result.row(connector, length))
-            wrong += result.wrong
+            wrong += len(result.gaps)
     asked = sum(lengths) * (rounds + 1)
     for pair in pairs:
         read, prompts_read = (

@@ -288,16 +288,27 @@ bool read_hex(const char *digits, std::uint8_t *bytes) {
 }
 
 HashesOut keys_from_hex(const nb::typed<nb::list, nb::str> &keys) {
+    constexpr std::size_t ahead = 16;  // strings of other steps, which lie anywhere
     const std::size_t count = keys.size();
+    const auto at = [&](std::size_t i) { return PyList_GET_ITEM(keys.ptr(), static_cast<Py_ssize_t>(i)); };
     std::vector<Digest> digests(count);
     for (std::size_t i = 0; i < count; ++i) {
-        PyObject *const key = PyList_GET_ITEM(keys.ptr(), static_cast<Py_ssize_t>(i));
+        if (i + ahead < count) {
+            const auto *const next = reinterpret_cast<const char *>(at(i + ahead));
+            __builtin_prefetch(next);
+            __builtin_prefetch(next + 64);
+        }
+        PyObject *const key = at(i);
         const bool is_short = !PyUnicode_Check(key) || PyUnicode_KIND(key) != PyUnicode_1BYTE_KIND ||
                               PyUnicode_GET_LENGTH(key) != 64;
         if (is_short || !read_hex(static_cast<const char *>(PyUnicode_DATA(key)), digests[i].bytes.data()))
             throw HashingError("keys[" + std::to_string(i) + "] is not 64 hexadecimal digits");
     }
     return hashes_to_numpy(std::move(digests));
+}
+
+bool has_reserved_keys(const HashesIn &keys) {
+    return std::ranges::any_of(digests_of(keys), [](const Digest &each) { return each.is_no_block(); });
 }
 
 // --- checksums ---------------------------------------------------------------------------------------------
@@ -344,6 +355,8 @@ void bind_hashing(nb::module_ &module) {
             PyErr_SetString(nb::module_::import_("fdcache.errors").attr("HashingError").ptr(), error.what());
         }
     });
+    module.def("has_reserved_keys", &has_reserved_keys, "keys"_a,
+               "Return True if a key is all zeros or all ones, which stand for the root and for an unknown parent.");
     module.def("keys_from_hex", &keys_from_hex, "keys"_a,
                "Return block keys that are written as 64 hexadecimal digits each. Raises HashingError.");
     module.def(

@@ -377,7 +377,8 @@ class Tier : public HostIndex, public DeviceIndex {
     bool make_way(std::uint32_t count, BlockList *evicted);
     void evict_held(Slot slot);
     void evict_held_leaves(std::uint32_t enough, BlockList *evicted);
-    Slot end_of_run(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const;
+    Slot end_by_halves(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const;
+    Slot end_one_by_one(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const;
     bool fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> run);
     bool fill_ancestors(Slot last, std::span<const Digest> hashes, std::span<Slot> run) const;
     std::size_t first_own(std::span<const Digest> hashes, std::span<const Slot> run) const;

@@ -23,41 +23,40 @@ MatchRun Tier::match(LeaseId lease, std::span<const Digest> hashes, std::size_t 
 bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start, std::size_t known,
                    std::vector<Slot> &table) {
     Lease &lease = current_lease(lease_id);
+    const std::size_t first = table.size();
     std::size_t stop = 0;
-    const Slot last = end_of_run(hashes, start, stop);
-    const bool pending = stop < hashes.size() && presence_of(hashes[stop]) == Presence::kPending;
-    if (last == kNoSlot) return pending;
-    const std::size_t first = table.size(), count = stop - start;
-    make_room(lease.slots, count);
-    make_room(table, count);
-    table.resize(first + count);
-    const std::span<Slot> run = std::span(table).subspan(first);
-    if (!fill_run(last, hashes.subspan(start, count), run)) {
+    Slot last = end_by_halves(hashes, start, stop);
+    const auto fill = [&] {
+        const std::size_t count = stop - start;
+        make_room(lease.slots, count);
+        make_room(table, count);
+        table.resize(first + count);
+        return fill_run(last, hashes.subspan(start, count), std::span(table).subspan(first));
+    };
+    bool is_path = last == kNoSlot || fill();
+    if (!is_path && unjoined_) {  // a run with an unknown parent may follow missing blocks
+        last = end_one_by_one(hashes, start, stop);
+        is_path = fill();
+    }
+    if (!is_path) {
         ++contradictions_;
         table.resize(first);
         return false;
     }
-    if (start) join_to(run.front(), hashes[start - 1]);
-    pin_path(lease, run, known > start ? known - start : 0);
-    return pending;
+    if (last != kNoSlot) {
+        const std::span<Slot> run = std::span(table).subspan(first);
+        if (start) join_to(run.front(), hashes[start - 1]);
+        pin_path(lease, run, known > start ? known - start : 0);
+    }
+    return stop < hashes.size() && presence_of(hashes[stop]) == Presence::kPending;
 }
 
 // Returns the last of the leading READY blocks from `start` on, kNoSlot if there is none, and sets `stop` to
-// the position after it. READY entries are closed under prefixes, so it is found by bisection, unless there
-// are runs with an unknown parent, which may follow missing blocks.
-Slot Tier::end_of_run(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const {
+// the position after it, where no READY block is. READY entries are closed under prefixes, so it is found by
+// bisection; it may be a later one if runs with an unknown parent follow missing blocks.
+Slot Tier::end_by_halves(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const {
     std::size_t high = hashes.size();
     Slot last = kNoSlot;
-    if (unjoined_) {
-        for (stop = start; stop < high; ++stop) {
-            if (stop + kAhead < high) index_.prefetch(hashes[stop + kAhead]);
-            const Slot slot = find_ready(hashes[stop]);
-            if (slot == kNoSlot) break;
-            last = slot;
-        }
-        lookups_ += stop - std::min(start, stop);
-        return last;
-    }
     for (stop = start; stop < high;) {
         const std::size_t middle = stop + (high - stop) / 2;
         ++lookups_;
@@ -69,6 +68,19 @@ Slot Tier::end_of_run(std::span<const Digest> hashes, std::size_t start, std::si
             stop = middle + 1;
         }
     }
+    return last;
+}
+
+// The same, whatever follows missing blocks.
+Slot Tier::end_one_by_one(std::span<const Digest> hashes, std::size_t start, std::size_t &stop) const {
+    Slot last = kNoSlot;
+    for (stop = start; stop < hashes.size(); ++stop) {
+        if (stop + kAhead < hashes.size()) index_.prefetch(hashes[stop + kAhead]);
+        const Slot slot = find_ready(hashes[stop]);
+        if (slot == kNoSlot) break;
+        last = slot;
+    }
+    lookups_ += stop - std::min(start, stop);
     return last;
 }
 

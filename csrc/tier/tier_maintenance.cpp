@@ -91,7 +91,7 @@ std::vector<HintTaken> Tier::hint(std::span<const Digest> hashes, std::span<cons
         return taken;
     }
     std::size_t stop = 0;
-    const Slot last = end_of_run(hashes, 0, stop);
+    const Slot last = unjoined_ ? end_one_by_one(hashes, 0, stop) : end_by_halves(hashes, 0, stop);
     std::vector<Slot> run(stop);
     if (last == kNoSlot || !fill_ancestors(last, hashes, run)) return taken;
     const bool is_own = std::ranges::any_of(hints, &HintRange::own);

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fdcache import _core
 from fdcache.errors import HashingError, RequestStateError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.manager.requests import Request
@@ -15,7 +15,6 @@ from fdcache.metadata import HashArray
 from fdcache.plans.ledger import ROOT
 
 _KEY_BYTES = 32
-_ONES = np.uint64(2**64 - 1)
 
 
 class KeyedRequest:
@@ -81,10 +80,6 @@ class KeyedRequest:
         self.block_hashes = np.concatenate((self.block_hashes, checked_keys(keys)))
 
 
-def _is_reserved(words: NDArray[np.uint64]) -> bool:
-    return bool((words == 0).all(axis=1).any() or (words == _ONES).all(axis=1).any())
-
-
 OffloadRequest = Request | KeyedRequest
 """A request of an ``OffloadManager``."""
 
@@ -115,9 +110,7 @@ def checked_keys(keys: Any) -> HashArray:
     ):
         raise HashingError(f"keys must be a uint8 array of shape (blocks, {_KEY_BYTES})")
     checked: HashArray = np.ascontiguousarray(keys)
-    words = checked.view(np.uint64)
-    first = words[:, 0]
-    if ((first == 0) | (first == _ONES)).any() and _is_reserved(words):
+    if _core.has_reserved_keys(checked):
         raise HashingError(
             "keys: a row is all zero or all ones, which stand for the start of a prompt and for an unknown parent"
         )

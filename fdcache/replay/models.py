@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
+from fdcache._core import PatternModel
 from fdcache.groups import PageColumns
 from fdcache.layout import KVLayout
-from fdcache.replay._pattern import PatternModel
 from fdcache.replay.messages import Int32Array
 
 _KEEP, _GROW, _VERIFY = 3, 4, 5

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache._core import PatternModel
 from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager
 from fdcache.metadata import TransferPlan, TransferReport
-from fdcache.replay._pattern import PatternModel
 from fdcache.replay.devices import DeviceName, GpuPlanes, HostPlanes, Planes, open_gpu
 from fdcache.settings.cache import CopySettings
 from fdcache.settings.peers import PeerSettings

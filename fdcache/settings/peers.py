@@ -81,7 +81,7 @@ class PeerSettings(Group):
     )
     ring: Size = constant(
         256 << 20,
-        "Memory in which rdma packs blocks for its peers, and as much again into which it reads.",
+        "Memory in which rdma packs blocks for its peers, and as much again into which it reads; all for one by role.",
         ge=1 << 20,
     )
 
@@ -89,6 +89,13 @@ class PeerSettings(Group):
     def is_on(self) -> bool:
         """True if blocks are handed over."""
         return self.connector.lower() not in ("", "none")
+
+    @property
+    def rings(self) -> tuple[int, int]:
+        """Bytes in which rdma packs blocks for peers, and bytes into which it reads: a role has those of both."""
+        both, unused = 2 * self.ring, 1 << 16
+        sides = {TransferRole.PREFILL: (both, unused), TransferRole.DECODE: (unused, both)}
+        return sides.get(TransferRole(self.role), (self.ring, self.ring))
 
     @property
     def renew(self) -> float:

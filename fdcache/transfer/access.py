@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from socket import AF_UNIX, socket
@@ -15,6 +16,7 @@ from zmq.utils import z85
 
 from fdcache.errors import ConfigurationError, TransferError
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
+from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.kinds import is_port
 
 _ANY_HOST = ("*", "0.0.0.0", "[::]")
@@ -167,3 +169,18 @@ def _key_pair(secret: str, role: bytes) -> tuple[bytes, bytes]:
         hashlib.blake2b(role, key=hashlib.sha256(secret.encode()).digest(), digest_size=32).digest()
     )
     return zmq.curve_public(private), private
+
+
+def open_live_file(address: str) -> LiveFile:
+    """Open a live file beside the socket of an address, or in the user's own directory. Raises ``TransferError``."""
+    directory = Path(address.removeprefix("ipc://")).parent
+    try:
+        if address.startswith("ipc://"):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        else:
+            directory = default_runtime_dir()
+            make_runtime_dir(directory)
+        deque(live_processes(directory), maxlen=0)  # removes the files of dead ones
+        return LiveFile(directory)
+    except OSError as error:
+        raise address_error(address, error) from error

@@ -185,6 +185,14 @@ class Packer(Protocol):
 
 
 @runtime_checkable
+class Stager(Protocol):
+    """Part of a connector that may still copy into slots when it needs the places of the peer no more."""
+
+    def take_arrived(self) -> list[int]:
+        """Return the reads in flight, by their ids, of whose places that became true since the last call."""
+
+
+@runtime_checkable
 class TransferConnector(Protocol):
     """Reads of one rank out of its peers. No method blocks for longer than a copy takes."""
 

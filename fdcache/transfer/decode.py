@@ -129,6 +129,8 @@ class _State:
     next_seq: int = 0
     reads: dict[int, tuple[int, slice, slice]] = field(default_factory=dict)
     """Reads in flight: number of the answer, blocks, planes."""
+    arrived_reads: set[int] = field(default_factory=set)
+    """Those that need the places of prefill no more."""
     limit: int = 0
     """Blocks from here on are lost: no read into them begins."""
     unread: list[Ready] = field(default_factory=list)
@@ -148,7 +150,8 @@ class _State:
     def num_read(self) -> int:
         """Answers that need no read any more."""
         unread = [ready.seq for ready in self.unread]
-        return min((*unread, *(seq for seq, _, _ in self.reads.values())), default=self.next_seq)
+        reading = [seq for read_id, (seq, _, _) in self.reads.items() if read_id not in self.arrived_reads]
+        return min((*unread, *reading), default=self.next_seq)
 
 
 class DecodeSide:
@@ -242,10 +245,19 @@ class DecodeSide:
             told = None if state.fetch.is_hold else EndReason.NOT_WANTED
             self._end(state, FetchEnd.CANCELLED, reason, told)
 
+    def reads_arrived(self, read_ids: Sequence[int]) -> None:
+        """Tell prefill that the places of reads are free, while they are copied into their slots."""
+        for read_id in read_ids:
+            state = self._fetches[self._by_read[read_id]]
+            state.arrived_reads.add(read_id)
+            state.next_renewal = 0.0
+
     def read_ended(self, read_id: int, error: str | None) -> None:
         """Take the end of a read: nothing writes for it any more."""
         state = self._fetches[self._by_read.pop(read_id)]
         _, blocks, planes = state.reads.pop(read_id)
+        told = read_id in state.arrived_reads
+        state.arrived_reads.discard(read_id)
         if error is None:
             state.arrived[blocks, planes] = True
             if self._verifies and state.end is None:
@@ -255,7 +267,7 @@ class DecodeSide:
         elif state.end is None:
             state.error = state.error or error
             state.limit = min(state.limit, blocks.start)
-        if self._acknowledges:
+        if self._acknowledges and not told:
             state.next_renewal = 0.0
         self._advance(state)
 

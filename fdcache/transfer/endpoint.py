@@ -11,24 +11,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import zmq
 
 from fdcache.errors import TransferError
 from fdcache.metadata import HandoverEnd, Int32Array, PeerTask, SwapPurpose
-from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
-from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tasks import Event, Execution, HandoverTask
 from fdcache.tiers.statistics import HandoverTally
 from fdcache.transfer import decode, prefill
-from fdcache.transfer.access import address_error, rank_address
+from fdcache.transfer.access import open_live_file, rank_address
 from fdcache.transfer.connector import (
     LocalPlanes,
     Notifier,
     PeerView,
     ReadOutcome,
+    Stager,
     TransferContext,
     TransferStats,
     share,
@@ -246,7 +244,7 @@ class TransferEndpoint:
             most_read=int(self._settings.held * self._planes.num_blocks),
         )
         try:
-            self._live = _open_live_file(self.address)
+            self._live = open_live_file(self.address)
             try:
                 self._links = Links(
                     Identity(
@@ -279,7 +277,7 @@ class TransferEndpoint:
         self._sends = Sends(
             self._planes, self._settings, self._sharing, self._groups, self._tally, self._links.incoming
         )
-        self._shares = PlaceShares(self._connector, self._planes.layout, self._settings.ring)
+        self._shares = PlaceShares(self._connector, self._planes.layout, self._settings.rings[0])
         joins = self._planes.gpu is None  # a GPU checks one part while it reads the next
         self._publishers = [
             Publisher(self._connector, self._shares, side, self._sends.slots_of, pieces, joins=joins)
@@ -315,7 +313,10 @@ class TransferEndpoint:
             self._settle()
 
     def _take_reads(self) -> None:
-        for end in self._connector.poll():
+        ends = self._connector.poll()
+        if isinstance(self._connector, Stager):
+            self._decode.reads_arrived(self._connector.take_arrived())
+        for end in ends:
             self._decode.read_ended(end.read_id, None if end.outcome is ReadOutcome.OK else end.error)
 
     def _run_commands(self, now: float) -> None:
@@ -487,18 +488,3 @@ class TransferEndpoint:
             leases_expired=sum(each.transfers for each in counts if each.is_expired_lease),
             protocol_errors=self._links.protocol_errors,
         )
-
-
-def _open_live_file(address: str) -> LiveFile:
-    """Open a live file beside the socket of an address, or in the user's own directory. Raises ``TransferError``."""
-    directory = Path(address.removeprefix("ipc://")).parent
-    try:
-        if address.startswith("ipc://"):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        else:
-            directory = default_runtime_dir()
-            make_runtime_dir(directory)
-        deque(live_processes(directory), maxlen=0)  # removes the files of dead ones
-        return LiveFile(directory)
-    except OSError as error:
-        raise address_error(address, error) from error

@@ -293,6 +293,8 @@ class PackedRead:
     start: int
     """First byte of a packed part."""
     unfinished: int = 0
+    unread: int = 0
+    """Runs that NIXL has not read to their end."""
     writing: int = 0
     """Runs that write into the slots."""
     moved: int = 0

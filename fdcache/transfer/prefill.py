@@ -39,6 +39,8 @@ Peer = bytes
 
 MOST_LEASE_SECONDS = 600.0
 _MOST_REMEMBERED = 4096
+_MOST_WAITING_BYTES = 64 << 20
+"""Bytes of the hashes of asks that wait for their offer: two million blocks."""
 _LEARNS_WITHIN = 5.0
 """Seconds within which the ranks of a loaded engine learn of a hand-over that its client knows of."""
 
@@ -169,7 +171,9 @@ class PrefillSide:
     def __init__(self) -> None:
         self._sends: dict[int, _Send] = {}
         self._by_transfer: dict[str, int] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        """Asks for what is not offered yet, those that were heard of longest ago in front."""
+        self._waiting_bytes = 0
         self._ended: OrderedDict[str, int] = OrderedDict()
         """Highest attempt that decode has ended, of transfers that it ended before they were offered."""
         self._unknown: OrderedDict[tuple[Peer, str], float] = OrderedDict()
@@ -205,7 +209,7 @@ class PrefillSide:
             self._effects.append(OfferEnded(offer.plan_id, SendEnd.FAILED, reason, ()))
             return
         self._over.pop(offer.transfer, None)
-        waiting, ended = self._waiting.pop(offer.transfer, None), self._ended.pop(offer.transfer, None)
+        waiting, ended = self._take_waiting(offer.transfer), self._ended.pop(offer.transfer, None)
         if ended is not None and (waiting is None or waiting.ask.attempt <= ended):
             self._effects.append(OfferEnded(offer.plan_id, SendEnd.NOT_WANTED, "not wanted by decode", ()))
             return
@@ -279,7 +283,7 @@ class PrefillSide:
     def peer_gone(self, peer: Peer) -> None:
         """End the offers that a peer, whose process is proved gone, has asked for."""
         for transfer in [key for key, each in self._waiting.items() if each.peer == peer]:
-            del self._waiting[transfer]
+            self._take_waiting(transfer)
         for send in list(self._sends.values()):
             if send.answers is not None and send.answers.peer == peer:
                 self._end(send, SendEnd.PEER_GONE, "the decode process is gone")
@@ -294,9 +298,7 @@ class PrefillSide:
                 reason = "decode did not ask" if send.answers is None else "decode did not renew its lease"
                 self._fail(send, SendEnd.EXPIRED, reason)
         for transfer in [key for key, each in self._waiting.items() if now > each.until]:
-            waiting = self._waiting.pop(transfer)
-            failed = Failed(transfer, waiting.ask.attempt, "prefill has no such transfer")
-            self._effects.append(SendMessage(waiting.peer, failed))
+            self._refuse_waiting(transfer, "prefill has no such transfer")
 
     def _asked(self, peer: Peer, ask: AskForBlocks, now: float) -> None:
         if ask.attempt <= self._ended.get(ask.transfer, -1):
@@ -310,7 +312,7 @@ class PrefillSide:
         if plan_id is None:
             waiting = self._waiting.get(ask.transfer)
             if waiting is None or ask.attempt >= waiting.ask.attempt:
-                self._waiting[ask.transfer] = _Waiting(peer, ask, now + _lease(ask.lease_ms))
+                self._wait(_Waiting(peer, ask, now + _lease(ask.lease_ms)))
             return
         send = self._sends[plan_id]
         answers = send.answers
@@ -322,6 +324,27 @@ class PrefillSide:
         elif answers.peer != peer:
             failed = Failed(ask.transfer, ask.attempt, "another decode instance reads this transfer")
             self._effects.append(SendMessage(peer, failed))
+
+    def _wait(self, waiting: _Waiting) -> None:
+        """Keep an ask until its transfer is offered; refuse the oldest if there are more than decode has requests."""
+        self._take_waiting(waiting.ask.transfer)
+        self._waiting[waiting.ask.transfer] = waiting
+        self._waiting_bytes += len(waiting.ask.hashes)
+        while len(self._waiting) > _MOST_REMEMBERED or self._waiting_bytes > _MOST_WAITING_BYTES:
+            self._refuse_waiting(
+                next(iter(self._waiting)), "too many ask prefill for what it does not know yet"
+            )
+
+    def _take_waiting(self, transfer: str) -> _Waiting | None:
+        waiting = self._waiting.pop(transfer, None)
+        if waiting is not None:
+            self._waiting_bytes -= len(waiting.ask.hashes)
+        return waiting
+
+    def _refuse_waiting(self, transfer: str, reason: str) -> None:
+        if (waiting := self._take_waiting(transfer)) is not None:
+            failed = Failed(transfer, waiting.ask.attempt, reason)
+            self._effects.append(SendMessage(waiting.peer, failed))
 
     def _grant(self, send: _Send, peer: Peer, ask: AskForBlocks, now: float) -> None:
         wanted = np.frombuffer(ask.hashes, np.uint8).reshape(-1, 32)
@@ -407,7 +430,7 @@ class PrefillSide:
     def _end_by_decode(self, peer: Peer, end: End) -> None:
         waiting = self._waiting.get(end.transfer)
         if waiting is not None and waiting.peer == peer and waiting.ask.attempt <= end.attempt:
-            del self._waiting[end.transfer]
+            self._take_waiting(end.transfer)
         plan_id = self._by_transfer.get(end.transfer)
         if plan_id is None:
             if end.transfer not in self._over:

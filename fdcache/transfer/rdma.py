@@ -60,6 +60,8 @@ _CLOSE_SECONDS = 2.0
 _SPIN_SECONDS = 0.02
 _PEERS_SHARE = 2
 _PART_SHARE = 4
+_FIRST_SHARE = {"DRAM": 1, "VRAM": 4}
+"""Share of a run that the first of a packed memory is: a link that waits for it has nothing else to do."""
 
 _kept: list[object] = []
 """Memory and agents of closed connectors into which a read may still write: it cannot be taken back."""
@@ -76,14 +78,15 @@ class RdmaConnector:
     def __init__(self, context: TransferContext) -> None:
         self._planes, self._wake = context.planes, context.wake
         self._whole = whole_planes(context.layout)
-        size = context.settings.ring
+        packs, reads = context.settings.rings
+        size = max(packs, reads)
         least = _PART_SHARE * packing_of(self._whole.sizes, 0, len(self._whole.sizes)).record_bytes
         if size < least:
             raise TransferError(
                 f"FDCACHE_TRANSFER=rdma: a block of {least // _PART_SHARE} bytes is more than a part of the {size} "
                 "bytes in which blocks are packed; use smaller blocks, or ipc"
             )
-        self._out, self._in = _packed_memory(context.planes, size), _packed_memory(context.planes, size)
+        self._out, self._in = _packed_memory(context.planes, packs), _packed_memory(context.planes, reads)
         memory = [(each.address, each.regions.nbytes) for each in (self._out, self._in)]
         self._run_bytes = min(_RUN_BYTES, size // _PART_SHARE)
         self._packed_run_bytes = min(_PACKED_RUN_BYTES[self._out.kind], size // _PART_SHARE)
@@ -102,6 +105,8 @@ class RdmaConnector:
         self._peers: dict[bytes, Peer] = {}
         self._lost: list[Peer] = []
         self._ended: list[ReadEnd] = []
+        self._unneeded: list[int] = []
+        """Reads whose places are not needed any more."""
         self._arrived: list[bytes] = []
         self._last_end = self._last_notice = 0.0
         self._reads = self._failed = self._bytes = self._in_flight = 0
@@ -110,11 +115,16 @@ class RdmaConnector:
     # --- the side that is read ----------------------------------------------------------------------------------
 
     def most_blocks(self, first_plane: int, last_plane: int) -> int:
-        """Return the blocks of one run, so that decode reads one while the next is packed."""
+        """Return the blocks of one run, so that decode reads one while the next is packed; the first is a short one."""
         sizes = self._whole.sizes
         if self._rows and min(sizes[first_plane:last_plane]) >= IN_PLACE_BYTES:
             return self._planes.num_blocks
-        return max(self._packed_run_bytes // packing_of(sizes, first_plane, last_plane).record_bytes, 1)
+        nbytes = (
+            self._packed_run_bytes
+            if self._published
+            else self._packed_run_bytes // _FIRST_SHARE[self._out.kind]
+        )
+        return max(nbytes // packing_of(sizes, first_plane, last_plane).record_bytes, 1)
 
     def publish(
         self, slots: Int32Array, first_plane: int, last_plane: int, pieces: Pieces | None = None
@@ -198,7 +208,7 @@ class RdmaConnector:
             self._end(order, ReadOutcome.ERROR, f"the places are not the peer's: {order.places[:4]}")
             return
         runs = peer.split(read, self._packed_run_bytes, self._run_bytes)
-        read.unfinished = len(runs)
+        read.unfinished = read.unread = len(runs)
         peer.waiting += runs
         with self._out.scope():  # what has ended waits: NIXL has to have the next read first
             self._begin(peer)
@@ -217,6 +227,11 @@ class RdmaConnector:
             self._bytes += each.moved_bytes
             self._failed += each.outcome is not ReadOutcome.OK
         return ended
+
+    def take_arrived(self) -> list[int]:
+        """Return the reads that are still copied into slots, and have arrived since the last call."""
+        arrived, self._unneeded = self._unneeded, []
+        return arrived
 
     @property
     def needs_polling(self) -> bool:
@@ -393,12 +408,15 @@ class RdmaConnector:
     def _take_end(self, peer: Peer, run: PackedRun, error: str | None) -> None:
         """Take the end of a run: copy its blocks into their slots, unless no request waits for them any more."""
         read, self._last_end = run.read, time.perf_counter()
+        read.unread -= 1
         if run.in_place:
             read.writing -= 1
         elif error is None and read.failure is None and run.region is not None:
             run.copying, error = self._unpack(peer, run, run.region)
             if run.copying is not None:
                 read.writing += 1
+                if not read.unread:
+                    self._unneeded.append(read.order.read_id)
                 return
         self._forget(peer, run, error)
 
@@ -439,6 +457,8 @@ class RdmaConnector:
         if read.ended or read.writing or (read.unfinished and read.failure is None):
             return
         read.ended = True
+        if read.order.read_id in self._unneeded:
+            self._unneeded.remove(read.order.read_id)
         if read.failure is not None:
             self._end(read.order, *read.failure)
             return

@@ -91,7 +91,7 @@ class Readers:
 
     def peer_gone(self, peer: Peer) -> None:
         """End what a peer, whose process is proved gone, has asked for."""
-        if (index := self._of.get(peer)) is not None:
+        if (index := self._of.pop(peer, None)) is not None:
             self.sides[index].peer_gone(peer)
 
     def tick(self, now: float) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from fdcache._core import PatternModel
 from fdcache.replay import models
-from fdcache.replay._pattern import PatternModel
 from tests.commands import FDCACHE, Done, run_command
 from tests.service_help import until
 

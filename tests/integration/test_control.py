@@ -99,6 +99,7 @@ class TestPins:
         pinned = control.pin(PREFIX, 1.0)
         assert (pinned.pinned, pinned.host, pinned.blocks) == (BLOCKS, BLOCKS, BLOCKS)
         assert evictable(service) == 0
+        assert service.ask("integrity") == []
         until(lambda: not control.pins(), "the pin has ended")
         assert evictable(service) == BLOCKS
 
@@ -129,6 +130,27 @@ class TestPins:
             assert [each.pin for each in Control(client).pins()] == [new.pin]
         engine.close()
 
+    def test_a_pin_is_no_hit(self, service: LocalService, control: Control) -> None:
+        before = [block.hits for block in control.explain(PREFIX).blocks]
+        control.pin(PREFIX, 60)
+        control.pin(PREFIX, 60)
+        assert [block.hits for block in control.explain(PREFIX).blocks] == before
+
+    def test_a_list_of_pins_tells_what_the_host_tier_has_now(self, control: Control) -> None:
+        control.pin(PREFIX, 60, most_blocks=3)
+        (pin,) = control.pins()
+        assert (pin.blocks, pin.host, pin.pinned, pin.usable) == (BLOCKS, BLOCKS, 3, BLOCKS)
+        control.delete(PREFIX, start=5)
+        (pin,) = control.pins()
+        assert (pin.host, pin.pinned) == (5, 3)
+
+    def test_quotas_are_shares_of_one_whole(self, control: Control) -> None:
+        (whole,) = (each.most_blocks for each in control.quotas() if each.tenant == "(none)")
+        control.set_quota("half", 0.5)
+        (half,) = (each.most_blocks for each in control.quotas() if each.tenant == "half")
+        control.set_quota("half", 1.0)
+        assert half == whole // 2
+
     def test_a_pin_takes_as_many_blocks_as_it_may(self, control: Control) -> None:
         assert control.pin(PREFIX, 60, most_blocks=3).pinned == 3
 
@@ -138,7 +160,7 @@ class TestPins:
         _, engine = shared
         engine.serve(PROMPT, tenant="small")
         until(lambda: on_host(service) == 2 * BLOCKS, "the blocks are on the host")
-        (now,) = (each for each in control.quotas() if each.tenant != "(none)")
+        (now,) = (each for each in control.quotas() if each.tenant != "(none)" and each.blocks)
         slots = now.most_blocks
         before = control.set_quota("small", 8 / slots)
         assert before.before == 1.0
@@ -226,7 +248,15 @@ class TestTiers:
         assert (rest.deleted_host, rest.deleted_storage) == (BLOCKS - 2, BLOCKS - 2)
         assert tiers(control) == [None] * BLOCKS
         assert on_host(service) == 0
+        assert [block.reason for block in control.explain(PREFIX).blocks] == ["deleted"] * BLOCKS
         assert service.ask("integrity") == []
+
+    def test_blocks_deleted_from_storage_alone_are_deleted_too(
+        self, service: LocalService, control: Control
+    ) -> None:
+        until(lambda: control.move(PREFIX).done, "it is stored")
+        assert control.delete(PREFIX).deleted_storage == BLOCKS
+        assert [block.reason for block in control.explain(PREFIX).blocks] == ["deleted"] * BLOCKS
 
     def test_a_tenant_is_not_reached_by_the_tokens_of_another(
         self, shared: tuple[LocalService, Engine], service: LocalService, control: Control
@@ -251,6 +281,9 @@ class TestErrors:
             ("pin", {"hashes": ["zz"]}, "hashes"),
             ("pin", {"hashes": []}, "full block"),
             ("pin", {"hashes": ["00" * 32], "seconds": -1}, "seconds"),
+            ("pin", {"hashes": ["00" * 32], "seconds": 0}, "seconds: give more than 0"),
+            ("pin", {"hashes": ["00" * 32], "most_blocks": 2.5}, "most_blocks: 2.5 is not a whole number"),
+            ("unpin", {"pin": 1.5}, "pin: 1.5 is not a whole number"),
             ("delete", {"hashes": ["00" * 32], "start": "x"}, "start"),
             ("quota", {"tenant": "a", "share": 2}, "share"),
             ("quota", {"share": 0.5}, "tenant"),
@@ -266,7 +299,7 @@ class TestErrors:
     def test_a_service_without_storage_says_so(self, tmp_path: Path, what: str) -> None:
         with local_service(tmp_path) as service:
             engine = Engine(service.address)
-            with pytest.raises(RefusedError, match="no storage; FDCACHE_STORAGE"):
+            with pytest.raises(RefusedError, match="storage: the service has none; FDCACHE_STORAGE"):
                 getattr(Control(service.client), what)(PREFIX)
             engine.close()
 
@@ -308,6 +341,55 @@ class TestHttp:
         assert web.post("/v1/pin", json={}).status_code == 409
         assert web.post("/v1/unpin", json={"pin": 1, "tokens": [1]}).status_code == 409
 
+    @pytest.mark.parametrize(
+        ("path", "body", "field"),
+        [
+            ("pin", {"tokens": ["1"] * 20}, "tokens"),
+            ("pin", {"tokens": [True] * 20}, "tokens"),
+            ("pin", {"tokens": [1.5] * 20}, "tokens"),
+            ("pin", {"tokens": PROMPT, "most_blocks": True}, "most_blocks"),
+            ("pin", {"tokens": PROMPT, "seconds": 0}, "seconds"),
+            ("pin", {"tokens": PROMPT, "seconds": "60"}, "seconds"),
+            ("unpin", {"pin": "5"}, "pin"),
+            ("delete", {"tokens": PROMPT, "dry_run": "yes"}, "dry_run"),
+            ("quotas", {"tenant": "a", "share": "0.5"}, "share"),
+            ("reset", {"older_than": "5"}, "older_than"),
+        ],
+    )
+    def test_a_malformed_question_is_422_and_names_the_field(
+        self, web: TestClient, path: str, body: dict[str, Any], field: str
+    ) -> None:
+        answer = web.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 422, answer.text
+        assert all(field in each["loc"] for each in answer.json()["detail"]), answer.text
+
+    @pytest.mark.parametrize(
+        ("path", "body", "words"),
+        [
+            ("pin", {"tokens": [1]}, "tokens or hashes: give at least one full block"),
+            ("prefetch", {"tokens": []}, "tokens or hashes: give at least one full block"),
+            ("pin", {"hashes": ["00" * 32] * 2}, "hashes: one is given twice"),
+        ],
+    )
+    def test_what_is_no_prefix_is_409_and_names_the_field(
+        self, web: TestClient, path: str, body: dict[str, Any], words: str
+    ) -> None:
+        answer = web.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 409, answer.text
+        assert answer.json()["detail"].startswith(words)
+
+    def test_a_missing_storage_is_404_and_named(self, tmp_path: Path) -> None:
+        with local_service(tmp_path) as service:
+            engine = Engine(service.address)
+            with TestClient(make_app(service.address, (), own_key=KEY), headers=BEARER) as web:
+                answer = web.post("/v1/prefetch", json={"tokens": PROMPT})
+            assert (answer.status_code, answer.json()["detail"][:8]) == (404, "storage:")
+            engine.close()
+
+    def test_nothing_is_loaded_from_elsewhere(self, web: TestClient) -> None:
+        assert web.get("/docs").status_code == web.get("/redoc").status_code == 404
+        assert web.get("/openapi.json").status_code == 200
+
     def test_an_unknown_namespace_is_404(self, web: TestClient, service: LocalService) -> None:
         name = service.ask("namespaces")[0]["namespace"]
         other = "0" * 16 if name[0] != "0" else "f" * 16
@@ -331,7 +413,9 @@ class TestCommands:
         assert f"{BLOCKS} of {BLOCKS} blocks for 60m" in told("pin", "--tokens", prompt, "--for", "1h")
         (pin,) = json.loads(told("inspect", "pins", "--json"))
         assert str(pin["pin"]) in told("inspect", "pins")
-        assert told("unpin", pin["pin"]) == f"ended 1 pins of {BLOCKS} blocks\n"
+        assert told("unpin", pin["pin"]) == f"ended 1 pin of {BLOCKS} blocks\n"
+        again = run("unpin", pin["pin"], "--server", service.address)
+        assert (again.returncode, "no such pin" in again.stdout) == (1, True)
         assert f"{BLOCKS} left the host tier" in told("move", "--tokens", prompt, "--wait", "30s")
         assert told("prefetch", "--tokens", prompt, "--wait", "30s").startswith(f"{BLOCKS} of {BLOCKS}")
         assert f"would delete {BLOCKS}" in told("delete", "--tokens", prompt, "--dry-run")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from fdcache.errors import RequestStateError
@@ -13,7 +15,7 @@ from fdcache.manager import MatchStatus, Request
 from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadStatus
 from tests.handover_engine import Engine
-from tests.transfer_help import BLOCK, LAYOUT, prompt_of
+from tests.transfer_help import BLOCK, LAYOUT, prompt_of, require_nixl
 
 
 @pytest.fixture
@@ -40,6 +42,42 @@ def test_the_whole_prompt_is_promised_and_arrives(pair: tuple[Engine, Engine], e
     assert (prefill.ended, decode.ended) == (["done"], ["done"])
     decode.manager.finish([theirs])
     prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
+
+
+@pytest.mark.parametrize("connector", ["ipc", "rdma"])
+def test_a_last_block_of_one_token_arrives_with_its_bytes(tmp_path: Path, connector: str) -> None:
+    """Prompts of 64 blocks and one token, between scattered slots: each byte of prefill's blocks, and no other."""
+    if connector == "rdma":
+        require_nixl()
+    options: dict[str, Any] = {"blocks": 200, "connector": connector}
+    with (
+        Engine("prefill", tmp_path, "p", **options) as prefill,
+        Engine("decode", tmp_path, "d", **options) as decode,
+    ):
+        for each in (prefill, decode):
+            np.random.default_rng(len(each.planes)).shuffle(each._free)
+        for number in range(3):
+            prompt = prompt_of(number, 64, 1)
+            mine, theirs = Request(f"p-{number}", prompt), Request(f"d-{number}", prompt)
+            sent = prefill.send(mine, f"t-{number}")
+            decode.manager.begin([theirs])
+            decode.handovers.fetch(theirs, prefill.source(f"t-{number}"))
+            found = decode.manager.match(theirs, 0)
+            assert found.from_peer == theirs.num_tokens == 64 * BLOCK + 1
+            table = decode.allocate(found.num_tokens)
+            before = [plane.copy() for plane in decode.planes]
+            assert decode.manager.load(theirs, table) == len(table) == 65
+            decode.until(lambda: decode.outcomes, prefill)
+            assert [each.status for each in decode.outcomes] == [LoadStatus.CONFIRMED]
+            others = np.setdiff1d(np.arange(200), table)
+            for here, there, old in zip(decode.planes, prefill.planes, before, strict=True):
+                assert np.array_equal(here[table], there[sent])
+                assert np.array_equal(here[others], old[others])
+            decode.outcomes.clear()
+            decode.manager.finish([theirs])
+            prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
+            prefill._free += sent.tolist()
+            decode._free += table.tolist()
 
 
 def test_what_the_own_tiers_have_is_loaded_and_the_rest_fetched(pair: tuple[Engine, Engine]) -> None:

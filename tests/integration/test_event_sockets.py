@@ -73,6 +73,19 @@ def test_the_socket_of_a_supervisor_refuses_nobody_while_the_service_is_away(tmp
                 assert greets(waiting)
 
 
+def test_a_start_prints_where_events_are(tmp_path: Path) -> None:
+    places = {"FDCACHE_KV_EVENTS": "tcp://127.0.0.1:*", "FDCACHE_KV_EVENTS_REPLAY": "tcp://127.0.0.1:*"}
+    with ServiceProcess(tmp_path / "s", **places) as service:
+        service.start()
+        log = tmp_path / "s.log"
+        until(lambda: "ready; Ctrl-C" in log.read_text(), "it is ready")
+        rows = dict(line.split(None, 1) for line in log.read_text().splitlines() if " tcp://" in line)
+        assert list(rows) == ["events", "replay"]
+        for address in rows.values():
+            with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as reader:
+                assert greets(reader)
+
+
 def test_a_service_listens_before_it_imports_anything(tmp_path: Path) -> None:
     events, replay = free_port(), free_port()
     variables = arguments(

@@ -142,13 +142,13 @@ class TestOtherSites:
     def test_another_page_embeds_nothing_and_may_link(self, web: Web, site: str) -> None:
         image = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors"}
         assert web.send("GET", "/v1/stats", image) == 403
-        assert web.send("GET", "/docs", {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate"}) == 200
+        assert web.send("GET", "/openapi.json", {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate"}) == 200
 
     def test_the_own_page_may(self, web: Web) -> None:
         own = {"Origin": f"http://127.0.0.1:{web.port}", "Sec-Fetch-Site": "same-origin"}
         assert web.send("POST", "/v1/resume", own | web.bearer) == 200
 
-    @pytest.mark.parametrize("path", ["/healthz", "/metrics", "/v1/stats", "/docs", "/v1/nothing"])
+    @pytest.mark.parametrize("path", ["/healthz", "/metrics", "/v1/stats", "/openapi.json", "/v1/nothing"])
     def test_a_name_that_leads_here_reads_nothing(self, web: Web, path: str) -> None:
         for host in ("evil.example", "127.evil.example:9470", "192.0.2.1", "[", ""):
             assert web.send("GET", path, {"Host": host}) == 421

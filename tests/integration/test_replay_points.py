@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from fdcache._core import PatternModel
 from fdcache.errors import ReplayError, ReplayOptionError
 from fdcache.manager import CacheManager
 from fdcache.replay import models
-from fdcache.replay._pattern import PatternModel
 from fdcache.replay.config import VerifyBytes
 from fdcache.replay.engine import replay
 from fdcache.replay.optimum import BlockStream, optimal_hit_rate

@@ -7,17 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fdcache.errors import TransferError
 from fdcache.layout import KVLayout
-from fdcache.settings.peers import PeerSettings
+from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.testing.transfer import OpenPeer, PeerPlanes, TransferConformance, transfer_layout
 from fdcache.transfer.connector import ReadEnd, ReadOrder, ReadOutcome
+from fdcache.transfer.packed_memory import CHUNK_BYTES, HostPackedMemory
 from fdcache.transfer.rdma import RdmaConnector
 from tests.service_help import until
 from tests.transfer_help import require_nixl
@@ -247,6 +249,82 @@ def test_long_runs_are_read_in_place_and_others_packed(case: str, tmp_path: Path
     assert source.stats().places_used == target.stats().places_used == 0
     for each in (source, target):
         each.close()
+
+
+class LateCopying:
+    """A copy that is made when it is waited for, as one on a GPU that has other work."""
+
+    def __init__(self, copy: Callable[[], object]) -> None:
+        self._copy = copy
+        self.may_end = False
+
+    def has_ended(self) -> bool:
+        if self.may_end:
+            self._copy()
+        return self.may_end
+
+    def wait(self) -> None:
+        self._copy()
+
+    def end(self) -> str | None:
+        return None
+
+
+def test_places_are_free_when_their_bytes_have_arrived_and_before_they_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[LateCopying] = []
+    unpack = HostPackedMemory.unpack
+
+    def unpack_late(*arguments: Any) -> LateCopying:
+        copies.append(LateCopying(lambda: unpack(*arguments)))
+        return copies[-1]
+
+    monkeypatch.setattr(HostPackedMemory, "unpack", unpack_late)
+    (theirs, source), (mine, target) = open_two(SMALL, tmp_path)
+    places, slots = np.arange(0, 8, 2, dtype=np.int32), np.arange(4, dtype=np.int32)
+    published = [source.publish(each, 0, SMALL.num_planes) for each in (places[:1], places[1:])]
+    for read_id, (part, into) in enumerate(zip(published, (slots[:1], slots[1:]), strict=True)):
+        assert part is not None
+        target.read(ReadOrder(read_id, theirs.boot, part, len(into), 0, 0, SMALL.num_planes, into))
+    arrived: list[int] = []
+    ended: list[ReadEnd] = []
+
+    def polled() -> int:
+        source.poll()
+        ended.extend(target.poll())
+        arrived.extend(target.take_arrived())
+        return len(arrived)
+
+    until(lambda: polled() == 2, "the bytes are there")
+    assert (sorted(arrived), ended, mine.arrays[0].any()) == ([0, 1], [], False)
+    for part in published:
+        assert part is not None
+        source.withdraw(part)
+    again = source.publish(np.arange(1, 9, 2, dtype=np.int32), 0, SMALL.num_planes)  # over the same bytes
+    assert again is not None and again[1] == min(part[1] for part in published if part)
+    for each in copies:
+        each.may_end = True
+    until(lambda: polled() and len(ended) == 2, "the copies end")
+    assert {end.outcome for end in ended} == {ReadOutcome.OK} and sorted(arrived) == [0, 1]
+    assert (mine.sums(slots) == theirs.sums(places)).all()
+    for connector in (source, target):
+        connector.close()
+
+
+def test_a_role_has_the_memory_of_both_sides(tmp_path: Path) -> None:
+    """Prefill packs into twice the ring and decode reads into it; each takes as much memory as one that does both."""
+    totals = {}
+    for role in TransferRole:
+        planes = PeerPlanes(SMALL, 16, tmp_path)
+        connector = RdmaConnector(planes.context(RDMA.model_copy(update={"role": role})))
+        totals[role] = connector.stats().places_total
+        slots, published = SCATTERED[:1], 0
+        while connector.publish(slots, 0, SMALL.num_planes) is not None:
+            published += 1
+        assert published == {"mixed": 4, "prefill": 8, "decode": 0}[role]
+        connector.close()
+    assert max(totals.values()) - min(totals.values()) == CHUNK_BYTES
 
 
 def test_places_that_the_planes_have_not_are_an_error(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from fdcache.storage.connector import BatchResult, RecordBatch
 from fdcache.storage.slab import SlabStore
 from fdcache.tiers import storage_reads
-from tests.peers.fastdeploy_engine import BLOCK, Engine, Job, Options, Result
+from tests.peers.fastdeploy_engine import BLOCK, Engine, Job, Options, Result, make_request
+from tests.peers.fastdeploy_worker import PREEMPTED
 
 Play = Callable[[Engine], None]
 
@@ -205,6 +206,46 @@ def _images_stored(engine: Engine) -> None:
             _serve(engine, jobs)
 
 
+def _late_tokens(engine: Engine) -> None:
+    """Preempt a request at decode, and give its slot away, while workers still sample for it."""
+    from fastdeploy.engine.request import BatchRequest, RequestStatus
+    from fastdeploy.output.stream_transfer_data import DecoderState, StreamTransferData
+
+    scheduler, processor = engine.scheduler, engine.tokens
+    requests = [make_request(Job(f"{i}", _tokens(i, 40))) for i in range(3)]
+    for request in requests:
+        request.disaggregate_info = {"role": "decode"}
+
+    def sampled(*slots_and_tokens: tuple[int, int]) -> list[str]:
+        data = [
+            StreamTransferData(DecoderState.TEXT, slot, tokens=np.array([token]))
+            for slot, token in slots_and_tokens
+        ]
+        return [result.request_id for result in processor._process_batch_output_use_zmq(data)]
+
+    def check(holds: bool, problem: str) -> None:
+        if not holds:
+            engine.result.errors.append(problem)
+
+    running, stopped, new = requests
+    for request in (running, stopped):
+        check(scheduler.preallocate_resource_in_d(request), "there is no room for the first requests")
+        scheduler.tasks_list[request.idx] = request  # as with its first token
+        request.status = RequestStatus.RUNNING_DECODE
+        scheduler.running.append(request)
+        processor.tokens_counter[request.request_id] = 1
+    check(sampled((running.idx, 4), (stopped.idx, 4)) == ["0", "1"], "tokens of running requests are lost")
+    scheduler._trigger_preempt(stopped, scheduler.total_block_number(), [], BatchRequest())
+    slot = stopped.idx
+    check(not scheduler.preallocate_resource_in_d(new), "a slot was given away while workers sample for it")
+    check(sampled((running.idx, 5), (slot, 7)) == ["0"], "a late token has changed what others get")
+    check(not scheduler.preallocate_resource_in_d(new), "a late token has freed the slot")
+    check(sampled((running.idx, 6), (slot, PREEMPTED)) == ["0"], "the last token has changed what others get")
+    check(scheduler.preallocate_resource_in_d(new) and new.idx == slot, "the slot was not free after that")
+    check(sampled((running.idx, 8), (slot, 9)) == ["0"], "a token came to a request that has not begun")
+    engine.result.finished = len(running.output_token_ids)
+
+
 _BASE = Options(blocks=40, host_blocks=128)
 SCENARIOS: dict[str, tuple[Options, Play]] = {
     "shared": (replace(_BASE, policy="write_through_selective"), _shared),
@@ -237,6 +278,7 @@ FDCACHE_ONLY: dict[str, tuple[Options, Play]] = {
         replace(_BASE, blocks=40, policy="write_through", whole_images=True),
         _images_stored,
     ),
+    "late tokens": (replace(_BASE, role="decode"), _late_tokens),
     "streams beside others": (replace(_BASE, blocks=60, policy="write_through", delay=3), _streamed),
 }
 """Scenarios that FastDeploy's own manager does not support."""

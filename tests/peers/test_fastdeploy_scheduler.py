@@ -123,6 +123,13 @@ def test_blocks_go_on_to_the_device_while_later_ones_are_read(tmp_path: Path) ->
     assert results["streams beside others"]["preempted"]
 
 
+def test_late_tokens_of_a_request_that_decode_has_preempted_reach_nobody(tmp_path: Path) -> None:
+    """They failed for the slot without a request, with the tokens of every other request of that step."""
+    (result,) = drive("late tokens", folder=tmp_path, FDCACHE_TRANSFER="ipc").values()
+    assert result["errors"] == []
+    assert result["finished"] == 4
+
+
 def test_a_request_that_waits_for_storage_is_no_error_in_the_log(tmp_path: Path) -> None:
     """FastDeploy logs a traceback for each request whose match raises."""
     results = drive("images in storage", folder=tmp_path, **storage_in(tmp_path, "wait_complete"))

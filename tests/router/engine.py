@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 
+from fdcache.layout import KVLayout
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
 from tests.service_engine import Engine
 
 
-def router_engine(address: str) -> Engine:
+def router_engine(address: str, shape: KVLayout | None = None) -> Engine:
     """Return an engine that waits for no read from storage."""
     terms = StorageTierSettings(prefetch_policy=PrefetchPolicy.BEST_EFFORT)
-    return Engine(address, device_blocks=64, fetches=terms)
+    return Engine(address, shape, device_blocks=64, fetches=terms)
 
 
 def tell(text: str) -> None:

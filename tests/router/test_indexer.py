@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -14,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from fdcache.layout import KVLayout
 from fdcache.service.client.connection import Client
 from fdcache.service.client.control import Control, Prefix
 from tests.router.engine import router_engine
 from tests.router.environments import interpreter
 from tests.router.indexer import Found, Indexer, Prompt, free_port, in_service, indexer
-from tests.service_engine import BLOCK, ready_blocks
+from tests.service_engine import BLOCK, Engine, layout, ready_blocks
 from tests.service_help import LocalService, ServiceProcess, local_service, next_line, spawned, until
 
 pytestmark = pytest.mark.skipif(
@@ -195,6 +197,55 @@ def test_the_device_blocks_of_a_killed_engine_are_gone_and_those_of_others_stay(
         assert router.ask(shared)[0] == len(shared.tokens) // BLOCK * BLOCK
         assert router.ask(own)[2] == len(own.tokens) // BLOCK * BLOCK
     other.close()
+
+
+def revision(number: str) -> KVLayout:
+    return dataclasses.replace(layout(), revision=number)
+
+
+def test_a_router_follows_the_weights_that_engines_use(tmp_path: Path) -> None:
+    """New weights, a roll back, and both at once, with the files of both in one folder, also after a restart."""
+    variables = settings(tmp_path / "disk", FDCACHE_HOST_MEMORY="4MiB", FDCACHE_DISCARD="0")
+    old, new = make_prompts(4, seed=5), make_prompts(4, seed=6)
+
+    def stored(service: ServiceProcess, shape: KVLayout, prompts: list[Prompt]) -> Engine:
+        engine = router_engine(service.address, shape)
+        for each in prompts:
+            engine.serve(list(each.tokens), each.tenant)
+            engine.await_stock()
+        return engine
+
+    def knows(router: Indexer, there: list[Prompt], gone: list[Prompt]) -> Callable[[], bool]:
+        def is_so() -> bool:
+            found = [router.ask(each)[2] for each in there]
+            return found == [len(each.tokens) // BLOCK * BLOCK for each in there] and not any(
+                router.ask(each)[2] for each in gone
+            )
+
+        return is_so
+
+    with ServiceProcess(tmp_path / "s", **variables) as service:
+        service.start()
+        with indexer(tmp_path, variables["FDCACHE_KV_EVENTS"]) as router:
+            engine = stored(service, revision("1"), old)
+            until(knows(router, old, new), "the first weights' blocks are known")
+            engine.close()
+            until(knows(router, old, new), "also without an engine")
+            engine = stored(service, revision("2"), new)
+            until(knows(router, new, old), "of the second weights alone: no engine can read the others")
+            again = stored(service, revision("1"), old[:1])
+            until(knows(router, old + new, []), "both, while engines of both run")
+            engine.close()
+            until(knows(router, old, new), "a roll back")
+            until(lambda: not service.ask("storage")["queued_blocks"], "all is stored")
+            service.kill()
+            service.start()
+            until(lambda: service.ask("stats")["state"] == "ready", "it is back")
+            until(knows(router, old, new), "the engine's own after a restart")
+            again.close()
+            engine = stored(service, revision("2"), new[:1])
+            until(knows(router, new, old), "the others again")
+            engine.close()
 
 
 @pytest.mark.slow

@@ -12,10 +12,13 @@ import zmq
 
 from fdcache.errors import ConfigurationError
 from fdcache.service.server import event_publisher
-from fdcache.service.server.event_publisher import EventPublisher, EventStream
+from fdcache.service.server.event_publisher import MOST_RANKS, EventPublisher, LayoutEvents
 from fdcache.service.server.notes_file import HEAD, ROW, NotesFile
 from fdcache.service.wire.router_events import Origin, RouterBlock, RouterBlockRemoved, fields_of, runs_of
 from tests.service_help import until
+
+SNAPSHOT = MOST_RANKS - 1 + 2
+"""Messages that tell all of ``stream``: those that empty the other ranks, and two of blocks."""
 
 
 def removed(*names: int) -> list[Any]:
@@ -33,13 +36,16 @@ class Reader:
         self.socket.subscribe(b"")
         self.numbers: list[int] = []
         self.events: list[dict[str, Any]] = []
+        self.ranks: list[int] = []
 
     def read(self) -> int:
         """Receive what has come; return how many messages that are so far."""
         while self.socket.poll(20):
             _, number, payload = self.socket.recv_multipart()
             self.numbers.append(int.from_bytes(number, "big"))
-            self.events += msgspec.msgpack.decode(payload)[1]
+            _, events, rank = msgspec.msgpack.decode(payload)
+            self.events += events
+            self.ranks += [rank] * len(events)
         return len(self.numbers)
 
     @property
@@ -55,21 +61,21 @@ def publisher() -> Iterator[EventPublisher]:
 
 
 @pytest.fixture
-def stream(publisher: EventPublisher) -> EventStream:
-    made = publisher.stream("kv@node@m", lambda: iter([removed(1), removed(2)]))
-    until(lambda: publisher.published == 2, "all blocks are told, to nobody yet")
+def stream(publisher: EventPublisher) -> LayoutEvents:
+    made = publisher.stream("kv@node@m").join(lambda: iter([removed(1), removed(2)]))
+    until(lambda: publisher.published == SNAPSHOT, "all blocks are told, to nobody yet")
     return made
 
 
 @pytest.fixture
-def reader(publisher: EventPublisher, stream: EventStream) -> Iterator[Reader]:
+def reader(publisher: EventPublisher, stream: LayoutEvents) -> Iterator[Reader]:
     made = Reader(publisher.address)
-    until(lambda: made.read() >= 2, "it has all blocks")
+    until(lambda: made.read() >= SNAPSHOT, "it has all blocks")
     yield made
     made.socket.close()
 
 
-def test_a_subscriber_gets_all_blocks_and_then_the_changes(stream: EventStream, reader: Reader) -> None:
+def test_a_subscriber_gets_all_blocks_and_then_the_changes(stream: LayoutEvents, reader: Reader) -> None:
     assert [event["type"] for event in reader.events[-3:]] == [
         "AllBlocksCleared",
         "BlockRemoved",
@@ -83,12 +89,31 @@ def test_a_subscriber_gets_all_blocks_and_then_the_changes(stream: EventStream, 
     assert reader.numbers == list(range(reader.numbers[0], reader.numbers[0] + had + 1)), "none for nothing"
 
 
+def test_layouts_of_a_model_share_the_numbers_and_each_has_a_rank(
+    publisher: EventPublisher, stream: LayoutEvents, reader: Reader
+) -> None:
+    had = reader.read()
+    second = publisher.stream("kv@node@m").join(lambda: iter([removed(11)]))
+    until(lambda: reader.read() == had + SNAPSHOT + 1, "the blocks of both are told")
+    told = list(zip(reader.events, reader.ranks, strict=True))[-MOST_RANKS - 3 :]
+    cleared = [event["type"] == "AllBlocksCleared" for event, _ in told]
+    assert cleared == [True] * MOST_RANKS + [False] * 3, "all is empty before the first block"
+    assert sorted(rank for _, rank in told[:MOST_RANKS]) == list(range(MOST_RANKS))
+    assert [(event["block_hashes"], rank) for event, rank in told[-3:]] == [([1], 0), ([2], 0), ([11], 1)]
+    for source, name in ((second, 12), (stream, 3), (second, 13)):
+        source.publish(lambda name=name: removed(name))  # type: ignore[misc]
+    until(lambda: reader.read() and reader.names[-1] == 13, "the changes have come")
+    assert (reader.names[-3:], reader.ranks[-3:]) == ([12, 3, 13], [1, 0, 1])
+    assert reader.numbers == list(range(reader.numbers[0], reader.numbers[0] + len(reader.numbers)))
+
+
 def test_a_slow_subscriber_loses_messages_and_sees_that_by_the_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(event_publisher, "MOST_UNREAD", 4)
+    monkeypatch.setattr(event_publisher, "MOST_RANKS", 1)
     publisher = EventPublisher("tcp://127.0.0.1:*", None)
-    stream = publisher.stream("kv@node@m", lambda: iter([removed(1)]))
+    stream = publisher.stream("kv@node@m").join(lambda: iter([removed(1)]))
     until(lambda: publisher.published == 1, "all blocks are told, to nobody yet")
     slow = Reader(publisher.address, most_unread=4)
     until(slow.read, "it has all blocks")
@@ -107,20 +132,20 @@ def test_a_slow_subscriber_loses_messages_and_sees_that_by_the_numbers(
 
 
 def test_a_stream_that_falls_behind_begins_again(
-    stream: EventStream, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    stream: LayoutEvents, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_publisher, "MOST_WAITING", 0)
     had = reader.read()
     stream.publish(lambda: removed(7))
-    until(lambda: reader.read() >= had + 2, "all blocks are told")
+    until(lambda: reader.read() >= had + SNAPSHOT, "all blocks are told")
     assert 7 not in reader.names
     assert reader.events[-3]["type"] == "AllBlocksCleared"
 
 
-def test_after_an_event_that_cannot_be_made_all_blocks_are_told(stream: EventStream, reader: Reader) -> None:
+def test_after_an_event_that_cannot_be_made_all_blocks_are_told(stream: LayoutEvents, reader: Reader) -> None:
     had = reader.read()
     stream.publish(lambda: [1 // 0])
-    until(lambda: reader.read() >= had + 2, "all blocks are told")
+    until(lambda: reader.read() >= had + SNAPSHOT, "all blocks are told")
     assert reader.names[-2:] == [1, 2]
     stream.publish(lambda: removed(5))
     until(lambda: reader.read() and reader.names[-1] == 5, "and then the changes")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fdcache.replay._pattern import PatternModel
+from fdcache._core import PatternModel
 
 BLOCK = 4
 PLANE_BYTES = (64, 30, 8, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from fdcache.transfer.connector import ConnectorStats
 from fdcache.transfer.decode import BeginRead, DecodeSide, FetchEnd, FetchEnded, PeerFetch, SendToPrefill
@@ -111,6 +112,52 @@ def reading(side: DecodeSide, number: int, blocks: int) -> list[BeginRead]:
     side.receive(b"p", BlocksGranted(f"t{number}", 1, 0), 0.0)
     side.receive(b"p", Ready(f"t{number}", 1, 1, 0, blocks, 0, 1, tuple(slots.tolist())), 0.0)
     return [each for each in side.take_effects() if isinstance(each, BeginRead)]
+
+
+@pytest.mark.parametrize("hashes", [1, 1 << 18], ids=["many", "large"])
+def test_asks_for_what_prefill_never_offers_are_bounded(hashes: int) -> None:
+    """The oldest are refused; those that came last wait, and are served."""
+    side, asked = PrefillSide(), 0
+    data = bytes(32 * hashes)
+    for number in range(5000 if hashes == 1 else 20):
+        side.receive(b"a", AskForBlocks(f"t{number}", 1, 0, data, 600_000), 0.0)
+        asked += 1
+    refused = messages(side.take_effects())
+    assert all(isinstance(each, Failed) and "does not know" in each.reason for each in refused)
+    assert [each.transfer for each in refused if isinstance(each, Failed)] == [
+        f"t{n}" for n in range(len(refused))
+    ]
+    assert side.num_waiting == asked - len(refused) == (4096 if hashes == 1 else 8)
+    side.receive(b"a", ASK, 0.0)
+    side.offer(OFFER, 1.0)
+    assert isinstance(messages(side.take_effects())[-1], BlocksGranted)
+
+
+def test_nothing_of_decode_instances_that_are_gone_stays() -> None:
+    readers = Readers(2)
+    for number in range(10):
+        readers.greet(b"%d" % number, number % 2)
+        readers.peer_gone(b"%d" % number)
+    assert not readers._of
+
+
+def messages_to_prefill(side: DecodeSide) -> list[object]:
+    return [each.message for each in side.take_effects() if isinstance(each, SendToPrefill)]
+
+
+def test_prefill_hears_of_places_that_are_free_while_their_bytes_are_copied() -> None:
+    side = DecodeSide(1, lease=10.0, renew=2.0, verifies=False, acknowledges=True)
+    (first,) = reading(side, 1, 4)
+    side.tick(0.5)
+    assert not messages_to_prefill(side)
+    side.reads_arrived([first.read_id])
+    side.tick(0.6)
+    (told,) = messages_to_prefill(side)
+    assert isinstance(told, Renew) and told.read == 2  # the grant, and the part
+    assert side.is_reading(1) and side.blocks_in_flight == 4
+    side.read_ended(first.read_id, None)
+    side.tick(0.7)
+    assert not messages_to_prefill(side)  # it knows
 
 
 def test_reads_that_nobody_waits_for_hold_no_more_than_is_allowed() -> None:

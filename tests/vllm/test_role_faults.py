@@ -80,12 +80,15 @@ class Clients:
                 time.sleep(0.2)
 
 
-def test_answers_are_those_of_one_engine_whatever_becomes_of_the_others(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--at-once"]], ids=["after prefill", "at once"])
+def test_answers_are_those_of_one_engine_whatever_becomes_of_the_others(
+    options: list[str], model: Path, tmp_path: Path
+) -> None:
     pair, chosen = Pair(make_tokenizer(model), tmp_path), random.Random(7)
     ports = {role: engine.port for role, engine in zip(_ROLES, (pair.prefill, pair.decode), strict=True)}
     command = [sys.executable, "-m", "examples.openai_router", "--port", str(free_port())]
     command += [f"--prefill=http://127.0.0.1:{ports['kv_producer']}"]
-    command += [f"--decode=http://127.0.0.1:{ports['kv_consumer']}"]
+    command += [f"--decode=http://127.0.0.1:{ports['kv_consumer']}", *options]
     try:
         with running(pair.prefill, pair.decode, pair.alone):
             router = Server(command, int(command[4]), tmp_path / "router.log")

@@ -69,6 +69,7 @@ EXPECTED_SIGNATURES: dict[tuple[str, str], tuple[str, ...]] = {
     (_SCHEDULER, "ResourceManagerV1.add_prefilled_request"): ("self", "request_output"),
     (_SCHEDULER, "ResourceManagerV1.pre_recycle_resource"): ("self", "request_id"),
     (_TOKENS, "TokenProcessor.postprocess"): ("self", "batch_result", "mtype"),
+    (_TOKENS, "TokenProcessor._process_batch_output_use_zmq"): ("self", "receive_datas"),
     (_TOKENS, "TokenProcessor._recycle_resources"): (
         *("self", "task_id", "index", "task", "result", "is_prefill"),
     ),

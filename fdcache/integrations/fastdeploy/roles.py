@@ -5,7 +5,8 @@ messenger has sent them. Its v1 cache manager has no messenger. Here
 
 - a request that prefill has room for names the addresses of prefill's ranks (``disaggregate_info``);
 - the messenger's answers come from the manager, as soon as the first token proves that the blocks are computed;
-- decode adds a request to its running ones when its blocks have been fetched, or are known to be computed instead.
+- decode adds a request to its running ones when its blocks have been fetched, or are known to be computed instead;
+- a slot of decode's batch goes to nobody else before the last token of the request that it was taken from has come.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ def adapt_roles(scheduler: type, tokens: type, connector: type) -> None:
     for owner, name, adapt in (
         (scheduler, "preallocate_resource_in_p", _with_addresses),
         (scheduler, "add_prefilled_request", _with_fetches),
+        (scheduler, "_prepare_preempt_task", _with_stops),
+        (scheduler, "preallocate_resource_in_d", _with_free_slots),
+        (tokens, "_process_batch_output_use_zmq", _with_late_tokens),
         (tokens, "_recycle_resources", _with_sends),
         (connector, "__init__", _with_answers),
     ):
@@ -67,6 +71,52 @@ def _with_fetches(add: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
             splitwise.first_token(request, request_output)
 
     return add_when_fetched
+
+
+def _with_stops(prepare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(prepare)
+    def prepare_and_note(self: Any, request: Any) -> Any:
+        if (splitwise := _splitwise(self)) is not None and splitwise.sees_tokens:
+            splitwise.stopping.add(request.idx)
+        return prepare(self, request)
+
+    return prepare_and_note
+
+
+def _with_free_slots(preallocate: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    @functools.wraps(preallocate)
+    def preallocate_free(self: Any, request: Any) -> bool:
+        """Refuse, so that prefill asks again, while workers still sample for a request that was preempted."""
+        splitwise = _splitwise(self)
+        if splitwise is not None and splitwise.stopping and self.running:
+            return False
+        return preallocate(self, request)
+
+    return preallocate_free
+
+
+def _with_late_tokens(process: Callable[[Any, list[Any]], Any]) -> Callable[[Any, list[Any]], Any]:
+    """Drop the tokens of slots without a request, as FastDeploy does where workers send tokens another way.
+
+    Decode clears the slot of a request that it preempts at once, and a message may have a token for it: without this
+    FastDeploy fails on it, and the tokens of every request in the message are lost.
+    """
+
+    @functools.wraps(process)
+    def process_present(self: Any, receive_datas: list[Any]) -> Any:
+        scheduler = self.resource_manager
+        if (splitwise := _splitwise(scheduler)) is None:
+            return process(self, receive_datas)
+        sampling = {
+            data.batch_id for data in receive_datas if data.tokens is not None and data.tokens[-1] >= 0
+        }
+        splitwise.sees_tokens = True
+        splitwise.stopping &= sampling
+        return process(
+            self, [data for data in receive_datas if scheduler.tasks_list[data.batch_id] is not None]
+        )
+
+    return process_present
 
 
 def _with_sends(recycle: Callable[..., None]) -> Callable[..., None]:

@@ -53,6 +53,10 @@ class Splitwise:
     ) -> None:
         self.addresses: dict[int, str] = {}
         """Addresses at which peers reach the ranks."""
+        self.stopping: set[int] = set()
+        """Slots of the batch whose requests were preempted, and for which workers may still sample."""
+        self.sees_tokens = False
+        """Tokens come in messages that name their slots (``FD_USE_GET_SAVE_OUTPUT_V1``)."""
         self._manager = manager
         self._handovers = handovers
         self._lock = lock

@@ -16,7 +16,15 @@ Arguments = Mapping[str, Any]
 
 
 class ArgumentError(ValueError):
-    """An argument that is missing, of the wrong type or out of range."""
+    """An argument that is missing, of the wrong type or out of range. ``code`` is that of the refusal."""
+
+    code = "malformed"
+
+
+class UnknownNameError(ArgumentError):
+    """There is nothing of this name."""
+
+    code = "unknown"
 
 
 def number(arguments: Arguments, name: str, default: float, least: float, most: float) -> float:
@@ -26,6 +34,14 @@ def number(arguments: Arguments, name: str, default: float, least: float, most: 
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise ArgumentError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
+    return value
+
+
+def whole(arguments: Arguments, name: str, default: int, least: int, most: int) -> int:
+    """Return a whole number. Raises ``ArgumentError`` naming its range."""
+    value = number(arguments, name, default, least, most)
+    if not isinstance(value, int):
+        raise ArgumentError(f"{name}: {value!r} is not a whole number")
     return value
 
 
@@ -60,14 +76,14 @@ def hashes_of_path(texts: list[str]) -> HashArray:
 def select_namespaces(service: Service, arguments: Arguments, *, required: bool = True) -> list[Namespace]:
     """Return the namespaces whose names begin with ``namespace``, or all without it.
 
-    Raises ``ArgumentError`` if none does and one is ``required``.
+    Raises ``UnknownNameError`` if none does and one is ``required``.
     """
     wanted = arguments.get("namespace")
     if wanted is None:
         return list(service.namespaces.values())
     fitting = [each for each in service.namespaces.values() if each.id.startswith(str(wanted).lower())]
     if not fitting and required:
-        raise ArgumentError(f"namespace: no name begins with {wanted!r}; see `fdcache inspect namespaces`")
+        raise UnknownNameError(f"namespace: no name begins with {wanted!r}; see `fdcache inspect namespaces`")
     return fitting
 
 
@@ -75,5 +91,6 @@ def select_namespace(service: Service, arguments: Arguments) -> Namespace:
     """Return the only namespace that fits. Raises ``ArgumentError`` if none or several do."""
     chosen = select_namespaces(service, arguments)
     if len(chosen) != 1:
-        raise ArgumentError(f"namespace: {len(chosen)} fit; give one name of `fdcache inspect namespaces`")
+        kind = ArgumentError if chosen else UnknownNameError
+        raise kind(f"namespace: {len(chosen)} fit; give one name of `fdcache inspect namespaces`")
     return chosen[0]

@@ -1,4 +1,4 @@
-"""Publisher of events for routers: a stream for each namespace, what it has for those that come late, and a replay.
+"""Publisher of events for routers: a stream for each model, what it has for those that come late, and a replay.
 
 A thread owns the sockets. Numbers of messages begin at the microseconds since the epoch, so those of a later service
 are higher: consumers take lower ones for old. What is told first after a start, to a new subscriber, and to those that
@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -34,6 +33,8 @@ MOST_KEPT = 1024
 MOST_KEPT_BYTES = 16 << 20
 MOST_BLOCKS = 4096
 """Of a message, after which no more events are added to it."""
+MOST_RANKS = 16
+"""Ranks that are emptied before all blocks are told: an earlier service may have had more layouts than this one."""
 _JOIN_SECONDS, _BIND_SECONDS = 2.0, 1.0
 _GATHER_SECONDS = 0.05
 """New subscribers are waited for that long before all blocks are told once for all of them."""
@@ -48,30 +49,54 @@ Snapshot = Callable[[], Iterator[list[Any]]]
 _encoder = msgspec.msgpack.Encoder()
 
 
-class EventStream:
-    """The events of one namespace, under ``topic``. ``publish`` may be called by any thread."""
+class LayoutEvents:
+    """The part of a layout in a stream, with a rank of its own. Any thread may call it."""
 
-    def __init__(self, topic: str, snapshot: Snapshot, wake: Callable[[], None]) -> None:
-        self.topic = topic.encode()
-        self.number = time.time_ns() // 1000
-        self.published = 0
-        self._snapshot = snapshot
-        self._wake = wake
-        self._waiting: deque[Callable[[], list[Any]]] = deque()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=MOST_KEPT)
-        self._kept_bytes = 0
-        self.begins_again = True
-        """True until all blocks are told."""
+    def __init__(self, stream: EventStream, rank: int, snapshot: Snapshot) -> None:
+        self.rank = rank
+        self.snapshot = snapshot
+        self._stream = stream
 
     def publish(self, events: Callable[[], list[Any]]) -> None:
         """Queue a message, whose events the publisher's thread asks for.
 
         Of too many, none is kept: all blocks are told in their place.
         """
+        self._stream.publish(self.rank, events)
+
+    def begin_again(self) -> None:
+        """Tell all blocks, those of the stream's other layouts too, beginning from nothing."""
+        self._stream.begin_again()
+
+
+class EventStream:
+    """The events of one model, under ``topic``: one sequence of numbers, whichever layout an event is of."""
+
+    def __init__(self, topic: str, wake: Callable[[], None]) -> None:
+        self.topic = topic.encode()
+        self.number = time.time_ns() // 1000
+        self.published = 0
+        self._sources: tuple[LayoutEvents, ...] = ()
+        self._wake = wake
+        self._waiting: deque[tuple[int, Callable[[], list[Any]]]] = deque()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=MOST_KEPT)
+        self._kept_bytes = 0
+        self.begins_again = False
+        """True until all blocks are told."""
+
+    def join(self, snapshot: Snapshot) -> LayoutEvents:
+        """Return the part of another layout."""
+        made = LayoutEvents(self, len(self._sources), snapshot)
+        self._sources += (made,)
+        self.begin_again()
+        return made
+
+    def publish(self, rank: int, events: Callable[[], list[Any]]) -> None:
+        """Queue a message of a source."""
         if len(self._waiting) >= MOST_WAITING:
             self.begin_again()
         else:
-            self._waiting.append(events)
+            self._waiting.append((rank, events))
             self._wake()
 
     def begin_again(self) -> None:
@@ -89,31 +114,45 @@ class EventStream:
                 self.number += 1
                 self._send(socket, payload)
         while self._waiting:
-            events = list[Any]()
             try:
-                while (
-                    self._waiting
-                    and sum(len(getattr(each, "block_hashes", ())) for each in events) < MOST_BLOCKS
-                ):
-                    events += self._waiting.popleft()()
+                rank, events = self._take()
             except Exception:
                 self.begin_again()  # else readers would keep what has changed
                 raise
             if events:
-                payload = _encode(events)
+                payload = _encode(events, rank)
                 self.number += 1
                 self._keep(payload)
                 self._send(socket, payload)
+
+    def _take(self) -> tuple[int, list[Any]]:
+        """Return the rank and the events of the next message: what waits of one source."""
+        rank, make = self._waiting.popleft()
+        events = make()
+        while self._waiting and self._waiting[0][0] == rank and _blocks_in(events) < MOST_BLOCKS:
+            events += self._waiting.popleft()[1]()
+        return rank, events
 
     def _send(self, socket: zmq.Socket[bytes], payload: bytes) -> None:
         socket.send_multipart((self.topic, self.number.to_bytes(8, "big"), payload))
         self.published += 1
 
     def _everything(self) -> Iterator[bytes]:
-        """Yield the messages that tell all blocks, the first of which begins with an empty cache."""
-        batches = self._snapshot()
-        yield _encode([AllBlocksCleared(), *next(batches, ())])
-        yield from map(_encode, batches)
+        """Yield the messages that tell all blocks, after those that empty every rank: readers may know more of them.
+
+        The first blocks are beside the last clearing.
+        """
+        sources = self._sources
+        for rank in range(max(MOST_RANKS, len(sources)) - 1, 0, -1):
+            yield _encode([AllBlocksCleared()], rank)
+        begun: list[Any] = [AllBlocksCleared()]
+        for source in sources:
+            for batch in source.snapshot():
+                yield _encode(begun + batch, source.rank)
+                begun = []
+            if begun:
+                yield _encode(begun, 0)
+                begun = []
 
     def _keep(self, payload: bytes) -> None:
         if len(self._kept) == MOST_KEPT:
@@ -170,12 +209,11 @@ class EventPublisher:
         self._thread = threading.Thread(target=self._run, name="fdcache-events", daemon=True)
         self._thread.start()
 
-    def stream(self, topic: str, snapshot: Snapshot) -> EventStream:
-        """Return a new stream. One with the same topic ends."""
-        made = EventStream(topic, snapshot, self._wake)
-        self._streams[topic] = made
-        self._wake()
-        return made
+    def stream(self, topic: str) -> EventStream:
+        """Return the stream of a topic, a new one at first."""
+        if topic not in self._streams:
+            self._streams[topic] = EventStream(topic, self._wake)
+        return self._streams[topic]
 
     @property
     def published(self) -> int:
@@ -279,5 +317,9 @@ def _is_of_processes(address: str) -> bool:
     )
 
 
-def _encode(events: list[Any]) -> bytes:
-    return _encoder.encode(EventBatch(time.time(), list(chain(events))))
+def _blocks_in(events: list[Any]) -> int:
+    return sum(len(getattr(each, "block_hashes", ())) for each in events)
+
+
+def _encode(events: list[Any], rank: int) -> bytes:
+    return _encoder.encode(EventBatch(time.time(), events, rank))

@@ -124,5 +124,9 @@ class History:
         self.totals.resets += 1
         self._log(hashes, MissReason.RESET)
 
+    def count_deleted(self, hashes: HashArray) -> None:
+        """Log blocks of storage that a command deletes: the host tier may have lost them for another reason."""
+        self._log(hashes, MissReason.DELETED)
+
     def _log(self, hashes: HashArray, reason: MissReason) -> None:
         self.evictions.add((row.tobytes() for row in hashes), reason)

@@ -44,7 +44,7 @@ class State(BaseModel):
 class ResetOrder(BaseModel):
     """Blocks to forget."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     tier: Literal["host", "storage", "device", "all"] = "all"
     namespace: str | None = Field(None, pattern="^[0-9a-f]{1,16}$", description="Beginning of its name.")
@@ -97,8 +97,15 @@ _UNAUTHORIZED: dict[int | str, dict[str, Any]] = {
     401: {"model": Failure, "description": "The key is missing or wrong."}
 }
 _CONFLICT: dict[int | str, dict[str, Any]] = {
-    409: {"model": Failure, "description": "Blocks are in flight, or the arguments contradict each other."}
+    409: {
+        "model": Failure,
+        "description": "Blocks are in flight, or the arguments are not those of one prefix: the detail names them.",
+    }
 }
+
+
+_STATUS = {"unknown": 404, "malformed": 409}
+"""By the code of a refusal; any other is 503."""
 
 
 class _Api(FastAPI):
@@ -159,9 +166,15 @@ def make_app(
         except ServiceUnavailableError as error:
             raise HTTPException(503, str(error)) from error
         except RefusedError as error:
-            raise HTTPException(503 if error.code == "busy" else 404, str(error)) from error
+            raise HTTPException(_STATUS.get(error.code, 503), str(error)) from error
 
-    app = _Api(title="fdcache", version=__version__, description="The KV cache service of a node.")
+    app = _Api(
+        title="fdcache",
+        version=__version__,
+        description="The KV cache service of a node.",
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+    )
 
     @app.exception_handler(UnicodeError)
     def not_text(request: Request, error: Exception) -> Response:

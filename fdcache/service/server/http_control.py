@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from fdcache.errors import HashingError
 from fdcache.service.client.control import Prefix
@@ -35,7 +35,18 @@ VIEWS = (
     UnpinView,
 )
 
-Token = Annotated[int, Field(ge=0, lt=2**32)]
+
+def _numbers(value: Any) -> Any:
+    """Return a number or a list of them; texts and truth values are none. 1.0 is a whole number, as to JSON Schema."""
+    every = value if isinstance(value, list) else [value]
+    if not {type(each) for each in every} <= {int, float, type(None)}:
+        raise ValueError("give numbers")
+    return value
+
+
+_NUMBERS = BeforeValidator(_numbers)
+Whole = Annotated[int, Field(strict=False), _NUMBERS]
+Token = Annotated[int, Field(strict=False, ge=0, lt=2**32)]
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _MOST_TOKENS = 1 << 21
 
@@ -43,9 +54,9 @@ _MOST_TOKENS = 1 << 21
 class PrefixOrder(BaseModel):
     """A prefix: its tokens, or the hashes of its blocks."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-    tokens: Annotated[list[Token], Field(max_length=_MOST_TOKENS)] | None = Field(
+    tokens: Annotated[list[Token], Field(max_length=_MOST_TOKENS), _NUMBERS] | None = Field(
         None, description="The tokens of a prompt, of which whole blocks count."
     )
     hashes: Annotated[list[Hash], Field(max_length=MAX_HASHES)] | None = Field(
@@ -56,7 +67,7 @@ class PrefixOrder(BaseModel):
     )
     tenant: str | None = Field(None, max_length=1000, description="The tenant that the tokens belong to.")
     adapter: str | None = Field(None, max_length=1000, description="The adapter that computes the tokens.")
-    lookahead: int = Field(0, ge=0, le=64, description="FDCACHE_LOOKAHEAD_TOKENS of the engines.")
+    lookahead: Whole = Field(0, ge=0, le=64, description="FDCACHE_LOOKAHEAD_TOKENS of the engines.")
 
     @property
     def prefix(self) -> Prefix:
@@ -67,8 +78,10 @@ class PrefixOrder(BaseModel):
 class PinOrder(PrefixOrder):
     """A prefix to keep in the host tier."""
 
-    seconds: float = Field(300, ge=0, le=1e9, description="Time after which the pin ends.")
-    most_blocks: int | None = Field(None, ge=1, lt=2**31, description="Blocks that the pin may hold.")
+    seconds: float = Field(300, gt=0, le=1e9, description="Time after which the pin ends.")
+    most_blocks: Annotated[int, Field(strict=False, ge=1, lt=2**31), _NUMBERS] | None = Field(
+        None, description="Blocks that the pin may hold."
+    )
 
 
 class PrefetchOrder(PrefixOrder):
@@ -82,20 +95,22 @@ class PrefetchOrder(PrefixOrder):
 class UnpinOrder(PrefixOrder):
     """A pin to end: by its number, or all of exactly this prefix."""
 
-    pin: int | None = Field(None, ge=1, le=2**53, description="Number of the pin.")
+    pin: Annotated[int, Field(strict=False, ge=1, le=2**53), _NUMBERS] | None = Field(
+        None, description="Number of the pin."
+    )
 
 
 class DeleteOrder(PrefixOrder):
     """Blocks of a prefix to delete, with all that continue them."""
 
-    start: int = Field(0, ge=0, lt=2**31, description="The first block to delete; those before it stay.")
+    start: Whole = Field(0, ge=0, lt=2**31, description="The first block to delete; those before it stay.")
     dry_run: bool = Field(False, description="Only count the blocks of the prefix.")
 
 
 class QuotaOrder(BaseModel):
     """The share of each namespace that a tenant may have, until the service ends."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     tenant: str = Field(min_length=1, max_length=1000, description="Name of the tenant.")
     share: float = Field(
@@ -141,7 +156,7 @@ def add_control(views: APIRouter, commands: APIRouter, ask: Ask, returns: Return
 
     @commands.post("/v1/unpin", responses=returns(UnpinView, "Pins ended."))
     def unpin(order: UnpinOrder) -> dict[str, Any]:
-        """End a pin, or all pins of exactly this prefix."""
+        """End a pin, or all pins of exactly this prefix. One that is over already is no error: ``pins`` is 0 then."""
         if order.pin is None:
             return dict(ask("unpin", **about(order)))
         if order.tokens is not None or order.hashes is not None:

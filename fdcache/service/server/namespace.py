@@ -430,14 +430,14 @@ class Namespace:
         self.unverified.clear()
         return forgotten
 
-    def drop(self, hashes: HashArray) -> int:
+    def drop(self, hashes: HashArray, reason: MissReason = MissReason.RESET) -> int:
         """Forget these blocks and their descendants, and what is left of evicted ones. Return how many were there."""
         if self.tier is None:
             return 0
         self.collect_events()
         before = self.tier.stats().ready
         self._clear_headers(self.tier.drop(hashes))
-        self.collect_events(MissReason.RESET)
+        self.collect_events(reason)
         return before - self.tier.stats().ready
 
     def _clear_headers(self, forgotten: Int32Array) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from fdcache.groups import CacheGroup, Reach
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray
-from fdcache.service.server.event_publisher import EventPublisher, EventStream
+from fdcache.service.server.event_publisher import EventPublisher, LayoutEvents
 from fdcache.service.server.kept_notes import KeptNotes
 from fdcache.service.server.notes_file import NotesFile
 from fdcache.service.wire.protocol import DescribedPath
@@ -94,7 +94,19 @@ class RouterFeed:
         self._silent: dict[int, dict[bytes, None]] = {}  # of clients that are not heard
         self._holders: Counter[bytes] = Counter()  # clients with each block
         self.notes = KeptNotes(layout.block_size, file, self._are_gone)
-        self._stream: EventStream = publisher.stream(topic, self.snapshot)
+        self._is_shown = True
+        self._source: LayoutEvents = publisher.stream(topic).join(self.snapshot)
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self._layout.model
+
+    def show(self, is_shown: bool) -> None:
+        """Tell routers of the blocks, or no more of them."""
+        if is_shown is not self._is_shown:
+            self._is_shown = is_shown
+            self._source.begin_again()
 
     def describe(self, paths: Iterable[DescribedPath]) -> None:
         """Keep what a client says of blocks. Raises ``ProtocolError`` for fields that do not fit."""
@@ -149,7 +161,7 @@ class RouterFeed:
         if tier.pool is not None:
             every = tier.pool.starting_with(b"")
             tier.blocks = {row.tobytes(): None for row in tier.pool.ancestry(every.slots).hashes}
-        self._stream.begin_again()
+        self._source.begin_again()
 
     def tier_events(self, level: CacheLevel, kinds: Any, hashes: HashArray) -> None:
         """Publish the events of a tier, in their order."""
@@ -174,7 +186,8 @@ class RouterFeed:
                 changes.append((self._removed, keys))
                 self.notes.removed(self._page_of(key)[0] for key in keys)
             first = end
-        self._stream.publish(lambda: [event for tell, keys in changes for event in tell(level, keys)])
+        if self._is_shown:
+            self._source.publish(lambda: [event for tell, keys in changes for event in tell(level, keys)])
 
     # --- devices --------------------------------------------------------------------------------------------
 
@@ -263,8 +276,8 @@ class RouterFeed:
     # --- events ---------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Iterator[list[Any]]:
-        """Yield the events of all blocks that are there, some at a time."""
-        for tier in list(self._tiers.values()):
+        """Yield the events of all blocks that are there and shown, some at a time."""
+        for tier in list(self._tiers.values()) if self._is_shown else ():
             keys = list(tier.blocks)
             for first in range(0, len(keys), _AT_ONCE):
                 yield list(self._stored(tier.level, keys[first : first + _AT_ONCE]))
@@ -345,22 +358,35 @@ class RouterFeeds:
         self._has_storage = has_storage
         self._path_of = path_of
         self._feeds: dict[bytes, RouterFeed] = {}
-        self._topics: set[str] = set()
+        self._used: set[RouterFeed] = set()
         self._faults: set[type[Exception]] = set()
 
     def of(self, layout: KVLayout) -> RouterFeed:
-        """Return the feed of a layout, opened under a topic of its own at first."""
+        """Return the feed of a layout, opened under the topic of its model at first."""
         feed = self._feeds.get(layout.fingerprint)
         if feed is None:
             topic = f"kv@{socket.gethostname()}@{layout.model}"
-            if topic in self._topics:
-                topic = f"{topic}@{layout.fingerprint.hex()[:16]}"
-            self._topics.add(topic)
             file = NotesFile(self._path_of(layout))
             feed = self._feeds[layout.fingerprint] = RouterFeed(
                 layout, self.publisher, topic, file, has_storage=self._has_storage
             )
+            self._choose()
         return feed
+
+    def follow(self, used: set[RouterFeed]) -> None:
+        """Show of each model the layouts that engines use now, or used last; before any engine came, all of them.
+
+        No engine of today can read what one with other weights stored.
+        """
+        if used != self._used:
+            models = {feed.model for feed in used}
+            self._used = used | {feed for feed in self._used if feed.model not in models}
+            self._choose()
+
+    def _choose(self) -> None:
+        models = {feed.model for feed in self._used}
+        for feed in self._feeds.values():
+            feed.show(feed in self._used or feed.model not in models)
 
     def take_forgetful(self) -> list[RouterFeed]:
         """Return the feeds that have dropped notes since the last call."""

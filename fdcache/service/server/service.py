@@ -340,6 +340,8 @@ class Service:
         self.work()
         self.drive_commands()
         if (feeds := self.namespaces.feeds) is not None:
+            used = (client.namespace.feed for client in self.clients.values())
+            feeds.follow({feed for feed in used if feed is not None})
             feeds.work()
             forgetful = feeds.take_forgetful()
             for client in self.clients.values():

@@ -96,7 +96,7 @@ class Views:
             "reset": lambda arguments: reset(self._service, arguments),
             "pause": lambda arguments: self._pause(True),
             "resume": lambda arguments: self._pause(False),
-            "integrity": lambda arguments: check_integrity(self._service),
+            "integrity": lambda arguments: check_integrity(self._service, self.control),
             **self.control.answers,
         }
 
@@ -114,7 +114,7 @@ class Views:
             else:
                 yield msgspec.json.encode(answer)
         except ArgumentError as error:
-            raise RefusalError("malformed", str(error)) from error
+            raise RefusalError(error.code, str(error)) from error
 
     # --- the service --------------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ def _tenant_views(namespace: Namespace, limit: int) -> Iterator[TenantView]:
             blocks=count,
             bytes=count * namespace.slot_bytes,
             quota=tenants.quotas.share(key),
-            most_blocks=min(tenants.most_blocks(key), namespace.max_slots),
+            most_blocks=min(tenants.most_blocks(key), namespace.storable_slots),
         )
 
 
@@ -405,7 +405,7 @@ def _storage_totals(storage: LayoutStorage, ranks: list[StorageStats]) -> Storag
     )
 
 
-def check_integrity(service: Service) -> list[str]:
+def check_integrity(service: Service, control: ControlCommands) -> list[str]:
     """Return the invariants that do not hold, one sentence each."""
     broken = []
     for namespace in service.namespaces.values():
@@ -415,7 +415,7 @@ def check_integrity(service: Service) -> list[str]:
         clients = service.clients.of(namespace)
         stats = namespace.tier.stats()
         stocked = sum(len(client.stock) for client in clients)
-        leases = sum(
+        leases = control.leases(namespace) + sum(
             1 + len(client.runs) + len(client.stale_stock) + client.fetches.num_leases for client in clients
         )
         if stats.writing < stocked:

@@ -10,15 +10,28 @@ from fdcache.service.wire.records import Unit, shown
 
 
 class PrefixView(msgspec.Struct, kw_only=True):
-    """A prefix: ``host`` of its ``blocks`` from the start on are in the host tier."""
+    """A prefix: ``host`` of its ``blocks`` from the start on are in the host tier.
+
+    Blocks of a model with groups of layers are pages: the records of all groups for the same tokens.
+    """
 
     namespace: Annotated[str, shown("Name of the namespace.", column="namespace")]
     blocks: Annotated[int, shown("Blocks of the prefix.", column="blocks")]
     host: Annotated[int, shown("Leading blocks in the host tier.", column="host")]
+    usable: Annotated[
+        int,
+        shown(
+            "Leading blocks of the host tier after which an engine can go on: all, or those up to the last states.",
+            column="usable",
+        ),
+    ]
 
 
 class PinView(PrefixView, kw_only=True):
-    """A pin: these blocks are not evicted until its time is over. ``pin`` is None if nothing was pinned."""
+    """A pin: these blocks, and the states after the last that has some, are not evicted until its time is over.
+
+    ``pin`` is None if nothing was pinned.
+    """
 
     pin: Annotated[int | None, shown("Number of the pin.", column="pin")]
     last: Annotated[str, shown("Hash of the last block of the prefix.", column="last", unit=Unit.HASH)]

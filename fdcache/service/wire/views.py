@@ -125,6 +125,10 @@ class MissReason(StrEnum):
     NOT_COPIED = "not_copied"
     """Its copy to the host failed on some rank."""
     RESET = "reset"
+    DELETED = "deleted"
+    """A command deleted its prefix."""
+    MOVED = "moved"
+    """A command moved its prefix to storage."""
     PAUSED = "paused"
     TOO_MANY_RUNS = "too_many_runs"
 

@@ -1,4 +1,6 @@
-// The extension module fdcache.replay._pattern.
+// Bindings of replay's stand-in for a model.
+#include "bindings.hpp"
+
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
@@ -6,7 +8,6 @@
 #include <span>
 #include <vector>
 
-#include "bindings.hpp"
 #include "replay/pattern.hpp"
 
 namespace fdcache {
@@ -30,11 +31,8 @@ std::vector<PatternPlane> pattern_planes(const std::vector<ByteMatrix> &tensors,
 }
 
 }  // namespace
-}  // namespace fdcache
 
-NB_MODULE(_pattern, module) {
-    using namespace fdcache;
-    module.doc() = "The stand-in for a model's KV cache in replays.";
+void bind_pattern(nb::module_ &module) {
     nb::class_<PatternModel>(module, "PatternModel",
                              "A stand-in for a model: computing a token writes bytes derived from its whole "
                              "prefix.")
@@ -80,3 +78,5 @@ NB_MODULE(_pattern, module) {
              "Returns (segment, block of the sequence) of each block that differs. Such a sequence\n"
              "computes garbage until a later comparison of its prefix succeeds.");
 }
+
+}  // namespace fdcache
