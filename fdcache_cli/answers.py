@@ -15,10 +15,12 @@ import typer
 from fdcache.machine.memory import SHARE_OF_MEMORY, available_memory
 from fdcache.service.server.preflight import nearest_directory
 from fdcache.service.wire.address import default_address
-from fdcache.settings import read_settings
+from fdcache.settings import Severity, read_settings
 from fdcache_cli.engines import ENGINES, installed_engine
 
 _GIB = 1 << 30
+_NO_FOLDER = "none"
+_LEAST_ROOM = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,13 @@ class Answers:
     def complete(self, *, ask: bool) -> Answers:
         """Return the answers with what is missing asked on the terminal, or by default.
 
-        Raises ``BadParameter`` for an unknown engine, and where it should ask and there is no terminal.
+        Raises ``BadParameter`` for an unknown engine, a disk without room, and where it should ask and there is no
+        terminal.
         """
         if self.engine is not None:
             _require_engine(self.engine)
+        if self.storage is not None:
+            _require_room(str(self.storage))
         if ask and not sys.stdin.isatty():
             raise typer.BadParameter("there is no terminal to ask on; give --yes")
         default = Answers(
@@ -60,13 +65,17 @@ class Answers:
         engine = self.engine or _ask(f"Which engine: {', '.join(ENGINES)}?", default.engine, _require_engine)
         what = "Its program?" if engine == "own" else "Which model, a folder or a name?"
         model = self.model or _ask(what, _example(engine))
-        memory = self.host_memory or _ask("How much host memory for blocks?", default.host_memory)
+        memory = self.host_memory or _ask(
+            "How much host memory for blocks?", default.host_memory, _require_memory
+        )
         storage = self.storage
         if storage is None:
             folder = _ask(
-                "A folder on a local disk for more blocks, which survive restarts, or none?", "none"
+                "A folder on a local disk for more blocks, which survive restarts, or none?",
+                _NO_FOLDER,
+                _require_room,
             )
-            storage = None if folder == "none" else Path(folder)
+            storage = None if folder == _NO_FOLDER else Path(folder).expanduser()
         service = self.service
         if service is None:
             service = typer.confirm(
@@ -109,8 +118,7 @@ class Answers:
     @property
     def _storage_size(self) -> str:
         """Half of the room on the disk, for the files of one rank."""
-        folder = nearest_directory((self.storage or Path()).absolute())
-        return _rounded(shutil.disk_usage(folder).free // 2)
+        return _rounded(_room(self.storage or Path()) // 2)
 
 
 def _ask(question: str, default: str | None, check: Callable[[str], None] | None = None) -> str:
@@ -128,6 +136,24 @@ def _ask(question: str, default: str | None, check: Callable[[str], None] | None
 def _require_engine(name: str) -> None:
     if name not in ENGINES:
         raise typer.BadParameter(f"{name!r} is none of {', '.join(ENGINES)}", param_hint="--engine")
+
+
+def _require_memory(size: str) -> None:
+    for problem in read_settings(arguments={"FDCACHE_HOST_MEMORY": size}).problems:
+        if problem.severity is Severity.ERROR and "FDCACHE_HOST_MEMORY" in problem.variables:
+            raise typer.BadParameter(f"{problem.wrong}; {problem.right}", param_hint="--host-memory")
+
+
+def _require_room(folder: str) -> None:
+    if folder != _NO_FOLDER and (room := _room(Path(folder).expanduser())) < _LEAST_ROOM:
+        raise typer.BadParameter(
+            f"the disk of {folder} has {room:,} bytes left; name a folder of another one, or make room",
+            param_hint="--storage",
+        )
+
+
+def _room(folder: Path) -> int:
+    return shutil.disk_usage(nearest_directory(folder.absolute())).free
 
 
 def _example(engine: str) -> str:

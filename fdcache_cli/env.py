@@ -106,7 +106,7 @@ def check(
 
     It starts nothing, so that it can run as an init container.
 
-    Example: `FDCACHE_HOST_MEMORY=40GiB fdcache env check --strict`
+    Example: `FDCACHE_ENV_FILE=fdcache.env fdcache env check --strict`
     """
     from fdcache.service.server.preflight import check_environment
     from fdcache.settings import Severity, read_settings

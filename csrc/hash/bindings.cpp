@@ -15,6 +15,7 @@
 #include "hash/block_hash.hpp"
 #include "hash/checksum.hpp"
 #include "hash/python_tokens.hpp"
+#include "hash/vector_clones.hpp"
 
 namespace fdcache {
 namespace {
@@ -272,7 +273,7 @@ void bind_token_blocks(nb::module_ &module) {
 
 // Sets 32 bytes to what 64 hexadecimal digits say. Returns false for other characters. Written so that the
 // compiler can use vectors.
-bool read_hex(const char *digits, std::uint8_t *bytes) {
+FDCACHE_VECTOR_CLONES bool read_hex(const char *digits, std::uint8_t *bytes) {
     std::uint8_t nibbles[64];
     std::uint8_t wrong = 0;
     for (int i = 0; i < 64; ++i) {

@@ -4,6 +4,8 @@
 #include <bit>
 #include <cstring>
 
+#include "hash/vector_clones.hpp"
+
 namespace fdcache {
 namespace {
 
@@ -24,12 +26,6 @@ inline std::uint64_t mix(std::uint64_t word) {
     word ^= word >> 32;
     return word;
 }
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define FDCACHE_VECTOR_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FDCACHE_VECTOR_CLONES
-#endif
 
 FDCACHE_VECTOR_CLONES std::uint64_t sum_words(const std::uint8_t *data, std::size_t words,
                                               std::uint64_t key) {

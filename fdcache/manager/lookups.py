@@ -14,6 +14,7 @@ from fdcache.manager.keyed import OffloadRequest
 from fdcache.manager.loads import count_of
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import OffloadMatch
+from fdcache.manager.states import is_there
 from fdcache.metadata import HashArray
 from fdcache.plans.ledger import NO_BLOCKS, Blocks
 from fdcache.tiers.host import HostTier
@@ -80,6 +81,11 @@ class OffloadLookups(TierManager[OffloadRequest]):
             if storage is not None:
                 return np.asarray(storage.has(keys), np.bool_)
             return np.full(len(keys), self._service is not None)
+
+    def has(self, keys: HashArray) -> NDArray[np.bool_]:
+        """Return a mask of the blocks that the tiers have or get; a service is asked what its storage has."""
+        with self._lock:
+            return is_there(keys, self._host)
 
     def found_blocks(self, request: OffloadRequest) -> Blocks:
         """Return the host blocks that ``match`` has pinned for a request."""

@@ -139,6 +139,12 @@ class TestTheSettingsOfAnEngine:
         assert done.returncode == 2
         assert "none of vllm, sglang, fastdeploy, own" in done.stderr
 
+    def test_storage_on_a_disk_without_room_is_refused(self, tmp_path: Path) -> None:
+        done = run_init("--storage", "/proc/blocks", **home(tmp_path))
+        assert done.returncode == 2
+        assert "--storage" in done.stderr and "0 bytes left; name a folder of another one" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
     def test_the_last_line_starts_the_engine_with_the_settings(self, tmp_path: Path) -> None:
         options = ("--engine", "vllm", "--model", "/models/a b", "--host-memory", "1GiB")
         done = run_init(*options, "--storage", str(tmp_path / "blocks"), **home(tmp_path))
@@ -179,10 +185,13 @@ class TestTheSettingsOfAnEngine:
     ) -> None:
         for name, value in home(tmp_path).items():
             monkeypatch.setenv(name, value)
-        answers = f"vlm\nvllm\n/models/llama\n2GiB\n{tmp_path}/blocks\ny\n"
+        monkeypatch.setenv("HOME", str(tmp_path))
+        answers = "vlm\nvllm\n/models/llama\na lot\n1000TiB\n2GiB\n/proc/blocks\n~/blocks\ny\n"
         status, seen, output = on_terminal("init", answer=answers)
         assert status == 0, seen
         assert "'vlm' is none of vllm, sglang, fastdeploy, own" in seen
+        assert "'a lot' is not a size" in seen and "1000TiB do not fit" in seen
+        assert "the disk of /proc/blocks has 0 bytes left" in seen
         serve, engine = (line.strip() for line in output.splitlines()[-2:])
         assert serve.startswith(
             f"fdcache serve --host-memory 2GiB --storage {tmp_path}/blocks/ --storage-size "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import subprocess
@@ -13,7 +14,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 from fdcache.layout import KVLayout
 from fdcache.service.client.connection import Client
@@ -298,3 +301,35 @@ def test_two_engines_and_a_service_are_killed_and_the_router_stays_true(tmp_path
             second.kill()
             second.wait()
             check()
+
+
+def test_blocks_that_are_told_without_tokens_are_no_blocks(tmp_path: Path) -> None:
+    """Why a service does not tell SGLang's pages: hashes alone do not do, even of blocks known with their tokens."""
+    prompt, other = (Prompt(make_prompts(1, seed)[0].tokens) for seed in (1, 2))
+    blocks = len(prompt.tokens) // BLOCK
+    hashes, known, nothing = list(range(1, blocks + 1)), prompt.tokens[: blocks * BLOCK], (0, 0, 0)
+    numbers = itertools.count(1)
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        address = f"tcp://127.0.0.1:{publisher.bind_to_random_port('tcp://127.0.0.1')}"
+
+        def tell(*events: list[object]) -> None:
+            payload = msgspec.msgpack.encode([time.time(), events, 0])
+            publisher.send_multipart([b"", next(numbers).to_bytes(8, "big"), payload])
+
+        def stored(medium: str, tokens: tuple[int, ...], names: list[int]) -> list[object]:
+            return ["BlockStored", names, None, tokens, BLOCK, None, medium]
+
+        with indexer(tmp_path, address) as router:
+
+            def is_known() -> bool:
+                tell(stored("GPU", known, hashes))  # again until it has subscribed
+                return router.ask(prompt) == (len(known),) * 3
+
+            until(is_known, "the indexer knows blocks of the device", 20)
+            without = stored("CPU_PINNED", (), hashes)
+            tell(without, ["BlockRemoved", hashes, "GPU"], without)
+            tell(stored("GPU", other.tokens[:BLOCK], [1000]))
+            until(lambda: router.ask(other)[0] == BLOCK, "what came afterwards is known")
+            assert router.ask(prompt) == nothing
+            tell(stored("CPU_PINNED", known, hashes))
+            until(lambda: router.ask(prompt) == (0, len(known), len(known)), "with tokens they are known")

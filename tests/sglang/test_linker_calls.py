@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -105,6 +106,21 @@ def test_tools_know_the_keys_of_sglang(adapter: str | None, salt: str | None) ->
     key = RadixKey(array("q", tokens), extra_key=adapter, cache_salt=salt)
     expected = get_storage_hash_str(key, None, page_size=PAGE)
     assert [row.tobytes().hex() for row in sglang_keys(tokens, PAGE, adapter=adapter, salt=salt)] == expected
+
+
+@pytest.mark.parametrize(("salt", "is_same"), [(None, True), ("tenant", False)])
+def test_names_of_sglangs_events_are_the_first_8_bytes_of_its_keys(salt: str | None, is_same: bool) -> None:
+    """Without a salt: what is kept here could be told under the names that SGLang itself tells routers."""
+    tokens = list(range(3, 3 + 5 * PAGE))
+    root = SimpleNamespace(key=(), parent=None, hash_value=[], event_hash_value=None)
+    key = RadixKey(array("q", tokens), extra_key=None, cache_salt=salt)
+    node = SimpleNamespace(key=key, parent=root, hash_value=None, event_hash_value=None)
+    recorder = KVCacheEventRecorder(enabled=True, page_size=PAGE)
+    recorder.record_store(node)
+    names = [name for event in recorder.take() for name in event.block_hashes]
+    keys = sglang_keys(tokens, PAGE, salt=salt)
+    first = [int.from_bytes(row[:8].tobytes(), "big", signed=True) for row in keys]
+    assert len(names) == 5 and (names == first) == is_same
 
 
 @pytest.mark.parametrize("make", [mha, mla])

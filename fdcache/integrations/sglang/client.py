@@ -6,15 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import numpy as np
 
-from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import Device
 from fdcache.errors import FdcacheError
+from fdcache.integrations.opening import open_tiers
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest
 from fdcache.manager.offload import OffloadManager
@@ -22,7 +21,6 @@ from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.metadata import HashArray, Int32Array, TransferPlan
 from fdcache.plans.ledger import ROOT
 from fdcache.settings import Settings
-from fdcache.settings.cache import CopySettings
 from fdcache.tiers.statistics import CacheStats
 
 logger = logging.getLogger(__name__)
@@ -32,26 +30,6 @@ _LOOK_AGAIN = 0.005
 
 _IDLE = 0.5
 """Seconds between two looks at what others do, such as the service, while nothing is to be copied."""
-
-
-def open_tiers(
-    layout: KVLayout,
-    settings: Settings,
-    planes: Sequence[Any],
-    device: Callable[[CopySettings], Device] | None = None,
-) -> tuple[OffloadManager, CacheController]:
-    """Return the tiers over an engine's planes and what copies between them, with the blocks that storage has."""
-    manager = OffloadManager.from_settings(layout, settings)
-    with ExitStack() as opened:
-        opened.callback(manager.close)
-        controller = CacheController.from_settings(layout, settings, device=device)
-        opened.callback(controller.shutdown)
-        controller.register_kv_cache(planes)
-        controller.initialize_host_cache(manager.host_cache)
-        if (scan := controller.open_storage()) is not None:
-            manager.restore_storage([scan])
-        opened.pop_all()
-    return manager, controller
 
 
 class PageClient:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fdcache.controller.layers import LayerDoneCounter
 from fdcache.errors import FdcacheError
-from fdcache.integrations.sglang.client import open_tiers
+from fdcache.integrations.opening import open_tiers
 from fdcache.integrations.sglang.device_pools import DevicePages
 from fdcache.integrations.torch_devices import device_of
 from fdcache.layout import KVLayout

@@ -6,7 +6,9 @@
             "FDCACHE_STORAGE_DIR": "/nvme/kv", "FDCACHE_STORAGE_SIZE": "500GiB"}]}}'
 
 vLLM keeps the host memory and decides what is stored and loaded; fdcache keeps the files: bounded, with a checksum for
-every record, read again after a restart or a crash. Written for ``vllm.v1.kv_offload.tiering.base`` of vLLM 0.33.
+every record, read again after a restart or a crash. With ``FDCACHE_SERVER`` in place of a folder it is the service of
+the node, in which all engines of one layout find each other's chunks. Written for ``vllm.v1.kv_offload.tiering.base``
+of vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -35,13 +37,15 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import TIER_LABEL, JobResult, SecondaryTierManager, TransferJob
 
 from fdcache.errors import ConfigurationError
+from fdcache.integrations.vllm.keyed_service import KeyedService
 from fdcache.integrations.vllm.keyed_storage import EndedJob, KeyedStorage
 from fdcache.integrations.vllm.settings import extra_settings
 from fdcache.integrations.weights import digest_of
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.metadata import HashArray
-from fdcache.settings import Settings, SettingsError
+from fdcache.settings import Candidate, Settings, SettingsError, Source
+from fdcache.settings.cache import LoadOrRecompute, PrefetchPolicy, WritePolicy
 from fdcache.settings.kinds import format_size
 from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED
 
@@ -61,12 +65,12 @@ _COUNTS = {
 
 
 class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
-    """A secondary tier of vLLM's offloading in a slab file of ``FDCACHE_STORAGE_DIR``.
+    """A secondary tier of vLLM's offloading: a slab file of ``FDCACHE_STORAGE_DIR``, or the service of the node.
 
     Further keys of the tier's configuration are fdcache's settings, which win over the environment:
     ``FDCACHE_STORAGE_DIR``, ``FDCACHE_STORAGE_SIZE``, ``FDCACHE_STORAGE_FSYNC``, ``FDCACHE_STORAGE_TIMEOUT`` and
-    ``FDCACHE_WEIGHTS``. Raises ``ConfigurationError`` for others and for wrong values, and ``StorageError`` when the
-    file cannot be opened.
+    ``FDCACHE_WEIGHTS``, or ``FDCACHE_SERVER``, ``FDCACHE_PLAN_TIMEOUT`` and ``FDCACHE_WEIGHTS``. Raises
+    ``ConfigurationError`` for others and for wrong values, and ``StorageError`` when the file cannot be opened.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -83,11 +87,13 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else Locality.LOCAL
         settings = _settings(options)
-        self._storage = KeyedStorage(
-            _layout(offloading_spec.config, self.block_size_bytes, settings.deployment.weights),
-            settings.storage_tier,
-            np.asarray(primary_kv_view).view(np.uint8),
-        )
+        layout = _layout(offloading_spec.config, self.block_size_bytes, settings.deployment.weights)
+        rows = np.asarray(primary_kv_view).view(np.uint8)
+        self._storage: KeyedService | KeyedStorage
+        if settings.cache.server is not None:
+            self._storage = KeyedService(layout, _decided(settings, layout), rows)
+        else:
+            self._storage = KeyedStorage(layout, settings.storage_tier, rows)
         self._keys: dict[int, tuple[OffloadKey, ...]] = {}
         self._tells = bool(offloading_spec.config.enable_kv_cache_events)
         if self._tells:
@@ -99,7 +105,7 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
         logger.info(
             "FdcacheTier: %d chunks found in %s, room for %d of %s",
             usage.ready,
-            settings.storage_tier.directory,
+            settings.cache.server or settings.storage_tier.directory,
             usage.blocks,
             format_size(self.block_size_bytes),
         )
@@ -152,11 +158,11 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Wait until every job has ended; each does so within ``FDCACHE_STORAGE_TIMEOUT``."""
+        """Wait until every job has ended, each by its deadline."""
         self._storage.drain()
 
     def shutdown(self) -> None:
-        """Close the file."""
+        """Close the file, or leave the service."""
         self._storage.close()
 
     # --- metrics --------------------------------------------------------------------------------------------
@@ -218,11 +224,42 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def _settings(options: dict[str, object]) -> Settings:
-    """Return the settings of a tier's configuration and of the environment; storage is local unless they say so."""
+    """Return the settings of a tier's configuration and of the environment.
+
+    Storage is local unless they say so or name a service. Raises ``ConfigurationError`` for both.
+    """
+    given = extra_settings(options)
     try:
-        return Settings.load(arguments=extra_settings(options), defaults={"FDCACHE_STORAGE": "local"})
+        settings = Settings.load(arguments=given)
+        if settings.cache.server is None:
+            return Settings.load(arguments=given, defaults={"FDCACHE_STORAGE": "local"})
     except SettingsError as error:
         raise ConfigurationError(f"FdcacheTier: {error}") from error
+    of_storage = [name for name in given if name.startswith("FDCACHE_STORAGE")]
+    if settings.storage_tier.is_on or of_storage:
+        raise ConfigurationError(
+            f"FdcacheTier: {of_storage[0] if of_storage else 'FDCACHE_STORAGE'}: with FDCACHE_SERVER the storage "
+            "belongs to the service; set it for `fdcache serve` and unset it here, or unset FDCACHE_SERVER"
+        )
+    return settings
+
+
+def _decided(settings: Settings, layout: KVLayout) -> Settings:
+    """Return the settings for a service, with what vLLM has decided."""
+    decided = {
+        "FDCACHE_RANKS": 1,
+        "FDCACHE_BLOCK_SIZE": layout.block_size,
+        "FDCACHE_WRITE_POLICY": WritePolicy.WRITE_THROUGH,
+        "FDCACHE_LOAD_OR_RECOMPUTE": LoadOrRecompute.ALWAYS,
+        "FDCACHE_PREFETCH_POLICY": PrefetchPolicy.WAIT_COMPLETE,
+        "FDCACHE_LOOKAHEAD_TOKENS": 0,
+    }
+    return settings.with_derived(
+        {
+            name: (Candidate(Source.DERIVED, name, "vLLM decides", value), value)
+            for name, value in decided.items()
+        }
+    )
 
 
 def _layout(config: Any, chunk_bytes: int, weights: str | None) -> KVLayout:

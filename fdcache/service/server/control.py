@@ -16,6 +16,7 @@ from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.pins import PinnedPrefixes
 from fdcache.service.server.prefixes import StoredPrefix
 from fdcache.service.server.service import Service
+from fdcache.service.server.slices import in_batches, json_list
 from fdcache.service.wire.control_views import DeleteView, MoveView, PrefetchView, QuotaView
 from fdcache.service.wire.protocol import RefusalError
 from fdcache.service.wire.views import MissReason
@@ -26,6 +27,7 @@ from fdcache.tiers.waiting_fetches import Fetch
 
 MOST_JOBS = 64
 """Reads, and moves, that are under way."""
+PINS_A_SLICE = 16
 JOB_SECONDS = 300.0
 """A read or move that takes longer is given up."""
 
@@ -60,6 +62,8 @@ class _Move:
     def keys(self) -> HashArray:
         """Of all records that are to be stored."""
         records = self.prefix.keys[: self.blocks * self.prefix.records]
+        if not self.prefix.states:
+            return records
         return np.concatenate((records, self.prefix.host_states(self.blocks)))
 
 
@@ -74,7 +78,7 @@ class ControlCommands:
         self.answers = {
             "pin": self._pins.pin,
             "unpin": self._pins.unpin,
-            "pins": lambda arguments: list(self._pins.views()),
+            "pins": lambda arguments: json_list(in_batches(self._pins.views(), PINS_A_SLICE)),
             "prefetch": self.prefetch,
             "delete": self.delete,
             "move": self.move,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -44,6 +45,11 @@ class _Pin:
     over_budget: int
 
     @property
+    def holders(self) -> tuple[HostPool, tuple[HostPool, int]]:
+        """Whose budgets it counts for: the tier's, and that of a tenant there."""
+        return self.tier, (self.tier, self.tenant)
+
+    @property
     def is_there(self) -> bool:
         """True unless the pinned blocks have been removed."""
         end = self.blocks * self.prefix.records
@@ -66,6 +72,31 @@ class _Pin:
         )
 
 
+class _PinnedSlots:
+    """How many pins have each slot, and the number of slots that some have."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(0, np.int32)
+        self.distinct = 0
+
+    def add(self, slots: Int32Array, change: int) -> None:
+        """Count a pin of these slots, 1 for one that begins and -1 for one that ends."""
+        self._cover(slots)
+        before = np.count_nonzero(self._counts[slots])
+        self._counts[slots] += np.int32(change)
+        self.distinct += int(np.count_nonzero(self._counts[slots]) - before)
+
+    def fitting(self, slots: Int32Array, room: int) -> int:
+        """Return how many leading ones of these slots fit into ``room`` beside those that are pinned."""
+        self._cover(slots)
+        taken = np.cumsum(self._counts[slots] == 0) + self.distinct
+        return int(np.searchsorted(taken, room, side="right"))
+
+    def _cover(self, slots: Int32Array) -> None:
+        if len(slots) and (most := int(slots.max()) + 1) > len(self._counts):
+            self._counts = np.concatenate((self._counts, np.zeros(2 * most - len(self._counts), np.int32)))
+
+
 class PinnedPrefixes:
     """The pins in force. It runs in the service's thread; ``tick`` is called regularly."""
 
@@ -73,6 +104,7 @@ class PinnedPrefixes:
         self._service = service
         self._numbers = count(int(time.time()))  # a number that an earlier service gave is no pin of this one
         self._pins: dict[int, _Pin] = {}
+        self._held: defaultdict[HostPool | tuple[HostPool, int], _PinnedSlots] = defaultdict(_PinnedSlots)
         self._check_at = 0.0
 
     def pin(self, arguments: Arguments) -> PinView:
@@ -92,6 +124,8 @@ class PinnedPrefixes:
         if wanted and (made := self._made(prefix, wanted, now + seconds)) is not None:
             number_of_it = next(self._numbers)
             self._pins[number_of_it] = made
+            for key in made.holders:
+                self._held[key].add(made.slots, 1)
             return made.view(number_of_it, now)
         return PinView(
             namespace=prefix.namespace.id,
@@ -129,13 +163,17 @@ class PinnedPrefixes:
 
     def _within_budget(self, namespace: Namespace, tenant: int, slots: Int32Array) -> int:
         """Return how many leading ones of these slots may be pinned; those that are pinned already need no room."""
-        pins = [each for each in self._pins.values() if each.tier is namespace.tier]
-        allowed = _first_new(pins, slots, int(PIN_SHARE * namespace.storable_slots))
+        assert namespace.tier is not None
+        allowed = self._held_of(namespace.tier).fitting(slots, int(PIN_SHARE * namespace.storable_slots))
         limit = namespace.tenants.limit(tenant)
         if limit is not None:
-            own = [each for each in pins if each.tenant == tenant]
-            allowed = min(allowed, _first_new(own, slots, int(PIN_SHARE * limit[1])))
+            own = self._held_of((namespace.tier, tenant))
+            allowed = min(allowed, own.fitting(slots, int(PIN_SHARE * limit[1])))
         return allowed
+
+    def _held_of(self, holder: HostPool | tuple[HostPool, int]) -> _PinnedSlots:
+        """Return what pins hold of a budget, without an entry for one that has none."""
+        return self._held.get(holder) or _PinnedSlots()
 
     def unpin(self, arguments: Arguments) -> UnpinView:
         """End the pin with a number, or those of exactly this prefix."""
@@ -155,6 +193,10 @@ class PinnedPrefixes:
     def _unpin(self, number: int) -> int:
         pin = self._pins.pop(number)
         pin.tier.release(pin.lease)
+        for key in pin.holders:
+            self._held[key].add(pin.slots, -1)
+            if not self._held[key].distinct:
+                del self._held[key]
         return pin.blocks
 
     def count(self, namespace: Namespace) -> int:
@@ -162,10 +204,10 @@ class PinnedPrefixes:
         return sum(each.tier is namespace.tier for each in self._pins.values())
 
     def views(self) -> Iterator[PinView]:
-        """Yield the pins in force."""
-        now = time.monotonic()
-        for each, pin in self._pins.items():
-            yield pin.view(each, now)
+        """Yield the pins in force; some may end meanwhile."""
+        for each, pin in list(self._pins.items()):
+            if each in self._pins:
+                yield pin.view(each, time.monotonic())
 
     def end_removed(self) -> None:
         """End the pins whose blocks have been removed."""
@@ -182,10 +224,3 @@ class PinnedPrefixes:
         for each, pin in list(self._pins.items()):
             if now >= pin.due or (is_due and not pin.is_there):
                 self._unpin(each)
-
-
-def _first_new(pins: list[_Pin], slots: Int32Array, room: int) -> int:
-    """Return how many leading ones of these slots fit into ``room`` beside those that are pinned."""
-    held = np.unique(np.concatenate([each.slots for each in pins])) if pins else slots[:0]
-    taken = np.cumsum(~np.isin(slots, held)) + len(held)
-    return int(np.searchsorted(taken, room, side="right"))

@@ -89,16 +89,12 @@ class StoredPrefix:
 
     @property
     def on_host(self) -> int:
-        """Number of leading blocks in the host tier, which has the ancestors of all that it has."""
-        tier, first, last = self.namespace.tier, 0, len(self)
-        while tier is not None and first < last:
-            middle = (first + last + 1) // 2
-            end = middle * self.records
-            if tier.contains(self.keys[end - 1 : end])[0] == READY:
-                first = middle
-            else:
-                last = middle - 1
-        return first
+        """Number of leading blocks in the host tier."""
+        tier = self.namespace.tier
+        if tier is None:
+            return 0
+        gaps = np.flatnonzero(tier.contains(self.keys) != READY)
+        return (int(gaps[0]) if len(gaps) else len(self.keys)) // self.records
 
     @property
     def usable(self) -> int:
