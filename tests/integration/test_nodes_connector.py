@@ -137,8 +137,12 @@ def test_an_address_that_is_taken_is_refused_with_its_remedy(nodes: tuple[Node, 
 
 def test_nodes_of_other_weights_have_nothing_for_each_other() -> None:
     """Even where the hashes were the same."""
-    shape = {"num_layers": 2, "block_size": 4, "kv_heads": 1, "head_dim": 8, "dtype": "bfloat16"}
-    old, new = (KVLayout.uniform(model="m", revision=each, **shape) for each in ("1", "2"))  # type: ignore[arg-type]
+    old, new = (
+        KVLayout.uniform(
+            model="m", revision=each, num_layers=2, block_size=4, kv_heads=1, head_dim=8, dtype="bfloat16"
+        )
+        for each in ("1", "2")
+    )
     addresses = tuple(free_address() for _ in range(2))
     with (
         node(old, address=addresses[0], listed=addresses) as first,
