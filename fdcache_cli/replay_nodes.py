@@ -108,7 +108,8 @@ def print_report(report: NodesReport) -> None:
         "longest wait": f"{totals.longest_wait:.2f} s"
         + ("" if report.wait_limit is None else f" of at most {report.wait_limit:g} s"),
         "failed loads": f"{totals.failed_loads:,}",
-        "faults": ", ".join(f"{name} {count}" for name, count in sorted(report.faults.items())),
+        "faults": ", ".join(f"{name} {count}" for name, count in sorted(report.faults.items()))
+        + ("" if sum(report.faults.values()) == report.planned else f" of {report.planned} planned"),
         "left at the end": str(report.left or "nothing"),
         "time": f"{report.wall_seconds:.1f} s",
     }

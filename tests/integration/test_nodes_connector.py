@@ -125,6 +125,36 @@ def test_what_a_node_has_read_it_serves_in_turn(nodes: tuple[Node, Node, Node]) 
     assert third.has_read(path)
 
 
+def test_an_address_that_is_taken_is_refused_with_its_remedy(nodes: tuple[Node, Node, Node]) -> None:
+    taken = nodes[0].options["address"]
+    with pytest.raises(
+        StorageError, match=rf"FDCACHE_NODES_ADDRESS={taken} cannot be used: .*set it to another"
+    ):
+        open_node(LAYOUT, address=taken)
+    nodes[0].hold(path_of(1, "still served"))
+    assert nodes[1].read(path_of(1, "still served")).ok.all()
+
+
+def test_nodes_of_other_weights_have_nothing_for_each_other() -> None:
+    """Even where the hashes were the same."""
+    old, new = (
+        KVLayout.uniform(
+            model="m", revision=each, num_layers=2, block_size=4, kv_heads=1, head_dim=8, dtype="bfloat16"
+        )
+        for each in ("1", "2")
+    )
+    addresses = tuple(free_address() for _ in range(2))
+    with (
+        node(old, address=addresses[0], listed=addresses) as first,
+        node(new, address=addresses[1], listed=addresses) as second,
+    ):
+        path = path_of(4, "weights")
+        first.hold(path)
+        second.connector.name_source(path, addresses[0])
+        assert second.connector.exists(path, _TIMEOUT).length == 0
+        assert outcomes(second.read(path)) == [Outcome.MISS] * 4
+
+
 @pytest.mark.parametrize("mebibytes", [1, 3])
 def test_records_as_large_as_those_of_models_are_read(mebibytes: int) -> None:
     layout = KVLayout.uniform(

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import pytest
 
 from fdcache.errors import ReplayOptionError
 from fdcache.replay.config import ReplayConfig
-from fdcache.replay.nodes.cluster import NodeFault, NodesConfig
+from fdcache.replay.nodes.cluster import Cluster, NodeFault, NodesConfig
 from fdcache.replay.nodes.engine_process import Totals
+from fdcache.replay.nodes.run import NodesReport
 from fdcache.storage.objects.variables import ObjectSettings
 from tests.commands import fdcache
 from tests.object_help import Bucket
@@ -23,6 +26,12 @@ from tests.replay_help import small_config
 Store = dict[str, str]
 PATIENT = {"FDCACHE_PREFETCH_POLICY": "wait_complete", "FDCACHE_RPC_TIMEOUT": "60"}
 """A slow machine is no reason to compute."""
+HURRIED = {
+    "FDCACHE_PREFETCH_POLICY": "timeout",
+    "FDCACHE_PREFETCH_TIMEOUT": "5",
+    "FDCACHE_RPC_TIMEOUT": "2",
+}
+"""Requests go on without what is late; on a slow machine something comes in time."""
 
 WAYS = ["nodes", "shared", "object"]
 
@@ -57,7 +66,7 @@ def replayed(store: Store, nodes: int, *options: str) -> dict[str, Any]:
         env={**os.environ, **store},
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=840,
         check=False,
     )
     assert done.stdout, done.stderr
@@ -71,7 +80,7 @@ def replayed(store: Store, nodes: int, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["nodes", "shared", "local bucket"], indirect=True)
+@pytest.mark.parametrize("store", ["nodes", "shared", "local bucket", "object"], indirect=True)
 def test_three_nodes_find_what_one_with_all_the_memory_finds(store: Store, tmp_path: Path) -> None:
     options = ("--requests", "300")
     three = replayed(store, 3, *options)
@@ -86,25 +95,88 @@ def test_three_nodes_find_what_one_with_all_the_memory_finds(store: Store, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("store", WAYS, indirect=True)
 def test_nothing_is_wrong_or_late_whatever_happens_to_nodes(store: Store) -> None:
-    hurried = {**store, "FDCACHE_PREFETCH_POLICY": "timeout", "FDCACHE_RPC_TIMEOUT": "0.5"}
-    report = replayed(hurried, 3, "--requests", "80", "--faults", "8", "--seed", "1")
+    report = replayed({**store, **HURRIED}, 3, "--requests", "80", "--faults", "8", "--seed", "1")
+    assert report["totals"]["storage_tokens"] > 0
     assert report["totals"]["longest_wait"] <= report["wait_limit"] == 11
     assert report["totals"]["finished"] + report["again"] >= 80
     assert sum(report["faults"].values()) == 8
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", ["2", "3"])
 @pytest.mark.parametrize("store", WAYS, indirect=True)
 def test_nothing_is_wrong_or_late_after_a_hundred_faults(store: Store, seed: str) -> None:
-    hurried = {**store, "FDCACHE_PREFETCH_POLICY": "timeout", "FDCACHE_RPC_TIMEOUT": "0.5"}
-    report = replayed(hurried, 3, "--requests", "1500", "--faults", "100", "--seed", seed)
-    assert sum(report["faults"].values()) == 100
+    report = replayed({**store, **HURRIED}, 3, "--requests", "600", "--faults", "100", "--seed", seed)
+    assert sum(report["faults"].values()) == report["planned"] == 100
+    assert report["totals"]["storage_tokens"] > 0
+    assert report["totals"]["longest_wait"] <= report["wait_limit"] == 11
+    assert report["totals"]["finished"] + report["again"] >= 600
 
 
 def test_nodes_that_die_and_are_cut_off(store_of_nodes: Store) -> None:
     report = replayed(store_of_nodes, 3, "--requests", "40", "--faults", "kill=1,engine=1,cut=1")
     assert report["faults"] == {"kill": 1, "engine": 1, "cut": 1}
+
+
+# --- the replay notices -----------------------------------------------------------------------------------
+
+_OTHER_MODEL = """
+import os
+
+import fdcache.replay.models as models
+
+make = models.make_model
+models.make_model = lambda arrays, layout, rank: make(arrays, layout, rank + os.getpid())
+"""
+"""Makes the engine of each process compute something else for the same tokens."""
+
+
+def test_blocks_with_the_wrong_bytes_are_noticed(store_of_nodes: Store, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_OTHER_MODEL)
+    command = ("replay", "--nodes", "2", "--requests", "30", "--host-memory", "32MiB", "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "fdcache_cli.main", *command],
+        env={**os.environ, **store_of_nodes, **PATIENT, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    report = json.loads(done.stdout)
+    assert report["totals"]["wrong_blocks"] > 0, done.stderr
+    assert not report["clean"]
+    assert done.returncode != 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"totals": Totals(wrong_blocks=1)},
+        {"totals": Totals(longest_wait=11.1)},
+        {"left": 1},
+        {"broken": ["service of node 0: ended with 1"]},
+        {"planned": 2},
+    ],
+)
+def test_a_report_with_anything_amiss_is_not_clean(changes: dict[str, Any]) -> None:
+    sound = NodesReport(
+        "nodes", 3, True, 11.0, planned=1, faults=Counter(kill=1), totals=Totals(longest_wait=10.9)
+    )
+    assert sound.clean
+    assert not replace(sound, **changes).clean
+
+
+def test_a_fault_that_does_not_happen_is_not_counted(tmp_path: Path) -> None:
+    config = NodesConfig(small_config(), 1, arena_folder=tmp_path)
+    with Cluster(config) as cluster:
+        (node,) = cluster.nodes
+        assert not cluster.break_node(node, NodeFault.CUT), "one node alone has no way that could be cut"
+        for fault in (NodeFault.STOP, NodeFault.ENGINE, NodeFault.KILL):
+            assert cluster.break_node(node, fault)
+            assert node.heal is not None
+            node.heal()
+        node.service.wait()
 
 
 # --- options -----------------------------------------------------------------------------------------------

@@ -209,21 +209,24 @@ class Cluster:
 
     # --- faults -----------------------------------------------------------------------------------------------
 
-    def break_node(self, node: ReplayNode, fault: NodeFault) -> None:
-        """Begin a fault of a node; ``node.heal`` ends it."""
-        service = node.service
+    def break_node(self, node: ReplayNode, fault: NodeFault) -> bool:
+        """Begin a fault of a node, which ``node.heal`` ends; return True if it can be seen to have happened."""
+        service, engine = node.service, node.engine.process
         if fault is NodeFault.KILL:
             service.kill()
             node.heal = service.start
-        elif fault is NodeFault.ENGINE:
+            return service.state is None
+        if fault is NodeFault.ENGINE:
             node.engine.kill()
             node.heal = _nothing
-        elif fault is NodeFault.STOP:
+            return not engine.is_alive() and node.engine.process.is_alive()
+        if fault is NodeFault.STOP:
             service.signal(signal.SIGSTOP)
             node.heal = lambda: service.signal(signal.SIGCONT)
-        else:
-            self._change(node, fault, on=True)
-            node.heal = lambda: self._change(node, fault, on=False)
+            return service.is_stopped()
+        self._change(node, fault, on=True)
+        node.heal = lambda: self._change(node, fault, on=False)
+        return bool(node.relays) and all(relay.has(fault.value) for relay in node.relays)
 
     def _change(self, node: ReplayNode, fault: NodeFault, *, on: bool) -> None:
         """Change what comes through to a node and from it; another one that is cut stays so."""

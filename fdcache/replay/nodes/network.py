@@ -122,12 +122,13 @@ class Relay:
     def change(self, fault: str, by: int, *, on: bool) -> None:
         """Begin or end a fault; called in the network's thread."""
         (self._faults.add if on else self._faults.discard)((fault, by))
-        if self._has("cut"):
+        if self.has("cut"):
             self._passes.clear()
         else:
             self._passes.set()
 
-    def _has(self, fault: str) -> bool:
+    def has(self, fault: str) -> bool:
+        """True while somebody wants this fault."""
         return any(name == fault for name, _ in self._faults)
 
     async def open(self) -> None:
@@ -184,9 +185,9 @@ class Relay:
         with suppress(OSError):
             while data := await reader.read(_CHUNK):
                 await self._passes.wait()
-                if self._has("slow"):
+                if self.has("slow"):
                     await asyncio.sleep(self.slowness)
-                if asker is not None and self._has("full") and data.startswith(b"PUT "):
+                if asker is not None and self.has("full") and data.startswith(b"PUT "):
                     await _refuse(data, reader, asker)
                     return
                 writer.write(data)

@@ -29,9 +29,10 @@ class NodesReport:
     """Counts of a replay of several nodes.
 
     ``isolated``: each node had a network namespace of its own. ``totals``: of all engines, those that were killed
-    included. ``again``: requests that an engine had when it was killed. ``left``: slots and pins that engines still
-    held. ``broken``: invariants of engines and services that did not hold. ``wait_limit``: seconds for which
-    a request may wait for blocks, whatever has become of them; None if it is to wait for all.
+    included. ``planned``: faults that were to happen, ``faults`` those that did. ``again``: requests that an engine had
+    when it was killed. ``left``: slots and pins that engines still held. ``broken``: invariants of engines and services
+    that did not hold. ``wait_limit``: seconds for which a request may wait for blocks, whatever has become of them;
+    None if it is to wait for all.
     """
 
     way: str
@@ -42,6 +43,7 @@ class NodesReport:
     again: int = 0
     totals: Totals = field(default_factory=Totals)
     by_node: list[Totals] = field(default_factory=list)
+    planned: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     left: int = 0
     broken: list[str] = field(default_factory=list)
@@ -56,7 +58,9 @@ class NodesReport:
 
     @property
     def clean(self) -> bool:
-        """True if no block was wrong, no request waited too long, nothing is left, and every invariant held."""
+        """True if no block was wrong, no request late, all faults happened, nothing is left, every invariant held."""
+        if not self.interrupted and sum(self.faults.values()) != self.planned:
+            return False
         is_late = self.wait_limit is not None and self.totals.longest_wait > self.wait_limit
         return not (self.totals.wrong_blocks or is_late or self.left or self.broken)
 
@@ -93,6 +97,7 @@ class _Driver:
         if engine.storage.prefetch_policy is not PrefetchPolicy.WAIT_COMPLETE:
             limit = engine.storage.timeout + engine.cache.defer_timeout
         self._report = NodesReport(config.way, config.nodes, cluster.network.is_isolated, limit)
+        self._report.planned = len(self._due)
 
     def run(self, should_stop: Callable[[], bool]) -> NodesReport:
         """Run to the end."""
@@ -159,10 +164,10 @@ class _Driver:
             return
         fault = self._due.popleft()[1]
         node = well[int(self._random.integers(len(well)))]
-        self._report.faults[fault.value] += 1
         if fault is NodeFault.ENGINE:
             self._report.again += len(node.engine.has)
-        self._cluster.break_node(node, fault)
+        if self._cluster.break_node(node, fault):
+            self._report.faults[fault.value] += 1
         node.heals_at = time.monotonic() + float(self._random.uniform(_SHORTEST_FAULT, _LONGEST_FAULT))
 
     def _heal(self, now: float) -> None:

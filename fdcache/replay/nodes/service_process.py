@@ -17,6 +17,7 @@ from fdcache.service.client.connection import Client
 _START_SECONDS = 60.0
 _END_SECONDS = 30.0
 _ASK_SECONDS = 10.0
+_STOP_SECONDS = 5.0
 _LINES = 5
 
 _ENTER = """
@@ -104,6 +105,22 @@ class NodeService:
         """Send it a signal."""
         assert self._process is not None
         self._process.send_signal(number)
+
+    @property
+    def state(self) -> str | None:
+        """The letter by which the kernel names the state of the process; None once it has ended."""
+        if self._process is None or self._process.poll() is not None:
+            return None
+        return Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def is_stopped(self) -> bool:
+        """Return True once a signal has stopped it, False if none does."""
+        deadline = time.monotonic() + _STOP_SECONDS
+        while self.state != "T":
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
 
     def kill(self) -> None:
         """End it at once."""
