@@ -103,6 +103,9 @@ class TwoNodes:
     def exists(self, hashes: HashArray, timeout: float) -> RunResult:
         return self._reader.exists(hashes, timeout)
 
+    def last(self, hashes: HashArray, width: int, timeout: float) -> RunResult:
+        return self._reader.last(hashes, width, timeout)
+
     def get(self, batch: RecordBatch, timeout: float, cancel: CancelFlag | None = None) -> BatchResult:
         self._reader.clear(0.0)
         return self._reader.get(batch, timeout, cancel)

@@ -167,10 +167,9 @@ class OffloadedRequests:
         if self._may_fetch(tracked) and self._may_load(tracked):
             hashes = self._matchable(tracked, whole)
             if self._states is not None:
-                ends = self._states.ends(hashes, 0)
-                if not ends:
-                    return
-                tracked.end, hashes = ends[0], self._states.path(hashes, ends[0])
+                if not (end := self._states.end(hashes, 0)):
+                    return  # a store that is asked has answered by the time of the match
+                tracked.end, hashes = end, self._states.path(hashes, end)
             self._waits.begin(
                 tracked.request, self._fetch_number(tracked), hashes, lambda _: tracked.device_blocks
             )
@@ -279,9 +278,7 @@ class OffloadedRequests:
         Of a prefix that is not whole nothing is of use.
         """
         most = len(hashes)
-        for pages in states.ends(hashes, tracked.device_pages):
-            if pages > most:
-                continue
+        while pages := self._end(tracked, hashes[:most], states):
             path = states.path(hashes, pages)
             self._aim(tracked, pages)
             answer = self._find(tracked, path)
@@ -294,9 +291,20 @@ class OffloadedRequests:
             self._host.index.release(found.lease)
             if is_whole:
                 return NOTHING, 0
-            most = (tracked.device_blocks + len(found)) // self._records if self._records else pages - 1
+            whole = (tracked.device_blocks + len(found)) // self._records if self._records else pages
+            most = min(whole, pages - 1)
+        if pages is None:
+            tracked.coming = 0
+            return None
         tracked.end = 0
         return NOTHING, 0
+
+    def _end(self, tracked: Tracked, hashes: HashArray, states: StatePaths) -> int | None:
+        """Return after how many pages there are states; None to ask later, but not for ever."""
+        pages = states.end(hashes, tracked.device_pages)
+        if pages is None and tracked.deferred_for(self._clock()) >= self._defer_timeout:
+            return states.end(hashes, tracked.device_pages, waits=False)
+        return pages
 
     def _aim(self, tracked: Tracked, pages: int) -> None:
         """Read from storage what belongs to a prefix of this many pages: another one is wanted no longer."""

@@ -64,14 +64,17 @@ class StatePaths:
         of_pages = record_keys(hashes[:pages], self._records)
         return np.concatenate((of_pages, self.keys_below(hashes, pages)))
 
-    def ends(self, hashes: HashArray, on_device: int) -> list[int]:
-        """Return the numbers of pages beyond those on the device at whose end there are states, the largest first.
+    def end(self, hashes: HashArray, on_device: int, *, waits: bool = True) -> int | None:
+        """Return the most pages, beyond those on the device, at whose end there are states; 0 for none.
 
-        A state counts that is being copied to the host, or is in storage.
+        States count that are being copied to the host, or are in storage. None while a store is asked; unless
+        ``waits``, it has nothing until it has answered.
         """
         last = state_keys(hashes[on_device:], self._records, self._states)[self._states - 1 :: self._states]
-        if not len(last):
-            return []
-        there = is_there(last, self._host)
-        found: list[int] = (np.flatnonzero(there)[::-1] + on_device + 1).tolist()
-        return found
+        there = np.flatnonzero(self._host.index.contains(last) != ABSENT)
+        found = on_device + int(there[-1]) + 1 if len(there) else 0
+        fetches = self._host.fetches
+        if fetches is None or not fetches.is_on or max(found, on_device) >= len(hashes):
+            return found
+        stored = fetches.last_end(hashes, max(found, on_device))
+        return None if stored is None and waits else max(found, stored or 0)

@@ -283,6 +283,20 @@ class RemembersBlocks(Protocol):
 
 
 @runtime_checkable
+class FindsLast(Protocol):
+    """A connector that can be asked by position: states of a model come and go without those after them."""
+
+    def last(self, hashes: HashArray, width: int, timeout: float) -> RunResult:
+        """Return how many groups of ``width`` blocks there are up to the last of which every rank has all stored."""
+
+
+def last_whole(there: NDArray[np.bool_], width: int) -> int:
+    """Return how many groups of ``width`` blocks there are up to the last that is whole."""
+    whole = np.flatnonzero(there.reshape(-1, width).all(axis=1))
+    return int(whole[-1]) + 1 if len(whole) else 0
+
+
+@runtime_checkable
 class ServesHostRecords(Protocol):
     """A connector that lets others read host records where they are."""
 

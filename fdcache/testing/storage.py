@@ -27,8 +27,10 @@ from fdcache.layout import KVLayout
 from fdcache.metadata import SLOT_HEADER_BYTES, HashArray
 from fdcache.storage.connector import (
     BatchResult,
+    FindsLast,
     Outcome,
     RecordBatch,
+    RunResult,
     StorageConnector,
     StorageState,
     StorageStats,
@@ -117,6 +119,19 @@ class ConnectorConformance:
             assert (found.length, found.outcome) == (self.blocks // 2, Outcome.OK)
             assert connector.exists(path_of(1, "no such"), _TIMEOUT).length == 0
             assert connector.exists(hashes[:0], _TIMEOUT).length == 0
+
+    def test_last_is_the_last_whole_group(self, open_connector: OpenConnector) -> None:
+        """Groups before a gap count where a connector can be asked by position, and no others do."""
+        hashes = path_of(self.blocks // 2 * 2, "last")
+        with self._connected(open_connector, conformance_layout()) as (connector, records):
+            if not isinstance(connector, FindsLast):
+                pytest.skip("this connector is not asked by position")
+            assert connector.last(hashes, 2, _TIMEOUT) == RunResult(0)
+            stored = np.concatenate((hashes[:1], hashes[4:6]))
+            connector.put(records.fill(stored), _TIMEOUT)
+            assert connector.last(hashes, 2, _TIMEOUT) == RunResult(3)
+            assert connector.last(hashes[:4], 2, _TIMEOUT) == RunResult(0)
+            assert connector.last(hashes[:0], 2, _TIMEOUT) == RunResult(0)
 
     def test_putting_twice_is_ok(self, open_connector: OpenConnector) -> None:
         """A block that is stored already counts as stored."""

@@ -54,6 +54,12 @@ class Fetches(Protocol):
     def stored(self, hashes: HashArray) -> Mask:
         """Return which of these blocks, one path or not, the storage has as far as is known without asking a store."""
 
+    def last_end(self, hashes: HashArray, first: int) -> int | None:
+        """Return the most of these pages, more than ``first``, after which the storage has states; 0 for none.
+
+        None as long as a request has to wait for the answer of a store.
+        """
+
     def begin(
         self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
     ) -> None:
@@ -120,6 +126,12 @@ class FetchTable:
         """Return which of these blocks the storage has."""
         reads = self._reads()
         return np.zeros(len(hashes), np.bool_) if reads is None else reads.stored(hashes)
+
+    def last_end(self, hashes: HashArray, first: int) -> int | None:
+        """Return after how many of these pages the storage has states; with best effort nothing is waited for."""
+        reads = self._reads()
+        found = 0 if reads is None else reads.last_end(hashes, first)
+        return 0 if found is None and self.terms.policy is PrefetchPolicy.BEST_EFFORT else found
 
     @property
     def num_leases(self) -> int:

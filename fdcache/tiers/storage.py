@@ -17,8 +17,9 @@ from fdcache.storage.connector import StorageConnector
 from fdcache.storage.slab_format import slots_for
 from fdcache.tiers.host import discard_corrupt
 from fdcache.tiers.pool import NO_PARENT, RESERVED, BlockPool, with_absent_ancestors
+from fdcache.tiers.remote_index import RemoteIndex
 from fdcache.tiers.statistics import Counters
-from fdcache.tiers.storage_index import NO_ROOM, LocalIndex, RemoteIndex, StorageIndex
+from fdcache.tiers.storage_index import NO_ROOM, LocalIndex, StorageIndex
 from fdcache.tiers.storage_reads import StorageReads
 
 _MOST_PER_TASK = 64
@@ -249,6 +250,8 @@ class StorageTier:
             clock,
             block_bytes=layout.block_bytes,
             timeout=storage_tier.timeout,
+            page_records=layout.page_records,
+            num_states=layout.num_states,
             make_room=make_room,
         )
         self.writes = StorageWrites(settings, storage_tier, host, index, self.orders, counters, clock)

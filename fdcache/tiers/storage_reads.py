@@ -13,6 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from fdcache.errors import StaleLeaseError
+from fdcache.groups import record_keys, state_keys
 from fdcache.metadata import CacheSwapMetadata, HashArray, Int32Array, SwapPurpose, UInt32Array
 from fdcache.plans.ledger import ROOT, UNKNOWN, Blocks, Mask, StorageOrders, parents_of
 from fdcache.settings.cache import PrefetchPolicy
@@ -70,8 +71,9 @@ class GroupSize:
 class StorageReads:
     """Reads for fetches. Fetches of the same blocks share their reads.
 
-    ``block_bytes`` are those of all ranks. A read begins no further block after ``timeout`` seconds. ``make_room`` is
-    called with the number of blocks that are about to come to the host.
+    ``block_bytes`` are those of all ranks. A read begins no further block after ``timeout`` seconds. A page has
+    ``page_records`` blocks, and ``num_states`` at its end. ``make_room`` is called with the number of blocks that are
+    about to come to the host.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class StorageReads:
         *,
         block_bytes: int,
         timeout: float,
+        page_records: int = 1,
+        num_states: int = 0,
         make_room: Callable[[int], None] = lambda count: None,
     ) -> None:
         self._host = host
@@ -93,6 +97,7 @@ class StorageReads:
         self._clock = clock
         self._block_bytes = block_bytes
         self._timeout = timeout
+        self._records, self._states = page_records, num_states
         self._make_room = make_room
         self._blocks_in_flight = 0
         self._blocks_pinned = 0
@@ -222,6 +227,26 @@ class StorageReads:
     def stored(self, hashes: HashArray) -> Mask:
         """Return which of these blocks the storage has or is writing; none before its contents are known."""
         return ~self._index.is_absent(hashes) if self.is_open else np.zeros(len(hashes), np.bool_)
+
+    def last_end(self, hashes: HashArray, first: int) -> int | None:
+        """Return the most of these pages, more than ``first``, that can be had and have stored states at their end.
+
+        0 for none; None while a store is asked: how many pages it has, then for states from the last one downwards.
+        """
+        keys, pages = record_keys(hashes, self._records), len(hashes)
+        on_host = _leading(self._host.contains(keys) != ABSENT)
+        if not self.is_open:
+            return 0
+        if on_host < len(keys):
+            stored = self._index.run(keys, on_host)
+            if stored is None:
+                return None
+            pages = (on_host + stored) // self._records
+        if pages <= first:
+            return 0
+        states = state_keys(hashes[first:pages], self._records, self._states)
+        ends = self._index.last(states, self._states)
+        return first + ends if ends else ends
 
     def is_reading(self, block_hash: bytes) -> bool:
         """Return True for a block that is being read."""

@@ -24,6 +24,7 @@ from fdcache.service.wire.protocol import (
     Describe,
     DescribedPath,
     EndFetches,
+    FindEnd,
     FindStored,
     Heartbeat,
     HintGiven,
@@ -68,6 +69,7 @@ def bodies(
         Match(numbers(2), ints(1), ints(0), b"x" * 32, numbers(7)),
         Prefetch(7, 0, hashes.tobytes()),
         FindStored(hashes.tobytes()),
+        FindEnd(hashes.tobytes(), 1),
         EndFetches([7, 8]),
         Refill(5),
         Describe([DescribedPath(three, ints(*range(12)), b"", "tenant", None, [(0, 4, "image")])]),
@@ -281,6 +283,7 @@ def nonsense(rng: random.Random, slots: list[int], hashes: np.ndarray) -> Reques
         LoadEnded(any_ints(count), keys(count), marks),
         Prefetch(rng.choice([-1, 0, 1, 2**63]), rng.choice([-1, 0, 1, 9]), keys(count)),
         FindStored(keys(count)),
+        FindEnd(keys(count), rng.choice([-1, 0, 1, 2**31])),
         EndFetches([rng.choice([-1, 0, 1, 2**63]) for _ in range(count)]),
         Ask(rng.choice(["tree", "tenants"]), {"limit": rng.choice(limits)}),
         Ask(

@@ -9,9 +9,9 @@ import pytest
 
 from fdcache.metadata import CacheSwapMetadata, HashArray, SwapPurpose
 from fdcache.plans.ledger import Blocks
-from fdcache.storage.connector import Outcome, RunResult
+from fdcache.storage.connector import Outcome, RunResult, last_whole
 from fdcache.testing.storage import path_of
-from fdcache.tiers.storage_index import RemoteIndex
+from fdcache.tiers.remote_index import RemoteIndex
 from tests.service_help import until
 
 PATH = path_of(8, "remote")
@@ -109,3 +109,43 @@ def test_a_failed_read_makes_the_connector_ask_the_store_again(index: RemoteInde
     index.end_reads(swap(SwapPurpose.PREFETCH), lost, NOTHING)
     assert store.doubted == [row.tobytes() for row in PATH[5:]]
     assert index.is_absent(PATH).tolist() == [False] * 5 + [True] * 3
+
+
+class StoreByPosition(Store):
+    """A store that can be asked for the last of some groups of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[list[bytes], int]] = []
+
+    def last(self, hashes: HashArray, width: int, timeout: float) -> RunResult:
+        self.asked.append(([row.tobytes() for row in hashes], width))
+        return self.answer
+
+
+def test_the_last_group_is_asked_for_once_and_those_after_it_may_be_stored_again() -> None:
+    store = StoreByPosition()
+    index = RemoteIndex(store, timeout=30.0)  # type: ignore[arg-type]
+    write(index)
+    store.answer = RunResult(3)
+    assert index.last(PATH, 2) is None
+    until(lambda: index.last(PATH, 2) is not None, "the store has answered")
+    assert index.last(PATH, 2) == 3
+    assert store.asked == [([row.tobytes() for row in PATH], 2)]
+    assert index.is_absent(PATH).tolist() == [False] * 6 + [True] * 2
+    assert index.last(PATH[:0], 2) == 0
+    index.close()
+
+
+def test_of_a_store_that_is_not_asked_by_position_what_this_engine_has_stored_is_known(
+    index: RemoteIndex,
+) -> None:
+    assert index.last(PATH, 2) == 0
+    write(index)
+    assert index.last(PATH, 2) == 4
+
+
+def test_the_last_whole_group_is_counted() -> None:
+    assert last_whole(np.array([True, True, False, True, True, True, True, False]), 2) == 3
+    assert last_whole(np.array([True, False]), 2) == 0
+    assert last_whole(np.zeros(0, np.bool_), 2) == 0

@@ -15,9 +15,10 @@ from fdcache.plans.ledger import PlanLedger
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings
 from fdcache.storage.connector import RunResult
 from fdcache.tiers.host import LocalHostTier
+from fdcache.tiers.remote_index import RemoteIndex
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage import StorageTier
-from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
+from fdcache.tiers.storage_index import LocalIndex
 from fdcache.tiers.storage_reads import MOST_GROUP_BYTES, GroupSize, leading_ready
 from fdcache.tiers.waiting_fetches import Fetch
 from tests.service_help import until

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -44,6 +45,7 @@ from fdcache.storage.connector import (
     StorageCounters,
     StorageState,
     StorageStats,
+    last_whole,
 )
 from fdcache.storage.records import RecordCheck
 
@@ -120,26 +122,43 @@ class MooncakeConnector:
         deadline = time.monotonic() + timeout
         length = 0
         for first in range(0, len(hashes), _LOOKUP_CHUNK):
-            part = hashes[first : first + _LOOKUP_CHUNK]
-            if (reason := self._client.reach()) is not None:
-                return RunResult(length, Outcome.PEER_GONE, reason)
-            ask = methodcaller("batch_is_exist", self._keys.of_all_ranks(part))
-            try:
-                found = self._client.ask(ask, _left(deadline))
-            except StorageGoneError as error:
-                return RunResult(length, Outcome.TIMEOUT, str(error))
-            codes = np.array(found, np.int64).reshape(len(part), self._layout.record_ranks)
-            if (codes < 0).any():
-                code = int(codes.min())
-                self._client.breaker.failed(describe(code))
-                return RunResult(length, outcome_of(code), describe(code))
-            self._client.breaker.succeeded()
-            whole = (codes == 1).all(axis=1)
-            run = len(part) if whole.all() else int(np.argmin(whole))
+            whole, failure = self._stored(hashes[first : first + _LOOKUP_CHUNK], deadline)
+            if failure is not None:
+                return replace(failure, length=length)
+            run = len(whole) if whole.all() else int(np.argmin(whole))
             length += run
-            if run < len(part):
+            if run < len(whole):
                 break
         return RunResult(length)
+
+    def last(self, hashes: HashArray, width: int, timeout: float) -> RunResult:
+        """Return how many groups of blocks there are up to the last of which every rank has all stored."""
+        deadline, most = time.monotonic() + timeout, max(_LOOKUP_CHUNK // width, 1) * width
+        for first in range((len(hashes) - 1) // most * most, -1, -most):
+            whole, failure = self._stored(hashes[first : first + most], deadline)
+            if failure is not None:
+                return failure
+            if groups := last_whole(whole, width):
+                return RunResult(first // width + groups)
+        return RunResult(0)
+
+    def _stored(self, hashes: HashArray, deadline: float) -> tuple[NDArray[np.bool_], RunResult | None]:
+        """Return which blocks every rank has stored, and the failure that makes that unknown."""
+        unknown = np.zeros(len(hashes), np.bool_)
+        if (reason := self._client.reach()) is not None:
+            return unknown, RunResult(0, Outcome.PEER_GONE, reason)
+        ask = methodcaller("batch_is_exist", self._keys.of_all_ranks(hashes))
+        try:
+            found = self._client.ask(ask, _left(deadline))
+        except StorageGoneError as error:
+            return unknown, RunResult(0, Outcome.TIMEOUT, str(error))
+        codes = np.array(found, np.int64).reshape(len(hashes), self._layout.record_ranks)
+        if (codes < 0).any():
+            code = int(codes.min())
+            self._client.breaker.failed(describe(code))
+            return unknown, RunResult(0, outcome_of(code), describe(code))
+        self._client.breaker.succeeded()
+        return np.asarray((codes == 1).all(axis=1)), None
 
     def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
         """Read blocks directly into their host records; check each against the header that came with it."""

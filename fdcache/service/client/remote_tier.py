@@ -27,10 +27,13 @@ from fdcache.service.wire.protocol import (
     MAX_BLOCKS,
     MAX_PATHS,
     NOT_FETCHED,
+    Answer,
     Ask,
     DescribedPath,
     EndFetches,
+    FindEnd,
     FindStored,
+    FoundEnd,
     FoundStored,
     Match,
     Matched,
@@ -56,10 +59,12 @@ _FRESH_SECONDS, _MOST_ANSWERS = 0.5, 256
 class RemoteFetches:
     """Fetches that a service has for the requests of this process, by number. Messages go in the background."""
 
-    def __init__(self, sessions: SessionKeeper, ask: Callable[[Session, HashArray], Mask]) -> None:
+    def __init__(
+        self, sessions: SessionKeeper, ask: Callable[[Session, FindStored | FindEnd], Answer | None]
+    ) -> None:
         self._sessions = sessions
         self._ask = ask
-        self._answers: OrderedDict[bytes, tuple[Session, float, Mask]] = OrderedDict()
+        self._answers: OrderedDict[bytes, tuple[Session, float, FoundStored | FoundEnd]] = OrderedDict()
         self._numbers = count(1)
         self._known: dict[int, Session] = {}
         self._left: set[int] = set()
@@ -73,17 +78,33 @@ class RemoteFetches:
 
     def stored(self, hashes: HashArray) -> Mask:
         """Return which of these blocks the service's storage has; an answer holds for a moment."""
-        session, key, now = self._sessions.session, hashes.tobytes(), time.monotonic()
+        answer = self._recent(FindStored(hashes.tobytes()))
+        flags = answer.flags if isinstance(answer, FoundStored) else bytes(len(hashes))
+        return np.asarray(np.frombuffer(flags, np.uint8) != 0)
+
+    def last_end(self, hashes: HashArray, first: int) -> int | None:
+        """Return after how many pages the service's storage has states; None while the service asks a store."""
+        answer = self._recent(FindEnd(hashes.tobytes(), first))
+        return answer.pages if isinstance(answer, FoundEnd) else 0
+
+    def _recent(self, question: FindStored | FindEnd) -> FoundStored | FoundEnd | None:
+        """Return the service's answer, which holds for a moment once it has one; None without a storage to ask."""
+        session, now = self._sessions.session, time.monotonic()
         if session is None or not session.storage:
-            return np.zeros(len(hashes), np.bool_)
-        asked, until, mask = self._answers.get(key, (None, 0.0, None))
-        if mask is None or asked is not session or until < now:
-            mask = self._ask(session, hashes)
-            self._answers[key] = session, now + _FRESH_SECONDS, mask
+            return None
+        key = msgspec.msgpack.encode(question)
+        asked, until, known = self._answers.get(key, (None, 0.0, None))
+        if known is not None and asked is session and until >= now:
+            return known
+        answer = self._ask(session, question)
+        if not isinstance(answer, FoundStored | FoundEnd):
+            return None
+        if answer != FoundEnd(None):
+            self._answers[key] = session, now + _FRESH_SECONDS, answer
             self._answers.move_to_end(key)
             if len(self._answers) > _MOST_ANSWERS:
                 self._answers.popitem(last=False)
-        return mask
+        return answer
 
     def number(self, request_id: str = "") -> int:
         """Return a new number, or 0 when the service has no storage."""
@@ -260,7 +281,7 @@ class RemoteHostTier:
         self._connection = Connection(settings.server)
         self.index = SharedHost()
         self.sessions = SessionKeeper(settings, layout, self.index, terms or FetchTerms())
-        self.fetches = RemoteFetches(self.sessions, self._stored)
+        self.fetches = RemoteFetches(self.sessions, self._find)
         self.hints = RemoteHints(self.sessions)
         self.notes = BlockNotes(self.sessions)
 
@@ -334,19 +355,24 @@ class RemoteHostTier:
             return "the service does not answer"
         return msgspec.json.decode(answer.value, type=PrefetchView).refused or ""
 
-    def _stored(self, session: Session, hashes: HashArray) -> Mask:
-        """Ask which blocks the storage has. Without an answer in time none, and the session is over."""
+    def _find(self, session: Session, question: FindStored | FindEnd) -> Answer | None:
+        """Ask what the storage has. Without an answer in time nothing, and the session is over."""
         if self._reset_owed:
-            return np.zeros(len(hashes), np.bool_)
+            return None
         self._connection.session = session.id
         try:
-            answer, _ = self._connection.call(FindStored(hashes.tobytes()), self._timeout)
-            if not isinstance(answer, FoundStored):
-                raise ProtocolError(f"expected stored blocks, got {type(answer).__name__}")
-            return np.asarray(uint8_from(answer.flags, "flags", len(hashes)) != 0)
+            answer, _ = self._connection.call(question, self._timeout)
+            match question, answer:
+                case FindStored(), FoundStored():
+                    uint8_from(answer.flags, "flags", len(question.hashes) // 32)
+                case FindEnd(), FoundEnd(pages) if pages is None or 0 <= pages <= len(question.hashes) // 32:
+                    pass
+                case _:
+                    raise ProtocolError(f"expected what is stored, got {type(answer).__name__}")
+            return answer
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             self.sessions.lose(session, str(error))
-            return np.zeros(len(hashes), np.bool_)
+            return None
 
     def _ask(
         self, session: Session, paths: Sequence[tuple[HashArray, int]], numbers: Sequence[int]

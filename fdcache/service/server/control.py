@@ -99,11 +99,12 @@ class ControlCommands:
             _name_source(storage, prefix, source)
         key = prefix.namespace.id, prefix.last
         under_way = self._prefetches.get(key)
-        end = prefix.usable_with(storage.index)
-        if under_way is None and (prefix.on_host < len(prefix) or prefix.usable < end):
+        end = prefix.usable_with(storage.reads)
+        if under_way is None and end is not None and (prefix.on_host < len(prefix) or prefix.usable < end):
             under_way = self._begin_prefetch(key, prefix, storage, end)
         self._end_prefetches(time.monotonic())
-        on_host, done = prefix.on_host, under_way is None or under_way.done
+        on_host = prefix.on_host
+        done = end is not None and (under_way is None or under_way.done)
         return PrefetchView(
             namespace=prefix.namespace.id,
             blocks=len(prefix),

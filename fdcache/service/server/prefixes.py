@@ -20,7 +20,8 @@ from fdcache.service.server.arguments import (
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.service import Service
 from fdcache.tiers.pool import READY, BlockPool
-from fdcache.tiers.storage_index import LocalIndex, StorageIndex
+from fdcache.tiers.storage_index import LocalIndex
+from fdcache.tiers.storage_reads import StorageReads
 
 Mask = NDArray[np.bool_]
 
@@ -118,12 +119,15 @@ class StoredPrefix:
         ends = np.flatnonzero(self._has_states(blocks))
         return state_keys(np.ascontiguousarray(self.blocks[ends]), self.records, self.states)
 
-    def usable_with(self, index: StorageIndex) -> int:
-        """Return after how many blocks an engine could go on with the states of host tier and storage."""
+    def usable_with(self, reads: StorageReads | None) -> int | None:
+        """Return after how many blocks an engine could go on with host tier and storage; None while a store is
+        asked.
+        """
         if not self.states:
             return len(self)
-        stored = ~index.is_absent(state_keys(self.blocks, self.records, self.states))
-        return self.last_end(self._has_states(len(self)) | stored.reshape(len(self), self.states).all(axis=1))
+        usable = self.last_end(self._has_states(len(self)))
+        stored = reads.last_end(self.blocks, usable) if reads is not None else 0
+        return None if stored is None else max(usable, stored)
 
     @staticmethod
     def last_end(has_states: Mask) -> int:

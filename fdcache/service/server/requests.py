@@ -20,7 +20,9 @@ from fdcache.service.wire.protocol import (
     Describe,
     Done,
     EndFetches,
+    FindEnd,
     FindStored,
+    FoundEnd,
     FoundStored,
     Hinted,
     Hints,
@@ -156,6 +158,16 @@ def stored(client: RegisteredClient, request: FindStored) -> FoundStored:
     if len(hashes) > MAX_BLOCKS:
         raise RefusalError("too_many", f"more than {MAX_BLOCKS} blocks in one question")
     return FoundStored(client.fetches.stored(hashes).view(np.uint8).tobytes())
+
+
+def last_end(client: RegisteredClient, request: FindEnd) -> FoundEnd:
+    """Tell after how many pages the storage has states."""
+    hashes, layout = hashes_from(request.hashes), client.namespace.layout
+    if len(hashes) * (layout.page_records + layout.num_states) > MAX_BLOCKS:
+        raise RefusalError("too_many", f"more than {MAX_BLOCKS} blocks in one question")
+    if not 0 <= request.first <= len(hashes):
+        raise ProtocolError("first does not fit the hashes")
+    return FoundEnd(client.fetches.last_end(hashes, request.first) if layout.num_states else 0)
 
 
 def end_fetches(client: RegisteredClient, request: EndFetches) -> Answer:

@@ -18,8 +18,9 @@ from fdcache.settings.variable import Group
 from fdcache.storage.connector import BlockStorage, ConnectorContext, PlacedStorage
 from fdcache.storage.factory import open_lookup, open_storage
 from fdcache.storage.slab_format import SUFFIX, file_name, read_layout, read_superblock
+from fdcache.tiers.remote_index import RemoteIndex
 from fdcache.tiers.storage import make_index
-from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
+from fdcache.tiers.storage_index import LocalIndex
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from fdcache.metadata import CacheSwapMetadata, HashArray
 from fdcache.service.server.owners_file import HASH_BYTES, OwnersFile
 from fdcache.service.server.tenants import blocks_of
 from fdcache.tiers.pool import ABSENT, BlockPool
-from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
+from fdcache.tiers.remote_index import RemoteIndex
+from fdcache.tiers.storage_index import LocalIndex
 
 _SLACK = 4096  # owners of blocks that are gone, before they are forgotten
 

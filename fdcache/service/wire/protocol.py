@@ -19,7 +19,7 @@ from fdcache.service.wire.shared_memory import Geometry
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.statistics import Count, ReadTotals, Traffic
 
-VERSION = 6
+VERSION = 7
 MAX_FRAME = 8 << 20
 """Limit of a message in bytes."""
 MAX_PATHS, MAX_BLOCKS = 4096, 131072
@@ -77,6 +77,13 @@ class FindStored(msgspec.Struct, frozen=True, tag="find_stored"):
     """Ask which of these blocks the storage has: states, of which a path may lack any."""
 
     hashes: bytes
+
+
+class FindEnd(msgspec.Struct, frozen=True, tag="find_end"):
+    """Ask after how many of these pages, more than ``first``, the storage has states."""
+
+    hashes: bytes
+    first: int
 
 
 class EndFetches(msgspec.Struct, frozen=True, tag="end_fetches"):
@@ -204,6 +211,7 @@ Request = (
     | Match
     | Prefetch
     | FindStored
+    | FindEnd
     | EndFetches
     | Refill
     | Describe
@@ -268,6 +276,12 @@ class FoundStored(msgspec.Struct, frozen=True, tag="found_stored"):
     """``flags``, uint8: of each block asked for 1 if the storage has it or is writing it, else 0."""
 
     flags: bytes
+
+
+class FoundEnd(msgspec.Struct, frozen=True, tag="found_end"):
+    """``pages``: the most after which states are stored, 0 for none, and nothing while a store is asked."""
+
+    pages: int | None
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
@@ -353,6 +367,7 @@ Answer = (
     | Attached
     | Matched
     | FoundStored
+    | FoundEnd
     | Granted
     | Published
     | Hinted

@@ -46,6 +46,7 @@ from fdcache.storage.objects.writes import BatchWrite
 from fdcache.storage.records import RecordCheck
 
 _VERSION = 1
+_GROUPS_AT_ONCE = 16
 
 
 def layout_prefix(fingerprint: bytes) -> str:
@@ -128,6 +129,27 @@ class ObjectConnector:
             )
             result = RunResult(length, outcome, message)
         return result
+
+    def last(self, hashes: HashArray, width: int, timeout: float) -> RunResult:
+        """Return how many groups of blocks there are up to the last of which every rank has all stored.
+
+        A few are asked for at a time, from the end downwards, by their first blocks.
+        """
+        if (reason := self._refusal(writing=False)) is not None:
+            return RunResult(0, Outcome.PEER_GONE, reason)
+        deadline = time.monotonic() + timeout
+        groups = [[row.tobytes() for row in each] for each in hashes.reshape(-1, width, 32)]
+        for stop in range(len(groups), 0, -_GROUPS_AT_ONCE):
+            first = max(stop - _GROUPS_AT_ONCE, 0)
+            begun = self._own.find([each[0] for each in groups[first:stop]], deadline, is_path=False)
+            for at in sorted(begun.places, reverse=True):
+                found = [locator.find(groups[first + at], deadline, only_run=True) for locator in self._ranks]
+                if all(len(each.places) == width for each in found):
+                    return RunResult(first + at + 1)
+                begun.failed.update((at, error) for each in found for error in each.failed.values())
+            if begun.failed:
+                return RunResult(0, *self._judge(next(iter(begun.failed.values())), timeout))
+        return RunResult(0)
 
     def doubt(self, hashes: HashArray) -> None:
         """Look for these blocks again: a read has not found them."""

@@ -76,8 +76,9 @@ class Locator:
         cancel: _core.CancelFlag | None = None,
         *,
         only_run: bool = False,
+        is_path: bool = True,
     ) -> Located:
-        """Find blocks of one path. ``only_run``: those before the first that is not stored."""
+        """Find blocks of one path, or a few with which objects begin. ``only_run``: those before the first gap."""
         found = Located()
         missing: set[int] = set()
         probes = 2
@@ -91,7 +92,7 @@ class Locator:
             gap = missing or found.failed
             if not unknown or (only_run and gap and min((*missing, *found.failed)) < unknown[0]):
                 return found
-            asked = self._worth_asking(unknown, probes)
+            asked = self._worth_asking(unknown, probes) if is_path else unknown
             probes = min(2 * probes, _MOST_PROBES)
             names = [self.catalogue.last_seen(hashes[i]) or self.name(hashes[i]) for i in asked]
             calls = [partial(self.look_at, name) for name in names]

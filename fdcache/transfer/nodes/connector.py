@@ -23,6 +23,7 @@ from fdcache.storage.connector import (
     StorageCounters,
     StorageState,
     StorageStats,
+    last_whole,
 )
 from fdcache.storage.records import RecordCheck
 from fdcache.transfer.nodes.links import NodeLinks
@@ -107,6 +108,18 @@ class NodesConnector:
             if run < len(part):
                 break
         return RunResult(length) if error is None else RunResult(length, Outcome.TIMEOUT, error)
+
+    def last(self, hashes: HashArray, width: int, timeout: float) -> RunResult:
+        """Return how many groups of blocks there are up to the last of which some nodes have all records."""
+        if self._closed:
+            return RunResult(0, Outcome.PEER_GONE, "nodes: closed")
+        deadline, most = time.monotonic() + timeout, MOST_HASHES // width * width
+        for first in range((len(hashes) - 1) // most * most, -1, -most):
+            found, error = self._held_by_all(hashes[first : first + most], deadline)
+            if (groups := last_whole(found, width)) or error is not None:
+                length = first // width + groups if groups else 0
+                return RunResult(length, Outcome.OK if error is None else Outcome.TIMEOUT, error)
+        return RunResult(0)
 
     def _held_by_all(self, hashes: HashArray, deadline: float) -> tuple[Mask, str | None]:
         """Return which blocks every rank has, and which node has not said so although it was waited for."""
