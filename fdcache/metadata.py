@@ -258,11 +258,8 @@ _COLUMNS = (
 _MOST_SHOWN = 4
 
 
-class StorageTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One transfer between host and storage. It has its own plan id and report, since disks are slow.
-
-    ``timeout``: seconds after which a rank starts no further block of it.
-    """
+class SlowTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One transfer of a plan that has its own plan id and report, since others need not wait for it."""
 
     plan_id: int
     swap: CacheSwapMetadata
@@ -273,7 +270,11 @@ class StorageTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         return (self.swap,)
 
 
-class PeerTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class StorageTask(SlowTask, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One transfer between host and storage. ``timeout``: seconds after which a rank starts no further block of it."""
+
+
+class PeerTask(SlowTask, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One hand-over to or from a peer instance, reported by itself. Positions in the peer are blocks of the transfer.
 
     Args:
@@ -286,19 +287,12 @@ class PeerTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
         peer_hashes: of a fetch from an instance of another tensor parallelism, its hashes of the blocks, 32 bytes each.
     """
 
-    plan_id: int
-    swap: CacheSwapMetadata
     transfer: str
-    timeout: float
     addresses: tuple[str, ...] = ()
     attempt: int = 0
     computed: int = 0
     wanted: bool = True
     peer_hashes: bytes = b""
-
-    def swaps(self) -> tuple[CacheSwapMetadata, ...]:
-        """Return the transfer."""
-        return (self.swap,)
 
 
 class StorageScan(

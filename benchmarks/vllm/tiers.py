@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import in_turns, machine
-from tests.vllm.test_offloading_tier import Offloading, keys_of
+from tests.vllm.offloading import Offloading, keys_of
 
 TIERS = ("fs", "FdcacheTier")
 _PROMPT = 64

@@ -356,8 +356,9 @@ void bind_hashing(nb::module_ &module) {
             PyErr_SetString(nb::module_::import_("fdcache.errors").attr("HashingError").ptr(), error.what());
         }
     });
-    module.def("has_reserved_keys", &has_reserved_keys, "keys"_a,
-               "Return True if a key is all zeros or all ones, which stand for the root and for an unknown parent.");
+    module.def(
+        "has_reserved_keys", &has_reserved_keys, "keys"_a,
+        "Return True if a key is all zeros or all ones, which stand for the root and for an unknown parent.");
     module.def("keys_from_hex", &keys_from_hex, "keys"_a,
                "Return block keys that are written as 64 hexadecimal digits each. Raises HashingError.");
     module.def(

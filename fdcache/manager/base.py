@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import RLock
 from types import TracebackType
 from typing import ClassVar, Self
 
 import msgspec
 
+from fdcache import tracing
 from fdcache._core import DeviceContents, Loads
 from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.groups import record_keys
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
+from fdcache.machine.calibration import calibrated_link
 from fdcache.manager import story
 from fdcache.manager.cost import NO_PRIORS, Priors
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.opening import calibrated_priors, lookup_for, settings_for
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome
 from fdcache.manager.tier_views import RequestT_contra, TierViews
 from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import StorageScan, SwapPurpose, TransferPlan, TransferReport
-from fdcache.settings import Settings
+from fdcache.settings import Settings, logs
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
-from fdcache.storage.connector import StorageConnector
+from fdcache.settings.checks import log_misspelt, require_host_tier
+from fdcache.storage.calibration import load_storage_speed
+from fdcache.storage.connector import ConnectorContext, StorageConnector
+from fdcache.storage.factory import open_lookup
+from fdcache.storage.speed import measured_place
 from fdcache.tiers.hint_book import RequestHints
 from fdcache.tiers.host import HostCache, HostTier
 from fdcache.tiers.reuse import RecentReuse
@@ -122,8 +128,8 @@ class TierManager(TierViews[RequestT_contra]):
         Raises ``SettingsError`` for settings that are wrong or do not fit the layout, ``StorageError`` if the
         connector cannot be opened.
         """
-        settings = settings_for(layout, settings)
-        with lookup_for(layout, settings, lookup) as store:
+        settings = _settings_for(layout, settings)
+        with _lookup_for(layout, settings, lookup) as store:
             return cls(
                 cls._cache_settings(settings, layout, device_bytes),
                 layout,
@@ -415,3 +421,47 @@ def requests_of(requests: Iterable[RequestT_contra]) -> list[RequestT_contra]:
         raise RequestStateError(
             f"requests has to be a list of requests, got {type(requests).__name__}"
         ) from error
+
+
+# --- what a manager made from settings starts with -------------------------------------------------------------
+
+
+def _settings_for(layout: KVLayout, settings: Settings | None) -> Settings:
+    """Return settings that fit the layout, by default those of the environment. Raises ``SettingsError``."""
+    settings = settings or Settings.load()
+    settings.check_layout(layout)
+    require_host_tier(settings)
+    logs.follow(settings)
+    tracing.follow(settings.deployment.traces, "fdcache-engine")
+    log_misspelt(settings.misspelt)
+    return settings
+
+
+@contextmanager
+def _lookup_for(
+    layout: KVLayout, settings: Settings, lookup: StorageConnector | None
+) -> Iterator[StorageConnector | None]:
+    """Open the storage look-up of the settings, unless there is one; close it if the block fails.
+
+    None if the settings have no store that a look-up could ask, or a service asks it.
+    """
+    if lookup is None and settings.cache.server is None:
+        lookup = open_lookup(
+            ConnectorContext(layout, None, settings.storage_tier, settings.connector_options)
+        )
+    try:
+        yield lookup
+    except BaseException:
+        if lookup is not None:
+            lookup.close()
+        raise
+
+
+def calibrated_priors(settings: Settings) -> Priors:
+    """Return the speeds that ``fdcache init`` has measured: of the link, and of the storage."""
+    folder = settings.transfer.calibration_dir
+    link, place = calibrated_link(folder), measured_place(settings)
+    found = None if place is None else load_storage_speed(place, folder)
+    if found is None:
+        return Priors(link)
+    return Priors(link, found.bytes_per_second, found.latency_seconds)

@@ -124,14 +124,15 @@ class ConnectorConformance:
         """Groups before a gap count where a connector can be asked by position, and no others do."""
         hashes = path_of(self.blocks // 2 * 2, "last")
         with self._connected(open_connector, conformance_layout()) as (connector, records):
-            if not isinstance(connector, FindsLast):
+            by_position = connector
+            if not isinstance(by_position, FindsLast):
                 pytest.skip("this connector is not asked by position")
-            assert connector.last(hashes, 2, _TIMEOUT) == RunResult(0)
+            assert by_position.last(hashes, 2, _TIMEOUT) == RunResult(0)
             stored = np.concatenate((hashes[:1], hashes[4:6]))
             connector.put(records.fill(stored), _TIMEOUT)
-            assert connector.last(hashes, 2, _TIMEOUT) == RunResult(3)
-            assert connector.last(hashes[:4], 2, _TIMEOUT) == RunResult(0)
-            assert connector.last(hashes[:0], 2, _TIMEOUT) == RunResult(0)
+            assert by_position.last(hashes, 2, _TIMEOUT) == RunResult(3)
+            assert by_position.last(hashes[:4], 2, _TIMEOUT) == RunResult(0)
+            assert by_position.last(hashes[:0], 2, _TIMEOUT) == RunResult(0)
 
     def test_putting_twice_is_ok(self, open_connector: OpenConnector) -> None:
         """A block that is stored already counts as stored."""

@@ -43,29 +43,18 @@ def test_a_gpu_lost_at_any_call_fails_reports_and_the_controller_closes(
     run(cuda_driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.LOST)")
 
 
-def test_the_plan_after_a_refusal_succeeds(cuda_driver: Path) -> None:
+def test_plans_end_whatever_is_refused(cuda_driver: Path) -> None:
     calls = {"dma": "cuMemcpyBatchAsync", "staged": "cuLaunchKernel", "kernel": "cuLaunchKernel"}
-    run(cuda_driver, *(f"cuda_scenarios.succeed_after_a_refusal{each}" for each in calls.items()))
-
-
-def test_a_failed_copy_is_reported_only_after_its_last_write(cuda_driver: Path) -> None:
-    run(cuda_driver, "cuda_scenarios.keep_slots_of_a_failed_copy()")
-
-
-def test_plans_submitted_in_one_call_end_like_others(cuda_driver: Path) -> None:
-    run(cuda_driver, "cuda_scenarios.launch_in_one_call()", "cuda_scenarios.keep_loads_in_order()")
-
-
-def test_a_captured_stream_is_refused_before_any_copy(cuda_driver: Path) -> None:
-    run(cuda_driver, "cuda_scenarios.refuse_a_capture()")
-
-
-def test_a_stream_of_another_gpu_is_refused(cuda_driver: Path) -> None:
-    run(cuda_driver, "cuda_scenarios.refuse_a_foreign_stream()")
-
-
-def test_requests_whose_copies_are_refused_compute_again(cuda_driver: Path) -> None:
-    run(cuda_driver, "cuda_scenarios.serve_requests('write_through', 'cuLaunchKernel')")
+    run(
+        cuda_driver,
+        *(f"cuda_scenarios.succeed_after_a_refusal{each}" for each in calls.items()),
+        "cuda_scenarios.keep_slots_of_a_failed_copy()",
+        "cuda_scenarios.launch_in_one_call()",
+        "cuda_scenarios.keep_loads_in_order()",
+        "cuda_scenarios.refuse_a_capture()",
+        "cuda_scenarios.refuse_a_foreign_stream()",
+        "cuda_scenarios.serve_requests('write_through', 'cuLaunchKernel')",
+    )
 
 
 @pytest.mark.slow

@@ -84,11 +84,12 @@ class TestReplay:
         assert shown["settings"]["planes"] == 4
 
     def test_decode_reserve_prevents_most_preemptions(self, replay: Replay) -> None:
-        plain = replay()["preemptions"]
-        reserved = replay(**{RESERVE: "1000", DECAY: "0"})["preemptions"]
+        few = ("--requests", "80")
+        plain = replay(*few)["preemptions"]
+        reserved = replay(*few, **{RESERVE: "1000", DECAY: "0"})["preemptions"]
         assert 0 < reserved < plain / 3
-        assert replay(**{RESERVE: "1000", DECAY: "1000"})["preemptions"] > 2 * reserved
-        assert replay(**{MINIMUM: "1000"})["preemptions"] < plain / 3
+        assert replay(*few, **{RESERVE: "1000", DECAY: "1000"})["preemptions"] > 2 * reserved
+        assert replay(*few, **{MINIMUM: "1000"})["preemptions"] < plain / 3
 
     def test_decodes_allocate_several_blocks_at_a_time(
         self, replay: Replay, monkeypatch: pytest.MonkeyPatch
@@ -423,7 +424,7 @@ class TestFastDeploy:
 
 class TestPaddleEngine:
     SMALL = (
-        "--layers 1 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --ffn 32 --vocab 64 --requests 12 --users 8 "
+        "--layers 1 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --ffn 32 --vocab 64 --requests 8 --users 8 "
         "--scale 16 --answer-scale 2 --device-blocks 24 --ordinary"
     )
 
@@ -456,7 +457,7 @@ class TestPaddleEngine:
 
         def digests(**values: str) -> list[str]:
             environ(**values)
-            few = self.SMALL.replace("--requests 12", "--requests 3").replace(" --ordinary", "")
+            few = self.SMALL.replace("--requests 8", "--requests 3").replace(" --ordinary", "")
             assert main(few.split()) == 0
             return [line for line in capfd.readouterr().err.splitlines() if line.startswith("digest ")]
 

@@ -229,8 +229,12 @@ class TestLimits:
             assert engine.ask("stats")["state"] == "ready"
             lines.callback(resource.prlimit, web.process.pid, resource.RLIMIT_NOFILE, former)
             set_limit = partial(resource.prlimit, web.process.pid, resource.RLIMIT_NOFILE)
-            set_limit((web.process.num_fds() * 9 // 8, former[1]))
-            until(lambda: "new clients are refused" in web.log[length:], "it takes no clients")
+
+            def takes_no_clients() -> bool:  # lines of the tests before may still be closing
+                set_limit((web.process.num_fds() * 9 // 8, former[1]))
+                return "new clients are refused" in web.log[length:]
+
+            until(takes_no_clients, "it takes no clients")
             for _ in range(10):
                 assert not is_served(web.service.address)
                 assert engine.ask("stats")["state"] == "ready", "clients that it has are served"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -194,6 +195,10 @@ def test_tools_name_nodes(nodes: Nodes, tmp_path: Path) -> None:
         for line in metrics.splitlines()
         if line.startswith("fdcache_storage_node_hit_blocks_total") and nodes.first_at in line
     ]
+    guide = (Path(__file__).parents[2] / "docs" / "storage.md").read_text()
+    named = set(re.findall(r"fdcache_storage_node_\w+", guide))
+    assert len(named) == 6
+    assert named <= set(re.findall(r"^(fdcache_storage_node_\w+)", metrics, re.MULTILINE))
     assert float(hits.rsplit(" ", 1)[1]) == nodes.told(nodes.first_at)["hits"] >= BLOCKS
     shown = run("inspect", "storage", *server, COLUMNS="300").stdout
     assert nodes.first_at in shown

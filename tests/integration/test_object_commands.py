@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fdcache.manager.opening import calibrated_priors
+from fdcache.manager.base import calibrated_priors
 from fdcache.service.server import machine_findings
 from fdcache.service.server.preflight import check_storage
 from fdcache.settings import Settings

@@ -204,7 +204,7 @@ class TestBlocksAndPrompts:
             ("[1, 2]", 0, "these tokens fill no block"),
             ("1 two 3", 2, "'two' is not a token id"),
             ("[1, -2]", 2, "'-2' is not a token id"),
-            ("\udcff", 2, "cannot be read as text"),
+            ("\udcff", 2, "is no text"),
         ],
     )
     def test_explain_with_too_few_or_invalid_tokens(

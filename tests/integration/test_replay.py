@@ -128,7 +128,11 @@ def test_every_layout_and_block_size_is_clean(layout: LayoutName, block_size: in
     assert report.tally.hit_tokens["host"] > 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+# What ranks in processes have of their own is the same with every policy.
+@pytest.mark.parametrize(
+    "policy",
+    [WritePolicy.WRITE_BACK, *(pytest.param(each, marks=pytest.mark.slow) for each in POLICIES[:-1])],
+)
 def test_two_ranks_in_processes_of_their_own_are_clean(policy: WritePolicy) -> None:
     config = small_config(ranks=2, cache={"write_policy": policy}, load_failures=0.2)
     report = run_chat(config)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fdcache.errors import ReplayError, ReplayOptionError
+from fdcache.errors import ReplayOptionError
 from fdcache.groups import CacheGroup, PageColumns, Reach
 from fdcache.manager import Request
 from fdcache.replay import worker
@@ -19,7 +19,7 @@ from fdcache.replay.models import GroupedModel
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import StorageTierSettings, WritePolicy
 from tests.integration.test_replay import LateReports, SilentlyWrongDevice
-from tests.replay_help import assert_clean, kills_rank_one, rank_processes, run_chat, small_config
+from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_help import ServiceProcess, local_service
 from tests.storage_help import MIB
 
@@ -42,21 +42,19 @@ def grouped(groups: str, **options: Any) -> ReplayConfig:
 
 
 @pytest.mark.parametrize("groups", KINDS.values(), ids=list(KINDS))
-@pytest.mark.parametrize("load_failures", [0.0, 0.4])
-def test_every_kind_of_groups_is_clean_with_and_without_failing_loads(
-    groups: str, load_failures: float
-) -> None:
-    report = run_chat(grouped(groups, load_failures=load_failures), 60)
+def test_every_kind_of_groups_is_clean_with_failing_loads(groups: str) -> None:
+    report = run_chat(grouped(groups, load_failures=0.4), 60)
     assert_clean(report)
     assert report.tally.hit_tokens["host"] > 0 < report.tally.hit_tokens["device"]
     assert report.tally.verified_blocks > 0 < report.evictions
-    assert (report.tally.failed_loads > 0) == (load_failures > 0)
+    assert report.tally.failed_loads > 0
 
 
 @pytest.mark.parametrize("groups", [KINDS["full + window"], KINDS["full + states"]])
 def test_write_back_is_clean(groups: str) -> None:
     report = run_chat(grouped(groups, cache={"write_policy": WritePolicy.WRITE_BACK}), 60)
     assert_clean(report)
+    assert report.tally.failed_loads == 0
     assert report.tally.hit_tokens["host"] > 0
 
 
@@ -84,7 +82,7 @@ def test_overdue_loads_keep_their_device_blocks_until_they_are_reported(
     assert report.tally.overdue_loads > 0
 
 
-@pytest.mark.parametrize("layout", [LayoutName.UNIFORM, LayoutName.MLA])
+@pytest.mark.parametrize("layout", [pytest.param(LayoutName.UNIFORM, marks=pytest.mark.slow), LayoutName.MLA])
 def test_two_ranks_in_processes_of_their_own_are_clean(
     layout: LayoutName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,14 +150,6 @@ def test_a_service_that_is_killed_costs_no_request_and_no_byte(tmp_path: Path) -
     assert (tally.corrupt_blocks, report.leaked_slots, report.integrity_error) == (0, 0, None)
     assert tally.finished == tally.requests
     assert tally.verified_blocks > 0
-
-
-def test_the_death_of_a_rank_ends_the_run_with_an_error_naming_it() -> None:
-    with pytest.raises(ReplayError, match=r"rank 1 .* ended by signal 9"):
-        replay(
-            generate(WorkloadName.CHAT, 100, 0), grouped("state,all", ranks=2), should_stop=kills_rank_one()
-        )
-    assert not rank_processes()
 
 
 # --- negative controls ------------------------------------------------------------------------------------

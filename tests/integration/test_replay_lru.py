@@ -16,8 +16,10 @@ from tests.replay_help import LeafFirstLru, assert_clean, recorded_trace, small_
 LRU = {"eviction": "lru"}
 
 
-@pytest.mark.parametrize("workload", [WorkloadName.CHAT, WorkloadName.AGENT, WorkloadName.RAG])
-@pytest.mark.parametrize("device_blocks", [150, 600])
+@pytest.mark.parametrize(
+    ("workload", "device_blocks"),
+    [(WorkloadName.CHAT, 150), (WorkloadName.AGENT, 600), (WorkloadName.RAG, 150), (WorkloadName.CHAT, 600)],
+)
 def test_hit_rate_equals_an_exact_simulation(workload: WorkloadName, device_blocks: int) -> None:
     config = small_config(device_blocks=device_blocks, host_memory=0, concurrency=1, cache=LRU)
     report = replay(generate(workload, 300, 0), config)

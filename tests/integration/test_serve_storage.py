@@ -76,7 +76,15 @@ def storage_of(service: ServiceProcess | LocalService) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("policy", WritePolicy)
+# Which blocks each policy stores is what an engine of its own stores: test_replay_storage has all three.
+@pytest.mark.parametrize(
+    "policy",
+    [
+        WritePolicy.WRITE_BACK,
+        pytest.param(WritePolicy.WRITE_THROUGH, marks=pytest.mark.slow),
+        pytest.param(WritePolicy.WRITE_THROUGH_SELECTIVE, marks=pytest.mark.slow),
+    ],
+)
 def test_a_restarted_service_without_its_arena_is_warm(tmp_path: Path, policy: WritePolicy) -> None:
     folder = tmp_path / "storage"
     with service_process(tmp_path / "s", **storage_settings(folder, FDCACHE_WRITE_POLICY=policy)) as service:

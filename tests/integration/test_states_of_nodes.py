@@ -86,13 +86,16 @@ def matched(engine: OffloadEngine, tokens: list[int]) -> tuple[Request, int]:
     request = Request(f"asks {next(_numbers)}", tokens)
     engine.manager.begin([request])
 
-    def answers() -> int | None:
+    pages: list[int] = []
+
+    def answers() -> bool:
         engine.settle()
         match = engine.manager.match(request, 0)
-        return match.num_tokens // BLOCK if match.status is MatchStatus.MATCHED else None
+        if is_matched := match.status is MatchStatus.MATCHED:
+            pages.append(match.num_tokens // BLOCK)
+        return is_matched
 
-    pages: list[int] = []
-    until(lambda: (found := answers()) is not None and not pages.append(found), "it is matched")
+    until(answers, "it is matched")
     return request, pages[0]
 
 

@@ -56,7 +56,7 @@ def check(policy: WritePolicy, examples: int, steps: int) -> None:
 
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_copies_between_tiers_keep_every_eviction_order(policy: WritePolicy) -> None:
-    check(policy, examples=40, steps=25)
+    check(policy, examples=20, steps=25)
 
 
 @pytest.mark.slow

@@ -379,7 +379,7 @@ def bounded(examples: int, steps: int) -> settings:
 
 
 def test_short_histories() -> None:
-    run_state_machine_as_test(TierHistory, settings=bounded(examples=150, steps=50))
+    run_state_machine_as_test(TierHistory, settings=bounded(examples=80, steps=50))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from fdcache.errors import StorageError
-from fdcache.manager.opening import calibrated_priors
+from fdcache.manager.base import calibrated_priors
 from fdcache.settings import Settings
 from fdcache.storage import calibration
 from fdcache.storage.calibration import StorageSpeed, load_storage_speed, measure_storage, save_storage_speed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import Any, Never, overload
@@ -12,7 +11,7 @@ from typing import Any, Never, overload
 import numpy as np
 
 from fdcache.errors import RequestStateError, UnsupportedCallError
-from fdcache.hints import HintOutcome, read_hints
+from fdcache.hints import read_hints
 from fdcache.integrations.fastdeploy.config import (
     device_blocks,
     device_bytes,
@@ -22,6 +21,7 @@ from fdcache.integrations.fastdeploy.config import (
 )
 from fdcache.integrations.fastdeploy.request_fields import (
     MatchedPrefix,
+    TrackedRequest,
     images_of,
     is_preempted,
     reuse_before_images,
@@ -36,31 +36,6 @@ from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.host import HostCache
-
-
-@dataclass(slots=True, eq=False)
-class TrackedRequest:
-    """A request of the engine together with the cache's own.
-
-    Attributes:
-        outputs: generated tokens that the cache knows.
-        blocks: length of the block table that the engine knows.
-        outputs_at_match: generated tokens at the time of the match.
-        publish_at: number of generated tokens that completes the next block.
-        load_failed: its blocks hold wrong bytes, so nothing more of it is published.
-        refused_hints: outcomes of hints that could not be read.
-    """
-
-    engine_request: Any
-    request: Request
-    outputs: int
-    blocks: int = 0
-    outputs_at_match: int = 0
-    publish_at: int = 0
-    has_blocks: bool = False
-    matched: bool = False
-    load_failed: bool = False
-    refused_hints: Sequence[HintOutcome] = ()
 
 
 class FastDeployManager:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from fdcache.hashing import MultimodalItem
+from fdcache.hints import HintOutcome
+from fdcache.manager.requests import Request
 from fdcache.metadata import BlockNode
 
 
@@ -39,6 +41,31 @@ class MatchedPrefix:
     def total_matched_blocks(self) -> int:
         """Number of blocks found in all tiers."""
         return self.matched_device_nums + self.matched_host_nums + self.matched_storage_nums
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """A request of the engine together with the cache's own.
+
+    Attributes:
+        outputs: generated tokens that the cache knows.
+        blocks: length of the block table that the engine knows.
+        outputs_at_match: generated tokens at the time of the match.
+        publish_at: number of generated tokens that completes the next block.
+        load_failed: its blocks hold wrong bytes, so nothing more of it is published.
+        refused_hints: outcomes of hints that could not be read.
+    """
+
+    engine_request: Any
+    request: Request
+    outputs: int
+    blocks: int = 0
+    outputs_at_match: int = 0
+    publish_at: int = 0
+    has_blocks: bool = False
+    matched: bool = False
+    load_failed: bool = False
+    refused_hints: Sequence[HintOutcome] = ()
 
 
 def is_preempted(request: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fdcache.hints import HintOutcome
+from fdcache.integrations.vllm.keys import known_tokens
 from fdcache.integrations.vllm.tables import RequestTable
 from fdcache.manager import Request
 from fdcache.metadata import Int32Array
@@ -53,6 +54,16 @@ class Running:
         """Give the request another block table, of which nothing is offered."""
         self.blocks = blocks
         self.offered = 0
+
+    def learn_tokens(self, num_tokens: int) -> None:
+        """Take over vLLM's tokens up to this number of them."""
+        have = self.request.num_tokens
+        if num_tokens > have:
+            self.request.append_tokens(known_tokens(self.source, have)[: num_tokens - have])
+
+
+Computed = tuple[Running, int, int]
+"""A scheduled request, with its tokens before and after the step."""
 
 
 class Finished(NamedTuple):

@@ -16,10 +16,11 @@ from fdcache.hints import read_hints
 from fdcache.integrations.vllm.early import EarlyLoads
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.handover import PeerSide
-from fdcache.integrations.vllm.keys import extra_of, known_tokens, request_of
+from fdcache.integrations.vllm.keys import extra_of, request_of
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata
-from fdcache.integrations.vllm.running import Finished, HookGuard, Running, ids_of
-from fdcache.integrations.vllm.tables import BlockIds, RequestTable, TableShape, coldest_of, pages_of_offer
+from fdcache.integrations.vllm.offers import StepOffers
+from fdcache.integrations.vllm.running import Computed, Finished, HookGuard, Running, ids_of
+from fdcache.integrations.vllm.tables import BlockIds, RequestTable, TableShape, coldest_of
 from fdcache.integrations.vllm.timing import StepTimes
 from fdcache.manager import LoadOutcome, MatchStatus, OffloadManager
 from fdcache.metadata import Int32Array, PeerTask, SwapPurpose, TransferPlan, TransferReport, decode_scan
@@ -29,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 _Tables = list[RequestTable]
 """Block tables of the requests of a step."""
-
-_Computed = tuple[Running, int, int]
-"""A scheduled request, with its tokens before and after the step."""
 
 
 class SchedulerSide:
@@ -62,11 +60,9 @@ class SchedulerSide:
         self.times = StepTimes(manager)
         self._block_size = layout.block_size
         self._shape = TableShape(layout)
-        self._states = layout.state_groups
         self._is_plain = not (layout.has_gaps or layout.num_states)
         self._writes_back = manager.settings.write_policy is WritePolicy.WRITE_BACK
-        self._lookahead = manager.settings.lookahead_tokens
-        self._blocks_of_offer = pages_of_offer(layout)
+        self._offers = StepOffers(manager, events, self._count)
         self._running: dict[str, Running] = {}
         self._in_flight: deque[_Tables | None] = deque(maxlen=steps_in_flight)
         self._has_loads = False
@@ -122,7 +118,7 @@ class SchedulerSide:
             return 0
         known.has_table(self._shape.table())
         known.device_tokens = device_tokens
-        self._learn_tokens(known, source.num_tokens)
+        known.learn_tokens(source.num_tokens)
         # vLLM computes the last token of a prompt that is loaded whole. Its last block alone is sooner computed, a
         # window would have to reach back one token more, and a state cannot go back.
         is_worth_it = source.num_tokens - device_tokens > self._block_size and self._is_plain
@@ -179,7 +175,7 @@ class SchedulerSide:
         handed_over, is_kept = None, False
         if known.source is source and any(blocks) and known.blocks:
             known.blocks = self._shape.table(blocks)
-            self._offer(known, source.num_computed_tokens)
+            self._offers.blocks(known, source.num_computed_tokens)
             if self.peers is not None and not known.is_lost:
                 handed_over, is_kept = self.peers.finished(source, known.request, known.blocks, self._made)
         self._forget(source.request_id)
@@ -197,7 +193,7 @@ class SchedulerSide:
 
         Loads whose plan could not be taken wait for the plan of the next step.
         """
-        computed: Sequence[_Computed] = ()
+        computed: Sequence[Computed] = ()
         used: _Tables | None = None
         if self._early is not None:
             received, self._made.seconds_left = self._early.step(output.total_num_scheduled_tokens)
@@ -239,7 +235,7 @@ class SchedulerSide:
             self._early.received(request_ids)
 
     def _follow_handovers(
-        self, peers: PeerSide, preempted: Iterable[str], computed: Sequence[_Computed]
+        self, peers: PeerSide, preempted: Iterable[str], computed: Sequence[Computed]
     ) -> None:
         """End and begin the hand-overs of requests whose blocks go to decode as they are computed."""
         for request_id in preempted:
@@ -248,7 +244,7 @@ class SchedulerSide:
             if not known.is_lost:
                 peers.scheduled(known.source, known.request, start)
 
-    def _tell_of_handovers(self, peers: PeerSide, computed: Sequence[_Computed]) -> None:
+    def _tell_of_handovers(self, peers: PeerSide, computed: Sequence[Computed]) -> None:
         """Tell the ranks what the step computes of blocks that decode may read already."""
         with self.guarded("handing over", follows_blocks=False):
             for known, _, num_tokens in computed:
@@ -257,7 +253,7 @@ class SchedulerSide:
                     peers.computed(known.source, known.blocks, num_tokens, self._made)
             peers.tell(self._made)
 
-    def _follow(self, output: Any, computed: Sequence[_Computed]) -> None:
+    def _follow(self, output: Any, computed: Sequence[Computed]) -> None:
         """Time the step, and offer the blocks that it computes."""
         # Of steps in which requests have a part that are not followed the time says nothing.
         if len(computed) == len(output.num_scheduled_tokens) and self.manager.decides_loads:
@@ -265,16 +261,8 @@ class SchedulerSide:
                 self._made.timed = self.times.begin(
                     (known.request, start, stop) for known, start, stop in computed
                 )
-        for known, start, num_tokens in computed:
-            if num_tokens - start > self._block_size or self._has_enough(known, num_tokens):
-                self._offer(known, num_tokens, start)
-        if self._states:
-            self._offer_states(output)
-
-    def _has_enough(self, known: Running, num_tokens: int) -> bool:
-        """Return True if enough blocks were generated for an offer before the request ends."""
-        whole = num_tokens // self._block_size
-        return whole >= known.offered + self._blocks_of_offer or self._events is not None
+        self._offers.step(computed)
+        self._offers.states(getattr(output, "kv_connector_block_state", None), self._running)
 
     def _plan(self, *, is_patient: bool) -> None:
         if not self._sent_host_cache:
@@ -354,7 +342,7 @@ class SchedulerSide:
             (self.manager.evicted if are_blocks_known else self.manager.forget)(everything)
         self._is_lost = False
 
-    def _learn_blocks(self, output: Any) -> Sequence[_Computed]:
+    def _learn_blocks(self, output: Any) -> Sequence[Computed]:
         """Follow the block tables; return the scheduled requests.
 
         Of a step that only generates, a token for each request, those are left out that got no block.
@@ -364,7 +352,7 @@ class SchedulerSide:
         is_same = only_generates and not (output.scheduled_new_reqs or output.preempted_req_ids)
         if is_same and not any(cached.new_block_ids):
             return ()
-        computed: list[_Computed] = []
+        computed: list[Computed] = []
         given: list[int] = []
         for request_id in output.preempted_req_ids or ():
             if (known := self._running.get(request_id)) is not None:
@@ -403,62 +391,6 @@ class SchedulerSide:
         if early:
             self.manager.forget(ids_of(early))
             self._made.overwritten = early
-
-    def _offer(self, known: Running, num_tokens: int, start: int = 0) -> None:
-        """Offer whole blocks of known tokens: those that drafts or steps in flight add are offered later.
-
-        So are those whose key takes in a token that is not known yet.
-
-        ``start``: the tokens that the request had when its step was scheduled, 0 if vLLM has told the table since.
-        """
-        if known.is_lost:
-            return
-        num_tokens = min(num_tokens, known.source.num_tokens - self._lookahead)
-        whole = num_tokens // self._block_size
-        if whole == known.offered and (self._events is None or known.known_hashes >= whole):
-            return
-        if whole > known.blocks.num_pages:
-            self._count("%d blocks are computed, %d are known", whole, known.blocks.num_pages)
-        elif whole:
-            self._learn_tokens(known, num_tokens + self._lookahead)
-            self._learn_hashes(known)
-            self.manager.offer(known.request, num_tokens, known.blocks.page_ids(0, whole, start))
-            known.offered = whole
-
-    def _offer_states(self, output: Any) -> None:
-        """Offer the states that vLLM keeps after this step, after all pages before them."""
-        state = getattr(output, "kv_connector_block_state", None)
-        for request_id, entries in (state.boundary_state_offloads if state is not None else {}).items():
-            known = self._running.get(request_id)
-            if known is None or known.is_lost or not known.blocks:
-                continue
-            by_end: dict[int, dict[int, int]] = {}
-            for group, block, tokens in entries:
-                if block and not tokens % self._block_size:
-                    by_end.setdefault(tokens, {})[group] = block
-            for tokens, blocks in sorted(by_end.items()):
-                if tokens <= known.source.num_tokens and blocks.keys() >= set(self._states):
-                    self._offer_state(known, tokens, [blocks[group] for group in self._states])
-
-    def _offer_state(self, known: Running, tokens: int, blocks: Sequence[int]) -> None:
-        pages = tokens // self._block_size
-        if pages > known.offered:
-            self._offer(known, tokens)
-        self._learn_tokens(known, min(tokens + self._lookahead, known.source.num_tokens))
-        above = known.blocks.page_ids(pages - 1, pages)[-1:] if known.blocks.num_pages >= pages else ()
-        self.manager.offer_states(known.request, tokens, ids_of(blocks), *map(int, above))
-
-    def _learn_tokens(self, known: Running, num_tokens: int) -> None:
-        have = known.request.num_tokens
-        if num_tokens > have:
-            known.request.append_tokens(known_tokens(known.source, have)[: num_tokens - have])
-
-    def _learn_hashes(self, known: Running) -> None:
-        if self._events is not None:
-            self.manager.prepare([known.request])
-            hashes = known.request.block_hashes
-            start, size = known.known_hashes, self._block_size
-            known.known_hashes = self._events.learn_new(known.source, hashes, start, size)
 
     def take_events(self) -> Iterable[Any]:
         """Return vLLM's events since the last call."""

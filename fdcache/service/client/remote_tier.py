@@ -6,19 +6,20 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from fdcache._core import DescribedBlocks, SharedHost
+from fdcache._core import SharedHost
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
 from fdcache.plans.ledger import Mask
+from fdcache.service.client.block_notes import BlockNotes
 from fdcache.service.client.connection import Connection
 from fdcache.service.client.remote_hints import RemoteHints
-from fdcache.service.client.session import MOST_BLOCKS, Session
+from fdcache.service.client.session import Session
 from fdcache.service.client.session_keeper import SessionKeeper
 from fdcache.service.wire.control_views import PrefetchView
 from fdcache.service.wire.protocol import (
@@ -29,7 +30,6 @@ from fdcache.service.wire.protocol import (
     NOT_FETCHED,
     Answer,
     Ask,
-    DescribedPath,
     EndFetches,
     FindEnd,
     FindStored,
@@ -38,6 +38,7 @@ from fdcache.service.wire.protocol import (
     Match,
     Matched,
     Prefetch,
+    Request,
     ToolAnswer,
     hashes_from,
     int32_from,
@@ -47,10 +48,12 @@ from fdcache.service.wire.protocol import (
 )
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms, OnDevice
-from fdcache.tiers.host import NOTHING, Found, HostCache, PathNote, Reading
-from fdcache.tiers.pool import EVENT_CLEARED, PENDING
+from fdcache.tiers.host import NOTHING, Found, HostCache, Reading
+from fdcache.tiers.pool import PENDING
 from fdcache.tiers.statistics import ReadTotals, TierUsage, TrafficMeter
 from fdcache.tiers.waiting_fetches import ReadJudge
+
+_Answer = TypeVar("_Answer", bound=Answer)
 
 _FRESH_SECONDS, _MOST_ANSWERS = 0.5, 256
 """How long an answer about stored blocks holds, and how many are kept."""
@@ -60,7 +63,9 @@ class RemoteFetches:
     """Fetches that a service has for the requests of this process, by number. Messages go in the background."""
 
     def __init__(
-        self, sessions: SessionKeeper, ask: Callable[[Session, FindStored | FindEnd], Answer | None]
+        self,
+        sessions: SessionKeeper,
+        ask: Callable[[Session, FindStored | FindEnd], FoundStored | FoundEnd | None],
     ) -> None:
         self._sessions = sessions
         self._ask = ask
@@ -97,9 +102,7 @@ class RemoteFetches:
         if known is not None and asked is session and until >= now:
             return known
         answer = self._ask(session, question)
-        if not isinstance(answer, FoundStored | FoundEnd):
-            return None
-        if answer != FoundEnd(None):
+        if answer is not None and answer != FoundEnd(None):
             self._answers[key] = session, now + _FRESH_SECONDS, answer
             self._answers.move_to_end(key)
             if len(self._answers) > _MOST_ANSWERS:
@@ -163,95 +166,6 @@ class RemoteFetches:
         session = self._known.pop(number, None)
         if session is not None:
             self._sessions.outbox.add(session, EndFetches([number]))
-
-
-MOST_REMEMBERED = 1 << 17
-"""Blocks that are known to be described; what is forgotten is described again."""
-MOST_TOKENS = 1 << 18
-"""Of a part of a path."""
-_HASH_BYTES, _TOKEN_BYTES = 32, 4
-
-
-class BlockNotes:
-    """Descriptions of the blocks of this process. They are queued before the blocks are stored.
-
-    A step queues them and goes on: they are sent before the next message, or within moments.
-    """
-
-    def __init__(self, sessions: SessionKeeper) -> None:
-        self._sessions = sessions
-        self._session: Session | None = None
-        self._device_session: Session | None = None
-        self._described = DescribedBlocks(MOST_REMEMBERED)
-
-    @property
-    def is_wanted(self) -> bool:
-        """True while there is a service that tells routers of its blocks."""
-        session = self._sessions.session
-        return session is not None and session.wants_notes
-
-    @property
-    def has_device(self) -> bool:
-        """True if this session was told of the device's blocks."""
-        return self._device_session is self._sessions.session
-
-    def tell_device(self, kinds: bytes, hashes: bytes) -> None:
-        """Tell which blocks came to and left the device, in order; a session is told of all first.
-
-        That begins with an empty device. A session that begins meanwhile is told nothing yet.
-        """
-        session = self._sessions.session
-        if kinds[0] == EVENT_CLEARED:
-            self._device_session = session
-        if session is None or session is not self._device_session:
-            return
-        for start in range(0, len(kinds), MOST_BLOCKS):
-            stop = start + MOST_BLOCKS
-            part = (kinds[start:stop], hashes[_HASH_BYTES * start : _HASH_BYTES * stop])
-            self._sessions.outbox.note(session, part)
-
-    def on_session(self, tell: Callable[[], bool]) -> None:
-        """Call ``tell`` in each new session until it returns True, so that an idle engine's device is known, too."""
-        self._sessions.greet = tell
-
-    def describe(self, requests: Sequence[Any]) -> None:
-        """Describe the blocks of requests that are not described in this session: those at the end of each path."""
-        session = self._sessions.session
-        if session is None:
-            return
-        if session is not self._session or session.has_forgotten:
-            self._session, session.has_forgotten = session, False
-            self._described.clear()
-        for position, first, parent, hashes, tokens in self._described.describe(requests):
-            note = requests[position].note
-            path = DescribedPath(hashes, tokens, parent, note.tenant, note.adapter)
-            if (
-                note.items
-                or len(hashes) > _HASH_BYTES * MOST_BLOCKS
-                or len(tokens) > _TOKEN_BYTES * MOST_TOKENS
-            ):
-                for part in _parts(session.block_size, first, path, note):
-                    self._sessions.outbox.note(session, part)
-            else:
-                self._sessions.outbox.note(session, path)
-
-
-def _parts(size: int, first: int, path: DescribedPath, note: PathNote) -> list[DescribedPath]:
-    """Return the blocks of a path, from ``first`` on, in parts of one message each."""
-    step, made, parent = max(min(MOST_BLOCKS, MOST_TOKENS // size), 1), list[DescribedPath](), path.parent
-    for start in range(0, len(path.hashes) // _HASH_BYTES, step):
-        hashes = path.hashes[start * _HASH_BYTES : (start + step) * _HASH_BYTES]
-        tokens = path.tokens[start * size * _TOKEN_BYTES : (start + step) * size * _TOKEN_BYTES]
-        begin = (first + start) * size
-        end = begin + len(tokens) // _TOKEN_BYTES
-        items = [
-            (offset - begin, length, name)
-            for offset, length, name in note.items
-            if offset < end and offset + length > begin
-        ]
-        made.append(DescribedPath(hashes, tokens, parent, note.tenant, note.adapter, items))
-        parent = hashes[-_HASH_BYTES:]
-    return made
 
 
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
@@ -341,13 +255,10 @@ class RemoteHostTier:
         session = self.sessions.session
         if session is None:
             return "the service does not answer"
-        self._connection.session = session.id
         path = [row.tobytes().hex() for row in hashes]
         body = Ask("prefetch", {"namespace": self._fingerprint.hex()[:16], "hashes": path, "source": source})
         try:
-            answer, _ = self._connection.call(body, max(self._timeout, 1.0))
-            if not isinstance(answer, ToolAnswer):
-                raise ProtocolError(f"expected the answer to a tool, got {type(answer).__name__}")
+            answer = self._call(session, body, ToolAnswer, max(self._timeout, 1.0))
         except RefusedError as error:
             return str(error)
         except (ServiceUnavailableError, ProtocolError) as error:
@@ -355,24 +266,30 @@ class RemoteHostTier:
             return "the service does not answer"
         return msgspec.json.decode(answer.value, type=PrefetchView).refused or ""
 
-    def _find(self, session: Session, question: FindStored | FindEnd) -> Answer | None:
+    def _find(self, session: Session, question: FindStored | FindEnd) -> FoundStored | FoundEnd | None:
         """Ask what the storage has. Without an answer in time nothing, and the session is over."""
         if self._reset_owed:
             return None
-        self._connection.session = session.id
         try:
-            answer, _ = self._connection.call(question, self._timeout)
-            match question, answer:
-                case FindStored(), FoundStored():
-                    uint8_from(answer.flags, "flags", len(question.hashes) // 32)
-                case FindEnd(), FoundEnd(pages) if pages is None or 0 <= pages <= len(question.hashes) // 32:
-                    pass
-                case _:
-                    raise ProtocolError(f"expected what is stored, got {type(answer).__name__}")
-            return answer
+            if isinstance(question, FindStored):
+                stored = self._call(session, question, FoundStored, self._timeout)
+                uint8_from(stored.flags, "flags", len(question.hashes) // 32)
+                return stored
+            end = self._call(session, question, FoundEnd, self._timeout)
+            if end.pages is not None and not 0 <= end.pages <= len(question.hashes) // 32:
+                raise ProtocolError(f"pages: {end.pages} are not those asked for")
+            return end
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             self.sessions.lose(session, str(error))
             return None
+
+    def _call(self, session: Session, body: Request, answer: type[_Answer], timeout: float) -> _Answer:
+        """Return what the service answers in this session; another kind of answer is a ``ProtocolError``."""
+        self._connection.session = session.id
+        got, _ = self._connection.call(body, timeout)
+        if not isinstance(got, answer):
+            raise ProtocolError(f"expected {answer.__name__}, got {type(got).__name__}")
+        return got
 
     def _ask(
         self, session: Session, paths: Sequence[tuple[HashArray, int]], numbers: Sequence[int]
@@ -385,13 +302,9 @@ class RemoteHostTier:
             fetches=np.array(numbers, np.int64).tobytes() if any(numbers) else b"",
             requests=self.fetches.names(numbers),
         )
-        self._connection.session = session.id
         try:
             # An answer that comes later ends with its session, which is lost without it.
-            answer, _ = self._connection.call(body, self._timeout)
-            if not isinstance(answer, Matched):
-                raise ProtocolError(f"expected the answer to a look-up, got {type(answer).__name__}")
-            return self._matches(session, paths, numbers, answer)
+            return self._matches(session, paths, numbers, self._call(session, body, Matched, self._timeout))
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             if isinstance(error, RefusedError) and error.code == "draining":
                 self.sessions.leave(session)
@@ -453,12 +366,11 @@ class RemoteHostTier:
             return
         session.is_resetting = True
         self.sessions.return_stock(session)
-        self._connection.session = session.id
         tiers = ("host", "storage") if session.storage else ("host",)
         try:
             for tier in tiers:
                 body = Ask("reset", {"tier": tier, "namespace": self._fingerprint.hex()[:16]})
-                self._connection.call(body, max(self._timeout, 1.0))
+                self._call(session, body, ToolAnswer, max(self._timeout, 1.0))
             self._set_reset_owed(False)
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             self.sessions.lose(session, str(error))

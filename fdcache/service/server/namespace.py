@@ -64,7 +64,6 @@ class Namespace:
         feed: RouterFeed | None = None,
     ) -> None:
         self.layout = layout
-        self._layout_text = layout.to_json().encode()
         self._eviction = eviction
         self.id = layout.fingerprint.hex()[:16]
         self.ranks = layout.record_ranks
@@ -168,11 +167,6 @@ class Namespace:
         """Return True if it has all the extents that its quota allows."""
         return self.num_extents >= self.max_extents
 
-    @property
-    def layout_path(self) -> Path:
-        """File with the layout, which lets the next service recover the blocks."""
-        return Path(f"{self.geometry.directory}/{self.geometry.prefix}.layout")
-
     def grow(self) -> bool:
         """Take one more extent for every rank. Return False if none is free or the quota is reached.
 
@@ -181,7 +175,6 @@ class Namespace:
         if self.at_quota or self._arena.num_free < self.ranks:
             return False
         try:
-            self._keep_layout()
             self.memory.add_extent()
         except (OSError, HostMemoryError) as error:
             log.warning("namespace %s cannot grow: %s", self.id, error)
@@ -223,7 +216,7 @@ class Namespace:
         self.memory.remove_extent()
         if not self.num_extents:
             self.tier = None
-            self.layout_path.unlink(missing_ok=True)
+            self.memory.layout_path.unlink(missing_ok=True)
             self.tenants.remove()
             self.learned.remove()
             self.order.remove()
@@ -264,17 +257,6 @@ class Namespace:
     def _table_bytes(self, extents: int) -> int:
         return table_bytes(extents * self.geometry.records_per_extent)
 
-    def _keep_layout(self) -> None:
-        """Write the layout unless its file is whole; never in place, for without it no block is recovered."""
-        try:
-            if self.layout_path.stat().st_size == len(self._layout_text):
-                return
-        except OSError:
-            pass
-        fresh = self.layout_path.with_name(self.layout_path.name + ".new")
-        fresh.write_bytes(self._layout_text)
-        fresh.rename(self.layout_path)
-
     def make_lost_files(self) -> bool:
         """Make the files anew that others removed or truncated. Return True if clients have to register again.
 
@@ -282,8 +264,6 @@ class Namespace:
         """
         try:
             extents = self.memory.make_lost_files()
-            if self.num_extents:
-                self._keep_layout()
             self.tenants.keep_file()
         except OSError as error:
             raise HostMemoryError(

@@ -26,6 +26,7 @@ class NamespaceMemory:
     def __init__(self, arena: Arena, layout: KVLayout, geometry: Geometry) -> None:
         self._arena = arena
         self._layout = layout
+        self._layout_text = layout.to_json().encode()
         self._geometry = geometry
         self._ranks = range(layout.record_ranks)
         self._padding = _padding(layout)
@@ -48,6 +49,11 @@ class NamespaceMemory:
         """Bytes of the extents of all ranks."""
         return self.num_extents * len(self._ranks) * self._geometry.extent_bytes
 
+    @property
+    def layout_path(self) -> Path:
+        """File with the layout, which lets the next service recover the blocks."""
+        return Path(f"{self._geometry.directory}/{self._geometry.prefix}.layout")
+
     def extents(self, rank: int) -> list[Extent]:
         """Return the extents of a rank, in order."""
         return self._extents[rank]
@@ -69,10 +75,11 @@ class NamespaceMemory:
         self._renew_tables()
 
     def add_extent(self) -> None:
-        """Take one free extent of the arena for each rank; the arena must have that many.
+        """Take one free extent of the arena for each rank; the arena must have that many. The layout is there before.
 
-        Raises ``OSError`` if it cannot be mapped, and ``HostMemoryError`` as ``Arena.assign``.
+        Raises ``OSError`` if either cannot be, and ``HostMemoryError`` as ``Arena.assign``.
         """
+        self._keep_layout()
         paths = self._paths(self.num_extents)
         self._arena.assign(paths)
         try:
@@ -95,8 +102,19 @@ class NamespaceMemory:
         self._arena.take_back(self._paths(self.num_extents))
         self._renew_tables()
 
+    def _keep_layout(self) -> None:
+        """Write the layout unless its file is whole; never in place, for without it no block is recovered."""
+        try:
+            if self.layout_path.stat().st_size == len(self._layout_text):
+                return
+        except OSError:
+            pass
+        fresh = self.layout_path.with_name(self.layout_path.name + ".new")
+        fresh.write_bytes(self._layout_text)
+        fresh.rename(self.layout_path)
+
     def make_lost_files(self) -> int:
-        """Make the files anew that others removed or truncated, from what is mapped. Return how many there were.
+        """Make the files anew that others removed or truncated, from what is mapped. Return how many extents that were.
 
         Workers map a file again whose name has become other memory. Raises ``OSError`` if there is no room; the mapped
         memory stays in use then.
@@ -115,6 +133,8 @@ class NamespaceMemory:
         finally:
             if made:
                 self._renew_tables()
+        if self.num_extents:
+            self._keep_layout()
         return made
 
     def _copy(self, source: NDArray[np.uint8], path: Path) -> None:
