@@ -34,6 +34,13 @@ def free_address(host: str = "127.0.0.1") -> str:
         return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
+def fetching(source: str, *, blocks: int = 4) -> dict[str, Any]:
+    """Return vLLM's envelope of hints with a ``kv.fetch`` from a node."""
+    payload = {"source_control_endpoint": source, "block_hashes": list(range(blocks))}
+    action = {"action_id": "f", "action_type": "kv.fetch", "action_version": "1.0", "payload": payload}
+    return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+
+
 def open_node(
     layout: KVLayout, rank: int | None = 0, *, key: str = KEY, retry_after: float = 0.2, **options: Any
 ) -> NodesConnector:

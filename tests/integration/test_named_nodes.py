@@ -25,7 +25,7 @@ from fdcache.service.server.http import make_app
 from fdcache.service.wire.control_views import PrefetchView
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings
 from tests.integration.test_serve_nodes import COMMON
-from tests.nodes_help import free_address, node, open_node
+from tests.nodes_help import fetching, free_address, node, open_node
 from tests.service_engine import BLOCK, PROMPT, Engine, ready_blocks
 from tests.service_engine import layout as service_layout
 from tests.service_help import TIMEOUT, ServiceProcess, run, until
@@ -205,13 +205,6 @@ def test_tools_name_nodes(nodes: Nodes, tmp_path: Path) -> None:
     assert f"{nodes.nowhere}: no connection" in shown
 
 
-def fetching(source: str) -> dict[str, Any]:
-    """Return a request's fields with vLLM's envelope."""
-    payload = {"source_control_endpoint": source, "block_hashes": list(range(BLOCKS))}
-    action = {"action_id": "f", "action_type": "kv.fetch", "action_version": "1.0", "payload": payload}
-    return {"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": [action]}}
-
-
 def test_a_hint_of_a_request_names_a_node(nodes: Nodes) -> None:
     """As the schedulers of vLLM and FastDeploy take ``kv.fetch``: before the request is looked up."""
     manager, tokens = nodes.other.manager, nodes.prompt()
@@ -219,7 +212,9 @@ def test_a_hint_of_a_request_names_a_node(nodes: Nodes) -> None:
 
     def outcome(source: str) -> tuple[str, str]:
         request = Request("fetched", tokens)
-        hints, (found,) = read_hints("fetched", fetching(source), partial(manager.fetch_from, request))
+        hints, (found,) = read_hints(
+            "fetched", {"kv_hints": fetching(source, blocks=BLOCKS)}, partial(manager.fetch_from, request)
+        )
         assert (hints, found.blocks) == ([], BLOCKS)
         return found.status.value, found.reason
 

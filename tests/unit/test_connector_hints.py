@@ -5,9 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from fdcache.hints import HintKind, HintStatus
 from fdcache.integrations.vllm.keys import extra_of
 from tests.fastdeploy_help import BLOCK, fd_request, make, run
+from tests.nodes_help import KEY, fetching, free_address
 
 ENVELOPE = {
     "protocol_version": "0.1",
@@ -36,6 +39,26 @@ class TestFastDeploy:
         assert (taken.id, taken.kind, taken.status) == ("keep", HintKind.RETAIN, HintStatus.TAKEN)
         assert taken.blocks == 4
         assert manager.core.get_stats().hints.outcomes == {"taken": 1}
+
+    @pytest.mark.parametrize("is_known", [True, False])
+    def test_a_named_node_is_asked_first_or_refused(self, is_known: bool, monkeypatch: Any) -> None:
+        address = free_address()
+        monkeypatch.setenv("FDCACHE_STORAGE", "nodes")
+        monkeypatch.setenv("FDCACHE_NODES_KEY", KEY)
+        monkeypatch.setenv("FDCACHE_NODES", address if is_known else free_address())
+        manager = make()
+        request = fd_request("a", 4 * BLOCK)
+        request.metadata = {"kv_hints": fetching(address)}
+        manager.match_prefix(request)
+        manager.request_finish(request)
+        (outcome,) = request.hint_outcomes
+        assert (outcome.id, outcome.blocks) == ("f", 4)
+        if is_known:
+            assert (outcome.status, outcome.reason) == (HintStatus.TAKEN, "")
+        else:
+            assert outcome.status is HintStatus.REFUSED
+            assert f"{address!r} is not the address of another node" in outcome.reason
+        manager.core.close()
 
     def test_a_request_without_hints_gets_no_answer(self) -> None:
         manager = make()
