@@ -21,6 +21,7 @@ from fdcache.service.client.connection import Connection
 from fdcache.service.client.remote_hints import RemoteHints
 from fdcache.service.client.session import Session
 from fdcache.service.client.session_keeper import SessionKeeper
+from fdcache.service.wire.arrays import hashes_from, int32_from, int64_from, uint8_from, uint32_from
 from fdcache.service.wire.control_views import PrefetchView
 from fdcache.service.wire.protocol import (
     FETCHING,
@@ -40,11 +41,6 @@ from fdcache.service.wire.protocol import (
     Prefetch,
     Request,
     ToolAnswer,
-    hashes_from,
-    int32_from,
-    int64_from,
-    uint8_from,
-    uint32_from,
 )
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms, OnDevice

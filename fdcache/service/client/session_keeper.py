@@ -19,6 +19,7 @@ from fdcache.layout import KVLayout
 from fdcache.service.client.connection import Connection
 from fdcache.service.client.session import Outbox, Session, open_session
 from fdcache.service.wire.address import client_dir
+from fdcache.service.wire.arrays import hashes_from, int32_from, uint8_from, uint32_from
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import (
     Alive,
@@ -35,10 +36,6 @@ from fdcache.service.wire.protocol import (
     Recall,
     Refused,
     Request,
-    hashes_from,
-    int32_from,
-    uint8_from,
-    uint32_from,
 )
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms

@@ -13,7 +13,8 @@ import msgspec
 from fdcache.errors import ProtocolError
 from fdcache.hashing import tenant_key
 from fdcache.service.server.notes_file import NotesFile, Row
-from fdcache.service.wire.protocol import DescribedPath, hashes_from, int32_from
+from fdcache.service.wire.arrays import hashes_from, int32_from
+from fdcache.service.wire.protocol import DescribedPath
 
 _SLACK = 65536
 """Notes of blocks that are in no tier, before they are dropped."""

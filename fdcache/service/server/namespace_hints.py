@@ -13,7 +13,8 @@ from fdcache._core import HintKind as NativeKind
 from fdcache.errors import HintError
 from fdcache.hints import MOST_HINTS, GivenHints, Hint, HintOutcome, HintStatus
 from fdcache.metadata import HashArray
-from fdcache.service.wire.protocol import HintGiven, HintResult, Hints, hashes_from
+from fdcache.service.wire.arrays import hashes_from
+from fdcache.service.wire.protocol import HintGiven, HintResult, Hints
 from fdcache.tiers.hint_book import HintBook
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import HintFigures

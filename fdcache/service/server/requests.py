@@ -9,6 +9,7 @@ import numpy as np
 from fdcache.errors import ProtocolError
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.server.clients import RegisteredClient
+from fdcache.service.wire.arrays import hashes_from, int32_from, int64_from, uint8_from, uint64_from
 from fdcache.service.wire.protocol import (
     FETCHED,
     FETCHING,
@@ -34,11 +35,6 @@ from fdcache.service.wire.protocol import (
     Publish,
     Published,
     RefusalError,
-    hashes_from,
-    int32_from,
-    int64_from,
-    uint8_from,
-    uint64_from,
 )
 from fdcache.service.wire.views import MissReason
 from fdcache.tiers.fetches import OnDevice

@@ -19,6 +19,7 @@ from fdcache.service.server.namespace import STOCK_DIVISOR, Namespace
 from fdcache.service.server.namespaces import Namespaces
 from fdcache.service.server.queues import Question, ToolQueue
 from fdcache.service.server.storage import ServiceStorage
+from fdcache.service.wire.arrays import int32_from, int64_from
 from fdcache.service.wire.protocol import (
     FETCHED,
     Alive,
@@ -52,8 +53,6 @@ from fdcache.service.wire.protocol import (
     RequestFrame,
     ToolAnswer,
     decode_request,
-    int32_from,
-    int64_from,
     is_question,
 )
 from fdcache.service.wire.views import ServiceTotals
