@@ -56,6 +56,19 @@ def error_of(service: ServiceProcess) -> str | None:
     return error
 
 
+def two_that_share(stack: ExitStack, folder: Path) -> tuple[list[str], str, ServiceProcess, ServiceProcess]:
+    """Return two nodes' addresses, these as a setting, and the nodes: the second reads what the first holds."""
+    addresses = [free_address(), free_address()]
+    listed = ",".join(addresses)
+    first, second = (
+        started(stack, folder / name, each, FDCACHE_NODES=listed)
+        for name, each in zip("ab", addresses, strict=True)
+    )
+    chat(first, requests=40)
+    until(lambda: finds(second), "blocks are found")
+    return addresses, listed, first, second
+
+
 @pytest.mark.parametrize("way", ["listed", "directory"])
 def test_a_second_node_finds_what_the_first_holds(
     way: str, tmp_path: Path, request: pytest.FixtureRequest, stack: ExitStack
@@ -78,14 +91,7 @@ def test_a_second_node_finds_what_the_first_holds(
 
 
 def test_a_killed_node_costs_nothing_but_its_blocks(tmp_path: Path, stack: ExitStack) -> None:
-    addresses = [free_address(), free_address()]
-    listed = ",".join(addresses)
-    first, second = (
-        started(stack, tmp_path / name, each, FDCACHE_NODES=listed)
-        for name, each in zip("ab", addresses, strict=True)
-    )
-    chat(first, requests=40)
-    until(lambda: finds(second), "blocks are found")
+    addresses, listed, first, second = two_that_share(stack, tmp_path)
     first.kill()
     assert not finds(second)
     assert addresses[0] in (error_of(second) or "")
@@ -95,14 +101,7 @@ def test_a_killed_node_costs_nothing_but_its_blocks(tmp_path: Path, stack: ExitS
 
 
 def test_what_is_reset_on_a_node_is_not_read_by_others(tmp_path: Path, stack: ExitStack) -> None:
-    addresses = [free_address(), free_address()]
-    listed = ",".join(addresses)
-    first, second = (
-        started(stack, tmp_path / name, each, FDCACHE_NODES=listed)
-        for name, each in zip("ab", addresses, strict=True)
-    )
-    chat(first, requests=40)
-    until(lambda: finds(second), "blocks are found")
+    _, _, first, second = two_that_share(stack, tmp_path)
     assert first.ask("reset", tier="host")
     assert not finds(second)
 
