@@ -25,8 +25,10 @@ PYTHON_TAG := $(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2
 $(VENV)/.demo: $(wildcard dist/*.whl) pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@wheel=$$(ls dist/fdcache-*-$$($(PYTHON_TAG))-*_$$(uname -m).whl 2> /dev/null | head -1); \
-	if ls $(VENV)/.installed-* > /dev/null 2>&1 || [ -z "$$wheel" ] || \
-		[ -n "$$(find $(SOURCES) -newer "$$wheel" -not -name __pycache__ -not -name '*.pyc' -not -type d -print -quit)" ]; \
+	newer=$$([ -z "$$wheel" ] || \
+		find $(SOURCES) -newer "$$wheel" -not -name __pycache__ -not -name '*.pyc' -not -type d -print -quit); \
+	[ -z "$$newer" ] || echo "$$wheel is older than $$newer: compiling"; \
+	if ls $(VENV)/.installed-* > /dev/null 2>&1 || [ -z "$$wheel" ] || [ -n "$$newer" ]; \
 	then $(MAKE) $(VENV)/.installed-plot; \
 	else echo "installing $$wheel"; $(PIP) install --quiet --constraint constraints.txt "$$wheel[plot]"; fi
 	touch $@

@@ -25,7 +25,7 @@ _LEAST_ROOM = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What was given, or None. ``complete`` fills in the rest."""
+    """What was given, or None. ``with_engine`` fills in engine and model, ``complete`` the rest, too."""
 
     engine: str | None = None
     model: str | None = None
@@ -33,40 +33,53 @@ class Answers:
     storage: Path | None = None
     service: bool | None = None
 
-    def complete(self, *, ask: bool) -> Answers:
-        """Return the answers with what is missing asked on the terminal, or by default.
+    def with_engine(self, *, ask: bool) -> Answers:
+        """Return the answers with engine and model asked on the terminal, or by default.
 
-        Raises ``BadParameter`` for an unknown engine, a disk without room, and where it should ask and there is no
-        terminal.
+        Raises ``BadParameter`` for an unknown engine, and where it should ask and there is no terminal.
         """
         if self.engine is not None:
             _require_engine(self.engine)
-        if self.storage is not None:
-            _require_room(str(self.storage))
         if ask and not sys.stdin.isatty():
             raise typer.BadParameter("there is no terminal to ask on; give --yes")
-        default = Answers(
-            engine=installed_engine().name,
-            host_memory=_quarter_of_memory(),
-            service=False,
-        )
+        default = installed_engine().name
+        if not ask:
+            engine = self.engine or default
+            return replace(self, engine=engine, model=self.model or _example(engine))
+        engine = self.engine or _ask(f"Which engine: {', '.join(ENGINES)}?", default, _require_engine)
+        what = "Its program?" if engine == "own" else "Which model, a folder or a name?"
+        return replace(self, engine=engine, model=self.model or _ask(what, _example(engine)))
+
+    def complete(self, *, ask: bool) -> Answers:
+        """Return the answers with all that is missing asked on the terminal, or by default.
+
+        Raises ``BadParameter`` as ``with_engine``, and for a disk without room.
+        """
+        if self.storage is not None:
+            _require_room(str(self.storage))
+        named = self.with_engine(ask=ask)
         if ask:
-            return self._asked(default)
-        engine = self.engine or default.engine or ""
+            return named._with_settings()
         return replace(
-            self,
-            engine=engine,
-            model=self.model or _example(engine),
-            host_memory=self.host_memory or default.host_memory,
-            service=bool(self.service),
+            named, host_memory=self.host_memory or _quarter_of_memory(), service=bool(self.service)
         )
 
-    def _asked(self, default: Answers) -> Answers:
-        engine = self.engine or _ask(f"Which engine: {', '.join(ENGINES)}?", default.engine, _require_engine)
-        what = "Its program?" if engine == "own" else "Which model, a folder or a name?"
-        model = self.model or _ask(what, _example(engine))
+    def require_kept(self, file: Path) -> None:
+        """Raise ``BadParameter`` if a settings file that exists cannot be kept with these answers."""
+        if not file.is_file():
+            raise typer.BadParameter(f"{file} is no file; name one", param_hint="--env-file")
+        given = {"--host-memory": self.host_memory, "--storage": self.storage, "--service": self.service}
+        for option, value in given.items():
+            if value is not None:
+                raise typer.BadParameter(
+                    f"{file} exists and is kept as it is; change it there, remove it for a new one, or name another "
+                    "with --env-file",
+                    param_hint=option,
+                )
+
+    def _with_settings(self) -> Answers:
         memory = self.host_memory or _ask(
-            "How much host memory for blocks?", default.host_memory, _require_memory
+            "How much host memory for blocks?", _quarter_of_memory(), _require_memory
         )
         storage = self.storage
         if storage is None:
@@ -81,7 +94,7 @@ class Answers:
             service = typer.confirm(
                 "Do several engines of this machine share the host memory?", False, err=True
             )
-        return Answers(engine, model, memory, storage, service)
+        return replace(self, host_memory=memory, storage=storage, service=service)
 
     @property
     def title(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +50,8 @@ def init(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the settings with their meaning to this file, unless it exists. "
+            help="Write the settings with their meaning to this file. One that exists is kept, and nothing else is "
+            "asked than what the engine serves. "
             "Default: fdcache/fdcache.env in the user's configuration directory.",
         ),
     ] = None,
@@ -83,17 +85,23 @@ def init(
         from fdcache_cli.link_plot import require_plotting
 
         require_plotting(plot)
-    answers = Answers(engine, model, host_memory, storage, service).complete(ask=not yes)
-    settings = load_settings(answers.arguments)
+    file = (env_file or machine_setup.default_env_file()).absolute()
+    answers = Answers(engine, model, host_memory, storage, service)
+    if file.exists():
+        answers.require_kept(file)
+        answers = answers.with_engine(ask=not yes)
+        settings = load_settings({}, {**os.environ, "FDCACHE_ENV_FILE": str(file)})
+    else:
+        answers = answers.complete(ask=not yes)
+        settings = load_settings(answers.arguments)
     removed = machine_setup.clean_arenas(settings) if clean_arenas else []
     made = machine_setup.make_directories(settings)
     findings = machine_findings.examine(settings) + made
     kernels = compile_kernels(keep=True) if has_gpu(findings) else {}
     findings += kernels.values()
     findings += machine_findings.storage_speed(settings, measure=True, force=force)
-    file = env_file or machine_setup.default_env_file()
     findings.append(machine_setup.write_env_file(file, findings, answers.settings))
-    lines = answers.lines(file.absolute()) if file.exists() else []
+    lines = answers.lines(file) if file.exists() else []
     if not json:
         for text in removed:
             output.print_line(f"removed a dead arena: {text}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import re
 import tomllib
 import uuid
 from collections.abc import Iterable
@@ -46,7 +47,7 @@ def write_sbom(path: Path, files: Iterable[Path], seconds: int) -> None:
         licenses=[DisjunctiveLicense(id=project["license"])],
     )
     bom.metadata.component = whole
-    parts = [*map(_compiled, _COMPILED_IN), *_required(project), *map(_file, files)]
+    parts = [*map(_compiled, _COMPILED_IN), _chart_library(), *_required(project), *map(_file, files)]
     for part in parts:
         bom.components.add(part)
     bom.register_dependency(whole, parts)
@@ -67,6 +68,23 @@ def _compiled(part: tuple[str, str | None, str]) -> Component:
         purl=PackageURL("pypi", name=distribution, version=number) if distribution else None,
         licenses=[LicenseExpression(terms)],
         properties=[Property(name="fdcache:use", value="compiled into the modules of a wheel")],
+    )
+
+
+def _chart_library() -> Component:
+    """Return the chart library of the service's page, which a wheel has as it is published."""
+    text = (ROOT / "fdcache" / "service" / "page" / "vendor" / "uPlot.js").read_text()
+    found = re.match(r"/\*! https://\S+ \(v([\d.]+)\) \*/", text)
+    if found is None:
+        raise SystemExit("uPlot.js does not name its version in its first line")
+    return Component(
+        name="uPlot",
+        version=found[1],
+        type=ComponentType.LIBRARY,
+        bom_ref="vendored-uPlot",
+        purl=PackageURL("npm", name="uplot", version=found[1]),
+        licenses=[LicenseExpression("MIT")],
+        properties=[Property(name="fdcache:use", value="in a wheel, for the service's page")],
     )
 
 

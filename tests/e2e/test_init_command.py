@@ -180,6 +180,35 @@ class TestTheSettingsOfAnEngine:
             == 0
         )
 
+    def test_a_settings_file_that_exists_is_kept_and_starts_the_engine(self, tmp_path: Path) -> None:
+        first = run_init("--engine", "vllm", "--model", "m", "--host-memory", "1GiB", **home(tmp_path))
+        file = tmp_path / "config/fdcache/fdcache.env"
+        text = file.read_text()
+        again = run_init("--engine", "vllm", "--model", "m", **home(tmp_path))
+        assert again.returncode == 0, again.stderr
+        assert again.stdout.splitlines()[-1] == first.stdout.splitlines()[-1]
+        for options in (("--service",), ("--host-memory", "2GiB"), ("--storage", str(tmp_path / "blocks"))):
+            done = run_init("--engine", "vllm", *options, **home(tmp_path))
+            assert done.returncode == 2
+            assert f"{file} exists and is kept" in " ".join(done.stderr.split()) and options[0] in done.stderr
+        assert file.read_text() == text
+
+    def test_a_folder_is_no_settings_file(self, tmp_path: Path) -> None:
+        done = run_init("--engine", "vllm", "--env-file", str(tmp_path), **home(tmp_path))
+        assert done.returncode == 2
+        assert "is no file; name one" in done.stderr
+
+    def test_on_a_terminal_it_asks_for_no_settings_that_a_file_has(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_init("--engine", "vllm", "--host-memory", "1GiB", **home(tmp_path))
+        for name, value in home(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        status, seen, output = on_terminal("init", answer="vllm\n/models/llama\n")
+        assert status == 0, seen
+        assert "How much host memory" not in seen
+        assert "vllm serve /models/llama" in output.splitlines()[-1]
+
     def test_on_a_terminal_it_asks_and_asks_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

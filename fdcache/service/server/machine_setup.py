@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def write_env_file(path: Path, findings: Iterable[Finding], chosen: Mapping[str,
 
     An existing file is left alone.
     """
-    use = f"use it with: export FDCACHE_ENV_FILE={path}"
+    use = f"use it with: export FDCACHE_ENV_FILE={shlex.quote(str(path))}"
     if path.exists():
         return Finding("settings file", f"{path}, exists and was not changed; remove it for a new one; {use}")
     found = "".join(f"#   {each.name}: {each.found}\n" for each in findings)

@@ -181,10 +181,10 @@ def _without_suffix(names: Iterable[str]) -> set[str]:
     return {name if name in _ADDRESS_VARIABLES else name.removesuffix(FILE_SUFFIX) for name in names}
 
 
-def load_settings(arguments: Mapping[str, object]) -> Settings:
+def load_settings(arguments: Mapping[str, object], environ: Mapping[str, str] | None = None) -> Settings:
     """Load the settings of a service or its tools; FDCACHE_SERVER defaults to the default address.
 
-    ``arguments`` are as for ``Settings.load``. Raises ``SettingsError``.
+    ``arguments`` and ``environ`` are as for ``Settings.load``. Raises ``SettingsError``.
     """
-    default = default_address(read_settings(arguments=arguments).settings.server.runtime_dir)
-    return Settings.load(arguments=arguments, defaults={"FDCACHE_SERVER": default})
+    default = default_address(read_settings(environ, arguments).settings.server.runtime_dir)
+    return Settings.load(environ=environ, arguments=arguments, defaults={"FDCACHE_SERVER": default})
