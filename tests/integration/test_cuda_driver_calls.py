@@ -20,9 +20,11 @@ def run(cuda_driver: Path, *scenarios: str) -> None:
     assert done.stdout.endswith("DONE\n"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("batched", [True, False])
-def test_copies_match_the_cpu(cuda_driver: Path, batched: bool) -> None:
-    run(cuda_driver, *(f"cuda_scenarios.match_the_cpu({each!r}, batched={batched})" for each in METHODS))
+def test_copies_match_the_cpu(cuda_driver: Path) -> None:
+    ways = [(method, batched) for batched in (True, False) for method in METHODS]
+    run(
+        cuda_driver, *(f"cuda_scenarios.match_the_cpu({each!r}, batched={batched})" for each, batched in ways)
+    )
 
 
 @pytest.mark.slow

@@ -16,9 +16,17 @@ from tests.replay_help import LeafFirstLru, assert_clean, recorded_trace, small_
 LRU = {"eviction": "lru"}
 
 
+# Workload and size of the pool act apart: both pools with one workload, and each workload once.
 @pytest.mark.parametrize(
     ("workload", "device_blocks"),
-    [(WorkloadName.CHAT, 150), (WorkloadName.AGENT, 600), (WorkloadName.RAG, 150), (WorkloadName.CHAT, 600)],
+    [
+        (WorkloadName.CHAT, 150),
+        (WorkloadName.CHAT, 600),
+        (WorkloadName.AGENT, 600),
+        (WorkloadName.RAG, 150),
+        pytest.param(WorkloadName.AGENT, 150, marks=pytest.mark.slow),
+        pytest.param(WorkloadName.RAG, 600, marks=pytest.mark.slow),
+    ],
 )
 def test_hit_rate_equals_an_exact_simulation(workload: WorkloadName, device_blocks: int) -> None:
     config = small_config(device_blocks=device_blocks, host_memory=0, concurrency=1, cache=LRU)

@@ -19,8 +19,11 @@ def samples(objects: int, resident: int, requests: int = 1_000_000) -> list[soak
     ]
 
 
-# The other policies are soaked for an hour each night.
-@pytest.mark.parametrize("policy", [None, "write_back"])
+# Whatever the policy, the same plans and reports could leave something behind.
+@pytest.mark.parametrize(
+    "policy",
+    [None, "write_back", *(pytest.param(each, marks=pytest.mark.slow) for each in soak.POLICIES[:2])],
+)
 def test_requests_of_a_short_soak_leave_nothing_behind(policy: str | None) -> None:
     outcome = soak.soak(policy, 80, deadline=time.time() + 600, seed=3, check_every=20)
     assert outcome.faults == []

@@ -23,7 +23,7 @@ BELOW = {
 
 
 def test_every_folder_has_its_place() -> None:
-    assert {folder.name for folder in CSRC.iterdir() if folder.is_dir()} == set(BELOW)
+    assert {source.parent.name for source in CSRC.glob("*/*.?pp")} == set(BELOW)
 
 
 @pytest.mark.parametrize("folder", BELOW)
