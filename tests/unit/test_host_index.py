@@ -135,8 +135,9 @@ class TestOfService:
         host.store(A)
         PresenceWriter(host.table).set_unverified(rows(A[1]), True)
         run, _, _ = host.index.find_and_pin(rows(*A))
-        assert run.columns()[2] is not None
-        assert run.columns()[2].tolist() == [0, 1, 0, 0]
+        _, _, unverified = run.columns()
+        assert unverified is not None
+        assert unverified.tolist() == [0, 1, 0, 0]
 
 
 class TestOwn:
