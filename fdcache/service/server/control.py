@@ -221,6 +221,7 @@ class ControlCommands:
             host = max(prefix.on_host - start, 0)
             stored = _stored_blocks(storage, prefix, keys)
         else:
+            self._service.delete_from_devices(namespace.id, keys[:1])
             with namespace.deleting(keys):
                 host = self._delete_from_host(prefix, keys)
                 stored = self._delete_from_storage(prefix, storage, keys)
