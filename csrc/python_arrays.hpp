@@ -13,9 +13,9 @@
 
 namespace fdcache {
 
-// A read-only NumPy array with a copy of these values; with `Digest`, uint8 of shape (n, 32).
+// A read-only NumPy array over the values in a bytes object; with `Digest`, uint8 of shape (n, 32).
 template <typename T, typename Out = T>
-nb::object copied_array(std::span<const T> values) {
+nb::object array_over(nb::handle memory, std::size_t count) {
     static PyObject *const type = nb::object(nb::module_::import_("numpy").attr("ndarray")).release().ptr();
     static PyObject *const dtype = [] {
         constexpr bool is_digest = std::is_same_v<T, Digest>;
@@ -23,13 +23,18 @@ nb::object copied_array(std::span<const T> values) {
             (std::is_signed_v<Out> ? "int" : "uint") + std::to_string(is_digest ? 8 : 8 * sizeof(Out));
         return nb::module_::import_("numpy").attr("dtype")(name.c_str()).release().ptr();
     }();
-    const nb::bytes memory(values.data(), values.size_bytes());
-    nb::object shape = nb::int_(values.size());
+    nb::object shape = nb::int_(count);
     if constexpr (std::is_same_v<T, Digest>) shape = nb::make_tuple(shape, sizeof(Digest));
     PyObject *const arguments[] = {shape.ptr(), dtype, memory.ptr()};
     nb::object array = nb::steal(PyObject_Vectorcall(type, arguments, 3, nullptr));
     if (!array.is_valid()) nb::raise_python_error();
     return array;
+}
+
+// One with a copy of these values.
+template <typename T, typename Out = T>
+nb::object copied_array(std::span<const T> values) {
+    return array_over<T, Out>(nb::bytes(values.data(), values.size_bytes()), values.size());
 }
 
 // The values of a contiguous, one-dimensional array of the CPU, while this exists; with `Digest`, the rows of

@@ -118,14 +118,15 @@ class HostRun:
     def lease(self) -> int:
         """Pins the blocks until it is released; 0 if there are none."""
 
-    @property
-    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
-    @property
-    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
-    @property
-    def unverified(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))] | None:
+    def columns(
+        self,
+    ) -> tuple[
+        numpy.typing.NDArray[numpy.int32],
+        numpy.typing.NDArray[numpy.uint32],
+        numpy.typing.NDArray[numpy.uint8] | None,
+    ]:
         """
-        1 for records whose bytes nothing has verified; None if there are none.
+        Return slots, generations, and 1 for records whose bytes nothing has verified, or None.
         """
 
 class HostIndex:
@@ -1262,28 +1263,17 @@ class BlockCopies:
     def __len__(self) -> int: ...
     def append(
         self,
-        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        generations: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        hashes: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-        parents: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-        unverified: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ]
-        | None,
-        targets: Annotated[
-            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        target_generations: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
+        slots: numpy.typing.NDArray[numpy.int32],
+        generations: numpy.typing.NDArray[numpy.uint32],
+        hashes: numpy.typing.NDArray[numpy.uint8],
+        parents: numpy.typing.NDArray[numpy.uint8],
+        unverified: numpy.typing.NDArray[numpy.uint8] | None,
+        targets: numpy.typing.NDArray[numpy.int32],
+        target_generations: numpy.typing.NDArray[numpy.uint32] | None,
     ) -> int:
-        """Add copies; return the number of copies before them."""
+        """
+        Add copies; return the number of copies before them. ``target_generations``: None for zeros.
+        """
 
     def remove(self, first: int, count: int) -> numpy.typing.NDArray[numpy.int32]:
         """Remove copies; return their source slots."""
@@ -1303,6 +1293,13 @@ class BlockCopies:
         Remove everything and return it: source slots, target slots, source generations, target
         generations, hashes, parents, and the marks of unverified blocks or None.
         """
+
+def parents_from_root(
+    path: numpy.typing.NDArray[numpy.uint8], stop: int
+) -> numpy.typing.NDArray[numpy.uint8]:
+    """
+    Return the parent hashes of the first ``stop`` blocks of a path, at least one.
+    """
 
 def take_transfers(lists: Sequence[BlockCopies], forms: Sequence[tuple[Any, Any, Any, Any]]) -> list[Any]:
     """

@@ -1,10 +1,11 @@
 """Time what FdcacheLinker does on the thread of SGLang's scheduler, call by call, without an engine.
 
-    python -m benchmarks.sglang.calls [--pages 2048] [--layers 1] [--device cpu] [--server ADDRESS]
+    python -m benchmarks.sglang.calls [--pages 2048] [--layers 1] [--device cpu] [--server ADDRESS] [--cold 48]
 
 A pool of small layers: copies take next to nothing, so that what is left is the bookkeeping. On a machine with few
 cores the threads that copy on a CPU take the core of the caller: the last columns are the time of the caller alone, of
-which the least is that of a machine that does nothing else.
+which the least is that of a machine that does nothing else. ``--cold``: MiB of other memory that are touched before
+each call, as the engine's work between two calls does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.harness import machine
 from fdcache._core import keys_from_hex
@@ -35,67 +37,87 @@ ROUNDS = 15
 def main() -> None:
     """Print a table of microseconds."""
     options = options_given()
-    pages, layers = options.pages, options.layers
     planes = [
-        torch.zeros((2 * pages, 256), dtype=torch.uint8, device=options.device) for _ in range(2 * layers)
+        torch.zeros((2 * options.pages, 256), dtype=torch.uint8, device=options.device)
+        for _ in range(2 * options.layers)
     ]
-    pool = DevicePages("kv", None, planes, (PlaneKind.KEY, PlaneKind.VALUE), range(layers), 16)
     reader = SlotReader(planes[0].device)
-    forward, stores = reader.current_stream(), reader.store_stream
+    tier = tier_of(options, planes)
+    calls = Calls(np.zeros(options.cold << 20, np.uint8))
+    for _ in range(ROUNDS):
+        store_and_load(calls, tier, reader, options.pages, waits=options.server is not None)
+    tier.close()
+    print(
+        f"{machine()}; {options.device}; {options.pages} pages, {options.layers} layers, {options.cold} MiB between"
+    )
+    print("microseconds: median, most, median and least of the thread's own time")
+    for name, times in calls.spent.items():
+        own = calls.own[name]
+        print(f"{name:24} {median(times):8.0f} {max(times):8.0f} {median(own):8.0f} {min(own):8.0f}")
+
+
+def tier_of(options: argparse.Namespace, planes: list[torch.Tensor]) -> PoolTier:
+    """Return a tier with memory for all rounds, or that of a service."""
+    pool = DevicePages("kv", None, planes, (PlaneKind.KEY, PlaneKind.VALUE), range(options.layers), 16)
     layout = KVLayout.of_layers(pool.specs, model="calls", revision="1", block_size=16)
-    memory = 2 * ROUNDS * pages * (layout.record_bytes + 128)
-    tier_of = ("FDCACHE_SERVER", options.server) if options.server else ("FDCACHE_HOST_MEMORY", memory)
+    memory = 2 * ROUNDS * options.pages * (layout.record_bytes + 128)
+    where = ("FDCACHE_SERVER", options.server) if options.server else ("FDCACHE_HOST_MEMORY", memory)
     given = {
-        tier_of[0]: tier_of[1],
+        where[0]: where[1],
         "FDCACHE_BLOCK_SIZE": 16,
         "FDCACHE_WRITE_POLICY": "write_through",
         "FDCACHE_LOAD_OR_RECOMPUTE": "always",
     }
-    settings = Settings.load(
-        arguments={name: Sourced("benchmark", str(value)) for name, value in given.items()}
-    )
-    tier = PoolTier(pool, layout, settings, verifies_all=False, stores=True)
-    slots = np.arange(pages, dtype=np.int32)
-    spent: dict[str, list[float]] = {}
-    own: dict[str, list[float]] = {}
+    arguments = {name: Sourced("benchmark", str(value)) for name, value in given.items()}
+    return PoolTier(pool, layout, Settings.load(arguments=arguments), verifies_all=False, stores=True)
 
-    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+
+class Calls:
+    """Times of calls by name: in all, and the thread's own."""
+
+    def __init__(self, other: NDArray[np.uint8]) -> None:
+        self._other = other
+        self.spent: dict[str, list[float]] = {}
+        self.own: dict[str, list[float]] = {}
+
+    def timed(self, name: str, call: Callable[..., Any], *arguments: Any, follows: bool = False) -> Any:
+        """Time a call; ``follows``: within the same call of SGLang as the one before, so that nothing is touched."""
+        if not follows:
+            self._other[::64] += 1
         began, worked = time.perf_counter(), time.thread_time()
         result = call(*arguments)
-        own.setdefault(name, []).append((time.thread_time() - worked) * 1e6)
-        spent.setdefault(name, []).append((time.perf_counter() - began) * 1e6)
+        self.own.setdefault(name, []).append((time.thread_time() - worked) * 1e6)
+        self.spent.setdefault(name, []).append((time.perf_counter() - began) * 1e6)
         return result
 
-    for _ in range(ROUNDS):
-        names = [os.urandom(32).hex() for _ in range(pages)]
-        keys = timed("keys from hex", keys_from_hex, names)
-        request = timed("look-up: begin", tier.look, keys)
-        timed("look-up: nothing there", tier.found, request)
-        tier.end([request])
-        timed("offload: offer", tier.offer, keys, slots)
-        timed("offload: plan, submit", tier.submit, stores, stores)
-        while not timed("offload: turn", turn, tier, stores):
-            time.sleep(0.001)
-        timed("offload: forget", tier.manager.forget, slots)
-        if options.server:
-            wait_until_found(tier, keys)
-        request = tier.look(keys)
-        assert timed("look-up: all there", tier.found, request) == pages
-        timed("look-up: again", tier.found, request)
-        timed("load: plan", tier.plan_load, request, slots)
-        timed("load: submit", tier.submit, forward, stores)
-        assert timed("load: wait and end", tier.outcome, request, time.monotonic() + 5)
-        tier.end([request])
-        timed("offered again: offer", tier.offer, keys, slots)
-        timed("offered again: turn", turn, tier, stores)
-        tier.manager.forget(slots)
-    tier.close()
-    print(f"{machine()}; {options.device}; {pages} pages, {layers} layers")
-    print("microseconds: median, most, median and least of the thread's own time")
-    for name, times in spent.items():
-        print(
-            f"{name:24} {median(times):8.0f} {max(times):8.0f} {median(own[name]):8.0f} {min(own[name]):8.0f}"
-        )
+
+def store_and_load(calls: Calls, tier: PoolTier, reader: SlotReader, pages: int, *, waits: bool) -> None:
+    """Look pages up that are not there, store them, look them up again, load them, and offer them again."""
+    timed, slots = calls.timed, np.arange(pages, dtype=np.int32)
+    forward, stores = reader.current_stream(), reader.store_stream
+    names = [os.urandom(32).hex() for _ in range(pages)]
+    keys = keys_from_hex(names)
+    request = timed("absent: begin", tier.look, keys)
+    timed("absent: look-up", tier.found, request, follows=True)
+    tier.end([request])
+    timed("offload: offer", tier.offer, keys, slots)
+    timed("offload: plan, submit", tier.submit, stores, stores)
+    while not timed("offload: turn", turn, tier, stores):
+        time.sleep(0.001)
+    timed("offload: forget", tier.manager.forget, slots)
+    if waits:
+        wait_until_found(tier, keys)
+    keys = timed("look-up: keys", keys_from_hex, names)
+    request = timed("look-up: begin", tier.look, keys, follows=True)
+    assert timed("look-up: all there", tier.found, request, follows=True) == pages
+    timed("look-up: again", tier.found, request)
+    timed("load: plan", tier.plan_load, request, slots)
+    timed("load: submit", tier.submit, forward, stores)
+    assert timed("load: wait and end", tier.outcome, request, time.monotonic() + 5)
+    tier.end([request])
+    timed("offered again: offer", tier.offer, keys, slots)
+    timed("offered again: turn", turn, tier, stores)
+    tier.manager.forget(slots)
 
 
 def options_given() -> argparse.Namespace:
@@ -105,6 +127,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--server", help="address of a service, whose tier is used")
+    parser.add_argument("--cold", type=int, default=0, metavar="MIB", help="memory to touch before each call")
     return parser.parse_args()
 
 

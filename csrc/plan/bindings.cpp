@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -89,6 +90,43 @@ nb::list take_transfers(const std::vector<BlockCopies *> &lists, const std::vect
     return transfers;
 }
 
+std::size_t append_copies(BlockCopies &self, nb::handle slots, nb::handle generations, nb::handle hashes,
+                          nb::handle parents, nb::handle unverified, nb::handle targets,
+                          nb::handle target_generations) {
+    const ArrayValues<std::int32_t> from(slots), to(targets);
+    const ArrayValues<std::uint32_t> from_generations(generations);
+    const ArrayValues<Digest> digests(hashes), above(parents);
+    std::optional<ArrayValues<std::uint8_t>> marks;
+    std::optional<ArrayValues<std::uint32_t>> to_generations;
+    if (!unverified.is_none()) marks.emplace(unverified);
+    if (!target_generations.is_none()) to_generations.emplace(target_generations);
+    const std::size_t count = from.span().size(), offset = self.size();
+    for (const auto size :
+         {from_generations.span().size(), digests.span().size(), above.span().size(), to.span().size(),
+          marks ? marks->span().size() : count, to_generations ? to_generations->span().size() : count})
+        require_equal(count, size);
+    const auto slots_in = [](const ArrayValues<std::int32_t> &values) {
+        return std::span(reinterpret_cast<const Slot *>(values.span().data()), values.span().size());
+    };
+    self.append({slots_in(from), from_generations.span(), digests.span(), above.span(),
+                 marks ? marks->span() : std::span<const std::uint8_t>{}},
+                slots_in(to), to_generations ? to_generations->span() : std::span<const std::uint32_t>{});
+    return offset;
+}
+
+// The hashes of the blocks above the first `stop` of a path: the root's, and all but the last.
+nb::object parents_from_root(nb::handle path, std::size_t stop) {
+    const ArrayValues<Digest> hashes(path);
+    if (!stop || stop > hashes.span().size()) throw std::out_of_range("the path has no such blocks");
+    nb::object memory = nb::steal(
+        PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(stop * sizeof(Digest))));
+    if (!memory.is_valid()) nb::raise_python_error();
+    char *const bytes = PyBytes_AS_STRING(memory.ptr());
+    std::memset(bytes, 0, sizeof(Digest));
+    std::memcpy(bytes + sizeof(Digest), hashes.span().data(), (stop - 1) * sizeof(Digest));
+    return array_over<Digest>(memory, stop);
+}
+
 void bind_copies_of_blocks(nb::module_ &module) {
     nb::class_<BlockCopies>(module, "BlockCopies",
                             "Copies of blocks between slots of two tiers, planned one after the other.")
@@ -96,22 +134,15 @@ void bind_copies_of_blocks(nb::module_ &module) {
         .def("__len__", &BlockCopies::size)
         .def(
             "append",
-            [](BlockCopies &self, const VectorIn<std::int32_t> &slots,
-               const VectorIn<std::uint32_t> &generations, const HashesIn &hashes, const HashesIn &parents,
-               const std::optional<VectorIn<std::uint8_t>> &unverified, const VectorIn<std::int32_t> &targets,
-               const VectorIn<std::uint32_t> &target_generations) {
-                for (const auto size :
-                     {generations.shape(0), hashes.shape(0), parents.shape(0), targets.shape(0),
-                      target_generations.shape(0), unverified ? unverified->shape(0) : slots.shape(0)})
-                    require_equal(slots.shape(0), size);
-                const std::size_t offset = self.size();
-                self.append({slots_of(slots), span_of(generations), digests_of(hashes), digests_of(parents),
-                             unverified ? span_of(*unverified) : std::span<const std::uint8_t>{}},
-                            slots_of(targets), span_of(target_generations));
-                return offset;
-            },
-            "slots"_a, "generations"_a, "hashes"_a, "parents"_a, "unverified"_a.none(), "targets"_a,
-            "target_generations"_a, "Add copies; return the number of copies before them.")
+            &append_copies, "slots"_a, "generations"_a, "hashes"_a, "parents"_a, "unverified"_a.none(),
+            "targets"_a, "target_generations"_a.none(),
+            nb::sig("def append(self, slots: numpy.typing.NDArray[numpy.int32], "
+                    "generations: numpy.typing.NDArray[numpy.uint32], "
+                    "hashes: numpy.typing.NDArray[numpy.uint8], parents: numpy.typing.NDArray[numpy.uint8], "
+                    "unverified: numpy.typing.NDArray[numpy.uint8] | None, "
+                    "targets: numpy.typing.NDArray[numpy.int32], "
+                    "target_generations: numpy.typing.NDArray[numpy.uint32] | None) -> int"),
+            "Add copies; return the number of copies before them. ``target_generations``: None for zeros.")
         .def(
             "remove",
             [](BlockCopies &self, std::size_t first, std::size_t count) {
@@ -132,6 +163,10 @@ void bind_copies_of_blocks(nb::module_ &module) {
                      "numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.uint8] | None]"),
              "Remove everything and return it: source slots, target slots, source generations, target\n"
              "generations, hashes, parents, and the marks of unverified blocks or None.");
+    module.def("parents_from_root", &parents_from_root, "path"_a, "stop"_a,
+               nb::sig("def parents_from_root(path: numpy.typing.NDArray[numpy.uint8], stop: int) -> "
+                       "numpy.typing.NDArray[numpy.uint8]"),
+               "Return the parent hashes of the first ``stop`` blocks of a path, at least one.");
     module.def(
         "take_transfers", &take_transfers, "lists"_a, "forms"_a,
         nb::sig("def take_transfers(lists: collections.abc.Sequence[BlockCopies], "

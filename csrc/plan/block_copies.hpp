@@ -38,7 +38,7 @@ struct BlockCopies {
         parents.reserve(count);
     }
 
-    // All arrays have the length of `slots`. Adds all of them or, out of memory, none.
+    // All arrays have the length of `slots`; no generations are zeros. Adds all of them or, out of memory, none.
     void append(const Source &source, std::span<const Slot> slots,
                 std::span<const std::uint32_t> generations) {
         const std::size_t before = size(), after = before + slots.size();
@@ -57,7 +57,10 @@ struct BlockCopies {
         add(sources, source.slots);
         add(targets, slots);
         add(source_generations, source.generations);
-        add(target_generations, generations);
+        if (generations.empty())
+            target_generations.resize(after);
+        else
+            add(target_generations, generations);
         add(hashes, source.hashes);
         add(parents, source.parents);
     }

@@ -42,11 +42,7 @@ std::optional<Digest> DevicePath::parent_of(std::size_t i) const {
 }
 
 std::size_t DeviceContents::num_known() const {
-    std::size_t known = 0;
-    for (const std::unique_ptr<Part> &part : parts_)
-        if (part)
-            for (const Block &block : *part) known += block.path != nullptr;
-    return known;
+    return static_cast<std::size_t>(std::ranges::count(is_known_, std::uint8_t{1}));
 }
 
 void DeviceContents::offered(const std::shared_ptr<const DevicePath> &path, std::size_t start,
@@ -77,6 +73,7 @@ void DeviceContents::enter(const Offer &offer) {
         block.hash = hash;
         block.parent = parent;
         block.path = offer.path;
+        is_known_[slot] = 1;
         block.depth = static_cast<std::uint32_t>(i);
     }
 }
@@ -88,8 +85,11 @@ std::vector<Slot> DeviceContents::take_offered() {
 
 void DeviceContents::forget(std::span<const Slot> slots) {
     enter_offers();
-    for (const Slot slot : slots)
-        if (Block *const block = find(slot)) block->path.reset();
+    for (const Slot slot : slots) {
+        if (!is_known(slot)) continue;
+        find(slot)->path.reset();
+        is_known_[slot] = 0;
+    }
 }
 
 void DeviceContents::drop(std::span<const Digest> hashes) {
@@ -111,6 +111,7 @@ void DeviceContents::forget_told() {
     for (const std::unique_ptr<Part> &part : parts_)
         if (part)
             for (Block &block : *part) block.path.reset();
+    std::ranges::fill(is_known_, std::uint8_t{0});
 }
 
 void DeviceContents::next_evicted(std::span<const Slot> slots) {
@@ -143,9 +144,12 @@ std::vector<std::uint64_t> DeviceContents::readers(std::span<const Slot> slots,
 
 BlockList DeviceContents::entries_in(std::span<const Slot> slots) const {
     BlockList list;
-    list.make_room(slots.size());
-    for (const Slot slot : slots)
-        if (const Block *const block = known(slot)) append(list, slot, *block);
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        const Block *const block = known(slots[i]);
+        if (!block) continue;  // as most are that are given away: nothing is allocated for them
+        if (list.slots.empty()) list.make_room(slots.size() - i);
+        append(list, slots[i], *block);
+    }
     return list;
 }
 
@@ -184,18 +188,16 @@ BlockList DeviceContents::above(const BlockList &blocks, std::span<const std::si
 DeviceContents::Block &DeviceContents::made(Slot slot) {
     const std::size_t part = slot / kPart;
     if (part >= parts_.size()) parts_.resize(part + 1);
-    if (!parts_[part]) parts_[part] = std::make_unique<Part>();
+    if (!parts_[part]) {
+        is_known_.resize(std::max(is_known_.size(), (part + 1) * kPart));
+        parts_[part] = std::make_unique<Part>();
+    }
     return (*parts_[part])[slot % kPart];
 }
 
 DeviceContents::Block *DeviceContents::find(Slot slot) const {
     const std::size_t part = slot / kPart;
     return part < parts_.size() && parts_[part] ? &(*parts_[part])[slot % kPart] : nullptr;
-}
-
-const DeviceContents::Block *DeviceContents::known(Slot slot) const {
-    const Block *const block = find(slot);
-    return block && block->path ? block : nullptr;
 }
 
 void DeviceContents::append(BlockList &list, Slot slot, const Block &block) {

@@ -91,11 +91,14 @@ class DeviceContents : public DeviceIndex {
     Block &made(Slot slot);
     // Null for one that was never offered.
     Block *find(Slot slot) const;
+    bool is_known(Slot slot) const { return slot < is_known_.size() && is_known_[slot]; }
     // Null without a known content.
-    const Block *known(Slot slot) const;
+    const Block *known(Slot slot) const { return is_known(slot) ? find(slot) : nullptr; }
     static void append(BlockList &list, Slot slot, const Block &block);
 
     std::vector<std::unique_ptr<Part>> parts_;
+    // By slot, 1: its block has a path. Most slots that are given away have none: one byte of each is read.
+    std::vector<std::uint8_t> is_known_;
     std::uint32_t num_slots_ = 0;
     std::vector<Offer> offers_;
     std::vector<Slot> entered_;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "python_arrays.hpp"
 #include "tier/free_runs.hpp"
 #include "tier/tier.hpp"
 
@@ -116,15 +117,18 @@ void bind_host_index(nb::module_ &module) {
     nb::class_<HostRun>(module, "HostRun", "Blocks of a path on the host, in path order.")
         .def("__len__", &HostRun::size)
         .def_ro("lease", &HostRun::lease, "Pins the blocks until it is released; 0 if there are none.")
-        .def_prop_ro("slots", column<std::int32_t>(&HostRun::slots), kOwned)
-        .def_prop_ro("generations", column<std::uint32_t>(&HostRun::generations), kOwned)
-        .def_prop_ro(
-            "unverified",
-            [](HostRun &self) -> std::optional<VectorOut<std::uint8_t>> {
-                if (self.unverified.empty()) return std::nullopt;
-                return to_numpy<std::uint8_t>(std::vector(self.unverified));
+        .def(
+            "columns",
+            [](const HostRun &self) {
+                return nb::make_tuple(copied_array<Slot, std::int32_t>(std::span<const Slot>(self.slots)),
+                                      copied_array(std::span<const std::uint32_t>(self.generations)),
+                                      self.unverified.empty()
+                                          ? nb::none()
+                                          : copied_array(std::span<const std::uint8_t>(self.unverified)));
             },
-            kOwned, "1 for records whose bytes nothing has verified; None if there are none.");
+            nb::sig("def columns(self) -> tuple[numpy.typing.NDArray[numpy.int32], "
+                    "numpy.typing.NDArray[numpy.uint32], numpy.typing.NDArray[numpy.uint8] | None]"),
+            "Return slots, generations, and 1 for records whose bytes nothing has verified, or None.");
     nb::class_<HostIndex>(module, "HostIndex",
                           "The host tier as planners see it: of this process, or of a service.")
         .def(

@@ -27,13 +27,13 @@ from fdcache.tiers.host import Found, HostTier
 from fdcache.tiers.statistics import Counters
 
 
-def device_ids_of(values: object, *, with_none: bool = False) -> Int32Array:
+def device_ids_of(values: object, *, with_none: bool = False, distinct: bool = False) -> Int32Array:
     """Return device blocks as an int32 array; ``with_none``: ``NO_BLOCK`` may be among them.
 
-    Raises ``PlanError`` for anything else.
+    Raises ``PlanError`` for anything else; ``distinct``: if a device block is listed twice, too.
     """
     least = NO_BLOCK if with_none else 0
-    if isinstance(values, np.ndarray) and _core.are_block_ids(values, least):
+    if isinstance(values, np.ndarray) and _core.are_block_ids(values, least, distinct):
         return values
     try:
         given = np.asarray(values)
@@ -45,6 +45,8 @@ def device_ids_of(values: object, *, with_none: bool = False) -> Int32Array:
     are_integers = given.dtype.kind in "iu" or not given.size
     if not (are_integers and np.array_equal(ids, given) and _core.are_block_ids(ids, least)):
         raise PlanError(f"device_ids must be a list of device blocks, int32 numbers from {least} on")
+    if distinct and not _core.are_block_ids(ids, NO_BLOCK, distinct=True):
+        raise PlanError("device_ids: each device block can take one block; one is listed twice")
     return ids
 
 
@@ -62,12 +64,6 @@ def count_of(name: str, value: SupportsIndex) -> int:
     if count < 0:
         raise RequestStateError(f"{name} has to be an int from 0 on, got {value!r}")
     return count
-
-
-def require_distinct(ids: Int32Array) -> None:
-    """Raise ``PlanError`` if a device block is listed twice."""
-    if not _core.are_block_ids(ids, NO_BLOCK, distinct=True):
-        raise PlanError("device_ids: each device block can take one block; one is listed twice")
 
 
 @dataclass(slots=True, eq=False)
@@ -250,7 +246,7 @@ class EngineLoads:
         if self._may_lack and not (is_wanted := ids != NO_BLOCK).all():
             blocks, ids = run.select(is_wanted), ids[is_wanted]
         self._host.index.begin_load(run.lease, blocks.slots)
-        offset = plan.add(SwapPurpose.LOAD, blocks, ids, np.zeros(len(ids), np.uint32))
+        offset = plan.add(SwapPurpose.LOAD, blocks, ids, None)
         self._loads.add(load, stop, offset, len(ids), plan.is_ahead)
         if load.is_open:
             self._counters.blocks_loaded_ahead += len(ids)

@@ -41,6 +41,12 @@ class OffloadLookups(TierManager[OffloadRequest]):
             for request in requests:
                 self._requests.begin_fetch(self._requests.track(request), whole_prompt)
 
+    @property
+    def reads_storage(self) -> bool:
+        """True if ``begin`` may have something to read: there is storage, here or at the service."""
+        fetches = self._host.fetches
+        return fetches is not None and fetches.is_on
+
     def match(
         self, request: OffloadRequest, device_tokens: int, *, whole_prompt: bool = False
     ) -> OffloadMatch:
@@ -58,7 +64,7 @@ class OffloadLookups(TierManager[OffloadRequest]):
             self._set_time()
             began = story.match_begins((request,)) if story.audience.ask() else 0
             found = self._requests.match(request, device_tokens, whole_prompt)
-            return story.offload_matched(found, began)
+            return story.offload_matched(found, began) if story.audience.listens else found
 
     def num_copied(self, keys: HashArray) -> int:
         """Return how many leading blocks of a run the host tier has, or gets: this engine has copied them there.

@@ -13,7 +13,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import story
 from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.loads import count_of, device_ids_of, require_distinct, table_of
+from fdcache.manager.loads import count_of, device_ids_of, table_of
 from fdcache.manager.lookups import OffloadLookups
 from fdcache.manager.offers import OfferEnd, Offers
 from fdcache.manager.offloaded import OffloadedRequests
@@ -148,20 +148,23 @@ class OffloadManager(OffloadLookups):
         session at a service: nothing will be loaded then. Raises ``PlanError`` for ids of no device block, or that are
         listed twice.
         """
-        ids = device_ids_of(device_ids, with_none=bool(self.layout.groups))
-        require_distinct(ids)
+        ids = device_ids_of(device_ids, with_none=bool(self.layout.groups), distinct=True)
         with self._lock:
             self._set_time()
             tracked = self._requests.get(request)
             ids = self._requests.loadable(tracked, ids)
-            wanted = ids[ids != NO_BLOCK]
+            wanted = ids[ids != NO_BLOCK] if self.layout.groups else ids
             if tracked is not None and len(ids):
                 tracked.count_lookup(self._counters, self.layout)
-            if tracked is not None and len(wanted):
+            has_load = tracked is not None and len(wanted) > 0
+            if tracked is not None and has_load:
                 self._give_away(wanted)
-                story.load_planned(request.request_id, self._requests.load(tracked, ids, self._plans.open))
+                planned = self._requests.load(tracked, ids, self._plans.open)
+                if story.audience.listens:
+                    story.load_planned(request.request_id, planned)
                 self._has_planned = True
-            self.unmatch([request])
+            if not has_load or self._hooks is not None:
+                self.unmatch([request])
             return len(ids) if len(wanted) else 0
 
     def cancel_load(self, request: OffloadRequest) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from fdcache import _core, tracing
 from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
-from fdcache.manager.keyed import OffloadRequest, matchable_hashes, require_request
+from fdcache.manager.keyed import KeyedRequest, OffloadRequest, matchable_hashes, require_request
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.loads import EngineLoad, EngineLoads
 from fdcache.manager.matching import ReuseLimit, Waits
@@ -89,12 +89,13 @@ class OffloadedRequests:
         """
         if isinstance(request, Request):
             self._hasher.prepare(request, keeps_gil=keeps_gil)
-        else:
+        elif type(request) is not KeyedRequest:
             require_request(request)
 
     def get(self, request: OffloadRequest) -> Tracked | None:
         """Return a request that has arrived and not ended. Raises ``RequestStateError`` for anything else."""
-        require_request(request)
+        if type(request) is not KeyedRequest:
+            require_request(request)
         tracked = self._tracked.get(request.request_id)
         return tracked if tracked is not None and tracked.request is request else None
 
@@ -183,7 +184,8 @@ class OffloadedRequests:
             coming = self._page_tokens(tracked.coming)
             return OffloadMatch(request.request_id, MatchStatus.DEFERRED, coming=coming)
         tokens, theirs = self.tokens(tracked, tracked.remaining), 0
-        stored = min(self._page_tokens(tracked.from_storage + tracked.coming), tokens)
+        is_stored = tracked.coming or (tracked.found is not None and tracked.found.fetched)
+        stored = min(self._page_tokens(tracked.from_storage + tracked.coming), tokens) if is_stored else 0
         if tracked.peer is not None and tracked.from_peer:
             theirs = tracked.peer.num_tokens - device_tokens - tokens
         return OffloadMatch(
@@ -225,8 +227,9 @@ class OffloadedRequests:
         tracked.deferred_since = None
         if self._ends is not None:
             tracked.ended_by = self._ended_by(self._ends, tracked, whole)
-        ahead = tracked.remaining + tracked.from_peer
-        self._choices.matched(tracked.request.request_id, tracked.device_blocks, ahead)
+        if self._choices.open:
+            ahead = tracked.remaining + tracked.from_peer
+            self._choices.matched(tracked.request.request_id, tracked.device_blocks, ahead)
         return True
 
     def _states_at_end(self, tracked: Tracked) -> StatePaths | None:
@@ -261,7 +264,7 @@ class OffloadedRequests:
 
     def unpin(self, tracked: Tracked) -> None:
         """Unpin the blocks found; those being loaded stay pinned until the load ends."""
-        if lease := self._hand_over(tracked):
+        if (tracked.found is not None or tracked.coming) and (lease := self._hand_over(tracked)):
             self._host.index.release(lease)
 
     def _is_kept(self, tracked: Tracked, limit: int) -> bool:
@@ -332,11 +335,14 @@ class OffloadedRequests:
             self._host.index.release(found.lease)
             tracked.coming = 0 if stop is None else max(stop - start, 0)
             return None
-        self._unpin_fetch(tracked)
-        count = self._worth_loading(tracked, len(found))
+        if tracked.fetch:
+            self._unpin_fetch(tracked)
+        count = self._worth_loading(tracked, len(found.slots))
         if not count:
             self._host.index.release(found.lease)
             return NOTHING, 0
+        if count == len(found.slots):
+            return found, 0
         fetched = range(min(found.fetched.start, count), min(found.fetched.stop, count))
         return found.part(0, count, fetched), 0
 
@@ -409,8 +415,9 @@ class OffloadedRequests:
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
         """Return the keys that a match may find; with states at its end the hashes of the pages."""
         pages = matchable_hashes(tracked.request, self._block_size, whole_prompt=whole)
-        is_of_pages = self._states_at_end(tracked) is not None
-        return pages if is_of_pages else self.keys(tracked)[: len(pages) * self._records]
+        if self._records == 1 or self._states_at_end(tracked) is not None:
+            return pages
+        return self.keys(tracked)[: len(pages) * self._records]
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:

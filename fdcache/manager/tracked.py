@@ -87,7 +87,7 @@ class Tracked:
         """Number of blocks beyond those on the device that were found or are coming."""
         if self.found is None:
             return 0
-        return max(self.start + len(self.found) + self.coming - self.device_blocks, 0)
+        return max(self.start + len(self.found.slots) + self.coming - self.device_blocks, 0)
 
     @property
     def from_peer(self) -> int:
@@ -106,9 +106,10 @@ class Tracked:
 
     def take(self, count: int) -> Found:
         """Return the first ``count`` of the remaining blocks, as far as they were found."""
-        assert self.found is not None
+        found = self.found
+        assert found is not None
         first = self.device_blocks - self.start
-        return self.found.part(first, first + count)
+        return found if not first and count == len(found.slots) else found.part(first, first + count)
 
     def count_lookup(self, counters: Counters, layout: KVLayout) -> None:
         """Count the request as looked up, once."""

@@ -41,7 +41,6 @@ UNKNOWN = b"\xff" * 32
 
 _MOST_SHOWN = 8
 _ONES = np.uint64(2**64 - 1)
-_ROOT_ROW = np.zeros((1, 32), np.uint8)
 
 
 def have_parents(parents: HashArray) -> NDArray[np.bool_]:
@@ -54,7 +53,7 @@ def parents_of(path: HashArray, start: int, stop: int) -> HashArray:
     """Return the parent hashes of blocks ``start`` to ``stop`` of a path, shape (stop - start, 32)."""
     if start > 0:
         return path[start - 1 : stop - 1]
-    return np.concatenate((_ROOT_ROW, path[: stop - 1])) if stop > 0 else path[:0]
+    return _core.parents_from_root(path, stop) if stop > 0 else path[:0]
 
 
 class Block(NamedTuple):
@@ -125,7 +124,8 @@ class Blocks(ComparesArrays, msgspec.Struct, eq=False, frozen=True):
     ) -> Self:
         """Return the run of a path that begins at block ``start`` and lies in these slots."""
         stop = start + len(slots)
-        return cls(slots, generations, path[start:stop], parents_of(path, start, stop), unverified, **more)
+        hashes = path if stop - start == len(path) else path[start:stop]
+        return cls(slots, generations, hashes, parents_of(path, start, stop), unverified, **more)
 
     def select(self, index: slice | np.ndarray) -> Blocks:
         """Return the blocks that a slice, a mask or an index array selects."""
@@ -206,8 +206,13 @@ class OpenPlan:
         self._lists = [self.evictions, self.loads, self.backups]
         self._by_purpose = dict(zip(_SWAPS, self._lists, strict=True))
 
-    def add(self, purpose: SwapPurpose, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
-        """Plan copies from ``source`` into ``slots``; return their offset within the transfer."""
+    def add(
+        self, purpose: SwapPurpose, source: Blocks, slots: Int32Array, generations: UInt32Array | None
+    ) -> int:
+        """Plan copies from ``source`` into ``slots``; return their offset within the transfer.
+
+        ``generations``: those of the slots, None for slots of an engine, which have none.
+        """
         return self._by_purpose[purpose].append(
             source.slots,
             source.generations,

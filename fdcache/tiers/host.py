@@ -402,7 +402,7 @@ def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[F
     if not len(run):
         return (NOTHING_YET if pending else NOTHING), ask_for
     found = Found.of_path(
-        *(hashes, start, run.slots, run.generations, run.unverified),
+        *(hashes, start, *run.columns()),
         lease=run.lease,
         pending=pending,
         fetched=fetched,

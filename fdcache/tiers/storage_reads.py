@@ -436,12 +436,11 @@ class StorageReads:
 
     def _parents_of(self, hashes: HashArray, start: int, stop: int) -> HashArray:
         """Return the parents of blocks of a path. That of the first one is told by the storage."""
-        parents = parents_of(hashes, start, stop)
-        if not start and len(parents):
-            parent = self._index.parent_of(hashes[:1])
-            is_there = parent in (ROOT, UNKNOWN) or self._host.contains(_row(parent))[0] == READY
-            parents[0] = np.frombuffer(parent if is_there else UNKNOWN, np.uint8)
-        return parents
+        if start or not stop:
+            return parents_of(hashes, start, stop)
+        parent = self._index.parent_of(hashes[:1])
+        is_there = parent in (ROOT, UNKNOWN) or self._host.contains(_row(parent))[0] == READY
+        return np.concatenate((_row(parent if is_there else UNKNOWN), hashes[: stop - 1]))
 
     def _give_back(self, slots: Int32Array) -> None:
         self._host.complete(slots, np.zeros(len(slots), np.uint8), _NO_CHECKSUMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import signal
 import threading
@@ -48,6 +49,8 @@ def slots(*pages: int) -> Int32Array:
 class Pool:
     """Host pages of an engine, and its client. Bytes of a page follow from its key."""
 
+    ranks = 1
+
     def __init__(self, revision: str = "1", **settings: Any) -> None:
         self.planes = [np.zeros((PAGES, BYTES), np.uint8) for _ in range(2)]
         own = {} if "FDCACHE_SERVER" in settings else {"FDCACHE_HOST_MEMORY": "1MiB"}
@@ -62,7 +65,9 @@ class Pool:
             **own,
             **settings,
         }
-        self.client = PageClient(layout(revision), Settings.load(environ={}, arguments=given), self.planes)
+        self.client = PageClient(
+            layout(revision), Settings.load(environ={}, arguments=given), self.planes, self.ranks
+        )
         if "FDCACHE_SERVER" in settings:
             until(lambda: self.client.room, "the service grants room")
 
@@ -109,6 +114,20 @@ class Pool:
 def pool() -> Iterator[Pool]:
     with Pool() as pool:
         yield pool
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 6), (2, 3), (4, 1), (16, 1)])
+def test_half_of_the_cpus_copy_the_loads_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int
+) -> None:
+    def with_cpus(count: int) -> int:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(count)))
+        with Pool() as pool:
+            assert pool.stored(chain(24)) == pool.loaded(chain(24)) == 24
+            return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+    monkeypatch.setattr(Pool, "ranks", ranks)
+    assert with_cpus(12) - with_cpus(1) in (threads - 1, 2 * (threads - 1))  # loads, and evictions with them
 
 
 def test_pages_are_stored_found_and_loaded_from_anywhere_on(pool: Pool) -> None:

@@ -93,7 +93,7 @@ class TestEitherOwner:
         host.store(A)
         run, pending, ask_for = host.index.find_and_pin(rows(*A, B[0]), 1)
         assert (len(run), run.lease > 0, pending, ask_for) == (3, True, False, 0)
-        assert (len(run.slots), len(run.generations), run.unverified) == (3, 3, None)
+        assert [None if each is None else len(each) for each in run.columns()] == [3, 3, None]
         assert host.slots_in_use
         assert (host.index.release(run.lease), host.index.release(run.lease)) == (True, False)
         assert not host.slots_in_use
@@ -106,10 +106,10 @@ class TestEitherOwner:
     def test_a_load_keeps_its_slots_after_the_release_of_its_run(self, host: OwnHost | ServiceHost) -> None:
         host.store(A)
         run, _, _ = host.index.find_and_pin(rows(*A))
-        host.index.begin_load(run.lease, run.slots)
+        host.index.begin_load(run.lease, run.columns()[0])
         assert host.index.release(run.lease)
         assert host.slots_in_use
-        host.index.end_load(run.slots, rows(*A), flags("1111"))
+        host.index.end_load(run.columns()[0], rows(*A), flags("1111"))
         assert not host.slots_in_use
 
     def test_no_load_begins_from_a_run_that_was_released(self, host: OwnHost | ServiceHost) -> None:
@@ -117,7 +117,7 @@ class TestEitherOwner:
         run, _, _ = host.index.find_and_pin(rows(*A))
         host.index.release(run.lease)
         with pytest.raises((IndexError, StaleLeaseError), match=f"lease {run.lease}"):
-            host.index.begin_load(run.lease, run.slots)
+            host.index.begin_load(run.lease, run.columns()[0])
 
     def test_a_copied_block_is_pending_then_there(self, host: OwnHost | ServiceHost) -> None:
         slots = host.reserve(PARENTS[:3], A[:3])
@@ -135,8 +135,9 @@ class TestOfService:
         host.store(A)
         PresenceWriter(host.table).set_unverified(rows(A[1]), True)
         run, _, _ = host.index.find_and_pin(rows(*A))
-        assert run.unverified is not None
-        assert run.unverified.tolist() == [0, 1, 0, 0]
+        _, _, unverified = run.columns()
+        assert unverified is not None
+        assert unverified.tolist() == [0, 1, 0, 0]
 
 
 class TestOwn:
@@ -144,9 +145,9 @@ class TestOwn:
         host = OwnHost()
         host.store(A)
         run, _, _ = host.index.find_and_pin(rows(*A))
-        host.index.begin_load(run.lease, run.slots)
+        host.index.begin_load(run.lease, run.columns()[0])
         host.index.release(run.lease)
-        host.index.end_load(run.slots, rows(*A), flags("1101"), flags("0010"))
+        host.index.end_load(run.columns()[0], rows(*A), flags("1101"), flags("0010"))
         assert host.index.contains(rows(*A)).tolist() == [READY, READY, ABSENT, ABSENT]
 
     def test_the_order_of_eviction_learns_of_a_run_that_was_loaded_as_of_one_that_was_used(self) -> None:
@@ -160,8 +161,8 @@ class TestOwn:
                 tier.set_clock(now)
                 run, _, _ = tier.find_and_pin(rows(*A))
                 if how == "loaded":
-                    tier.begin_load(run.lease, run.slots)
-                    tier.end_load(run.slots, rows(*A), flags("1111"))
+                    tier.begin_load(run.lease, run.columns()[0])
+                    tier.end_load(run.columns()[0], rows(*A), flags("1111"))
                 (tier.finish if how == "used" else tier.release)(run.lease)
             return bytes(tier.save_reuse())
 
@@ -189,24 +190,24 @@ class TestShared:
         host = ServiceHost()
         host.store(B)
         run, _, _ = host.index.find_and_pin(rows(*B))
-        host.index.begin_load(run.lease, run.slots)
+        host.index.begin_load(run.lease, run.columns()[0])
         slots = host.reserve(PARENTS[:2], A[:2])
         host.index.complete(slots, flags("10"), np.array([7, 8], np.uint64))
-        host.index.end_load(run.slots, rows(*B), flags("110"))
+        host.index.end_load(run.columns()[0], rows(*B), flags("110"))
         assert host.host.has_reports
         copies, load = host.host.take_reports()
         assert copies == (
             slots.tobytes(), b"".join(PARENTS[:2]), b"".join(A[:2]), b"\1\0", np.array([7, 8], np.uint64).tobytes()
         )  # fmt: skip
-        assert load[:4] == (run.slots.tobytes(), None, b"".join(B), b"\1\1\0")
+        assert load[:4] == (run.columns()[0].tobytes(), None, b"".join(B), b"\1\1\0")
         assert (host.host.has_reports, host.host.take_reports()) == (False, [])
 
     def test_a_load_of_verified_records_that_all_arrived_is_no_news(self) -> None:
         host = ServiceHost()
         host.store(A)
         run, _, _ = host.index.find_and_pin(rows(*A))
-        host.index.begin_load(run.lease, run.slots)
-        host.index.end_load(run.slots, rows(*A), flags("1111"))
+        host.index.begin_load(run.lease, run.columns()[0])
+        host.index.end_load(run.columns()[0], rows(*A), flags("1111"))
         assert not host.host.has_reports
 
     def test_a_copy_of_a_session_that_is_over_ends_and_leaves_nothing(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import FdcacheError
 from fdcache.integrations.opening import open_tiers
 from fdcache.layout import KVLayout
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN = 0.005
 """Seconds between two look-ups for what is being read or copied."""
+
+_MOST_COPY_THREADS = 8
 
 _IDLE = 0.5
 """Seconds between two looks at what others do, such as the service, while nothing is to be copied."""
@@ -49,9 +53,11 @@ class PageClient:
     ends ``timeout`` seconds after it began; a copy in memory that has begun by then is waited for, since its slots
     belong to the caller afterwards. Failures count as nothing found, loaded or stored. Without the service nothing is
     found and nothing stored. Raises the errors of ``OffloadManager`` and ``CacheController`` when it is made.
+
+    ``ranks``: those of the engine, which load at the same time. Each has its part of half of the CPUs for it.
     """
 
-    def __init__(self, layout: KVLayout, settings: Settings, planes: Sequence[Any]) -> None:
+    def __init__(self, layout: KVLayout, settings: Settings, planes: Sequence[Any], ranks: int = 1) -> None:
         self.layout = layout
         self._timeout = settings.cache.plan_timeout
         self._names = count(1)
@@ -62,7 +68,13 @@ class PageClient:
         self._stepping = threading.Lock()
         self._storing = threading.Lock()
         self._closing = False
-        self._manager, self._controller = open_tiers(layout, settings, planes)
+        threads = copy_threads(ranks)
+        self._manager, self._controller = open_tiers(
+            layout,
+            settings,
+            planes,
+            lambda copies: CpuDevice.of(copies.model_copy(update={"copy_threads": threads})),
+        )
         self._thread = threading.Thread(target=self._run, name="fdcache-pages", daemon=True)
         self._thread.start()
 
@@ -309,6 +321,11 @@ class _Asked:
 
     def _request(self, keys: HashArray) -> KeyedRequest:
         return KeyedRequest(f"pages {next(self._names)}", keys, self._manager.layout.block_size, parent=None)
+
+
+def copy_threads(ranks: int) -> int:
+    """Return how many threads copy the loads of one of several ranks: one alone is far slower than memory is."""
+    return max(min(len(os.sched_getaffinity(0)) // (2 * ranks), _MOST_COPY_THREADS), 1)
 
 
 def _slots_of(plan: TransferPlan) -> Iterator[Int32Array]:

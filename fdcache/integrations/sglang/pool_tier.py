@@ -46,6 +46,8 @@ class PoolTier:
         self.layout = layout
         self.stores = stores
         self._verifies_all = verifies_all
+        # Only a service recovers records that nobody has read.
+        self._may_be_bad = verifies_all or settings.cache.server is not None
         self._names = count(1)
         self._in_flight = 0
         self._looked_at = 0.0
@@ -66,15 +68,14 @@ class PoolTier:
         """Begin to look a run up; what is stored of it is read for look-ups to come."""
         name = f"{self.pages.name} {next(self._names)}"
         request = KeyedRequest(name, keys, self.layout.block_size, parent=None)
-        self.manager.begin([request])
+        if self.manager.reads_storage:
+            self.manager.begin([request])
         return request
 
     def found(self, request: KeyedRequest) -> int:
         """Pin what the host tier has of a run, unless that is pinned; return how many leading pages."""
         found = self.manager.match(request, 0, whole_prompt=True).num_tokens // self.layout.block_size
-        if not found:
-            return 0
-        return self._verified(request, found)
+        return self._verified(request, found) if found and self._may_be_bad else found
 
     def look_again(self, request: KeyedRequest) -> int:
         """Do so once more, as others may have come."""
@@ -138,7 +139,7 @@ class PoolTier:
         """Submit what is planned: loads behind one stream, stores behind another; return the counters of the loads."""
         counters = []
         for plan in self.manager.take_plans():
-            self._in_flight += len(plan.plan_ids)
+            self._in_flight += 1 + len(plan.tasks)
             counter = self._submit(plan, stores_after if plan.loads is None else loads_after)
             if counter is not None and plan.loads is not None:
                 counters.append(counter)

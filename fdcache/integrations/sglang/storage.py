@@ -84,11 +84,12 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
         pools.setdefault(_KV, self.mem_pool_host)
         require_pools(pools, self._config)
         settings = load_settings(self._config, int(pools[_KV].page_size))
+        ranks = self._config.tp_size * self._config.pp_size
         try:
             for name, pool in pools.items():
                 pages = self._pages[name] = HostPages(pool, name)
                 layout = layout_of(pages, name, self._config, self._server_args, settings)
-                self._clients[name] = PageClient(layout, settings, pages.planes)
+                self._clients[name] = PageClient(layout, settings, pages.planes, ranks)
         except BaseException:
             self.close()
             raise
