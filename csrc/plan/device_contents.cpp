@@ -11,7 +11,7 @@ using Paths = std::unordered_map<const DevicePath *, std::size_t>;
 
 // Shortens each path to its blocks before the first that is gone, or below one. The blocks behind it are
 // gone, too. A path may begin below a block of another one.
-void cut(Paths &paths, std::unordered_set<Digest, DigestHash> gone) {
+void cut_where_gone(Paths &paths, std::unordered_set<Digest, DigestHash> gone) {
     for (bool goes_on = true; goes_on;) {
         goes_on = false;
         for (auto &[path, end] : paths) {
@@ -99,7 +99,7 @@ void DeviceContents::drop(std::span<const Digest> hashes) {
         if (part)
             for (const Block &block : *part)
                 if (block.path) paths.emplace(block.path.get(), block.path->hashes.size());
-    cut(paths, {hashes.begin(), hashes.end()});
+    cut_where_gone(paths, {hashes.begin(), hashes.end()});
     for (const std::unique_ptr<Part> &part : parts_)
         if (part)
             for (Block &block : *part)
