@@ -1572,6 +1572,14 @@ class DeviceContents:
     ) -> None:
         """Forget what is in these device blocks, without a copy."""
 
+    def drop(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """Forget these blocks, and all below them, without a copy."""
+
     def sent(
         self,
         plan: int,

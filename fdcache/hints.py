@@ -362,6 +362,8 @@ def _enveloped(given: Any) -> Iterator[tuple[str, Hint | _Wish | str]]:
         version = envelope.protocol_version
         yield envelope.message_id, f"kv_hints: protocol version {version!r} is not {ENVELOPE_VERSION}.x"
         return
+    if not envelope.actions:
+        yield envelope.message_id, "kv_hints: actions: there is none"
     for action in envelope.actions:
         name = action.action_id
         kind = action.action_type.removeprefix(_OWN)
@@ -399,6 +401,8 @@ def _retained(name: str, payload: Mapping[str, Any]) -> Iterator[Hint | str]:
     except msgspec.ValidationError as error:
         yield f"kv.retain: {error}"
         return
+    if not retain.directives:
+        yield "kv.retain: directives: there is none"
     for each in retain.directives:
         place = {"start": each.start, "end": each.end, "output": each.covers_output}
         if not each.priority:

@@ -4,6 +4,7 @@ Typer builds a command's parameters with pydantic, so that even ``--help`` of a 
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+_NEGATIVE = re.compile(r"-\.?\d\S*")
+
 
 class _PlainRefusals:
     """What parses arguments, with refusals that begin with the value, and not with the name of pydantic's error."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments."""
+        """Parse the arguments; a negative number is one, and no option."""
+        ctx.ignore_unknown_options = any(_NEGATIVE.fullmatch(word) for word in args)
         try:
             parsed: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
         except typer.BadParameter as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,11 +159,14 @@ class OffloadEngine:
     def settle(self) -> list[LoadOutcome]:
         """Take plans and apply reports until nothing is left to copy."""
         outcomes: list[LoadOutcome] = []
-        for _ in range(500):
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
             plans = self.step()
             outcomes += self.collect()
             if not plans and not self.manager.has_pending_work:
                 return outcomes
+            if not plans:
+                time.sleep(0.001)  # a service has to grant slots
         raise AssertionError("copies never end")
 
     # --- bytes --------------------------------------------------------------------------------------------

@@ -50,12 +50,13 @@ ANSWERS: dict[str, str] = {
     "load_ended": "done",
     "hints": "hinted",
     "heartbeat": "alive",
+    "forgotten": "done",
     "bye": "done",
     "ask": "told",
 }
 """The answer to each request that is carried out; any may be answered by ``refused``."""
 
-_NOTICES = ("hinted", "events", "recall", "describe_again", "refused")
+_NOTICES = ("hinted", "events", "recall", "forget", "describe_again", "refused")
 
 _HASHES, _INT32, _INT64 = "32 bytes each", "int32 each", "int64 each"
 _UINT8, _UINT32, _UINT64 = "uint8 each", "uint32 each", "uint64 each"
@@ -110,6 +111,7 @@ REQUESTS: list[protocol.Request] = [
     protocol.LoadEnded(_ONE32, _HASH, b"\1"),
     protocol.Hints(_HASH, [HintGiven(1, HintKind.RETAIN, 0, 1, seconds=60.0)]),
     protocol.Heartbeat(b"{}"),
+    protocol.Forgotten(2),
     protocol.Bye(),
     protocol.Ask("stats"),
 ]
@@ -125,6 +127,7 @@ REPLIES: list[protocol.Answer] = [
     protocol.Alive([0] * 13, reads=ReadTotals(1, 4096, 0.5)),
     protocol.Events(b"\0", _HASH, bytes(32)),
     protocol.Recall(32),
+    protocol.Forget(2, _HASH, bytes(16)),
     protocol.DescribeAgain(),
     protocol.Done(),
     protocol.ToolAnswer(b"{}"),

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.harness import Report, Table
 from benchmarks.swap.peers import D2H, H2D, Peers, cost, neighbours
+from benchmarks.swap.ranks import both_links
 from benchmarks.swap.worker import GIB, KIB, SwapWorker, make_layout
 from fdcache.devices.topology import visible_gpus
 from fdcache.machine.calibration import Calibration
@@ -159,6 +160,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Peers], Table]]] = {
     "both": ("Both ways at once, as a ratio to a pair of large copies", both_ways),
     "small": ("Small swaps, 64 planes of 16 KiB a block", small),
     "neighbours": ("Slowdown of a neighbour stream during copies in runs", interference),
+    "ranks": ("Two ranks that keep latents once, over both links, 2 GiB each", both_links),
     "first": ("Time to the first layer of a 2 GiB load", first_layer),
 }
 

@@ -81,6 +81,11 @@ class Peers:
 
         return 2 * GIB / timed(both, self._streams)
 
+    def copy_large(self, kind: int) -> None:
+        """Copy 1 GiB one way, and wait for its end."""
+        self._large(kind, 0)
+        self._streams[0].synchronize()
+
     def _large(self, kind: int, index: int) -> None:
         ends = self._host[index], self._memory[index]
         source, target = ends if kind == H2D else ends[::-1]

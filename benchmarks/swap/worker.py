@@ -16,6 +16,7 @@ from fdcache.layout import KVLayout
 from fdcache.machine.calibration import Calibration
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.cache import CopySettings
+from fdcache.tiers.host import HostCache
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 RUN_BYTES = 16 * MIB
@@ -48,7 +49,10 @@ class Pick:
 
 
 class SwapWorker:
-    """Controller with ``pool_bytes`` of device blocks and as much host cache, every host slot holding a block."""
+    """Controller with ``pool_bytes`` of device blocks and as much host cache, every host slot holding a block.
+
+    ``shared``: name of the host cache that this ``rank`` shares with those that hold the same bytes.
+    """
 
     def __init__(
         self,
@@ -56,15 +60,18 @@ class SwapWorker:
         *,
         pool_bytes: int = 2 * GIB,
         calibration: Calibration | None = None,
+        gpu: str | int | None = None,
+        rank: int = 0,
+        shared: str | None = None,
         **options: Any,
     ) -> None:
         settings = CopySettings(drain_timeout=60.0, layer_timeout=60.0, **options)
         self.layout = layout
         self.blocks = pool_bytes // layout.record_bytes
-        self.device = CudaDevice(settings=settings, calibration=calibration)
-        self.controller = CacheController(settings, layout, device=self.device)
+        self.device = CudaDevice(gpu, settings=settings, calibration=calibration)
+        self.controller = CacheController(settings, layout, rank=rank, device=self.device)
         self.tensors = self.controller.initialize_kv_cache(self.blocks)
-        self.controller.initialize_host_cache(self.blocks)
+        self.controller.initialize_host_cache(HostCache(self.blocks, name=shared))
         self.random = np.random.default_rng(0)
         self._next = 0
         self._hashes = np.zeros((self.blocks, 32), np.uint8)
@@ -136,10 +143,11 @@ class SwapWorker:
         return self.finish()
 
     def finish(self) -> list[float]:
-        (report,) = self._reports()
+        (report,) = self.reports()
         return [result.seconds for result in report.results]
 
-    def _reports(self) -> list[TransferReport]:
+    def reports(self) -> list[TransferReport]:
+        """Wait for plans to end; return their reports."""
         reports = self.controller.wait_reports(60.0)
         for report in reports:
             for result in report.results:
@@ -179,7 +187,7 @@ class SwapWorker:
                 self.controller.submit_swap_tasks(plan, self.stream)
             left = plans
             while left:
-                left -= len(self._reports())
+                left -= len(self.reports())
             seconds = time.perf_counter() - start
             rates.append(len(whole.host) * self.layout.payload_bytes / seconds)
         return statistics.median(rates)

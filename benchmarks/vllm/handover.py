@@ -150,10 +150,14 @@ def first_token(server: Server, prompt: Sequence[int], **fields: Any) -> tuple[f
     return first, tokens
 
 
+def both_ways(alone: Server, prompt: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the tokens of an engine that computes the whole prompt, then those with the prompt in its cache."""
+    return alone.tokens(prompt, _TOKENS), alone.tokens(prompt, _TOKENS)
+
+
 def expected(alone: Server, prompt: Sequence[int]) -> list[int]:
     """Return the tokens of an engine that has the prompt in its cache, as decode has: other shapes give near ties."""
-    alone.tokens(prompt, 1)
-    return alone.tokens(prompt, _TOKENS)
+    return both_ways(alone, prompt)[1]
 
 
 def gap(alone: Server, prompt: Sequence[int], answer: Sequence[int], right: Sequence[int]) -> float:
@@ -176,6 +180,8 @@ class Measured:
         self.proxied: list[float] = []
         self.gaps: list[float] = []
         """Of each wrong answer, by how much the right token was likelier."""
+        self.compared = self.own = self.as_computed = 0
+        """Answers; those that the engine alone gives otherwise if it computes the prompt; wrong ones that are these."""
 
     def take(self, pair: Pair, alone: Server, prompts: Sequence[list[int]]) -> None:
         """Serve a prompt that is handed over twice, one that decode computes, and one through vLLM's proxy."""
@@ -193,7 +199,11 @@ class Measured:
             self._compare(alone, routed, answer)
 
     def _compare(self, alone: Server, prompt: list[int], answer: list[int]) -> None:
-        if answer != (right := expected(alone, prompt)):
+        computed, right = both_ways(alone, prompt)
+        self.compared += 1
+        self.own += computed != right
+        if answer != right:
+            self.as_computed += answer == computed
             self.gaps.append(gap(alone, prompt, answer, right) if len(answer) == len(right) else math.inf)
 
     def row(self, connector: str, length: int) -> dict[str, Any]:
@@ -213,7 +223,9 @@ class Measured:
                 if self.proxied
                 else {}
             ),
-            "wrong": len(self.gaps),
+            "wrong": f"{len(self.gaps)} of {self.compared}",
+            "of them, as the engine alone computes": self.as_computed,
+            "its own that differ, computed and cached": f"{self.own} of {self.compared}",
             "right token likelier by": " ".join(f"{each:.4f}" for each in self.gaps),
         }
 

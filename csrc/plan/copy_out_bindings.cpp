@@ -147,6 +147,9 @@ void bind_contents(nb::module_ &module) {
             "forget", [](DeviceContents &self, const Ids &ids) { self.forget(slots_of(ids)); }, "ids"_a,
             "Forget what is in these device blocks, without a copy.")
         .def(
+            "drop", [](DeviceContents &self, const HashesIn &hashes) { self.drop(digests_of(hashes)); },
+            "hashes"_a, "Forget these blocks, and all below them, without a copy.")
+        .def(
             "sent",
             [](DeviceContents &self, std::uint64_t plan, const Ids &ids) { self.sent(plan, slots_of(ids)); },
             "plan"_a, "ids"_a, "Record the device blocks that a plan reads.");

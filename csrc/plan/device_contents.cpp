@@ -1,9 +1,35 @@
 #include "plan/device_contents.hpp"
 
 #include <algorithm>
+#include <unordered_map>
 #include <unordered_set>
 
 namespace fdcache {
+namespace {
+
+using Paths = std::unordered_map<const DevicePath *, std::size_t>;
+
+// Shortens each path to its blocks before the first that is gone, or below one. The blocks behind it are
+// gone, too. A path may begin below a block of another one.
+void cut(Paths &paths, std::unordered_set<Digest, DigestHash> gone) {
+    for (bool goes_on = true; goes_on;) {
+        goes_on = false;
+        for (auto &[path, end] : paths) {
+            const auto stop = path->hashes.begin() + static_cast<std::ptrdiff_t>(end);
+            const bool is_below = path->parent && gone.contains(*path->parent);
+            const auto first = is_below ? path->hashes.begin()
+                                        : std::find_if(path->hashes.begin(), stop, [&](const Digest &hash) {
+                                              return gone.contains(hash);
+                                          });
+            if (first == stop) continue;
+            gone.insert(first, stop);
+            end = static_cast<std::size_t>(first - path->hashes.begin());
+            goes_on = true;
+        }
+    }
+}
+
+}  // namespace
 
 void DevicePath::extend(std::span<const Digest> more_hashes, std::span<const Slot> more_slots) {
     hashes.reserve(hashes.size() + more_hashes.size());
@@ -64,6 +90,20 @@ void DeviceContents::forget(std::span<const Slot> slots) {
         find(slot)->path.reset();
         is_known_[slot] = 0;
     }
+}
+
+void DeviceContents::drop(std::span<const Digest> hashes) {
+    enter_offers();
+    Paths paths;
+    for (const std::unique_ptr<Part> &part : parts_)
+        if (part)
+            for (const Block &block : *part)
+                if (block.path) paths.emplace(block.path.get(), block.path->hashes.size());
+    cut(paths, {hashes.begin(), hashes.end()});
+    for (const std::unique_ptr<Part> &part : parts_)
+        if (part)
+            for (Block &block : *part)
+                if (block.path && block.depth >= paths.at(block.path.get())) block.path.reset();
 }
 
 void DeviceContents::forget_told() {

@@ -44,6 +44,8 @@ class DeviceContents : public DeviceIndex {
     void offered(const std::shared_ptr<const DevicePath> &path, std::size_t start, std::size_t counted);
     // These device blocks have another content now.
     void forget(std::span<const Slot> slots);
+    // Forgets these blocks, and all below them, wherever they lie.
+    void drop(std::span<const Digest> hashes);
     // Copies in flight still read the device blocks.
     void forget_told() override;
     // Which blocks the engine gives away next, coldest first.

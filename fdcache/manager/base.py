@@ -21,6 +21,7 @@ from fdcache.layout import KVLayout
 from fdcache.machine.calibration import calibrated_link
 from fdcache.manager import story
 from fdcache.manager.cost import NO_PRIORS, Priors
+from fdcache.manager.deletions import Deletions
 from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import Request
@@ -36,7 +37,7 @@ from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.storage.speed import measured_place
 from fdcache.tiers.hint_book import RequestHints
-from fdcache.tiers.host import HostCache, HostTier
+from fdcache.tiers.host import Deleted, HostCache, HostTier
 from fdcache.tiers.reuse import RecentReuse
 from fdcache.tiers.statistics import Counters
 
@@ -97,6 +98,7 @@ class TierManager(TierViews[RequestT_contra]):
         )
         loads = self._make_requests(ahead)
         self._plans = Plans(layout, settings.plan_timeout, tiers, loads, counters, clock)
+        self._deletions = Deletions(tiers.service, self._plans, self._forget_on_device)
         hints = tiers.service.hints if tiers.service is not None else None
         self._hints = RequestHints(list(tiers.own_pools.values()), hints, layout, self._hint_clock)
         self._reuse = RecentReuse(tiers.reuse)
@@ -225,6 +227,7 @@ class TierManager(TierViews[RequestT_contra]):
         with self._lock:
             self._set_time()
             self._plans.apply(reports)
+            self._deletions.tell_ended()
             self._choices.record(reports)
             self._must_look = True
             return self._outcomes()
@@ -244,7 +247,13 @@ class TierManager(TierViews[RequestT_contra]):
         self._tell_device()
         self._service.report(self._figures)
         self._service.flush()
-        return self._plans.close(self._service.plan_arena)
+        plans = self._plans.close(self._service.plan_arena)
+        self._deletions.step_closed()
+        return plans
+
+    @abstractmethod
+    def _forget_on_device(self, deleted: Deleted) -> None:
+        """Forget what was deleted in the service."""
 
     def _tell_device(self) -> None:
         """Tell a service that asks for it which blocks came to and left the device tier, if the manager has one."""

@@ -106,6 +106,7 @@ class CacheManager(OwnDevice):
         requests = requests_of(requests)
         with self._lock:
             self._set_time()
+            self._deletions.take()
             if self._service is not None:
                 self._reset_device_if_asked(self._service)
             if self._state is not ManagerState.RUNNING:
@@ -168,6 +169,7 @@ class CacheManager(OwnDevice):
         """
         with self._lock:
             self._set_time()
+            self._deletions.take()
             if self._service is not None:
                 self._reset_device_if_asked(self._service)
             if self._hints.open:

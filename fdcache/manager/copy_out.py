@@ -39,7 +39,7 @@ class CopyOut:
         clock: Callable[[], float],
         on_displaced: Callable[[HashArray], None] | None = None,
     ) -> None:
-        self._host = host
+        self._device, self._host = device, host
         self._on_displaced = on_displaced
         self._counters = counters
         self._clock = clock
@@ -76,6 +76,10 @@ class CopyOut:
     def forget(self) -> None:
         """Forget what is queued, and what an engine has told, as after a reset."""
         self._native.clear()
+
+    def drop(self, hashes: HashArray) -> None:
+        """Forget blocks of the device cache and all below them, without a copy."""
+        self._device.drop(hashes)
 
     @property
     def queued(self) -> int:

@@ -134,6 +134,10 @@ class StateOffers:
             ]:
                 del self._waiting[name]
 
+    def clear(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
+
     def forget(self, request: OffloadRequest) -> None:
         """Forget what waits of a request."""
         self._waiting.pop(request.request_id, None)

@@ -21,6 +21,7 @@ from fdcache.manager.results import LoadOutcome
 from fdcache.metadata import NO_BLOCK, Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers.host import Deleted
 from fdcache.tiers.statistics import TierUsage
 
 
@@ -275,6 +276,7 @@ class OffloadManager(OffloadLookups):
         ``is_patient``: more steps are sure to follow, so that a few blocks to copy may wait for others.
         """
         with self._lock:
+            self._deletions.take()
             has_copies = self._contents.has_offers or self._copies.has_queue
             if not (has_copies or self._has_planned or self._must_look):
                 return []
@@ -337,6 +339,13 @@ class OffloadManager(OffloadLookups):
             named = self.layout.revision.partition("+")[0]
             what = uuid4().bytes if version is None else sha256(version.encode()).digest()
             return self._change_layout(self.layout.with_revision(f"{named}+{what[:8].hex()}"))
+
+    def _forget_on_device(self, deleted: Deleted) -> None:
+        self._offers.states.clear()
+        if deleted.everything:
+            self._tiers.reset_device()
+        else:
+            self._tiers.delete_from_device(deleted.hashes)
 
     def take_device_reset(self) -> bool:
         """Return True if an operator of the service asked since the last call to reset the device cache."""

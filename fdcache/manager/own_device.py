@@ -8,6 +8,7 @@ from fdcache._core import SLOT_FREE
 from fdcache.errors import RequestStateError
 from fdcache.manager.base import TierManager
 from fdcache.manager.requests import LiveRequests, Request
+from fdcache.tiers.host import Deleted
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import TierUsage
 
@@ -89,6 +90,12 @@ class OwnDevice(TierManager[Request]):
             return [
                 slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
             ]
+
+    def _forget_on_device(self, deleted: Deleted) -> None:
+        if deleted.everything:
+            self._reset_device()
+        else:
+            self._tiers.delete_from_device(deleted.hashes)
 
     def _reset_device(self) -> None:
         self._tiers.reset_device()

@@ -182,6 +182,11 @@ class Tiers:
         if self.copies is not None:
             self.copies.forget()
 
+    def delete_from_device(self, hashes: HashArray) -> None:
+        """Forget blocks of the device cache that were deleted in the tiers below, and all below them."""
+        if self.copies is not None:
+            self.copies.drop(hashes)
+
     def reset(self) -> int:
         """Forget every block; return their number. The next plan tells the workers to clear their storage."""
         forgotten = sum(

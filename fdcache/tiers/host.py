@@ -11,6 +11,7 @@ call raises for it, and what was pinned, reserved or loaded before is ended as e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
@@ -146,6 +147,15 @@ class SharedNotes(Protocol):
         """Tell which blocks came to and left the device, in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """Blocks that were deleted with all below them, or everything, up to the deletion with this number."""
+
+    number: int
+    hashes: HashArray
+    everything: bool
+
+
 class HostService(Protocol):
     """What an engine and a service tell each other. Messages go in the background, but for ``ask``."""
 
@@ -192,6 +202,12 @@ class HostService(Protocol):
 
     def take_device_reset(self) -> bool:
         """Return True if an operator asked for a reset of the device tier since the last call."""
+
+    def take_deleted(self) -> Deleted | None:
+        """Return what was deleted in the service since the last call, to be forgotten on the device."""
+
+    def forgot(self, number: int) -> None:
+        """Tell the service that nothing is left of what was deleted, up to the deletion with this number."""
 
     def change_layout(self, layout: KVLayout) -> None:
         """Go on with another revision of the model; blocks of the former one are not found any more."""

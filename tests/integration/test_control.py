@@ -287,6 +287,7 @@ class TestErrors:
             ("delete", {"hashes": ["00" * 32], "start": "x"}, "start"),
             ("quota", {"tenant": "a", "share": 2}, "share"),
             ("quota", {"share": 0.5}, "tenant"),
+            ("quota", {"tenant": "(none)", "share": 0.5}, "stands for blocks without a tenant"),
         ],
     )
     def test_a_bad_argument_is_named(
@@ -422,6 +423,12 @@ class TestCommands:
         assert f"deleted {BLOCKS} blocks" in told("delete", "--tokens", prompt, "--yes")
         assert told("quota", "t", "0.25") == "t: 0.25 of each namespace, 1 before\n"
         told("quota", "t", "1")
+
+    def test_a_negative_share_is_refused_as_a_share(self, service: LocalService) -> None:
+        done = run("quota", "t", "-1", "--server", service.address)
+        assert done.returncode == 2
+        assert "SHARE" in done.stderr
+        assert "No such option" not in done.stderr
 
     def test_a_prefix_has_to_be_named(self, service: LocalService) -> None:
         done = run("pin", "--server", service.address)

@@ -99,6 +99,8 @@ def test_the_envelope_may_be_the_engine_s_own_type() -> None:
         (envelope(action("kv.retain", {}, "2.0")), "version '2.0'"),
         (envelope(retain(priority=101)), "kv.retain"),
         (envelope(retain(priority=5, extra=1)), "extra"),
+        (envelope(action("kv.retain", {"directives": []})), "directives: there is none"),
+        (envelope(), "actions: there is none"),
         (envelope(action("fdcache.once", {"seconds": 1})), "seconds is for retain"),
     ],
 )

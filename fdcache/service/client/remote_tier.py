@@ -44,7 +44,7 @@ from fdcache.service.wire.protocol import (
 )
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms, OnDevice
-from fdcache.tiers.host import NOTHING, Found, HostCache, Reading
+from fdcache.tiers.host import NOTHING, Deleted, Found, HostCache, Reading
 from fdcache.tiers.pool import PENDING
 from fdcache.tiers.statistics import ReadTotals, TierUsage, TrafficMeter
 from fdcache.tiers.waiting_fetches import ReadJudge
@@ -436,6 +436,20 @@ class RemoteHostTier:
     def take_device_reset(self) -> bool:
         """Return True if the service ordered a reset of the device tier since the last call."""
         return self.sessions.take_device_reset()
+
+    def take_deleted(self) -> Deleted | None:
+        """Return what was deleted in the service since the last call, to be forgotten on the device."""
+        orders = self.sessions.take_deleted()
+        if not orders:
+            return None
+        keys = [key for order in orders for key in order.tenant_keys]
+        owned = self.sessions.outbox.owners.of(keys)
+        hashes = hashes_from(b"".join([*(order.hashes for order in orders), *owned]))
+        return Deleted(orders[-1].number, hashes, any(order.everything for order in orders))
+
+    def forgot(self, number: int) -> None:
+        """Tell the service that nothing is left of what was deleted, up to the deletion with this number."""
+        self.sessions.forgot(number)
 
     def close(self) -> None:
         """Say goodbye; slots that are still being copied stay this process's until it ends."""

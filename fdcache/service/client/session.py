@@ -123,6 +123,11 @@ class Owners:
         if len(self._tenants) > self._limit:
             self._tenants.popitem(last=False)
 
+    def of(self, tenants: Iterable[bytes]) -> list[bytes]:
+        """Return the blocks of the tenants with these keys."""
+        chosen = {*tenants}
+        return [block for block, key in self._tenants.items() if key in chosen] if chosen else []
+
     def keys(self, blocks: Iterable[bytes]) -> bytes:
         """Return the tenant keys of the blocks one after the other; empty when none of them has a tenant."""
         keys = [self._tenants.get(block, NO_TENANT) for block in blocks]
@@ -237,15 +242,18 @@ def _roots(parents: bytes, hashes: bytes) -> Iterator[bytes]:
 
 
 def open_session(
-    connection: Connection, layout: KVLayout, live: Live, terms: FetchTerms, *, events: bool
+    connection: Connection, layout: KVLayout, live: Live, terms: FetchTerms, *, events: bool, forgotten: int
 ) -> Session:
     """Register a layout; ``connection`` belongs to the new session from now on. ``events``: subscribe to them.
+
+    ``forgotten``: number of the last deletion of which the device has nothing.
 
     Raises ``RefusedError``, ``ProtocolError``, and ``ServiceUnavailableError`` also when the service's memory cannot
     be opened here.
     """
     connection.session = 0
-    request = Register(layout.to_json().encode(), live, f"{layout.model}:{os.getpid()}", events, terms)
+    name = f"{layout.model}:{os.getpid()}"
+    request = Register(layout.to_json().encode(), live, name, events, terms, forgotten)
     answer, _ = connection.call(request, _REGISTER_TIMEOUT)
     if not isinstance(answer, Registered):
         raise ProtocolError(f"expected the answer to a registration, got {type(answer).__name__}")

@@ -27,6 +27,8 @@ from fdcache.service.wire.protocol import (
     Bye,
     DescribeAgain,
     Events,
+    Forget,
+    Forgotten,
     Granted,
     Heartbeat,
     Hinted,
@@ -116,12 +118,17 @@ class Progress:
         """Count from here: an earlier session has what was sent so far."""
         self._sent_before = self._sent
 
-    def heartbeat(self, device_resets: int) -> Heartbeat:
-        """Return the heartbeat of an engine that has applied ``device_resets`` resets of its device tier."""
+    def heartbeat(self, device_resets: int, heard: int) -> Heartbeat:
+        """Return the heartbeat of an engine that has applied ``device_resets`` resets of its device tier.
+
+        ``heard``: the number of the last deletion that it was told of.
+        """
         self._sent = (self.traffic.copy(), self._misses.in_flight)
         traffic, misses = self._sent_before
         self._wants_figures = True
-        return Heartbeat(self._figures, device_resets, self._sent[0].since(traffic), self._sent[1] - misses)
+        return Heartbeat(
+            self._figures, device_resets, self._sent[0].since(traffic), self._sent[1] - misses, heard
+        )
 
 
 class SessionKeeper:
@@ -159,6 +166,8 @@ class SessionKeeper:
         self._events: deque[Events] = deque(maxlen=settings.event_buffer)
         self._hint_results: deque[HintResult] = deque(maxlen=_MOST_HINT_RESULTS)
         self._device_resets = self._device_resets_taken = 0  # orders of the service since it began
+        self._heard = self._forgotten = 0  # numbers of deletions
+        self._deleted: deque[Forget] = deque()
         self.lock = self.outbox.lock
         self._connected = threading.Condition(self.lock)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -226,6 +235,21 @@ class SessionKeeper:
         self._device_resets_taken = self._device_resets
         self._wake_thread()
         return True
+
+    def take_deleted(self) -> list[Forget]:
+        """Return what the service has told to forget since the last call."""
+        taken = []
+        while self._deleted:
+            taken.append(self._deleted.popleft())
+        return taken
+
+    def forgot(self, number: int) -> None:
+        """Report that nothing is left of what was deleted up to this number."""
+        with self.lock:
+            self._forgotten = number
+            if (session := self.listening) is not None:
+                self.outbox.add(session, Forgotten(number))
+        self._wake_thread()
 
     def record_events(self, capacity: int) -> None:
         """Keep the newest ``capacity`` batches of events."""
@@ -319,7 +343,14 @@ class SessionKeeper:
         layout = self._layout
         try:
             wants_events = self._events.maxlen != 0
-            session = open_session(connection, layout, self._live.live, self._terms, events=wants_events)
+            session = open_session(
+                connection,
+                layout,
+                self._live.live,
+                self._terms,
+                events=wants_events,
+                forgotten=self._forgotten,
+            )
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             self._absence.goes_on(error)
             return False
@@ -352,13 +383,13 @@ class SessionKeeper:
         if session is self.session:
             session.count_heartbeat()
         self.outbox.add_misses(session)
-        self._send(connection, session, self.progress.heartbeat(self._device_resets_taken))
+        self._send(connection, session, self.progress.heartbeat(self._device_resets_taken, self._heard))
 
     def _say_goodbye(self, connection: Connection, session: Session) -> None:
         """Send the rest of a session of which nothing is in flight, and end it."""
         self.outbox.add_misses(session)
         self._send_queued(connection)
-        self._send(connection, session, self.progress.heartbeat(self._device_resets_taken))
+        self._send(connection, session, self.progress.heartbeat(self._device_resets_taken, self._heard))
         try:
             connection.call(Bye(), _BYE_TIMEOUT)
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
@@ -399,15 +430,25 @@ class SessionKeeper:
             self._hint_results.extend(answer.results)
         elif isinstance(answer, Recall):
             self.return_stock(session, answer.first)
+        elif isinstance(answer, Forget):
+            self._hear(answer)
         elif isinstance(answer, DescribeAgain):
             session.has_forgotten = True
         elif isinstance(answer, Alive):
             session.figures, session.reads = answer.figures, answer.reads
             self._device_resets = answer.device_resets
         elif isinstance(answer, Refused):
-            if answer.code == "draining":
-                self.leave(session)
-            elif answer.code == "no_session":
-                self.lose(session, answer.message)
-            else:
-                session.copies.drop_unacknowledged()
+            self._handle_refusal(session, answer)
+
+    def _hear(self, order: Forget) -> None:
+        if order.number > self._heard:  # it may come twice
+            self._heard = order.number
+            self._deleted.append(order)
+
+    def _handle_refusal(self, session: Session, answer: Refused) -> None:
+        if answer.code == "draining":
+            self.leave(session)
+        elif answer.code == "no_session":
+            self.lose(session, answer.message)
+        else:
+            session.copies.drop_unacknowledged()

@@ -109,6 +109,10 @@ class RegisteredClient:
     """Ranks by the live file of their worker."""
     device_resets: int = 0
     device_resets_applied: int = 0
+    forgotten: int = 0
+    """Number of the last deletion of which its device has nothing."""
+    told: int = 0
+    """Number of the last deletion that it was told of."""
     lookups: int = 0
     stored: int = 0
     traffic: Traffic = field(default_factory=Traffic)
@@ -126,6 +130,7 @@ class RegisteredClient:
         """Take over the figures of a heartbeat, and add what is new in them to the totals of the namespace."""
         self.figures = heartbeat.figures[:MAX_FIGURES_BYTES]
         self.device_resets_applied = max(self.device_resets_applied, heartbeat.resets)
+        self.told = min(self.told, heartbeat.heard)
         totals = self.namespace.history.totals
         self._add_prompts(totals)
         totals.traffic.add(heartbeat.traffic.since(self.traffic))

@@ -112,6 +112,7 @@ class Server:
             self.bind()
         try:
             self._open_arena(lambda done, total: report("touching memory", done, total))
+            self.service.deletions.load()
             if self.service.storage is not None:
                 self.service.storage.start(
                     self.service.namespaces.values(),

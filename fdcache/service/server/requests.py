@@ -9,6 +9,7 @@ import numpy as np
 from fdcache.errors import ProtocolError
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.server.clients import RegisteredClient
+from fdcache.service.server.deletion_log import DeletionLog
 from fdcache.service.wire.arrays import hashes_from, int32_from, int64_from, uint8_from, uint64_from
 from fdcache.service.wire.protocol import (
     FETCHED,
@@ -185,8 +186,8 @@ def describe(client: RegisteredClient, request: Describe) -> Answer:
     return Done()
 
 
-def publish(client: RegisteredClient, request: Publish) -> tuple[Answer, HashArray]:
-    """Store the blocks that are complete on every rank and free the other slots.
+def publish(client: RegisteredClient, request: Publish, deletions: DeletionLog) -> tuple[Answer, HashArray]:
+    """Store the blocks that are complete on every rank, unless they were deleted, and free the other slots.
 
     Return the answer, and the hashes of the blocks stored.
     """
@@ -207,6 +208,11 @@ def publish(client: RegisteredClient, request: Publish) -> tuple[Answer, HashArr
     if len(wanted):
         complete[wanted] = namespace.memory.are_complete(slots[wanted], generations[wanted], hashes[wanted])
     assert namespace.tier is not None
+    if deletions.is_behind(namespace.id, client.forgotten):
+        tier, owners = namespace.tier, namespace.tenants
+        complete &= ~deletions.deleted(
+            namespace.id, client.forgotten, tier, owners, parents, hashes, request.tenants
+        )
     tenants = namespace.tenants.numbers(namespace.tier, parents, request.tenants, namespace.storable_slots)
     namespace.tenants.note(parents, hashes, request.tenants, complete)
     status = _end_copies(client, slots, parents, hashes, complete, checksums, tenants)

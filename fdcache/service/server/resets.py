@@ -109,6 +109,11 @@ class CheckedReset:
         return self.tenant is not None or self.older_than > 0
 
     @property
+    def deletes(self) -> bool:
+        """True if no tier is to have these blocks afterwards, nor to get them from an engine's device."""
+        return self.tiers is ResetTiers.ALL and not self.older_than and not self.dry_run
+
+    @property
     def has_host(self) -> bool:
         """True if host tiers are reset."""
         return self.tiers in {ResetTiers.HOST, ResetTiers.ALL}
@@ -167,6 +172,11 @@ def reset(service: Service, arguments: Arguments) -> ResetView:
             return answer
     # The owners of blocks are those of both tiers: what was read from storage has none in the host tier.
     owned = _owned(service, order)
+    if order.deletes:
+        ids = [*(each.id for each in order.namespaces), *(each.id for each in order.storages)]
+        for each in dict.fromkeys(ids):
+            is_known = order.tenant not in (None, NO_TENANT)
+            service.delete_from_devices(each, owned, order.tenant or b"", everything=not is_known)
     if order.has_host:
         answer.host = [
             _reset_host(service, clients, namespace, order, owned) for namespace in order.namespaces

@@ -11,9 +11,11 @@ import msgspec
 import numpy as np
 
 from fdcache.errors import FdcacheError, HostMemoryError, ProtocolError
+from fdcache.metadata import HashArray
 from fdcache.service.server import requests
 from fdcache.service.server.arena import Arena
 from fdcache.service.server.clients import Clients, RegisteredClient
+from fdcache.service.server.deletion_log import DeletionLog
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import STOCK_DIVISOR, Namespace
 from fdcache.service.server.namespaces import Namespaces
@@ -35,6 +37,7 @@ from fdcache.service.wire.protocol import (
     Events,
     FindEnd,
     FindStored,
+    Forgotten,
     Granted,
     Heartbeat,
     Hinted,
@@ -87,6 +90,7 @@ class Service:
         self.arena = arena
         self.namespaces = Namespaces(settings, arena, eviction)
         self.storage: ServiceStorage | None = None
+        self.deletions = DeletionLog(arena.directory / f"{arena.prefix}-deletions")
         self.totals = ServiceTotals()
         self.clients = Clients(runtime_dir, self.namespaces, self._reads_of, self.totals)
         self.started = time.time()
@@ -96,7 +100,7 @@ class Service:
         self._look_at = time.monotonic() + _LOOK_SECONDS
         self._lost_files: set[str] = set()
         self.has_urgent_events = False
-        """True after a reset: clients must receive its events before the next answer."""
+        """True after a reset or deletion: clients must hear of it before the next answer."""
         self.answer_tool: Callable[[Ask], Iterator[bytes]] = lambda ask: iter(())
         self.drive_commands: Callable[[], None] = lambda: None
         """Goes on with commands of tools that take time; called by ``tick``."""
@@ -114,6 +118,7 @@ class Service:
             LoadEnded: requests.load_ended,
             Hints: requests.hints,
             Heartbeat: self._heartbeat,
+            Forgotten: self._forgotten,
             Bye: self._bye,
         }
 
@@ -208,6 +213,7 @@ class Service:
             raise RefusalError("draining", "the service is shutting down; try again later")
         self.make_lost_files()
         client = self.clients.register(identity, request)
+        client.forgotten = min(request.forgotten, self.deletions.latest)
         namespace = client.namespace
         self.open_tables()
         return Registered(
@@ -259,7 +265,7 @@ class Service:
         return Done()
 
     def _publish(self, client: RegisteredClient, request: Publish) -> Answer:
-        answer, stored = requests.publish(client, request)
+        answer, stored = requests.publish(client, request, self.deletions)
         if (storage := self.storage_of(client.namespace)) is not None:
             storage.on_arrival(stored)
         return answer
@@ -283,6 +289,10 @@ class Service:
         storage = self.storage_of(client.namespace)
         reads = storage.read_totals if storage is not None else ReadTotals()
         return Alive(figures, device_resets=client.device_resets, reads=reads)
+
+    def _forgotten(self, client: RegisteredClient, request: Forgotten) -> Answer:
+        client.forgotten = max(client.forgotten, min(request.number, self.deletions.latest))
+        return Done()
 
     def _bye(self, client: RegisteredClient, request: Bye) -> Answer:
         self.clients.remove(client)
@@ -378,6 +388,22 @@ class Service:
             log.error("the arena has lost files: %s", problem)
         self._lost_files = lost
 
+    def delete_from_devices(
+        self, namespace: str, hashes: HashArray, tenant: bytes = b"", *, everything: bool = False
+    ) -> None:
+        """Have engines forget blocks and all below them, which are about to leave the tiers, or a tenant's, or all."""
+        self.deletions.add(namespace, hashes, tenant, everything=everything)
+        self.has_urgent_events = True
+
+    def _send_deletions(self, send: Send) -> None:
+        """Tell clients what to forget on their devices, again if a message was lost."""
+        for client in self.clients.values():
+            told = max(client.told, client.forgotten)
+            if self.deletions.is_behind(client.namespace.id, told):
+                forget = self.deletions.after(client.namespace.id, told)
+                if send(client.identity, forget):
+                    client.told = forget.number
+
     def _send_hint_results(self, send: Send) -> None:
         """Tell clients what became of their hints whose time is over."""
         for namespace in self.namespaces.values():
@@ -388,11 +414,12 @@ class Service:
                     send(client.identity, Hinted(results))
 
     def send_events(self, send: Send) -> None:
-        """Send clients what entered and left the host tier of their namespace.
+        """Send clients what entered and left the host tier of their namespace, and what they are to forget.
 
         Clients that did not ask for events receive resets and losses only.
         """
         self.has_urgent_events = False
+        self._send_deletions(send)
         for namespace in self.namespaces.values():
             namespace.collect_events()
             namespace.clear_left()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from fdcache.errors import FdcacheError, ProtocolError
+from fdcache.hashing import TENANT_BYTES
 from fdcache.hints import HintKind, HintStatus
 from fdcache.machine.decoding import MALFORMED
 from fdcache.service.wire.liveness import Live
@@ -16,7 +17,7 @@ from fdcache.service.wire.shared_memory import Geometry
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.statistics import Count, ReadTotals, Traffic
 
-VERSION = 7
+VERSION = 8
 MAX_FRAME = 8 << 20
 """Limit of a message in bytes."""
 MAX_PATHS, MAX_BLOCKS = 4096, 131072
@@ -26,13 +27,17 @@ MAX_PATHS, MAX_BLOCKS = 4096, 131072
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """Register a scheduler process for the blocks of a layout. It has no copy in flight in any earlier session."""
+    """Register a scheduler process for the blocks of a layout. It has no copy in flight in any earlier session.
+
+    ``forgotten``: as in the last ``Forgotten`` of this process, whichever service that was for.
+    """
 
     layout: bytes
     live: Live
     name: str
     events: bool = False
     fetches: FetchTerms = FetchTerms()
+    forgotten: Count = 0
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -183,12 +188,20 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Heartbeat of a client, with its own figures as a JSON object and the number of device ``resets`` it applied.
 
     Since the session began: the ``traffic`` it copied, and look-ups that ended at a block it was still copying.
+    ``heard``: the number of the last ``Forget`` that arrived.
     """
 
     figures: bytes
     resets: int = 0
     traffic: Traffic = msgspec.field(default_factory=Traffic)
     in_flight_misses: Count = 0
+    heard: Count = 0
+
+
+class Forgotten(msgspec.Struct, frozen=True, tag="forgotten"):
+    """Report that the device has lost what was deleted up to ``number``, and that none of it is being copied."""
+
+    number: Count
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -217,6 +230,7 @@ Request = (
     | LoadEnded
     | Hints
     | Heartbeat
+    | Forgotten
     | Bye
     | Ask
 )
@@ -337,6 +351,23 @@ class Recall(msgspec.Struct, frozen=True, tag="recall"):
     first: int
 
 
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """Ask to forget on the device what was deleted, up to the deletion with this ``number``.
+
+    That are these blocks and all below them, and those of the tenants with these keys, 16 bytes each; or everything.
+    """
+
+    number: Count
+    hashes: bytes = b""
+    tenants: bytes = b""
+    everything: bool = False
+
+    @property
+    def tenant_keys(self) -> list[bytes]:
+        """The keys of the tenants."""
+        return [self.tenants[at : at + TENANT_BYTES] for at in range(0, len(self.tenants), TENANT_BYTES)]
+
+
 class DescribeAgain(msgspec.Struct, frozen=True, tag="describe_again"):
     """The service has dropped descriptions: what is stored from now on is to be described again."""
 
@@ -371,6 +402,7 @@ Answer = (
     | Alive
     | Events
     | Recall
+    | Forget
     | DescribeAgain
     | Done
     | ToolAnswer
