@@ -16,6 +16,7 @@ from fdcache.machine.memory import SHARE_OF_MEMORY, available_memory
 from fdcache.service.server.preflight import nearest_directory
 from fdcache.service.wire.address import default_address
 from fdcache.settings import Severity, read_settings
+from fdcache.settings.sources import Sourced
 from fdcache_cli.engines import ENGINES, installed_engine
 
 _GIB = 1 << 30
@@ -100,6 +101,13 @@ class Answers:
     def title(self) -> str:
         """Name of the engine in a sentence."""
         return ENGINES[self.engine or "own"].title
+
+    @property
+    def memory(self) -> dict[str, Sourced]:
+        """Setting of the host memory that was given, and by which option."""
+        if self.host_memory is None:
+            return {}
+        return {"FDCACHE_HOST_MEMORY": Sourced("--host-memory of fdcache init", self.host_memory)}
 
     @property
     def arguments(self) -> dict[str, str]:

@@ -35,6 +35,16 @@ class _PlainRefusals:
 class PlainCommand(_PlainRefusals, TyperCommand):
     """Command with plain refusals."""
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Ctrl-C at a question ends it as anywhere else; Typer takes it for a no."""
+        try:
+            return super().invoke(ctx)
+        except typer.Abort as abort:
+            if not isinstance(abort.__context__, KeyboardInterrupt):
+                raise
+            typer.echo(err=True)  # ends the line of the question
+            raise KeyboardInterrupt from abort
+
 
 @dataclass(frozen=True, slots=True)
 class Command:

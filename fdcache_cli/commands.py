@@ -90,8 +90,14 @@ def _print_first_steps() -> None:
         ("fdcache init", "write the settings for your engine, and see the line that starts it"),
     ]
     if os.path.exists(file):  # noqa: PTH110
+        import shlex
+
         steps = [
-            *([] if named else [(f"export FDCACHE_ENV_FILE={file}", "use the settings of `fdcache init`")]),
+            *(
+                []
+                if named
+                else [(f"export FDCACHE_ENV_FILE={shlex.quote(file)}", "use the settings of `fdcache init`")]
+            ),
             ("fdcache env show --changed", "the settings in effect"),
             ("fdcache init", "the line that starts your engine"),
             ("fdcache serve", "one host tier for all engines of this node"),

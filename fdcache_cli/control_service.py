@@ -53,6 +53,10 @@ def _words(path: Path, option: str) -> list[str]:
     if len(content) > _LARGEST_PROMPT:
         wrong = f"{path} has more than {readable_size(_LARGEST_PROMPT)}, which is no prompt"
         raise typer.BadParameter(wrong, param_hint=option)
+    if text.startswith("[") != text.endswith("]"):
+        raise typer.BadParameter(
+            f"{path}: a list without its beginning or its end; it was cut", param_hint=option
+        )
     return text.strip("[]").replace(",", " ").split()
 
 

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from fdcache.machine.calibration import Calibration
 
 
+def _engines(begun: str) -> list[str]:
+    """Return the engines whose names begin so, for the completion of a shell."""
+    from fdcache_cli.engines import ENGINES
+
+    return [name for name in ENGINES if name.startswith(begun)]
+
+
 def init(
     device: Annotated[
         list[str] | None,
@@ -25,7 +32,11 @@ def init(
     *,
     engine: Annotated[
         str | None,
-        typer.Option(metavar="ENGINE", help="vllm, sglang, fastdeploy, or own for one that embeds fdcache."),
+        typer.Option(
+            metavar="ENGINE",
+            help="vllm, sglang, fastdeploy, or own for one that embeds fdcache.",
+            autocompletion=_engines,
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -92,8 +103,11 @@ def init(
         answers = answers.with_engine(ask=not yes)
         settings = load_settings({}, {**os.environ, "FDCACHE_ENV_FILE": str(file)})
     else:
+        load_settings(answers.memory)  # what is wrong in the environment is named before a question
         answers = answers.complete(ask=not yes)
-        settings = load_settings(answers.arguments)
+        settings = load_settings({**answers.arguments, **answers.memory})
+    # A GPU that is not here ends the command before a file is written.
+    asked = [find_gpu(uuid) for uuid in device or ()] or (visible_gpus() if plot is not None else [])
     removed = machine_setup.clean_arenas(settings) if clean_arenas else []
     made = machine_setup.make_directories(settings)
     findings = machine_findings.examine(settings) + made
@@ -106,10 +120,7 @@ def init(
         for text in removed:
             output.print_line(f"removed a dead arena: {text}")
         print_findings(findings)
-    if device:
-        gpus = [find_gpu(uuid) for uuid in device]
-    else:
-        gpus = visible_gpus() if plot is not None or has_gpu(findings) else []
+    gpus = asked or (visible_gpus() if has_gpu(findings) else [])
     usable = [gpu.uuid for gpu in gpus if gpu.uuid in kernels and not kernels[gpu.uuid].problem]
     calibrations = [_calibrate(uuid, force=force, quiet=json) for uuid in usable]
     if json:

@@ -33,6 +33,24 @@ def on_terminal(*arguments: str, answer: str = "") -> tuple[int, str, str]:
     return process.returncode, seen.decode(), output
 
 
+def interrupted_at_a_question(*arguments: str, question: str) -> tuple[int, str]:
+    """Press Ctrl-C once a command asks ``question``; return its status and the terminal's content."""
+    process, ours = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "fdcache_cli.main", *arguments])
+    seen, pressed = b"", False
+    try:
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+            if not pressed and question.encode() in seen:
+                os.write(ours, b"\x03")
+                pressed = True
+    except OSError:
+        os.close(ours)
+    _, status = os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status), seen.decode()
+
+
 def drawn(*arguments: str) -> str:
     """Return what a command draws on a terminal."""
     ours, theirs = pty.openpty()

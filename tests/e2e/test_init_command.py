@@ -21,7 +21,7 @@ from fdcache.settings import VARIABLES, Settings
 from fdcache_cli.link_plot import require_plotting, write_plot
 from tests.commands import Done, run_command
 from tests.gpu.conftest import missing_gpu
-from tests.terminals import on_terminal
+from tests.terminals import interrupted_at_a_question, on_terminal
 
 
 def run_init(*options: str, **environment: str) -> Done:
@@ -48,6 +48,17 @@ def test_an_unknown_gpu_is_an_error(tmp_path: Path) -> None:
     done = run_init("--device", "GPU-none", **home(tmp_path))
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("options", [("--device", "GPU-none"), ("--plot", "link.svg")])
+def test_a_gpu_that_is_not_here_is_refused_before_a_file_is_written(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    if missing_gpu() is None:
+        pytest.skip("there is a GPU")
+    done = run_init(*options, **home(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert list(tmp_path.rglob("fdcache*")) == []
 
 
 def test_doctor_reports_the_machine_and_changes_nothing(tmp_path: Path) -> None:
@@ -133,6 +144,41 @@ class TestTheSettingsOfAnEngine:
         assert done.returncode == 2
         assert "no terminal to ask on; give --yes" in done.stderr
         assert list(tmp_path.iterdir()) == []
+
+    def test_a_size_that_is_none_is_named_by_where_it_was_given(self, tmp_path: Path) -> None:
+        done = run_init(**home(tmp_path), FDCACHE_HOST_MEMORY="foo")
+        assert done.returncode == 78
+        assert "FDCACHE_HOST_MEMORY (environment): 'foo' is not a size" in done.stderr
+        done = run_init("--host-memory", "bar", **home(tmp_path))
+        assert done.returncode == 78
+        assert "FDCACHE_HOST_MEMORY (--host-memory of fdcache init): 'bar' is not a size" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+    def test_ctrl_c_at_a_question_is_ctrl_c(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in home(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        status, seen = interrupted_at_a_question("init", question="Which engine")
+        assert status == 130
+        assert "Aborted" not in seen and "Traceback" not in seen
+
+    def test_a_shell_completes_the_engines(self, tmp_path: Path) -> None:
+        asked = {
+            "_FDCACHE_COMPLETE": "complete_bash",
+            "COMP_WORDS": "fdcache init --engine v",
+            "COMP_CWORD": "3",
+        }
+        done = run_command((), {**os.environ, **home(tmp_path), **asked})
+        assert done.stdout.split() == ["vllm"]
+
+    def test_a_hint_quotes_the_path_of_the_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "with space" / "fdcache" / "fdcache.env"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        place = {"XDG_CONFIG_HOME": str(tmp_path / "with space")}
+        (line,) = (
+            each for each in run_command((), {**os.environ, **place}).stdout.splitlines() if "export" in each
+        )
+        assert f"FDCACHE_ENV_FILE={file}" in shlex.split(line)
 
     def test_an_unknown_engine_is_refused(self, tmp_path: Path) -> None:
         done = run_init("--engine", "vlm", **home(tmp_path))

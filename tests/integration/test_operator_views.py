@@ -202,6 +202,8 @@ class TestBlocksAndPrompts:
         ("text", "status", "said"),
         [
             ("[1, 2]", 0, "these tokens fill no block"),
+            ("[1, 2", 2, "a list without its beginning or its end"),
+            ("1, 2]", 2, "a list without its beginning or its end"),
             ("1 two 3", 2, "'two' is not a token id"),
             ("[1, -2]", 2, "'-2' is not a token id"),
             ("\udcff", 2, "is no text"),

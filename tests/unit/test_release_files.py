@@ -25,6 +25,24 @@ def test_a_wheel_has_the_notices_of_what_is_compiled_in() -> None:
         assert "Copyright (c)" in files[name].read_text()
 
 
+def test_each_link_of_the_repository_leads_to_a_file() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    links = [
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        if "://" not in link
+    ]
+    assert len(links) > 100
+    assert [(str(page), link) for page, link in links if not (page.parent / link).exists()] == []
+
+
+def test_what_an_index_shows_links_nothing_beside_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / project["readme"]).read_text())
+    assert [link for link in links if "://" not in link] == []
+
+
 def test_each_line_that_installs_from_dist_names_one_wheel() -> None:
     lines = [
         line
