@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator
 
 from hypothesis import given
@@ -139,3 +140,37 @@ def test_a_store_that_hangs_does_not_keep_a_node_from_ending() -> None:
     until(lambda: shelf.sweeps == 1, "the sweep hangs")
     room.close(timeout=0.01)
     shelf.may_list.set()
+
+
+YEAR = 365 * 24 * HOUR
+
+
+def aged(count: int, step: float) -> list[Stored]:
+    """Objects that were used one after another until now, the first one longest ago."""
+    now = time.time()
+    return [Stored(f"n{i}", 100, now - (count - i) * step) for i in range(count)]
+
+
+@given(st.integers(1, 3), st.sampled_from([-40 * YEAR, -YEAR, 2 * HOUR, 5 * YEAR]))
+def test_a_few_wrong_dates_do_not_change_which_others_go(wrong: int, skew: float) -> None:
+    shelf = Shelf(aged(32, 60.0))
+    strays = [Stored(f"s{i}", 100, time.time() + skew + i) for i in range(wrong)]
+    shelf.objects |= {each.name: each for each in strays}
+    room = open_room(shelf, 3200)
+    room.sweep()
+    assert sum(each.size for each in shelf.objects.values()) <= 3200
+    assert all(f"n{i}" in shelf.objects for i in range(16, 32)), "what was used last stays"
+    if skew < 0:
+        assert not any(each.name in shelf.objects for each in strays), "the oldest go first"
+
+
+def test_objects_from_the_future_age_from_the_first_sweep_on() -> None:
+    shelf = Shelf([*aged(8, 60.0), Stored("ahead", 100, time.time() + YEAR)])
+    room = open_room(shelf, 1 << 20)
+    assert room.sweep() == 0
+    assert shelf.marked == ["ahead"]
+    assert room.interval < HOUR
+    shelf.objects["ahead"] = Stored("ahead", 100, time.time() - HOUR)
+    room = open_room(shelf, 899)
+    assert room.sweep() == 1
+    assert "ahead" not in shelf.objects
