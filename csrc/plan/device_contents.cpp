@@ -11,7 +11,7 @@ using Paths = std::unordered_map<const DevicePath *, std::size_t>;
 
 // Shortens each path to its blocks before the first that is gone, or below one. The blocks behind it are
 // gone, too. A path may begin below a block of another one.
-void cut(Paths &paths, std::unordered_set<Digest, DigestHash> gone) {
+void cut_where_gone(Paths &paths, std::unordered_set<Digest, DigestHash> gone) {
     for (bool goes_on = true; goes_on;) {
         goes_on = false;
         for (auto &[path, end] : paths) {
@@ -95,15 +95,15 @@ void DeviceContents::forget(std::span<const Slot> slots) {
 void DeviceContents::drop(std::span<const Digest> hashes) {
     enter_offers();
     Paths paths;
-    for (const std::unique_ptr<Part> &part : parts_)
-        if (part)
-            for (const Block &block : *part)
-                if (block.path) paths.emplace(block.path.get(), block.path->hashes.size());
-    cut(paths, {hashes.begin(), hashes.end()});
-    for (const std::unique_ptr<Part> &part : parts_)
-        if (part)
-            for (Block &block : *part)
-                if (block.path && block.depth >= paths.at(block.path.get())) block.path.reset();
+    std::vector<Slot> gone;
+    for (Slot slot = 0; slot < is_known_.size(); ++slot)
+        if (const Block *const block = known(slot))
+            paths.emplace(block->path.get(), block->path->hashes.size());
+    cut_where_gone(paths, {hashes.begin(), hashes.end()});
+    for (Slot slot = 0; slot < is_known_.size(); ++slot)
+        if (const Block *const block = known(slot); block && block->depth >= paths.at(block->path.get()))
+            gone.push_back(slot);
+    forget(gone);
 }
 
 void DeviceContents::forget_told() {

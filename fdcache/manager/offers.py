@@ -194,6 +194,8 @@ class Offers:
         path = self._states_below(tracked, num_tokens, ids, above)
         if path is not None:
             tracked.count_lookup(self._counters, self._layout)
+            if not self._records and self._host.service is not None:
+                _own(self._host.service, tracked, path)  # states below no page
             self.states.offer(tracked.request, num_tokens // self._block_size, path, ids)
 
     def end(self, request: OffloadRequest) -> None:

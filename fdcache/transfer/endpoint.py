@@ -300,6 +300,7 @@ class TransferEndpoint:
             self._links.take(data, now)
         self._take_links(now)
         self._sends.take_computed()
+        self._settle()  # a read within a node may have ended when it has begun
         self._take_reads()
         self._sends.side.tick(now)
         self._decode.tick(now)

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fdcache.errors import RefusedError
 from fdcache.groups import CacheGroup, Reach, pages_of, record_keys, state_keys
+from fdcache.hashing import tenant_key
 from fdcache.layout import KVLayout
-from fdcache.manager import MatchStatus, Request
+from fdcache.manager import NO_BLOCK, MatchStatus, Request
 from fdcache.service.client.control import Control, Prefix
 from fdcache.settings.cache import PrefetchPolicy
 from tests.offload_engine import BLOCK, OffloadEngine, ids, prompt
@@ -19,6 +21,7 @@ from tests.service_help import TIMEOUT, LocalService, local_service, until
 from tests.storage_help import path_hashes, storage_layout
 
 STATE = CacheGroup(BLOCK, Reach.STATE)
+STATES_ALONE = storage_layout(block_size=BLOCK, num_layers=2, groups=(STATE, STATE))
 HYBRID = storage_layout(block_size=BLOCK, num_layers=2, groups=(STATE, STATE, CacheGroup(BLOCK)))
 WINDOWS = storage_layout(
     block_size=BLOCK, num_layers=2, groups=(CacheGroup(BLOCK), CacheGroup(BLOCK, Reach.LAST, 64))
@@ -201,3 +204,22 @@ def test_records_are_counted_by_page() -> None:
     assert pages_of(np.array(keys[:4]), 5) == 2
     assert pages_of(hashes, 1) == 50
     assert pages_of(hashes[:0], 5) == 0
+
+
+def test_a_tenant_s_states_of_a_model_without_pages_are_deleted(tmp_path: Path) -> None:
+    with served(tmp_path, STATES_ALONE) as (service, engine):
+        for number, tenant in enumerate(("a", "b")):
+            first = 8 * number
+            states = {1: [first, first + 1], 3: [first + 2, first + 3]}
+            store(engine, tenant, PROMPT, [NO_BLOCK] * 4, states, tenant)
+        stored_blocks(service, 8)
+        service.ask("reset", tenant=tenant_key("a").hex())
+        stored_blocks(service, 4)
+        engine.manager.evicted(ids(*range(16)))  # the device has them all: a's are not copied out again
+        engine.settle()
+        stored_blocks(service, 4)
+        (left,) = (each for each in Control(service.client).quotas() if each.blocks)
+        assert left.blocks == 4
+        assert left.tenant == tenant_key("b").hex()[:12]
+        with pytest.raises(RefusedError, match="its model keeps states alone"):
+            Control(service.client).delete(PREFIX)

@@ -65,12 +65,17 @@ class Indexer:
         body = {"instance_id": worker, "endpoint": address, "model_name": MODEL, "block_size": BLOCK}
         self.call("/register", body | ({} if replay is None else {"replay_endpoint": replay}))
 
-    def ask(self, prompt: Prompt, worker: int = 1) -> Found:
-        """Return what a request with this prompt would find at a worker."""
+    def query(self, prompt: Prompt) -> dict[str, Any]:
+        """Return what the indexer answers, by worker."""
         body: dict[str, Any] = {"token_ids": prompt.tokens, "model_name": MODEL}
         if prompt.tenant is not None:
             body["cache_salt"] = prompt.tenant
-        found = self.call("/query", body)["instances"].get(str(worker))
+        found: dict[str, Any] = self.call("/query", body)["instances"]
+        return found
+
+    def ask(self, prompt: Prompt, worker: int = 1) -> Found:
+        """Return what a request with this prompt would find at a worker."""
+        found = self.query(prompt).get(str(worker))
         return (0, 0, 0) if found is None else (found["gpu"], found["cpu"], found["disk"])
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -249,6 +249,40 @@ def test_a_router_follows_the_weights_that_engines_use(tmp_path: Path) -> None:
             engine = stored(service, revision("2"), new[:1])
             until(knows(router, new, old), "the others again")
             engine.close()
+
+
+def test_layouts_in_use_side_by_side_are_told_apart_by_a_service_each(tmp_path: Path) -> None:
+    """Of one service the indexer knows by layout what devices have, and of host and storage the better of both."""
+    (old,), (new,) = make_prompts(1, seed=5), make_prompts(1, seed=6)
+    whole = {each: len(each.tokens) // BLOCK * BLOCK for each in (old, new)}
+
+    def stored(service: LocalService, number: str, prompt: Prompt) -> Engine:
+        engine = router_engine(service.address, revision(number))
+        engine.serve(list(prompt.tokens), prompt.tenant)
+        return engine
+
+    with ExitStack() as opened:
+        services = [
+            opened.enter_context(local_service(tmp_path / name, **settings(tmp_path / f"{name}-disk")))
+            for name in ("both", "first", "second")
+        ]
+        both, first, second = services
+        for engine in (
+            stored(both, "1", old),
+            stored(both, "2", new),
+            stored(first, "1", old),
+            stored(second, "2", new),
+        ):
+            opened.callback(engine.close)
+        addresses = [events_at(service)[0] for service in services]
+        router = opened.enter_context(indexer(tmp_path, *addresses))
+        until(lambda: [router.ask(old)[2], router.ask(new)[2]] == [whole[old], whole[new]], "one: both")
+        apart = [(old, 2, whole[old]), (new, 3, whole[new]), (old, 3, 0), (new, 2, 0)]
+        until(lambda: all(router.ask(each, worker)[2] == has for each, worker, has in apart), "each its own")
+        of_old, of_new = (router.query(each)["1"] for each in (old, new))
+        assert set(of_old) == {"longest_matched", "gpu", "dp", "cpu", "disk"}, "ranks are in dp alone"
+        (rank_of_old,), (rank_of_new,) = of_old["dp"], of_new["dp"]
+        assert rank_of_old != rank_of_new
 
 
 @pytest.mark.slow

@@ -459,7 +459,7 @@ def test_the_start_tells_which_groups_are_kept_and_how_many_tokens_fit() -> None
 
 
 def test_ranks_of_peers_that_cannot_be_served_are_refused_by_name() -> None:
-    """Heads have to lie apart, and layers of several kinds need equal ranks; with these nothing is asked."""
+    """Heads have to lie apart, and layers with states need equal ranks; with these nothing is asked."""
     common: dict[str, Any] = {"model": "m", "revision": "1", "block_size": 16, "num_layers": 2, "tp_size": 2}
     window, state = CacheGroup(16, Reach.LAST, 64), CacheGroup(16, Reach.STATE)
     mixed, apart = (
@@ -469,11 +469,11 @@ def test_ranks_of_peers_that_cannot_be_served_are_refused_by_name() -> None:
     given = kv_config(FullAttentionSpec)
     for planes, groups, words in (
         ([mixed], (), "VLLM_KV_CACHE_LAYOUT to HND"),
-        ([apart], (CacheGroup(16), window), "layers of several kinds"),
-        ([apart], (CacheGroup(16), state), "layers of several kinds"),
+        ([apart], (CacheGroup(16), state), "layers that keep states"),
     ):
         layout = KVLayout.build(planes, groups=groups, **common)
         config.require_peer_ranks(layout, given, 2)
         with pytest.raises(ConfigurationError, match=f"FDCACHE_TRANSFER_PEER_RANKS=1.*{words}"):
             config.require_peer_ranks(layout, given, 1)
-    config.require_peer_ranks(KVLayout.build([apart], **common), given, 1)
+    for groups in ((), (CacheGroup(16), window)):
+        config.require_peer_ranks(KVLayout.build([apart], groups=groups, **common), given, 1)

@@ -279,12 +279,20 @@ def test_ranks_of_each_engine_hand_over_their_parts(
 
 
 @pytest.mark.slow
-def test_layers_of_several_kinds_are_handed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1)], ids=["1:1", "1:2", "2:1"])
+def test_layers_of_several_kinds_are_handed_over(
+    ranks: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Full attention and windows, which begin and end everywhere in a block."""
+    if len(set(ranks)) > 1:
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+    # The first step of an engine with two ranks takes long on a busy machine: longer than prefill holds a prompt.
+    monkeypatch.setenv("FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS", "300")
+    monkeypatch.setenv("FDCACHE_TRANSFER_TIMEOUT", "200")
     layers = ["full_attention", "sliding_attention", "sliding_attention"] * 2
     model = make_model(tmp_path / "model", num_layers=len(layers), layer_types=layers, sliding_window=40)
     options: dict[str, Any] = {"num-gpu-blocks-override": 120}
-    pair = Pair(make_tokenizer(model), tmp_path, (1, 1), **options)
+    pair = Pair(make_tokenizer(model), tmp_path, ranks, **options)
     with running(pair.prefill, pair.decode, pair.alone):
         chosen = random.Random(12)
         for length in (200, 112, 97, 96, 88, 87, 71, 41, 40, 17, 5):

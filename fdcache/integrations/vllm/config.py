@@ -144,10 +144,10 @@ def require_peer_ranks(layout: KVLayout, kv_cache_config: Any, peer_ranks: int |
     """Raise ``ConfigurationError`` if blocks cannot be handed over between unequal numbers of ranks."""
     if peer_ranks in (None, layout.tp_size):
         return
-    if layout.groups:
+    if layout.state_groups:
         raise ConfigurationError(
-            f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: the model has layers of several kinds (windows, chunks, "
-            f"states), which are handed over between equal numbers of ranks; give all engines {layout.tp_size}"
+            f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: the model has layers that keep states, which are handed over "
+            f"between equal numbers of ranks; give all engines {layout.tp_size}"
         )
     are_apart = all(plane.kind is PlaneKind.PAIR for plane in layout.planes)
     if not (are_apart or _is_latent(kv_cache_config)):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import numpy as np
 
 from fdcache import _core
@@ -18,6 +21,9 @@ from fdcache.service.wire.shared_memory import Extent, Geometry, record_table
 from fdcache.tiers.host import HostCache
 
 ATTACH_TIMEOUT = 2.0
+
+_SETTLED_NS = 100_000_000
+"""Age of a folder's last change from which another one shows in its time, whatever the clock of the kernel's files."""
 
 
 class SharedHostArena:
@@ -45,6 +51,9 @@ class SharedHostArena:
         self.pinned: list[PinnedMemory] = []
         self._former: list[PinnedMemory] = []
         self._ahead: ExtentsAhead | None = None
+        self._folder = Path()
+        self._changed_at = 0
+        self._looked_at: set[int] = set()
         self.epoch = 0
         self.table = _core.RecordTable([], 1, layout.record_bytes, [], 0, ())
 
@@ -114,6 +123,7 @@ class SharedHostArena:
         if self._geometry != answer.geometry:
             self._unmap()
             self._geometry = answer.geometry
+            self._folder = Path(answer.geometry.directory)
             self._ahead = ExtentsAhead(answer.geometry, self._device)
         self.fingerprint = answer.fingerprint
 
@@ -130,8 +140,10 @@ class SharedHostArena:
         """
         geometry = self._geometry
         assert geometry is not None
-        epoch = self.epoch
-        needed = np.unique(slots // geometry.records_per_extent).tolist()
+        needed = np.flatnonzero(np.bincount(slots // geometry.records_per_extent)).tolist()
+        epoch, known = self.epoch, self._known()
+        if needed[-1] < len(self.extents) and known.issuperset(needed):
+            return
         try:
             for index in [*range(len(self.extents), needed[-1] + 1), *needed]:
                 path = geometry.path(self._record_rank, index)
@@ -143,11 +155,19 @@ class SharedHostArena:
                 self.extents[index : index + 1] = [extent]
                 self.pinned[index : index + 1] = [pinned]
                 self.epoch += 1
+            known.update(needed)
         finally:
             if self.epoch != epoch:
                 self.table = record_table(geometry, self.extents)
                 if self._ahead is not None:
                     self._ahead.look_again()
+
+    def _known(self) -> set[int]:
+        """Return the extents that are still the same memory: no file of their folder has got a name since a look."""
+        changed_at = self._folder.stat().st_mtime_ns
+        if changed_at != self._changed_at:
+            self._changed_at, self._looked_at = changed_at, set()
+        return self._looked_at if time.time_ns() - changed_at > _SETTLED_NS else set()
 
     def _pinned(self, path: str, nbytes: int) -> tuple[Extent, PinnedMemory]:
         ready = self._ahead.take(path) if self._ahead is not None else None
@@ -161,6 +181,7 @@ class SharedHostArena:
             self._ahead.close()
             self._ahead = None
         self.extents, self.pinned, self._former = [], [], []
+        self._looked_at = set()
         self.epoch += 1
         self.table = _core.RecordTable([], 1, self._record_bytes, [], 0, ())
 
