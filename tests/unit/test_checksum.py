@@ -120,7 +120,8 @@ def test_copying_gives_the_same_checksum(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offsets", "sizes"), [([0], [9000]), ([8, 64, 8200], [50, 8129, 800]), ([], []), ([4096, 0], [100, 4000])]
+    ("offsets", "sizes"),
+    [([0], [9000]), ([8, 64, 8200], [50, 8129, 800]), ([], []), ([4096, 0], [100, 4000])],
 )
 def test_a_copied_record_is_whole_and_has_the_checksum_of_its_planes(
     offsets: list[int], sizes: list[int]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdcache.storage.objects.backend import Stored, StoreFailedError
+from fdcache.storage.objects.backend import ROOT, Stored, StoreFailedError
+from fdcache.storage.objects.folder import SharedFolder
 from fdcache.storage.objects.room import Room, interval_of, victims
 from tests.service_help import until
 
@@ -174,3 +178,19 @@ def test_objects_from_the_future_age_from_the_first_sweep_on() -> None:
     room = open_room(shelf, 899)
     assert room.sweep() == 1
     assert "ahead" not in shelf.objects
+
+
+def test_files_of_a_wrong_clock_age_and_the_folder_keeps_its_size(tmp_path: Path) -> None:
+    folder = SharedFolder(tmp_path)
+    now = time.time()
+    dates = {"future": now + 5 * YEAR, "past": now - 40 * YEAR} | {f"n{i}": now - 60.0 * i for i in range(8)}
+    for name, at in dates.items():
+        folder.create(f"{ROOT}/layout/{name}", np.zeros(100, np.uint8))
+        os.utime(tmp_path / ROOT / "layout" / name, (at, at))
+    assert Room(folder, 999).sweep() == 1
+    left = {Path(each.name).name: each for each in folder.stored(f"{ROOT}/")}
+    assert set(left) == set(dates) - {"past"}
+    assert abs(left["future"].used_at - now) < HOUR
+    os.utime(tmp_path / ROOT / "layout" / "future", (now - HOUR, now - HOUR))
+    assert Room(folder, 899).sweep() == 1
+    assert not (tmp_path / ROOT / "layout" / "future").exists(), "it ages as others do"
