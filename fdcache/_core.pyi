@@ -104,6 +104,16 @@ def record_checksum(
     Return the checksum of a record whose planes are at ``offsets``, multiples of 8.
     """
 
+def copy_record_with_checksum(
+    target: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+    source: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+) -> int:
+    """
+    Copy a record whole, and return the checksum of the copy, as ``record_checksum``.
+    """
+
 def copy_with_checksum(
     target: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
     source: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],

@@ -1,8 +1,9 @@
 """Measure what several nodes can share beside what one has: a bucket, a folder, host tiers, Mooncake, a local file.
 
 Each store is filled, and read by another node's connector with an empty index, in turns in one run. `obstore` gets
-objects of one record by itself, as many at once. The server of S3 is moto on loopback; a store that does not run here
-is left out.
+objects of one record by itself, as many at once; `checked copies` also does what no reader of fdcache can leave out: it
+copies each record to its place and computes its checksum. The server of S3 is moto on loopback; a store that does not
+run here is left out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import pytest
 
 from benchmarks.harness import Report, Row, in_turns
 from benchmarks.storage.speed import MIB, layout_of
+from fdcache import _core
 from fdcache.layout import KVLayout
 from fdcache.settings.cache import FsyncPolicy
 from fdcache.storage.connector import BatchResult, RecordBatch
@@ -141,6 +143,14 @@ class Runs:
 
             self._add("write", nbytes / _seconds(lambda: list(pool.map(put, names))))
             by_threads = _seconds(lambda: list(pool.map(get, names)))
+            into = np.ones((self._work.blocks, self._work.layout.record_bytes), np.uint8)
+
+            def get_checked(place: int) -> int:
+                source = np.frombuffer(obstore.get(store, names[place]).bytes(), np.uint8)
+                return _core.copy_with_checksum(into[place], source)
+
+            checked = min(_seconds(lambda: list(pool.map(get_checked, range(len(names))))) for _ in range(2))
+            self._add("checked copies", nbytes / checked)
         by_loop = _seconds(lambda: asyncio.run(_get_all(store, names, self._depth)))
         speed = nbytes / min(by_threads, by_loop)
         self._add("read", speed)
@@ -246,17 +256,22 @@ def _rows(runs: dict[str, Runs]) -> Iterator[Row]:
         for store, each in runs.items()
     }
     for store, found in best.items():
-        reference = best.get(f"obstore, {store.removesuffix(', alone')}", {}).get("read")
+        reference = best.get(f"obstore, {store.removesuffix(', alone')}", {})
         yield {
             "store": store,
             "write MB/s": found["write"] / 1e6,
             "read MB/s": found["read"] / 1e6,
-            "of obstore": "" if reference is None else f"{found['read'] / reference:.2f}",
+            "of obstore": _share(found, reference, "read"),
+            "of checked copies": _share(found, reference, "checked copies"),
             "1 record, ms": _ms(found, "get 1"),
             "8 records, ms": _ms(found, "get 8"),
             "new path, ms": _ms(found, "new path"),
             "miss, ms": _ms(found, "miss"),
         }
+
+
+def _share(found: dict[str, float], reference: dict[str, float], name: str) -> str:
+    return f"{found['read'] / reference[name]:.2f}" if reference else ""
 
 
 def _ms(found: dict[str, float], name: str) -> str:

@@ -6,8 +6,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <bit>
+#include <cstring>
 #include <functional>
+#include <numeric>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -314,29 +317,55 @@ bool has_reserved_keys(const HashesIn &keys) {
 
 // --- checksums ---------------------------------------------------------------------------------------------
 
-std::uint64_t record_checksum(const VectorIn<std::uint8_t> &record, const std::vector<std::size_t> &offsets,
-                              const std::vector<std::size_t> &sizes) {
+using Sizes = std::vector<std::size_t>;
+using VectorOut = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void check_planes(std::size_t record_bytes, const Sizes &offsets, const Sizes &sizes) {
     if (offsets.size() != sizes.size()) throw std::invalid_argument("offsets and sizes differ in length");
-    std::uint64_t sum = 0;
-    std::uint64_t payload = 0;
     for (std::size_t i = 0; i < offsets.size(); ++i) {
         if (offsets[i] % 8 != 0)
             throw std::invalid_argument("a plane's record offset must be a multiple of 8");
-        if (offsets[i] > record.shape(0) || sizes[i] > record.shape(0) - offsets[i])
+        if (offsets[i] > record_bytes || sizes[i] > record_bytes - offsets[i])
             throw std::invalid_argument("a plane extends beyond the record");
-        sum += checksum_part(record.data() + offsets[i], sizes[i], offsets[i] / 8);
-        payload += sizes[i];
     }
-    return finish_checksum(sum, payload);
+}
+
+std::uint64_t record_checksum(const VectorIn<std::uint8_t> &record, const Sizes &offsets,
+                              const Sizes &sizes) {
+    check_planes(record.shape(0), offsets, sizes);
+    const nb::gil_scoped_release release;
+    std::uint64_t sum = 0;
+    for (std::size_t i = 0; i < offsets.size(); ++i)
+        sum += checksum_part(record.data() + offsets[i], sizes[i], offsets[i] / 8);
+    return finish_checksum(sum, std::reduce(sizes.begin(), sizes.end()));
+}
+
+std::uint64_t copy_record_with_checksum(const VectorOut &target, const VectorIn<std::uint8_t> &source,
+                                        const Sizes &offsets, const Sizes &sizes) {
+    if (target.shape(0) != source.shape(0))
+        throw std::invalid_argument("target and source differ in length");
+    check_planes(source.shape(0), offsets, sizes);
+    const nb::gil_scoped_release release;
+    std::uint64_t sum = 0;
+    std::size_t end = 0;  // of what is copied
+    for (std::size_t i = 0; i < offsets.size(); ++i) {
+        if (offsets[i] > end) std::memcpy(target.data() + end, source.data() + end, offsets[i] - end);
+        sum += copy_with_checksum(target.data() + offsets[i], source.data() + offsets[i], sizes[i],
+                                  offsets[i] / 8);
+        end = std::max(end, offsets[i] + sizes[i]);
+    }
+    std::memcpy(target.data() + end, source.data() + end, source.shape(0) - end);
+    return finish_checksum(sum, std::reduce(sizes.begin(), sizes.end()));
 }
 
 void bind_checksums(nb::module_ &module) {
     module.def("record_checksum", &record_checksum, "record"_a, "offsets"_a, "sizes"_a,
                "Return the checksum of a record whose planes are at ``offsets``, multiples of 8.");
+    module.def("copy_record_with_checksum", &copy_record_with_checksum, "target"_a, "source"_a, "offsets"_a,
+               "sizes"_a, "Copy a record whole, and return the checksum of the copy, as ``record_checksum``.");
     module.def(
         "copy_with_checksum",
-        [](nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> target,
-           const VectorIn<std::uint8_t> &source) {
+        [](const VectorOut &target, const VectorIn<std::uint8_t> &source) {
             if (target.shape(0) != source.shape(0))
                 throw std::invalid_argument("target and source differ in length");
             const nb::gil_scoped_release release;

@@ -40,13 +40,29 @@ class RecordCheck:
 
     def has_bytes_of(self, header: _core.SlotHeader, record: NDArray[np.uint8]) -> bool:
         """Return True when a record has the checksum of ``header``, and zeros between its planes."""
+        checksum = _core.record_checksum(record, self._offsets, self._sizes)
+        return bool(checksum == header.payload_checksum) and self._has_zeros(record)
+
+    def deliver(
+        self, batch: RecordBatch, i: int, header: _core.SlotHeader, source: NDArray[np.uint8]
+    ) -> bool:
+        """Copy the record of ``header`` to block ``i`` on the host; return what ``is_intact`` says of the copy."""
+        target = batch.records.record(int(batch.host_slots[i]))
+        if not self._verify:
+            target[:] = source
+            return self.belongs(header, batch.hashes[i].tobytes())
+        checksum = _core.copy_record_with_checksum(target, source, self._offsets, self._sizes)
+        same = checksum == header.payload_checksum and self._has_zeros(target)
+        return same and self.belongs(header, batch.hashes[i].tobytes())
+
+    def _has_zeros(self, record: NDArray[np.uint8]) -> bool:
+        """Return True when there is nothing between a record's planes."""
         end = 0
         for offset, size in zip(self._offsets, self._sizes, strict=True):
-            if record[end:offset].any():
+            if offset > end and record[end:offset].any():
                 return False
             end = offset + size
-        checksum = _core.record_checksum(record, self._offsets, self._sizes)
-        return not record[end:].any() and bool(checksum == header.payload_checksum)
+        return not record[end:].any()
 
     def stamp_writing(self, batch: RecordBatch, i: int) -> None:
         """Mark the host record of block ``i`` as being overwritten."""

@@ -119,6 +119,27 @@ def test_copying_gives_the_same_checksum(size: int) -> None:
     assert np.array_equal(target, source)
 
 
+@pytest.mark.parametrize(
+    ("offsets", "sizes"),
+    [([0], [9000]), ([8, 64, 8200], [50, 8129, 800]), ([], []), ([4096, 0], [100, 4000])],
+)
+def test_a_copied_record_is_whole_and_has_the_checksum_of_its_planes(
+    offsets: list[int], sizes: list[int]
+) -> None:
+    source = np.random.default_rng(1).integers(0, 256, 9000, dtype=np.uint8)
+    target = np.zeros_like(source)
+    copied = _core.copy_record_with_checksum(target, source, offsets, sizes)
+    assert copied == _core.record_checksum(source, offsets, sizes)
+    assert np.array_equal(target, source)
+
+
+def test_a_copied_record_has_the_size_of_its_place() -> None:
+    with pytest.raises(ValueError, match="differ in length"):
+        _core.copy_record_with_checksum(np.zeros(64, np.uint8), np.zeros(63, np.uint8), [0], [8])
+    with pytest.raises(ValueError, match="beyond the record"):
+        _core.copy_record_with_checksum(np.zeros(64, np.uint8), np.zeros(64, np.uint8), [8], [64])
+
+
 def test_refuses_planes_outside_the_record() -> None:
     record = np.zeros(64, np.uint8)
     with pytest.raises(ValueError, match="beyond the record"):

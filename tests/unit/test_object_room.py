@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdcache.storage.objects.backend import Stored, StoreFailedError
+from fdcache.storage.objects.backend import ROOT, Stored, StoreFailedError
+from fdcache.storage.objects.folder import SharedFolder
 from fdcache.storage.objects.room import Room, interval_of, victims
 from tests.service_help import until
 
@@ -139,3 +144,53 @@ def test_a_store_that_hangs_does_not_keep_a_node_from_ending() -> None:
     until(lambda: shelf.sweeps == 1, "the sweep hangs")
     room.close(timeout=0.01)
     shelf.may_list.set()
+
+
+YEAR = 365 * 24 * HOUR
+
+
+def aged(count: int, step: float) -> list[Stored]:
+    """Objects that were used one after another until now, the first one longest ago."""
+    now = time.time()
+    return [Stored(f"n{i}", 100, now - (count - i) * step) for i in range(count)]
+
+
+@given(st.integers(1, 3), st.sampled_from([-40 * YEAR, -YEAR, 2 * HOUR, 5 * YEAR]))
+def test_a_few_wrong_dates_do_not_change_which_others_go(wrong: int, skew: float) -> None:
+    shelf = Shelf(aged(32, 60.0))
+    strays = [Stored(f"s{i}", 100, time.time() + skew + i) for i in range(wrong)]
+    shelf.objects |= {each.name: each for each in strays}
+    room = open_room(shelf, 3200)
+    room.sweep()
+    assert sum(each.size for each in shelf.objects.values()) <= 3200
+    assert all(f"n{i}" in shelf.objects for i in range(16, 32)), "what was used last stays"
+    if skew < 0:
+        assert not any(each.name in shelf.objects for each in strays), "the oldest go first"
+
+
+def test_objects_from_the_future_age_from_the_first_sweep_on() -> None:
+    shelf = Shelf([*aged(8, 60.0), Stored("ahead", 100, time.time() + YEAR)])
+    room = open_room(shelf, 1 << 20)
+    assert room.sweep() == 0
+    assert shelf.marked == ["ahead"]
+    assert room.interval < HOUR
+    shelf.objects["ahead"] = Stored("ahead", 100, time.time() - HOUR)
+    room = open_room(shelf, 899)
+    assert room.sweep() == 1
+    assert "ahead" not in shelf.objects
+
+
+def test_files_of_a_wrong_clock_age_and_the_folder_keeps_its_size(tmp_path: Path) -> None:
+    folder = SharedFolder(tmp_path)
+    now = time.time()
+    dates = {"future": now + 5 * YEAR, "past": now - 40 * YEAR} | {f"n{i}": now - 60.0 * i for i in range(8)}
+    for name, at in dates.items():
+        folder.create(f"{ROOT}/layout/{name}", np.zeros(100, np.uint8))
+        os.utime(tmp_path / ROOT / "layout" / name, (at, at))
+    assert Room(folder, 999).sweep() == 1
+    left = {Path(each.name).name: each for each in folder.stored(f"{ROOT}/")}
+    assert set(left) == set(dates) - {"past"}
+    assert abs(left["future"].used_at - now) < HOUR
+    os.utime(tmp_path / ROOT / "layout" / "future", (now - HOUR, now - HOUR))
+    assert Room(folder, 899).sweep() == 1
+    assert not (tmp_path / ROOT / "layout" / "future").exists(), "it ages as others do"

@@ -109,8 +109,8 @@ class BatchRead(BatchInObjects):
         if len(data) < (at + 1) * size:
             return False
         batch = self._batch
-        batch.records.record(int(batch.host_slots[i]))[:] = data[at * size : (at + 1) * size]
-        if not self._check.is_intact(batch, i, run.pack.headers[run.first + at]):
+        source = data[at * size : (at + 1) * size]
+        if not self._check.deliver(batch, i, run.pack.headers[run.first + at], source):
             return False
         self._check.stamp_ready(batch, i, checksum)
         return True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from fdcache.settings.kinds import readable_size
@@ -19,10 +21,13 @@ _LEAST_SHARE = 64
 _NODES = 16
 """A node sweeps after it has written this part of what was free. So as many nodes stay within the size."""
 
-_INTERVALS = 16
+_INTERVALS = 8
+"""Intervals between the median use and the newest: a few objects of a wrong date do not change their length."""
+
 _SHORTEST, _LONGEST = 1.0, 3600.0
 _FIRST_INTERVAL = 60.0
 _DELETED_AT_ONCE = 256
+_DATED_AT_ONCE = 256
 _SWEEP: list[str] = []
 """Work that is a sweep; all other work is names to mark."""
 
@@ -31,8 +36,10 @@ class Room:
     """Sweeps over all objects when this node has written enough, and marks objects as used, on a thread of its own.
 
     Every node does the same by the same rule, so two that sweep at once choose the same objects. Those that were not
-    used for longest go first. Time counts in intervals, a 16th of the span between the oldest and the newest use:
-    within one, what was written last goes first, so that a path is shortened from its end.
+    used for longest go first. Time counts in intervals, an eighth of the time between the median use and the newest:
+    within one, what was written last goes first, so that a path is shortened from its end. A use in the future counts
+    as one just now, and an object of more than an hour ahead is dated anew, so that a wrong clock's objects do not stay
+    for as long as it was wrong.
     """
 
     def __init__(
@@ -109,11 +116,14 @@ class Room:
             self._asked = False
             written, short = self._written, self._is_short
             self._is_short = False
-        stored = [each for each in self._backend.stored(f"{ROOT}/") if not each.name.endswith(f"/{LAYOUT}")]
+        listed = [each for each in self._backend.stored(f"{ROOT}/") if not each.name.endswith(f"/{LAYOUT}")]
+        now = time.time()
+        stored = [replace(each, used_at=min(each.used_at, now)) for each in listed]
         total = sum(each.size for each in stored)
         limit = min(self._size, total - 1) if short else self._size
         self.interval = interval_of(stored)
         chosen = victims(stored, limit)
+        self._date_anew(listed, {each.name for each in chosen}, now)
         for first in range(0, len(chosen), _DELETED_AT_ONCE):
             names = [each.name for each in chosen[first : first + _DELETED_AT_ONCE]]
             for name in names:
@@ -134,6 +144,13 @@ class Room:
             )
         return len(chosen)
 
+    def _date_anew(self, listed: Sequence[Stored], chosen: set[str], now: float) -> None:
+        """Mark some objects that are dated in the future and stay: from then on they age as others do."""
+        ahead = [each.name for each in listed if each.used_at > now + _LONGEST and each.name not in chosen]
+        if ahead:
+            log.warning("%d objects are dated more than an hour ahead; compare the nodes' clocks", len(ahead))
+            self._backend.mark_used(ahead[:_DATED_AT_ONCE])
+
     def close(self, timeout: float = 5.0) -> None:
         """End the thread, if the store answers within ``timeout`` seconds."""
         with self._lock:
@@ -152,8 +169,8 @@ def interval_of(stored: Sequence[Stored]) -> float:
     """Return the seconds that count as one time."""
     if not stored:
         return _FIRST_INTERVAL
-    times = [each.used_at for each in stored]
-    return min(max((max(times) - min(times)) / _INTERVALS, _SHORTEST), _LONGEST)
+    times = sorted(each.used_at for each in stored)
+    return min(max((times[-1] - times[len(times) // 2]) / _INTERVALS, _SHORTEST), _LONGEST)
 
 
 def victims(stored: Sequence[Stored], limit: int) -> list[Stored]:
