@@ -30,7 +30,10 @@ _LANGUAGES = {".py": "python", ".yaml": "yaml", ".env": "sh", "": "dockerfile"}
 
 
 def stage() -> None:
-    """Write the sources of the site. Files and folders of examples/ that a page links become pages."""
+    """Write the sources of the site. Files and folders of examples/ that a page links become pages.
+
+    Search leaves these out: names in programs would come before the guides.
+    """
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", SOURCE)
     for page in SOURCE.rglob("*.md"):
@@ -45,7 +48,7 @@ def _to_page(link: re.Match[str]) -> str:
     name = f"{link[1].replace('.', '-')}.md"
     page = SOURCE / name
     page.parent.mkdir(parents=True, exist_ok=True)
-    parts = [f"# {link[1]}\n"]
+    parts = [f"---\nsearch:\n  exclude: true\n---\n\n# {link[1]}\n"]
     for file in files:
         heading = f"## {file.name}\n\n" if path.is_dir() else ""
         parts.append(f"{heading}```{_LANGUAGES[file.suffix]}\n{file.read_text().rstrip()}\n```\n")
