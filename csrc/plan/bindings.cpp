@@ -118,8 +118,8 @@ std::size_t append_copies(BlockCopies &self, nb::handle slots, nb::handle genera
 nb::object parents_from_root(nb::handle path, std::size_t stop) {
     const ArrayValues<Digest> hashes(path);
     if (!stop || stop > hashes.span().size()) throw std::out_of_range("the path has no such blocks");
-    nb::object memory = nb::steal(
-        PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(stop * sizeof(Digest))));
+    nb::object memory =
+        nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(stop * sizeof(Digest))));
     if (!memory.is_valid()) nb::raise_python_error();
     char *const bytes = PyBytes_AS_STRING(memory.ptr());
     std::memset(bytes, 0, sizeof(Digest));
@@ -132,17 +132,15 @@ void bind_copies_of_blocks(nb::module_ &module) {
                             "Copies of blocks between slots of two tiers, planned one after the other.")
         .def(nb::init<>())
         .def("__len__", &BlockCopies::size)
-        .def(
-            "append",
-            &append_copies, "slots"_a, "generations"_a, "hashes"_a, "parents"_a, "unverified"_a.none(),
-            "targets"_a, "target_generations"_a.none(),
-            nb::sig("def append(self, slots: numpy.typing.NDArray[numpy.int32], "
-                    "generations: numpy.typing.NDArray[numpy.uint32], "
-                    "hashes: numpy.typing.NDArray[numpy.uint8], parents: numpy.typing.NDArray[numpy.uint8], "
-                    "unverified: numpy.typing.NDArray[numpy.uint8] | None, "
-                    "targets: numpy.typing.NDArray[numpy.int32], "
-                    "target_generations: numpy.typing.NDArray[numpy.uint32] | None) -> int"),
-            "Add copies; return the number of copies before them. ``target_generations``: None for zeros.")
+        .def("append", &append_copies, "slots"_a, "generations"_a, "hashes"_a, "parents"_a,
+             "unverified"_a.none(), "targets"_a, "target_generations"_a.none(),
+             nb::sig("def append(self, slots: numpy.typing.NDArray[numpy.int32], "
+                     "generations: numpy.typing.NDArray[numpy.uint32], "
+                     "hashes: numpy.typing.NDArray[numpy.uint8], parents: numpy.typing.NDArray[numpy.uint8], "
+                     "unverified: numpy.typing.NDArray[numpy.uint8] | None, "
+                     "targets: numpy.typing.NDArray[numpy.int32], "
+                     "target_generations: numpy.typing.NDArray[numpy.uint32] | None) -> int"),
+             "Add copies; return the number of copies before them. ``target_generations``: None for zeros.")
         .def(
             "remove",
             [](BlockCopies &self, std::size_t first, std::size_t count) {

@@ -38,7 +38,8 @@ struct BlockCopies {
         parents.reserve(count);
     }
 
-    // All arrays have the length of `slots`; no generations are zeros. Adds all of them or, out of memory, none.
+    // All arrays have the length of `slots`; no generations are zeros. Adds all of them or, out of memory,
+    // none.
     void append(const Source &source, std::span<const Slot> slots,
                 std::span<const std::uint32_t> generations) {
         const std::size_t before = size(), after = before + slots.size();
