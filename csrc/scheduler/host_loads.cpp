@@ -65,9 +65,11 @@ Matched BlockManager::end_match(RequestState &request, const MatchTerms &terms, 
         on_device = std::min(allowed, on_device);
         on_host = allowed - on_device;
         device_pending = shorten(request, on_device);
-        if (device_pending) {  // the run ended early: match again up to the grid
+        // The run ends early where a block is pending, or has left since: match again up to the grid.
+        while (request.table_.size() < on_device) {
+            on_host = 0;
             on_device = request.table_.size() / terms.cell * terms.cell;
-            if (on_device < request.table_.size()) shorten(request, on_device);
+            if (on_device < request.table_.size()) device_pending |= shorten(request, on_device);
         }
     }
     if (device_pending) on_host = 0;

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fdcache.hashing import tenant_key
 from fdcache.metadata import CacheLevel
 from fdcache.service.client.connection import Client
 from fdcache.service.client.control import Control, Prefix
@@ -187,4 +188,25 @@ def test_an_engine_that_does_not_take_its_events_is_told_that_they_are_lost(serv
     engine.serve(PROMPT)
     until(lambda: on_devices(service) == [1] * BLOCKS, "the service knows the blocks")
     assert of_device(engine) == [EventsLost(CacheLevel.DEVICE)]
+    engine.close()
+
+
+def test_deleted_blocks_are_on_no_device_though_the_engine_is_idle(service: LocalService) -> None:
+    engine, other = Engine(service.address), [*range(500, 540)]
+    engine.serve(PROMPT)
+    engine.serve(other, tenant="acme")
+    of_acme = Prefix(other, tenant="acme")
+    with Client(service.address) as client:
+        control = Control(client)
+
+        def counts(prefix: Prefix) -> list[int]:
+            return [int(block.devices or 0) for block in control.explain(prefix).blocks]
+
+        until(lambda: counts(Prefix(PROMPT)) == counts(of_acme) == [1] * BLOCKS, "the engine has the blocks")
+        control.delete(Prefix(PROMPT), start=4)
+        assert counts(Prefix(PROMPT)) == [1] * 4 + [0] * 6
+        service.ask("reset", tenant=tenant_key("acme").hex(), in_flight="keep")
+        assert counts(of_acme) == [0] * BLOCKS
+        engine.serve(PROMPT)  # forgets, and computes them anew
+        until(lambda: counts(Prefix(PROMPT)) == [1] * BLOCKS, "the blocks are there again")
     engine.close()

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from fdcache.groups import CacheGroup, Reach
+from fdcache.hashing import tenant_key
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray
 from fdcache.service.server.event_publisher import EventPublisher, LayoutEvents
 from fdcache.service.server.kept_notes import KeptNotes
 from fdcache.service.server.notes_file import NotesFile
-from fdcache.service.wire.protocol import DescribedPath
+from fdcache.service.wire.protocol import DescribedPath, Forget
 from fdcache.service.wire.router_events import (
     MEDIUM,
     Origin,
@@ -244,6 +245,41 @@ class RouterFeed:
         new = [key for key in own if self._holders[key] == 1]
         if new:
             self._change(CacheLevel.DEVICE, [EVENT_STORED] * len(new), new)
+
+    def forget_deleted(self, order: Forget) -> None:
+        """Tell routers that no device has deleted blocks, nor what is below them.
+
+        Engines find them no longer, though an idle one has them on its device until its next step.
+        """
+        heard, silent = list(self._devices.values()), list(self._silent.values())
+        gone = self._deleted(order, {key for own in heard + silent for key in own})
+        left = [[key for key in own if key in gone] for own in heard + silent]
+        for own, keys in zip(heard + silent, left, strict=True):
+            for key in keys:
+                del own[key]
+        last = [key for keys in left[: len(heard)] for key in keys if self._is_last(key)]
+        if last:
+            self._change(CacheLevel.DEVICE, [EVENT_REMOVED] * len(last), last)
+
+    def _deleted(self, order: Forget, keys: set[bytes]) -> set[bytes]:
+        """Return which of these blocks an order names, by hash or tenant, or which are below such."""
+        if order.everything:
+            return keys
+        tenants = set(order.tenant_keys)
+        rows = (order.hashes[at : at + 32] for at in range(0, len(order.hashes), 32))
+        named = {self._page_of(row)[0] for row in rows}
+        known = dict.fromkeys(named, True)
+        for key in keys:
+            page, path = self._page_of(key)[0], list[bytes]()
+            while page and page not in known:
+                path.append(page)
+                note = self.notes.of(page)
+                if note is not None and note.salt is not None and tenant_key(note.salt) in tenants:
+                    known[page] = True
+                else:
+                    page = note.parent if note is not None else b""
+            known |= dict.fromkeys(path, known.get(page, False))
+        return {key for key in keys if known.get(self._page_of(key)[0])}
 
     def on_devices(self, key: bytes) -> int:
         """Return how many clients have a block on their device."""

@@ -392,8 +392,12 @@ class Service:
         self, namespace: str, hashes: HashArray, tenant: bytes = b"", *, everything: bool = False
     ) -> None:
         """Have engines forget blocks and all below them, which are about to leave the tiers, or a tenant's, or all."""
+        before = self.deletions.latest
         self.deletions.add(namespace, hashes, tenant, everything=everything)
         self.has_urgent_events = True
+        for each in self.namespaces.values():
+            if each.id == namespace and each.feed is not None:
+                each.feed.forget_deleted(self.deletions.after(namespace, before))
 
     def _send_deletions(self, send: Send) -> None:
         """Tell clients what to forget on their devices, again if a message was lost."""
