@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import subprocess
 import sys
 
@@ -34,18 +35,22 @@ def on_terminal(*arguments: str, answer: str = "") -> tuple[int, str, str]:
 
 
 def interrupted_at_a_question(*arguments: str, question: str) -> tuple[int, str]:
-    """Press Ctrl-C once a command asks ``question``; return its status and the terminal's content."""
+    """Press Ctrl-C once a command asks ``question``; return its status and the terminal's content.
+
+    It is pressed again while nothing comes: Python keeps a signal that comes just before it waits for an answer until
+    there is one.
+    """
     process, ours = pty.fork()
     if process == 0:
         os.execv(sys.executable, [sys.executable, "-m", "fdcache_cli.main", *arguments])
-    seen, pressed = b"", False
+    seen = b""
     try:
-        while chunk := os.read(ours, 65536):
-            seen += chunk
-            if not pressed and question.encode() in seen:
+        while True:
+            if select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 65536)
+            elif question.encode() in seen:
                 os.write(ours, b"\x03")
-                pressed = True
-    except OSError:
+    except OSError:  # Linux reports the end of a terminal as EIO
         os.close(ours)
     _, status = os.waitpid(process, 0)
     return os.waitstatus_to_exitcode(status), seen.decode()
