@@ -146,7 +146,7 @@ class Runs:
             into = np.ones((self._work.blocks, self._work.layout.record_bytes), np.uint8)
 
             def get_checked(place: int) -> int:
-                source = np.frombuffer(obstore.get(store, names[place]).bytes(), np.uint8)
+                source = np.frombuffer(memoryview(obstore.get(store, names[place]).bytes()), np.uint8)
                 return _core.copy_with_checksum(into[place], source)
 
             checked = min(_seconds(lambda: list(pool.map(get_checked, range(len(names))))) for _ in range(2))

@@ -342,8 +342,7 @@ std::uint64_t record_checksum(const VectorIn<std::uint8_t> &record, const Sizes 
 
 std::uint64_t copy_record_with_checksum(const VectorOut &target, const VectorIn<std::uint8_t> &source,
                                         const Sizes &offsets, const Sizes &sizes) {
-    if (target.shape(0) != source.shape(0))
-        throw std::invalid_argument("target and source differ in length");
+    if (target.shape(0) != source.shape(0)) throw std::invalid_argument("target and source differ in length");
     check_planes(source.shape(0), offsets, sizes);
     const nb::gil_scoped_release release;
     std::uint64_t sum = 0;
@@ -362,7 +361,8 @@ void bind_checksums(nb::module_ &module) {
     module.def("record_checksum", &record_checksum, "record"_a, "offsets"_a, "sizes"_a,
                "Return the checksum of a record whose planes are at ``offsets``, multiples of 8.");
     module.def("copy_record_with_checksum", &copy_record_with_checksum, "target"_a, "source"_a, "offsets"_a,
-               "sizes"_a, "Copy a record whole, and return the checksum of the copy, as ``record_checksum``.");
+               "sizes"_a,
+               "Copy a record whole, and return the checksum of the copy, as ``record_checksum``.");
     module.def(
         "copy_with_checksum",
         [](const VectorOut &target, const VectorIn<std::uint8_t> &source) {
