@@ -393,6 +393,11 @@ class TierManager(TierViews[RequestT_contra]):
         with self._lock:
             return self._hints.take_outcomes()
 
+    @property
+    def has_session(self) -> bool:
+        """True while the service of ``FDCACHE_SERVER`` is reached; False without one."""
+        return self._service is not None and self._service.reads is not None
+
     def change_revision(self, revision: str) -> int:
         """Forget the blocks of the former weights after the engine has loaded others; return their number.
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from fdcache.integrations.vllm.keyed_service import KeyedService
 from fdcache.integrations.vllm.keyed_storage import EndedJob
 from fdcache.settings import Settings
+from fdcache.storage.connector import StorageState
 from tests.integration.test_keyed_storage import LAYOUT, ROW_BYTES, content, keys_of
 from tests.service_help import TIMEOUT, LocalService, local_service, until
 
@@ -131,8 +132,10 @@ def flip(path: Path, record: bytes) -> bool:
 def test_without_the_service_jobs_end_without_blocks(tmp_path: Path) -> None:
     service = LocalService(tmp_path / "service")
     engine = joined(service)
+    assert engine.service.stats.state is StorageState.READY
     service.crash()
     until(lambda: not engine.has(900), "the session ends")
+    until(lambda: engine.service.stats.state is StorageState.OFF, "the state says so")
     assert not engine.store(range(8)).moved.any()
     assert engine.load(range(4)) == [False] * 4
     engine.close()

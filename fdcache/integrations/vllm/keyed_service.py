@@ -98,11 +98,11 @@ class KeyedService:
 
     @property
     def stats(self) -> StorageStats:
-        """Counts of this engine's blocks."""
+        """Counts of this engine's blocks; the state is OFF without a session at the service."""
         counters = self._manager.get_stats().counters
         return StorageStats(
             name="service",
-            state=StorageState.READY,
+            state=StorageState.READY if self._manager.has_session else StorageState.OFF,
             hits=counters.blocks_loaded,
             stored=counters.blocks_backed_up,
             corrupt=counters.blocks_corrupt_in_host,
