@@ -30,7 +30,8 @@ _PIP = ("-m", "pip", "--disable-pip-version-check")
 
 
 def main(wheels: list[Path]) -> None:
-    """Try these wheels, or one for each interpreter of this machine."""
+    """Try these wheels, or one for each interpreter of this machine. Exits 1 if none could be tried."""
+    tried = 0
     for wheel in wheels:
         tag = wheel.name.split("-")[2]
         name = f"python3.{tag.removeprefix('cp3')}"
@@ -40,11 +41,15 @@ def main(wheels: list[Path]) -> None:
             say(f"{wheel.name}: skipped, {name} for that machine is not here")
         else:
             try_wheel(program, wheel.absolute())
+            tried += 1
     for name in () if wheels else PYTHONS:
         if (python := Python.found(name)) is None:
             say(f"{name}: skipped, it is not here, or has no headers")
         else:
             try_wheel(python.program, build_wheel(python))
+            tried += 1
+    if not tried:
+        raise SystemExit("no wheel was tried")
 
 
 def build_wheel(python: Python) -> Path:
