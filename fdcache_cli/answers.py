@@ -62,7 +62,7 @@ class Answers:
         if ask:
             return named._with_settings()
         return replace(
-            named, host_memory=self.host_memory or _quarter_of_memory(), service=bool(self.service)
+            named, host_memory=self.host_memory or self._default_memory(), service=bool(self.service)
         )
 
     def require_kept(self, file: Path) -> None:
@@ -80,7 +80,7 @@ class Answers:
 
     def _with_settings(self) -> Answers:
         memory = self.host_memory or _ask(
-            "How much host memory for blocks?", _quarter_of_memory(), _require_memory
+            "How much host memory for blocks?", self._default_memory(), _require_memory
         )
         storage = self.storage
         if storage is None:
@@ -96,6 +96,14 @@ class Answers:
                 "Do several engines of this machine share the host memory?", False, err=True
             )
         return replace(self, host_memory=memory, storage=storage, service=service)
+
+    def _default_memory(self) -> str:
+        """Return what is set, or the default share of the memory that is left; for a service no more than fits."""
+        if given := os.environ.get("FDCACHE_HOST_MEMORY"):
+            return given
+        share = available_memory().nbytes // SHARE_OF_MEMORY
+        room = _room(read_settings().settings.server.arena_dir) * 3 // 4  # tables need some of it
+        return _rounded(min(share, room) if self.service else share)
 
     @property
     def title(self) -> str:
@@ -184,12 +192,6 @@ def _example(engine: str) -> str:
 def _address() -> str:
     settings = read_settings().settings
     return settings.cache.server or default_address(settings.server.runtime_dir)
-
-
-def _quarter_of_memory() -> str:
-    """Return what is set, or the default share of the memory that is left."""
-    given = os.environ.get("FDCACHE_HOST_MEMORY")
-    return given or _rounded(available_memory().nbytes // SHARE_OF_MEMORY)
 
 
 def _rounded(nbytes: int) -> str:

@@ -63,7 +63,7 @@ def init(
             metavar="FILE",
             help="Write the settings with their meaning to this file. One that exists is kept, and nothing else is "
             "asked than what the engine serves. "
-            "Default: fdcache/fdcache.env in the user's configuration directory.",
+            "Default: FDCACHE_ENV_FILE, or fdcache/fdcache.env in the user's configuration directory.",
         ),
     ] = None,
     force: Annotated[
@@ -96,7 +96,10 @@ def init(
         from fdcache_cli.link_plot import require_plotting
 
         require_plotting(plot)
-    file = (env_file or machine_setup.default_env_file()).absolute()
+    named = os.environ.get("FDCACHE_ENV_FILE")
+    file = (env_file or (Path(named) if named else machine_setup.default_env_file())).absolute()
+    if named and not os.path.lexists(named):
+        del os.environ["FDCACHE_ENV_FILE"]  # nothing is read from a file that is about to be written
     answers = Answers(engine, model, host_memory, storage, service)
     if file.exists():
         answers.require_kept(file)

@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -238,6 +240,32 @@ class TestTheSettingsOfAnEngine:
             assert done.returncode == 2
             assert f"{file} exists and is kept" in " ".join(done.stderr.split()) and options[0] in done.stderr
         assert file.read_text() == text
+
+    def test_the_file_that_the_environment_names_is_written(self, tmp_path: Path) -> None:
+        file = tmp_path / "new/my.env"
+        done = run_init("--engine", "vllm", "--model", "m", **home(tmp_path), FDCACHE_ENV_FILE=str(file))
+        assert done.returncode == 0, done.stderr
+        assert "FDCACHE_HOST_MEMORY=" in file.read_text()
+        assert f"FDCACHE_ENV_FILE={file} vllm serve m" in done.stdout.splitlines()[-1]
+
+    def test_a_service_by_default_takes_no_more_than_its_small_folder_has(self, tmp_path: Path) -> None:
+        commands = "fdcache doctor && fdcache init --yes --engine vllm --service"
+        program = f"exec {shlex.quote(sys.executable)} -m fdcache_cli.main"
+        script = (
+            f'mount -t tmpfs -o size=64M tmpfs /dev/shm || exit 99\nfdcache() ({program} "$@")\n{commands}'
+        )
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", script],
+            check=False,
+            env={**os.environ, **home(tmp_path), "FDCACHE_HTTP_ADDRESS": "127.0.0.1:0"},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode in (1, 99) and not done.stdout:
+            pytest.skip(f"this user may not mount: {done.stderr}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "mount a larger tmpfs (docker run --shm-size)" in " ".join(done.stdout.split())
+        assert "fdcache serve --host-memory 48MiB" in done.stdout
 
     def test_a_folder_is_no_settings_file(self, tmp_path: Path) -> None:
         done = run_init("--engine", "vllm", "--env-file", str(tmp_path), **home(tmp_path))

@@ -15,7 +15,7 @@ from fdcache.devices.cuda import load_kernels
 from fdcache.devices.topology import Gpu, visible_gpus
 from fdcache.errors import DeviceError, StorageError
 from fdcache.machine.calibration import load_calibration
-from fdcache.machine.memory import available_memory, huge_page_problem, numa_nodes
+from fdcache.machine.memory import SHARE_OF_MEMORY, available_memory, huge_page_problem, numa_nodes
 from fdcache.service.server.arenas import find_arenas, foreign_arenas
 from fdcache.service.server.preflight import (
     check_address,
@@ -228,7 +228,12 @@ def _arena(settings: Settings) -> Iterator[Finding]:
         yield Finding("arena folder", f"{directory}, not usable", problem)
         return
     free = shutil.disk_usage(directory).free
-    yield Finding("arena folder", f"{directory}, {_gib(free)} free", problem)
+    wanted = available_memory().nbytes // SHARE_OF_MEMORY
+    larger = (
+        f"a service keeps its blocks there, by default {_gib(wanted)}: mount a larger tmpfs (docker run --shm-size), "
+        "or give --host-memory"
+    )
+    yield Finding("arena folder", f"{directory}, {_gib(free)} free", problem, larger if free < wanted else None)
     for arena in find_arenas(directory):
         state = "alive" if arena.alive else "dead"
         hint = None if arena.alive else arena.remedy
