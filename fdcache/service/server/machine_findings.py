@@ -233,7 +233,9 @@ def _arena(settings: Settings) -> Iterator[Finding]:
         f"a service keeps its blocks there, by default {_gib(wanted)}: mount a larger tmpfs (docker run --shm-size), "
         "or give --host-memory"
     )
-    yield Finding("arena folder", f"{directory}, {_gib(free)} free", problem, larger if free < wanted else None)
+    yield Finding(
+        "arena folder", f"{directory}, {_gib(free)} free", problem, larger if free < wanted else None
+    )
     for arena in find_arenas(directory):
         state = "alive" if arena.alive else "dead"
         hint = None if arena.alive else arena.remedy
