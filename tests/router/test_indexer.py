@@ -134,9 +134,6 @@ def test_a_router_knows_what_each_tenant_has_in_each_tier(service: LocalService,
         assert router.ask(prompts[0])[1] > router.ask(prompts[0])[0]
         service.ask("reset", tier="all")
         agree(router, service.address, asked)
-        assert sum(router.ask(each)[2] for each in asked) == on_device
-        engine.manager.reset_cache()
-        agree(router, service.address, asked)
         assert not any(router.ask(each)[2] for each in asked)
         engine.close()
 
