@@ -144,6 +144,15 @@ def has_forgotten(service: LocalService) -> bool:
     return all(client.forgotten == latest for client in service.service.clients.values())
 
 
+def stored_by(engine: Any, client: Client) -> list[list[int]]:
+    """Return prompts of a tenant that nearly fill the device, once the service has them all."""
+    prompts = [prompt(number) for number in range(1, 7)]
+    for tokens in prompts:
+        engine.serve(tokens, "a")
+    until(lambda: all(on_host(client, each, "a") == PROMPT_BLOCKS for each in prompts), "stored")
+    return prompts
+
+
 WAYS = [delete_prefix, delete_tenant]
 
 
@@ -153,10 +162,7 @@ def test_an_engine_does_not_copy_out_again_what_was_deleted(
     service: LocalService, owner: Owner, way: Callable[..., None]
 ) -> None:
     engine = owner(service.address)
-    deleted = [prompt(number) for number in range(1, 7)]
-    for tokens in deleted:
-        engine.serve(tokens, "a")
-    until(lambda: all(on_host(service.client, each, "a") == PROMPT_BLOCKS for each in deleted), "stored")
+    deleted = stored_by(engine, service.client)
     way(service.client, deleted, "a")
     for number in range(20, 32):
         engine.serve(prompt(number))
@@ -175,10 +181,7 @@ def test_the_next_service_knows_what_engines_have_to_forget(tmp_path: Path, owne
     variables = {**SERVICE, "FDCACHE_DISCARD": "0"}
     former = LocalService(tmp_path, **variables)
     engine = owner(former.address)
-    deleted = [prompt(number) for number in range(1, 7)]
-    for tokens in deleted:
-        engine.serve(tokens, "a")
-    until(lambda: all(on_host(former.client, each, "a") == PROMPT_BLOCKS for each in deleted), "stored")
+    deleted = stored_by(engine, former.client)
     delete_prefix(former.client, deleted, "a")
     former.crash()  # the engine has made no step since
     with local_service(tmp_path, **variables) as service:
