@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -86,12 +87,15 @@ class TestPins:
             assert control.pin(PREFIX, 600).pinned == BLOCKS
             most = service.ask("namespaces")[0]["extents"]
             assert most
-            flood = 0
-            while tiers(control, [7, *PROMPT])[-1] is not None:
-                flood += 1
-                assert flood < 200
-                engine.serve([1000 + 50 * flood + i for i in range(41)])
-                engine.await_stock()
+            starts = itertools.count(1000, 50)
+
+            def has_left() -> bool:
+                start = next(starts)
+                engine.await_stock(BLOCKS)
+                engine.serve([start + i for i in range(41)])
+                return tiers(control, [7, *PROMPT])[-1] is None
+
+            until(has_left, "a block that nothing pins has left")
             assert tiers(control) == ["host"] * BLOCKS
             engine.close()
 
