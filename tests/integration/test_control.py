@@ -288,6 +288,7 @@ class TestErrors:
             ("pin", {"hashes": ["00" * 32], "seconds": 0}, "seconds: give more than 0"),
             ("pin", {"hashes": ["00" * 32], "most_blocks": 2.5}, "most_blocks: 2.5 is not a whole number"),
             ("unpin", {"pin": 1.5}, "pin: 1.5 is not a whole number"),
+            ("unpin", {"pin": 1, "hashes": ["00" * 32]}, "pin: give a pin or a prefix, not both"),
             ("delete", {"hashes": ["00" * 32], "start": "x"}, "start"),
             ("quota", {"tenant": "a", "share": 2}, "share"),
             ("quota", {"share": 0.5}, "tenant"),
@@ -485,7 +486,11 @@ class TestLists:
     ) -> None:
         keys = [block.hash for block in control.explain(PREFIX).blocks]
         wrong = {
-            "does not continue the hash before it": [keys[:2] + keys[3:5], keys[:1] + keys[2:3]],
+            "does not continue the hash before it": [
+                keys[:2] + keys[3:5],
+                keys[:1] + keys[2:3],
+                ["ab" * 32, *keys],
+            ],
             "does not continue from a beginning": [keys[-1:], keys[3:]],
             "given twice": [keys[:1] * 4],
         }
