@@ -33,15 +33,16 @@ _INNER = _HEADS * _DIM
 
 
 def shapes_of(kind: Kind, ranks: int, groups: int = 4) -> tuple[tuple[int, ...], ...]:
+    made: Any = Shapes.linear_attention_state_shape(_HEADS, ranks, _DIM)
     if kind is Kind.MAMBA1:
-        return Shapes.mamba1_state_shape(ranks, _INNER, _STATE, _KERNEL)
-    if kind is Kind.MAMBA2:
-        return Shapes.mamba2_state_shape(ranks, _INNER, groups, _HEADS, _DIM, _STATE, _KERNEL)
-    if kind is Kind.GDN_ATTN:
-        return Shapes.gated_delta_net_state_shape(ranks, 4, _HEADS, _STATE, _DIM, _KERNEL)
-    if kind is Kind.SHORT_CONV:
-        return Shapes.short_conv_state_shape(ranks, _INNER, _KERNEL)
-    return Shapes.linear_attention_state_shape(_HEADS, ranks, _DIM)
+        made = Shapes.mamba1_state_shape(ranks, _INNER, _STATE, _KERNEL)
+    elif kind is Kind.MAMBA2:
+        made = Shapes.mamba2_state_shape(ranks, _INNER, groups, _HEADS, _DIM, _STATE, _KERNEL)
+    elif kind is Kind.GDN_ATTN:
+        made = Shapes.gated_delta_net_state_shape(ranks, 4, _HEADS, _STATE, _DIM, _KERNEL)
+    elif kind is Kind.SHORT_CONV:
+        made = Shapes.short_conv_state_shape(ranks, _INNER, _KERNEL)
+    return tuple(made)
 
 
 def projections_of(kind: Kind, groups: int) -> list[int]:
