@@ -133,7 +133,7 @@ class Engine:
         for rank, planes in enumerate(self.planes):
             for layer, plane in enumerate(planes):
                 for block in np.flatnonzero(table[:blocks] != NO_BLOCK):
-                    yield plane[table[block]], model.tokens_of(block, layer, rank, ranks)
+                    yield plane[table[block]], model.tokens_of(int(block), layer, rank, ranks)
                 for number in range(states):
                     wanted = model.state_of(number, layer, rank, ranks)
                     yield plane[table[blocks + number]][: len(wanted)], wanted
