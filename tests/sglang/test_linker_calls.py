@@ -25,8 +25,8 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from fdcache.errors import ConfigurationError, HashingError, UnsupportedLayoutError
 from fdcache.hashing import sglang_keys
 from fdcache.integrations.sglang import config as sglang_config
+from fdcache.integrations.sglang import device_pools, offloads, weights
 from fdcache.integrations.sglang import linker as module
-from fdcache.integrations.sglang import offloads, weights
 from fdcache.integrations.sglang.linker import FdcacheLinker
 from tests.service_help import until
 from tests.sglang.test_storage import keys as hex_keys
@@ -312,10 +312,10 @@ def test_a_request_that_gets_other_slots_is_loaded_into_these_alone() -> None:
 
 
 def test_no_pool_is_left_without_memory() -> None:
-    assert module.shares_of([100]) == [1]
-    assert module.shares_of([300, 100]) == [0.75, 0.25]
-    assert module.shares_of([1, 10**9])[0] > 0.1
-    assert sum(module.shares_of([1, 2, 10**9])) == pytest.approx(1)
+    assert device_pools.shares_of([100]) == [1]
+    assert device_pools.shares_of([300, 100]) == [0.75, 0.25]
+    assert device_pools.shares_of([1, 10**9])[0] > 0.1
+    assert sum(device_pools.shares_of([1, 2, 10**9])) == pytest.approx(1)
 
 
 def test_requests_that_ask_and_are_aborted_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

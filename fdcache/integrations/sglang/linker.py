@@ -26,12 +26,13 @@ from fdcache.integrations.sglang.config import (
     require_version,
     settings_of_pool,
 )
-from fdcache.integrations.sglang.device_pools import DevicePages, Keys, device_pages
+from fdcache.integrations.sglang.device_pools import DevicePages, Keys, device_pages, shares_of
 from fdcache.integrations.sglang.layer_waits import LayersOfBatch, LayerWaits
 from fdcache.integrations.sglang.metrics import metrics_of
 from fdcache.integrations.sglang.offloads import Offloads, PoolPart
 from fdcache.integrations.sglang.pool_tier import PoolTier
 from fdcache.integrations.sglang.slots import SlotReader
+from fdcache.integrations.sglang.token_events import TokenEvents
 from fdcache.integrations.sglang.turns import Turns
 from fdcache.integrations.sglang.weights import KnownWeights
 from fdcache.layout import KVLayout
@@ -57,9 +58,6 @@ _MOST_ENDS = 4
 
 _MOST_READ = 8
 """Most lengths for which windows and states are read from storage by one look-up, the longest ones."""
-
-_LEAST_SHARE = 1 / 8
-"""Least part of memory and disk that a pool gets, before all parts make one whole."""
 
 _SERVICE_WAIT = 5.0
 
@@ -132,6 +130,7 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._settings = load_settings(self._rank, int(params.page_size), LINKER)
         self._tiers: dict[str, PoolTier] = {}
         self._turns = Turns(self._turn, pages[0].device)
+        self._events: TokenEvents | None = None
         try:
             for each, share in zip(pages, shares_of([each.nbytes for each in pages]), strict=True):
                 self._tiers[each.name] = self._tier_of(each, share)
@@ -156,6 +155,8 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloads = Offloads(self._tiers)
         self._next_batch = 0
         self._metrics = metrics_of(server_args, self._rank.model_name, self._rank.tp_rank, self._tiers)
+        if self._settings.cache.server is not None and getattr(server_args, "kv_events_config", None):
+            self._events = TokenEvents(int(params.page_size), self._turns.ask)
         self._timeout = self._settings.cache.plan_timeout
         self._is_alone = getattr(server_args, "tp_size", 1) == 1
         self._lock = (
@@ -404,6 +405,8 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _turn(self) -> None:
         """Go on with copies, without the lock now and then: the scheduler waits for none but a part of this."""
+        if self._events is not None:
+            self._events.describe(self._kv.manager)
         with self._lock:
             reported = [tier.take_reports() for tier in self._tiers.values()]
         with self._lock:
@@ -458,20 +461,12 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._close_tiers()
 
     def _close_tiers(self) -> None:
+        if self._events is not None:
+            self._events.close()
         self._turns.close()
         tiers, self._tiers = self._tiers, {}
         for tier in tiers.values():
             tier.close()
-
-
-def shares_of(sizes: Sequence[int]) -> list[float]:
-    """Return the part of memory and disk that each of several pools of these sizes gets.
-
-    SGLang gives states what is left of the device, so that the pool of the keys and values may be a tiny part of all.
-    """
-    total = sum(sizes)
-    parts = [max(size / total, _LEAST_SHARE) for size in sizes]
-    return [part / sum(parts) for part in parts]
 
 
 def _rank_of(server_args: Any, pages: Sequence[DevicePages], extra: Mapping[str, Any]) -> Rank:
