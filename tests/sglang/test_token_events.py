@@ -136,10 +136,12 @@ def test_a_router_knows_after_a_flush_what_the_service_has(
         ) as engine:
             ask(engine, plain.tokens)
             ask(engine, salted.tokens, cache_salt=salted.tenant)
-            for each in (plain, salted):
-                until(lambda each=each: router.ask(each)[1] == WHOLE, "the router knows the service's pages")
+            both = [(0, WHOLE, WHOLE)] * 2
+            until(
+                lambda: [router.ask(each) for each in (plain, salted)] == both, "the router knows the pages"
+            )
             assert router.ask(Prompt(salted.tokens))[1] == 0, "no tenant meets another"
             flush(engine)
-            assert [router.ask(each) for each in (plain, salted)] == [(0, WHOLE, WHOLE)] * 2
+            assert [router.ask(each) for each in (plain, salted)] == both
             service.ask("reset", tier="host")
             until(lambda: router.ask(plain)[1] == 0, "what has gone is told, too")
