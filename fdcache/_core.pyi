@@ -3059,6 +3059,7 @@ class PlanLauncher:
         take_table: object,
         record_types: object,
         purposes: object,
+        arena: object | None,
         name: str,
         rank: int,
         num_layers: int,
