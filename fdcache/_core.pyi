@@ -2423,6 +2423,14 @@ def are_disjoint_slots(
 ) -> bool:
     """Return True if no slot is in both arrays."""
 
+def extents_of(
+    slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    size: int,
+) -> list[int]:
+    """
+    Return the extents of ``size`` slots each in which slots are, ascending.
+    """
+
 class Event:
     """A one-shot event between copy streams and the host."""
 

@@ -173,8 +173,9 @@ class SharedHostArena:
     def _needed(self, slots: Int32Array) -> list[int]:
         """Return the extents of slots, in their order."""
         assert self._geometry is not None
-        extents: list[int] = np.flatnonzero(np.bincount(slots // self._geometry.records_per_extent)).tolist()
-        return extents
+        return _core.extents_of(
+            np.ascontiguousarray(slots, np.int32).reshape(-1), self._geometry.records_per_extent
+        )
 
     def _known(self) -> set[int]:
         """Return the extents that are still the same memory: no file of their folder has got a name since a look."""
