@@ -2423,6 +2423,14 @@ def are_disjoint_slots(
 ) -> bool:
     """Return True if no slot is in both arrays."""
 
+def extents_of(
+    slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    size: int,
+) -> list[int]:
+    """
+    Return the extents of ``size`` slots each in which slots are, ascending.
+    """
+
 class Event:
     """A one-shot event between copy streams and the host."""
 
@@ -3059,6 +3067,7 @@ class PlanLauncher:
         take_table: object,
         record_types: object,
         purposes: object,
+        arena: object | None,
         name: str,
         rank: int,
         num_layers: int,

@@ -18,10 +18,10 @@ from fdcache.manager.lookups import OffloadLookups
 from fdcache.manager.offers import OfferEnd, Offers
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome
-from fdcache.metadata import NO_BLOCK, Int32Array, TransferPlan
+from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers.host import Deleted
+from fdcache.tiers.host import Deleted, PathNote
 from fdcache.tiers.statistics import TierUsage
 
 
@@ -202,6 +202,15 @@ class OffloadManager(OffloadLookups):
             if offer is not None:
                 self._describe([request])
             return self._offers.number(offer) if tells_end else 0
+
+    def describe(self, keys: HashArray, tokens: Int32Array, parent: bytes, note: PathNote) -> None:
+        """Tell a service that asks for it the tokens of blocks with keys of the engine, so that it can tell routers.
+
+        ``parent``: the key of the block before them, empty for the beginning of a prompt.
+        """
+        with self._lock:
+            if self._service is not None and self._service.notes.is_wanted:
+                self._service.notes.describe_path(keys.tobytes(), tokens.tobytes(), parent, note)
 
     def take_offer_ends(self) -> list[OfferEnd]:
         """Return the ends of offers that were asked for, in the order of the offers: one that goes on holds up others.

@@ -80,7 +80,7 @@ class Indexer:
 
 
 @contextmanager
-def indexer(folder: Path, *addresses: str) -> Iterator[Indexer]:
+def indexer(folder: Path, *addresses: str, block_size: int = BLOCK) -> Iterator[Indexer]:
     """Run an indexer that follows services at these addresses, the first as worker 1."""
     python, port = interpreter("dynamo"), free_port()
     assert python is not None
@@ -88,7 +88,7 @@ def indexer(folder: Path, *addresses: str) -> Iterator[Indexer]:
     with (folder / "indexer.log").open("wb") as log:
         process = subprocess.Popen(
             [
-                *(str(python), "-m", "dynamo.indexer", "--block-size", str(BLOCK), "--port", str(port)),
+                *(str(python), "-m", "dynamo.indexer", "--block-size", str(block_size), "--port", str(port)),
                 *("--workers", workers, "--model-name", MODEL),
             ],
             stdout=log,
