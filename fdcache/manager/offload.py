@@ -198,10 +198,10 @@ class OffloadManager(OffloadLookups):
         num_tokens = count_of("num_tokens", num_tokens)
         table = table_of(device_ids)
         with self._lock:
-            offer = self._offers.offer(self._requests.track(request), num_tokens, table)
-            if offer is not None:
+            offered = self._offers.offer(self._requests.track(request), num_tokens, table)
+            if offered is not None:
                 self._describe([request])
-            return self._offers.number(offer) if tells_end else 0
+            return self._offers.number(offered) if tells_end else 0
 
     def take_offer_ends(self) -> list[OfferEnd]:
         """Return the ends of offers that were asked for, in the order of the offers: one that goes on holds up others.
@@ -310,7 +310,8 @@ class OffloadManager(OffloadLookups):
         """
         with self._lock:
             self._requests.expire()
-            return super().expire()
+            self._plans.expire()
+            return self._outcomes()
 
     @property
     def has_pending_work(self) -> bool:
