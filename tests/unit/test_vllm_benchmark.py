@@ -417,3 +417,14 @@ def test_the_least_time_of_each_step_counts_if_rounds_made_the_same_steps() -> N
     assert first.least(second).us_per_step() == [2.5, 1.5, 0.75, 0.25]
     other = Times(3, [100, 100, 100], [0, 0, 0], [0, 0, 0])
     assert first.least(other) is other and other.least(first) is other
+
+
+@pytest.mark.parametrize(("device", "is_left_out"), [("cpu", True), ("cuda", False)])
+def test_an_engine_that_caches_nothing_on_a_cpu_is_left_out_there(
+    device: str, is_left_out: bool, tmp_path: Path
+) -> None:
+    found = json.dumps(dict.fromkeys((*BESIDE, *RESTARTED)))
+    python = processes(tmp_path, f"echo '{found}'").python
+    reasons = probe(python, {}, tmp_path, device)
+    assert [name for name, why in reasons.items() if why] == (["lmcache"] if is_left_out else [])
+    assert not is_left_out or "CPU" in str(reasons["lmcache"])
