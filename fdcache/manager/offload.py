@@ -198,10 +198,10 @@ class OffloadManager(OffloadLookups):
         num_tokens = count_of("num_tokens", num_tokens)
         table = table_of(device_ids)
         with self._lock:
-            offer = self._offers.offer(self._requests.track(request), num_tokens, table)
-            if offer is not None:
+            offered = self._offers.offer(self._requests.track(request), num_tokens, table)
+            if offered is not None:
                 self._describe([request])
-            return self._offers.number(offer) if tells_end else 0
+            return self._offers.number(offered) if tells_end else 0
 
     def describe(self, keys: HashArray, tokens: Int32Array, parent: bytes, note: PathNote) -> None:
         """Tell a service that asks for it the tokens of blocks with keys of the engine, so that it can tell routers.
@@ -319,7 +319,8 @@ class OffloadManager(OffloadLookups):
         """
         with self._lock:
             self._requests.expire()
-            return super().expire()
+            self._plans.expire()
+            return self._outcomes()
 
     @property
     def has_pending_work(self) -> bool:
