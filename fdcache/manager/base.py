@@ -304,6 +304,12 @@ class TierManager(TierViews[RequestT_contra]):
             self._plans.expire()
             return self._outcomes()
 
+    @property
+    def has_overdue(self) -> bool:
+        """True while plans or storage tasks go on that were overdue at the last ``expire``."""
+        with self._lock:
+            return self._plans.has_overdue
+
     def worker_lost(self, rank: int) -> list[LoadOutcome]:
         """Forget the blocks that a rank had a part of, once its process is known to be gone; return the loads that end.
 

@@ -40,6 +40,7 @@ class Plans:
         self.hooks: PlanHooks | None = None
         """Those of hand-overs, where there are some."""
 
+        self._overdue: list[int] = []
         self._reports = self._make_reports()
         self.open, self.ahead = OpenPlan(), OpenPlan(is_ahead=True)
 
@@ -69,6 +70,13 @@ class Plans:
     def in_flight(self) -> int:
         """Number of plans that some rank has not reported."""
         return len(self._ledger)
+
+    @property
+    def has_overdue(self) -> bool:
+        """True while a plan is in flight whose deadline had passed at the last ``expire``."""
+        if self._overdue:
+            self._overdue = [number for number in self._overdue if number in self._ledger]
+        return bool(self._overdue)
 
     @property
     def unfinished(self) -> int:
@@ -172,6 +180,7 @@ class Plans:
     def expire(self) -> None:
         """End the loads of plans whose deadline has passed since the last call."""
         late = self._ledger.newly_overdue(self._clock())
+        self._overdue += [flight.plan.plan_id for flight in late]
         if late and self._tiers.storage:
             self._tiers.storage.overdue(late)
         for flight in late:
