@@ -304,7 +304,7 @@ class StorageOrders:
     ) -> StorageOrder:
         """Plan a transfer that has ``timeout`` seconds once a rank has it.
 
-        ``most_shared``: it may be one with others, of up to so many blocks.
+        ``most_shared``: it may be one with others, of at most as many blocks.
         """
         swap, last = make_swap(purpose, source, slots, generations), self.orders[-1] if self.orders else None
         if last is not None and last.is_shared and len(last.swap) + len(swap) <= most_shared:

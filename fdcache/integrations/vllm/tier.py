@@ -67,8 +67,9 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     Further keys of the tier's configuration are fdcache's settings, which win over the environment:
     ``FDCACHE_STORAGE_DIR``, ``FDCACHE_STORAGE_SIZE``, ``FDCACHE_STORAGE_FSYNC``, ``FDCACHE_STORAGE_TIMEOUT``,
-    ``FDCACHE_HOST_MEMORY`` (between vLLM's memory and the file) and ``FDCACHE_WEIGHTS``, or ``FDCACHE_SERVER``, ``FDCACHE_PLAN_TIMEOUT`` and ``FDCACHE_WEIGHTS``. Raises
-    ``ConfigurationError`` for others and for wrong values, and ``StorageError`` when the file cannot be opened.
+    ``FDCACHE_HOST_MEMORY`` (between vLLM's memory and the file) and ``FDCACHE_WEIGHTS``, or ``FDCACHE_SERVER``,
+    ``FDCACHE_PLAN_TIMEOUT`` and ``FDCACHE_WEIGHTS``. Raises ``ConfigurationError`` for others and for wrong values, and
+    ``StorageError`` when the file cannot be opened.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
