@@ -107,7 +107,7 @@ class Plans:
         if self.hooks is not None:
             plan = self.hooks.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
             sent = sent if plan is None else [plan, *sent]
-        if sent:
+        if sent and story.audience.ask():
             story.plans_sent(sent)
         return sent
 
