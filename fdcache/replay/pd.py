@@ -34,7 +34,8 @@ from fdcache.replay.workloads import WorkItem
 from fdcache.settings.cache import CacheSettings, CopySettings
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tiers.statistics import HandoverCount
-from fdcache.transfer.connector import require_connector, share
+from fdcache.transfer.connector import share
+from fdcache.transfer.factory import require_connector
 
 _STALL_SECONDS = 120.0
 _DRAIN_SECONDS = 30.0

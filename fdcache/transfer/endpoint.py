@@ -29,10 +29,10 @@ from fdcache.transfer.connector import (
     Stager,
     TransferContext,
     TransferStats,
-    open_connector,
     share,
 )
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded
+from fdcache.transfer.factory import open_connector
 from fdcache.transfer.links import Links, LinkState, machine_id
 from fdcache.transfer.messages import BlocksGranted, Envelope, Identity, encode
 from fdcache.transfer.peer_fetches import PeerFetches

@@ -36,7 +36,7 @@ from fdcache.plans.ledger import Blocks, OpenPlan, PlanLedger, make_swap
 from fdcache.settings import Settings
 from fdcache.settings.peers import PeerSettings
 from fdcache.tiers.statistics import HandoverCount, HandoverTally
-from fdcache.transfer.connector import require_connector
+from fdcache.transfer.factory import require_connector
 
 _TERMS = (
     "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",

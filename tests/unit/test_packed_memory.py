@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fdcache.errors import TransferNotFoundError
 from fdcache.settings.peers import PeerSettings
-from fdcache.transfer.connector import require_connector
+from fdcache.transfer.factory import require_connector
 from fdcache.transfer.nixl import MemoryPieces, find_nixl
 from fdcache.transfer.packed_memory import CHUNK_BYTES, Packing, Region, Regions
 from tests.seeds import budget

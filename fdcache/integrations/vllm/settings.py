@@ -17,7 +17,7 @@ from fdcache.settings.tree import GROUPS, KNOWN_NAMES, VARIABLES
 from fdcache.settings.variable import Component
 from fdcache.storage.factory import require_connector
 from fdcache.transfer.access import rank_address
-from fdcache.transfer.connector import require_connector as require_transfer
+from fdcache.transfer.factory import require_connector as require_transfer
 
 logger = logging.getLogger(__name__)
 
