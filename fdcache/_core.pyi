@@ -1261,6 +1261,14 @@ class BlockQueue:
     def take(self, count: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
         """Remove and return the first blocks, or as many as there are."""
 
+    def holds(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """For each block 1 if it is queued, else 0; walks the whole queue."""
+
     def clear(self) -> None:
         """Drop every block."""
 

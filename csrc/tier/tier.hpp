@@ -75,17 +75,6 @@ class TierMutex {
     std::uint64_t turn_ = 0;
 };
 
-struct MatchRun {
-    std::vector<Slot> slots;
-    std::vector<std::uint32_t> generations;
-    std::vector<std::uint32_t> hits;
-    bool pending = false;  // the block after the run is being copied into this tier
-};
-
-enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
-
-enum class PublishStatus : std::uint8_t { kStored, kDuplicate, kNoParent, kDropped, kOverLimit };
-
 // Blocks that a scan found in slots, in any order.
 struct FoundEntries {
     std::span<const Slot> slots;

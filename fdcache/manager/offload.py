@@ -285,7 +285,8 @@ class OffloadManager(OffloadLookups):
         ``is_patient``: more steps are sure to follow, so that a few blocks to copy may wait for others.
         """
         with self._lock:
-            self._deletions.take()
+            if self._deletions is not None:
+                self._deletions.take()
             has_copies = self._contents.has_offers or self._copies.has_queue
             if not (has_copies or self._has_planned or self._must_look):
                 return []

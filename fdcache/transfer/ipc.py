@@ -21,6 +21,7 @@ from fdcache import _core
 from fdcache._core import PlaneTable
 from fdcache.devices.cuda_peers import CudaPeerAccess, CudaRead
 from fdcache.devices.cuda_planes import CudaPlanes
+from fdcache.devices.shared_planes import MappedPlanes, PlanesFile, find_shared
 from fdcache.errors import DeviceError, TransferError
 from fdcache.metadata import Int32Array
 from fdcache.transfer.connector import (
@@ -35,7 +36,6 @@ from fdcache.transfer.connector import (
     pieces_of,
     whole_planes,
 )
-from fdcache.transfer.shared_planes import MappedPlanes, PlanesFile, find_shared
 
 _THREADS = 1
 """Threads that read; copies from memory of the same node are limited by its bandwidth."""
@@ -196,7 +196,7 @@ class _ThreadReads:
         if found is None:
             raise TransferError(
                 "FDCACHE_TRANSFER=ipc: the planes are in memory that peers cannot map; allocate them with "
-                "CacheController.initialize_kv_cache, or register the tensors of fdcache.transfer.shared_planes"
+                "CacheController.initialize_kv_cache, or register the tensors of fdcache.devices.shared_planes"
             )
         return msgspec.msgpack.encode(found)
 
