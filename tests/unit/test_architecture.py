@@ -19,6 +19,7 @@ FOUNDATION = {
     "_core",
     "errors",
     "groups",
+    "block_owners",
     "hashing",
     "hints",
     "layout",
