@@ -17,9 +17,9 @@ import fdcache
 ROOT = Path(fdcache.__file__ or "").parent.parent
 FOUNDATION = {
     "_core",
+    "block_owners",
     "errors",
     "groups",
-    "block_owners",
     "hashing",
     "hints",
     "layout",
