@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fdcache.errors import ConfigurationError
-from fdcache.groups import CacheGroup, page_of, require_served
+from fdcache.groups import CacheGroup, groups_of_rank, groups_of_ranks, page_of, require_served
 from fdcache.integrations.vllm.pages import (
     group_of,
     heads_apart,
+    is_of_states,
     layer_specs,
     pages_of,
     plane_bytes,
@@ -120,6 +121,7 @@ def layout_from_config(
     """
     groups = require_supported(vllm_config, kv_cache_config)
     page, replicas = page_of(groups), replicas_of(vllm_config, kv_cache_config)
+    groups = groups_of_ranks(groups, replicas)
     is_known = replicas == 1 and states is not None
     heads = _heads_of_pages(vllm_config, kv_cache_config) if is_known else None
     return KVLayout.of_layers(
@@ -174,8 +176,9 @@ def require_peer_ranks(
 def replicas_of(vllm_config: Any, kv_cache_config: Any) -> int:
     """Return how many consecutive ranks of a node have the same bytes in every page.
 
-    All of them do with latents alone, and those that share a head where a model has fewer heads than ranks, as long as
-    all its layers have as many. Ranks on other nodes, or with an executor that may use some, count by themselves.
+    All of them do with latents, but for the states beside these; and those that share a head where a model has fewer
+    heads than ranks, as long as all its layers have as many. Ranks on other nodes, or with an executor that may use
+    some, count by themselves.
     """
     parallel = vllm_config.parallel_config
     ranks = int(parallel.tensor_parallel_size)
@@ -192,9 +195,10 @@ def replicas_of(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def _is_latent(kv_cache_config: Any) -> bool:
-    """Return True if all layers keep latents, which all ranks have alike."""
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()]
-    return all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
+    """Return True if all layers but those with states keep latents, which all ranks have alike."""
+    groups = [group for group in kv_cache_config.kv_cache_groups if not is_of_states(group)]
+    specs = [spec for group in groups for spec in layer_specs(group).values()]
+    return bool(specs) and all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
 
 
 def _heads_of_every_layer(vllm_config: Any) -> int | None:
@@ -209,13 +213,14 @@ def _heads_of_every_layer(vllm_config: Any) -> int | None:
 
 def kept_by(layout: KVLayout, host_blocks: int) -> str:
     """Return in words which groups of layers are kept, and how many tokens fit into ``host_blocks`` records of them."""
-    groups = layout.groups or (CacheGroup(layout.block_size),)
+    groups = groups_of_rank(layout.groups, 0) or (CacheGroup(layout.block_size),)
     counts = Counter(
         f"{group.reach}{f' {group.tokens}' if group.tokens else ''} in blocks of {group.block_size} tokens"
         for group in groups
     )
     kept = ", ".join(f"{count} x {what}" if count > 1 else what for what, count in counts.items())
     shared = f", once for {layout.replicas} ranks" if layout.replicas > 1 else ""
+    shared += " but for states" if shared and layout.num_states else ""
     if not host_blocks:
         return f"kept: {kept}{shared}, in the memory of a service"
     tokens = host_blocks // max(layout.page_records, layout.num_states, 1) * layout.block_size

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from fdcache.errors import ConfigurationError
+from fdcache.groups import engine_groups
 from fdcache.integrations.vllm.callers import configurations
 from fdcache.integrations.vllm.config import (
     kept_by,
@@ -107,7 +108,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                 self._events = EventTranslator(
                     group_kinds(kv_cache_config),
                     is_shared=is_shared,
-                    marks=layout.record_groups,
+                    marks=[engine_groups(layout.groups)[at] for at in layout.record_groups],
                     num_records=layout.page_records,
                 )
                 settings = self._events.enable(settings)

@@ -47,6 +47,11 @@ def words_for(group: Any) -> str:
     )
 
 
+def is_of_states(group: Any) -> bool:
+    """Return True for a group whose layers keep states."""
+    return all(_REACHES.get(type(spec).__name__) is Reach.STATE for spec in layer_specs(group).values())
+
+
 def group_of(group: Any) -> CacheGroup | None:
     """Return what a group's layers need of the tokens before; None for one that is not served."""
     block_size, specs = int(group.kv_cache_spec.block_size), list(layer_specs(group).values())
