@@ -18,7 +18,7 @@ Place = tuple[RecordTable, int, int, int]
 """Table, slot and generation of a record, and the address of its header."""
 
 _MOST_HELD = 4
-"""Readers hold at most one in so many slots of a host tier: it needs the others for itself."""
+"""Readers hold at most one in four slots of a host tier: it needs the others for itself."""
 
 
 @dataclass(slots=True, eq=False)
