@@ -134,15 +134,19 @@ class Answers:
         """Settings of the engine's process, by name: where a service has memory and storage, its address."""
         return {"FDCACHE_SERVER": _address()} if self.service else self.arguments
 
-    def lines(self, file: Path) -> list[str]:
-        """Return the lines that start the service, if there is one, and the engine with the settings in ``file``."""
-        start = ENGINES[self.engine or "own"].start(file, self.model or "")
+    def start(self, file: Path) -> str:
+        """Return the line that starts the engine with the settings in ``file``."""
+        return ENGINES[self.engine or "own"].start(file, self.model or "")
+
+    @property
+    def service_line(self) -> str | None:
+        """Line that starts the service, if there is to be one."""
         if not self.service:
-            return [start]
+            return None
         words = ["fdcache", "serve", "--host-memory", self.host_memory or "0"]
         if self.storage is not None:
             words += ["--storage", f"{self.storage.absolute()}/", "--storage-size", self._storage_size]
-        return [shlex.join(words), start]
+        return shlex.join(words)
 
     @property
     def _storage_size(self) -> str:

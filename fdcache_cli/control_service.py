@@ -26,7 +26,7 @@ View = TypeVar("View", PrefetchView, MoveView)
 
 def read_tokens(path: Path) -> list[int]:
     """Return the token ids in a file. Raises ``typer.BadParameter``."""
-    words = _words(path, "--tokens")
+    words = _words(path, "--tokens", "token id")
     wrong = next((word for word in words if not re.fullmatch(r"\d{1,10}", word, re.ASCII)), None)
     if wrong is not None:
         raise typer.BadParameter(f"{path}: {wrong[:40]!r} is not a token id", param_hint="--tokens")
@@ -34,14 +34,31 @@ def read_tokens(path: Path) -> list[int]:
 
 
 def _read_hashes(path: Path) -> list[str]:
-    words = [word.strip("\"'").lower() for word in _words(path, "--hashes")]
+    words = [word.strip("\"'").lower() for word in _words(path, "--hashes", "hash")]
     wrong = next((word for word in words if not re.fullmatch(r"[0-9a-f]{64}", word)), None)
     if wrong is not None:
         raise typer.BadParameter(f"{path}: {wrong[:70]!r} is not a hash", param_hint="--hashes")
     return words
 
 
-def _words(path: Path, option: str) -> list[str]:
+def _words(path: Path, option: str, kind: str) -> list[str]:
+    """Return the words of a file, with spaces or single commas between them, in brackets or not."""
+    text = _text(path, option)
+    words = re.split(r"\s*,\s*|\s+", text.removeprefix("[").removesuffix("]").strip())
+    if text.startswith("[") != text.endswith("]"):
+        wrong = ": a list without its beginning or its end; it was cut"
+    elif words == [""]:
+        wrong = f" has no {kind}"
+    elif "" in words:
+        last = words.index("") - 1
+        place = f"after the comma behind {words[last][:40]!r}" if last >= 0 else "before the first comma"
+        wrong = f": no {kind} {place}"
+    else:
+        return words
+    raise typer.BadParameter(f"{path}{wrong}", param_hint=option)
+
+
+def _text(path: Path, option: str) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(_LARGEST_PROMPT + 1)
@@ -53,11 +70,7 @@ def _words(path: Path, option: str) -> list[str]:
     if len(content) > _LARGEST_PROMPT:
         wrong = f"{path} has more than {readable_size(_LARGEST_PROMPT)}, which is no prompt"
         raise typer.BadParameter(wrong, param_hint=option)
-    if text.startswith("[") != text.endswith("]"):
-        raise typer.BadParameter(
-            f"{path}: a list without its beginning or its end; it was cut", param_hint=option
-        )
-    return text.strip("[]").replace(",", " ").split()
+    return text
 
 
 def prefix_of(

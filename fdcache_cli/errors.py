@@ -19,6 +19,7 @@ FAILED = 1
 USAGE = 2
 BAD_CONFIGURATION = 78  # EX_CONFIG of sysexits.h
 INTERRUPTED = 130
+_OWN = ("fdcache", "fdcache_cli")
 
 
 class OutputError(FdcacheError):
@@ -39,20 +40,28 @@ def _status_of(command: Callable[[], object]) -> int:
         print_error(str(error))
         if isinstance(error, OutputError):
             _discard(1)
-        return BAD_CONFIGURATION if isinstance(error, ConfigurationError) else FAILED
+        if isinstance(error, ConfigurationError):
+            return BAD_CONFIGURATION
     except BrokenPipeError:
         _discard(1)
-        return FAILED
     except FileNotFoundError as error:
         if error.filename is not None or _has_working_directory():
             raise
         print_error("the working directory was removed; change to one that exists")
-        return FAILED
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in _OWN:
+            raise
+        print_error(
+            f"{error.name} is not installed, which fdcache requires; install fdcache with its dependencies "
+            "(pip install without --no-deps)"
+        )
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
+    else:
+        return 0
+    return FAILED
 
 
 def _has_working_directory() -> bool:

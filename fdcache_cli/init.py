@@ -90,6 +90,7 @@ def init(
     from fdcache.devices.topology import find_gpu, visible_gpus
     from fdcache.service.server import machine_findings, machine_setup
     from fdcache.service.wire.address import load_settings
+    from fdcache.settings import Source
     from fdcache_cli.answers import Answers
 
     if plot is not None:
@@ -105,9 +106,12 @@ def init(
         answers.require_kept(file)
         answers = answers.with_engine(ask=not yes)
         settings = load_settings({}, {**os.environ, "FDCACHE_ENV_FILE": str(file)})
+        has_server = settings.source("FDCACHE_SERVER") is not Source.DEFAULT
+        service_line = machine_setup.service_line(file) if has_server else None
     else:
         load_settings(answers.memory)  # what is wrong in the environment is named before a question
         answers = answers.complete(ask=not yes)
+        service_line = answers.service_line
         settings = load_settings({**answers.arguments, **answers.memory})
     # A GPU that is not here ends the command before a file is written.
     asked = [find_gpu(uuid) for uuid in device or ()] or (visible_gpus() if plot is not None else [])
@@ -117,8 +121,8 @@ def init(
     kernels = compile_kernels(keep=True) if has_gpu(findings) else {}
     findings += kernels.values()
     findings += machine_findings.storage_speed(settings, measure=True, force=force)
-    findings.append(machine_setup.write_env_file(file, findings, answers.settings))
-    lines = answers.lines(file) if file.exists() else []
+    findings.append(machine_setup.write_env_file(file, findings, answers.settings, service_line))
+    lines = [*filter(None, [service_line]), answers.start(file)] if file.exists() else []
     if not json:
         for text in removed:
             output.print_line(f"removed a dead arena: {text}")

@@ -27,13 +27,15 @@ def run() -> None:
         from fdcache_cli import errors, streams
 
         streams.prepare()
-        if sys.argv[1:] == ["--version"]:
-            errors.guard(_print_version)
-        from fdcache_cli.commands import find_command
-
-        errors.guard(find_command(sys.argv[1:]))
+        errors.guard(_print_version if sys.argv[1:] == ["--version"] else _run_command)
     finally:
         _on_interrupt(former)
+
+
+def _run_command() -> None:
+    from fdcache_cli.commands import find_command
+
+    find_command(sys.argv[1:])()
 
 
 def _print_version() -> None:

@@ -29,7 +29,7 @@ class Python:
     @classmethod
     def found(cls, name: str) -> Python | None:
         """Return the interpreter of this name, None without one, or without its headers."""
-        for program in _places(name):
+        for program in filter(shutil.which, _places(name)):
             done = subprocess.run([program, "-c", _ASK], capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 path, tag, has_headers = json.loads(done.stdout)
@@ -48,7 +48,9 @@ class Python:
 
 
 def _places(name: str) -> Iterator[str]:
+    """Yield where an interpreter of this name may be: the path, pyenv, release/debian-python's folder."""
     if (program := shutil.which(name)) is not None:
         yield program
     version = re.sub(r"^python", "", name)
     yield from map(str, sorted(Path.home().glob(f".pyenv/versions/{version}*/bin/{name}"), reverse=True))
+    yield str(Path.home() / name / "bin" / name)

@@ -15,6 +15,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -53,13 +54,21 @@ def main(wheels: list[Path]) -> None:
 
 
 def build_wheel(python: Python) -> Path:
-    """Build the wheel of the working tree for an interpreter; objects of its last build serve again."""
-    folder = WORK / f"wheel-{python.tag}"
-    shutil.rmtree(folder, ignore_errors=True)
+    """Build the wheel of the working tree for an interpreter, its sources in groups, as without a compiler cache.
+
+    All are built in one place and by this interpreter's compiler: a Python names its own, and a compiler cache finds
+    an object of the same compiler and paths alone.
+    """
+    folder, build = WORK / f"wheel-{python.tag}", WORK / "build"
+    for each in (folder, build):
+        shutil.rmtree(each, ignore_errors=True)
     is_own = python.tag == f"cp3{sys.version_info.minor}"
     program = Path(sys.executable) if is_own else python.environment(WORK / f"build-{python.tag}")
+    compiler = os.environ.get("CXX") or (sysconfig.get_config_var("CXX") or "c++").split()[0]
     command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
-    subprocess.run([program, *_PIP, *command], check=True)
+    for setting in (f"build-dir={build}", "cmake.define.CMAKE_UNITY_BUILD=ON"):
+        command += ["--config-settings", setting]
+    subprocess.run([program, *_PIP, *command], check=True, env=os.environ | {"CXX": compiler})
     (built,) = folder.glob("*.whl")
     return built
 

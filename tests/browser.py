@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.service_help import until
+from tests.service_help import TIMEOUT, until
 
 IMAGES = os.environ.get("PAGE_IMAGES")
 """Folder for the pictures of the guides; they are made anew with PAGE_IMAGES=docs/images."""
@@ -40,7 +40,7 @@ class Tab:
         self.complaints: list[str] = []
         self.context = browser.new_context(**({"viewport": {"width": 1440, "height": 1000}} | options))
         self.page = self.context.new_page()
-        self.page.set_default_timeout(30_000)
+        self.page.set_default_timeout(1000 * TIMEOUT)
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", lambda dialog: self.complaints.append(dialog.message))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fdcache.controller.cache_controller import CacheController
+from fdcache.layout import KVLayout
 from fdcache.manager import LoadOutcome, OffloadManager, Request
 from fdcache.manager.requests import PeerSource
 from fdcache.metadata import Int32Array
@@ -40,14 +41,15 @@ class Engine:
         *,
         wait: float = 60.0,
         blocks: int = DEVICE_BLOCKS,
+        layout: KVLayout = LAYOUT,
         **peers: Any,
     ) -> None:
         options = {"address": f"ipc://{directory}/{name}", "timeout": 60.0, "lease": 60.0, "connector": "ipc"}
         self.settings = PeerSettings(role=role, directory=directory, **{**options, **peers})
-        cache = CacheSettings(host_memory=32 * LAYOUT.record_bytes, write_policy="write_through")
-        self.manager = OffloadManager(cache, LAYOUT)
+        cache = CacheSettings(host_memory=32 * layout.record_bytes, write_policy="write_through")
+        self.manager = OffloadManager(cache, layout)
         self.handovers = EngineHandovers(self.manager, PeerTerms(self.settings, wait), blocks)
-        self.controller = CacheController(CopySettings(group_layers=1), LAYOUT)
+        self.controller = CacheController(CopySettings(group_layers=1), layout)
         tensors = self.controller.initialize_kv_cache(blocks, shared=directory)
         self.planes = [each.reshape(blocks, -1).view(np.uint8) for each in tensors]
         self.controller.initialize_host_cache(self.manager.host_cache)

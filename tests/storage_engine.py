@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fdcache.settings.cache import (
 )
 from fdcache.storage.connector import BatchResult, RecordBatch
 from fdcache.storage.slab import SlabStore
-from tests.service_help import until
+from tests.service_help import TIMEOUT, until
 from tests.storage_help import MIB, storage_layout
 
 LAYOUT = storage_layout()
@@ -96,7 +97,8 @@ class Engine:
 
     def settle(self) -> None:
         """Send plans and apply reports until nothing is left to copy."""
-        for _ in range(500):
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline:
             plans = self.send()
             reports = self.controller.wait_reports(30)
             self.manager.apply(reports)

@@ -7,6 +7,7 @@ import pty
 import select
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.service_help import TIMEOUT
 
@@ -35,25 +36,26 @@ def on_terminal(*arguments: str, answer: str = "") -> tuple[int, str, str]:
 
 
 def interrupted_at_a_question(*arguments: str, question: str) -> tuple[int, str]:
-    """Press Ctrl-C once a command asks ``question``; return its status and the terminal's content.
-
-    It is pressed again while nothing comes: Python keeps a signal that comes just before it waits for an answer until
-    there is one.
-    """
+    """Press Ctrl-C once a command asks ``question`` and waits; return its status and the terminal's content."""
     process, ours = pty.fork()
     if process == 0:
         os.execv(sys.executable, [sys.executable, "-m", "fdcache_cli.main", *arguments])
-    seen = b""
+    seen, pressed = b"", False
     try:
         while True:
-            if select.select([ours], [], [], 1)[0]:
+            if select.select([ours], [], [], 0.1)[0]:
                 seen += os.read(ours, 65536)
-            elif question.encode() in seen:
-                os.write(ours, b"\x03")
+            elif not pressed and question.encode() in seen and _sleeps(process):
+                pressed = os.write(ours, b"\x03") == 1
     except OSError:  # Linux reports the end of a terminal as EIO
         os.close(ours)
     _, status = os.waitpid(process, 0)
     return os.waitstatus_to_exitcode(status), seen.decode()
+
+
+def _sleeps(process: int) -> bool:
+    """Return True for a process that waits. Of a signal that comes just before, Python knows when it has an answer."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].startswith("S")
 
 
 def drawn(*arguments: str) -> str:

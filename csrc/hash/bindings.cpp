@@ -318,7 +318,7 @@ bool has_reserved_keys(const HashesIn &keys) {
 // --- checksums ---------------------------------------------------------------------------------------------
 
 using Sizes = std::vector<std::size_t>;
-using VectorOut = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using TargetBytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void check_planes(std::size_t record_bytes, const Sizes &offsets, const Sizes &sizes) {
     if (offsets.size() != sizes.size()) throw std::invalid_argument("offsets and sizes differ in length");
@@ -340,7 +340,7 @@ std::uint64_t record_checksum(const VectorIn<std::uint8_t> &record, const Sizes 
     return finish_checksum(sum, std::reduce(sizes.begin(), sizes.end()));
 }
 
-std::uint64_t copy_record_with_checksum(const VectorOut &target, const VectorIn<std::uint8_t> &source,
+std::uint64_t copy_record_with_checksum(const TargetBytes &target, const VectorIn<std::uint8_t> &source,
                                         const Sizes &offsets, const Sizes &sizes) {
     if (target.shape(0) != source.shape(0)) throw std::invalid_argument("target and source differ in length");
     check_planes(source.shape(0), offsets, sizes);
@@ -365,7 +365,7 @@ void bind_checksums(nb::module_ &module) {
                "Copy a record whole, and return the checksum of the copy, as ``record_checksum``.");
     module.def(
         "copy_with_checksum",
-        [](const VectorOut &target, const VectorIn<std::uint8_t> &source) {
+        [](const TargetBytes &target, const VectorIn<std::uint8_t> &source) {
             if (target.shape(0) != source.shape(0))
                 throw std::invalid_argument("target and source differ in length");
             const nb::gil_scoped_release release;

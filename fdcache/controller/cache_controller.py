@@ -19,11 +19,7 @@ from fdcache.controller.layers import LaunchedLayers, LayerDoneCounter, LayerEve
 from fdcache.controller.submission import PlanSubmission, RankParts
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
-from fdcache.errors import (
-    CacheNotReadyError,
-    PlanError,
-    StorageError,
-)
+from fdcache.errors import CacheNotReadyError, PlanError, StorageError
 from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.metadata import Int32Array, StorageScan, TransferPlan, TransferReport
@@ -293,20 +289,32 @@ class CacheController:
         """
         if not self._guard.is_own:
             self._guard.refuse()
-        transfer = self._parts.transfer
-        if transfer is not None:
+        if (transfer := self._parts.transfer) is not None:
             transfer.layer_computed(layer, computed, compute_stream)
 
     def blocks_computed(
-        self, plan_id: int, first: int, slots: Int32Array, compute_stream: Any = None
+        self,
+        plan_id: int,
+        first: int,
+        slots: Int32Array,
+        compute_stream: Any = None,
+        *,
+        layer: int | None = None,
     ) -> None:
         """Publish all layers of blocks of a send to peers, after the work that ``compute_stream`` has now.
 
         For sends whose slots were not known when they were planned: ``slots`` has those from block ``first`` on, and
-        all before it were published. A send that has ended is ignored. Raises ``PlanError`` for an unknown slot.
+        all before it were published. ``layer``: only this one, as with ``layer_computed``; a call without it publishes
+        the rest. A send that has ended is ignored. Raises ``PlanError`` for an unknown slot.
         """
         if (transfer := self._parts.transfer) is not None:
-            transfer.blocks_computed(plan_id, first, slots, compute_stream)
+            transfer.blocks_computed(plan_id, first, slots, compute_stream, layer)
+
+    @property
+    def announced_layers(self) -> tuple[int, ...]:
+        """The last layers of the groups in which sends are announced; none without ``open_transfer``."""
+        transfer = self._parts.transfer
+        return () if transfer is None else tuple(last - 1 for _, last in transfer.endpoint.groups)
 
     def end_handovers(self, plan_ids: Iterable[int]) -> None:
         """End hand-overs, and tell the peers, for what no plan can say in time: their slots may be overwritten now."""
@@ -321,9 +329,7 @@ class CacheController:
         ``open_transfer``.
         """
         eagerly = self._settings_in_force().value("FD_ENABLE_PD_RDMA_EAGER_CONNECT")
-        with self._lock:
-            transfer = self._parts.transfer
-        if transfer is not None and eagerly:
+        if eagerly and (transfer := self._parts.transfer) is not None:
             transfer.endpoint.connect(addresses)
 
     def transfer_stats(self) -> TransferStats | None:

@@ -102,11 +102,13 @@ class PlannedHandovers:
         """Publish a layer of transfers to peers, after the work that ``compute_stream`` has now."""
         self.endpoint.layer_computed(layer, computed, self._recorder(compute_stream))
 
-    def blocks_computed(self, plan_id: int, first: int, slots: Int32Array, compute_stream: Any) -> None:
+    def blocks_computed(
+        self, plan_id: int, first: int, slots: Int32Array, compute_stream: Any, layer: int | None
+    ) -> None:
         """Publish blocks of a send, in slots that are known by now, after the work that ``compute_stream`` has now."""
         if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self._num_blocks:
             raise PlanError(f"send {plan_id}: a slot is not one of the {self._num_blocks} device blocks")
-        self.endpoint.blocks_computed(plan_id, first, slots, self._recorder(compute_stream))
+        self.endpoint.blocks_computed(plan_id, first, slots, self._recorder(compute_stream), layer)
 
     def _recorder(self, compute_stream: Any) -> Callable[[], Event | None]:
         """Return what records the event of the work that a stream has now. Raises ``StreamError``."""

@@ -388,12 +388,18 @@ def parse_list(value: object) -> tuple[str, ...]:
     return texts
 
 
+NO_TENANT_NAME = "(none)"
+"""What views call the tenant of blocks without one."""
+
+
 def parse_shares(value: object) -> tuple[tuple[str, float], ...]:
-    """Parse ``name=0.5,other=10%``; a name must not repeat."""
+    """Parse ``name=0.5,other=10%``; a name must not repeat, nor stand for blocks without a tenant."""
     pairs = [item if isinstance(item, tuple) else str(item).rpartition("=")[::2] for item in _items(value)]
     shares = {parse_text(name).strip(): _parse_share(share) for name, share in pairs}
     if "" in shares or len(shares) != len(pairs):
         raise ValueError("a name is empty or repeated")
+    if NO_TENANT_NAME in shares:
+        raise ValueError(f"{NO_TENANT_NAME} stands for blocks without a tenant, which have no quota")
     return tuple(shares.items())
 
 
@@ -415,7 +421,7 @@ LIST = Kind("list", "a comma list", "items separated by commas, such as a,b", pa
 SHARES = Kind(
     "shares",
     "a comma list of NAME=SHARE",
-    "names and shares above 0 and up to 1, such as search=0.5,batch=10%",
+    f"names and shares above 0 and up to 1, such as search=0.5,batch=10%; {NO_TENANT_NAME} is no tenant's name",
     parse_shares,
     _render_shares,
 )

@@ -77,7 +77,8 @@ class TransferEndpoint:
         self._planes, self._options = planes, options
         self._settings = settings = options.settings
         layout = planes.layout
-        self._groups = options.groups or ((0, layout.total_layers),)
+        self.groups = options.groups or ((0, layout.total_layers),)
+        """Ranges of layers that are announced together."""
         self.address = rank_address(settings.address, options.rank)
         self._sharing = share(layout, options.rank, settings.peer_ranks)
         self._commands: deque[Callable[[float], None]] = deque()
@@ -119,7 +120,7 @@ class TransferEndpoint:
             else:
                 self._command(partial(self._begin_fetch, task, handover, after))
         if is_send and task.computed:
-            for _, last in self._groups:
+            for _, last in self.groups:
                 self.layer_computed(last - 1, {task.transfer: task.computed}, lambda: after)
         return handover.execution
 
@@ -148,10 +149,15 @@ class TransferEndpoint:
             self._wake()
 
     def blocks_computed(
-        self, plan_id: int, first: int, slots: Int32Array, record: Callable[[], Event | None] | None = None
+        self,
+        plan_id: int,
+        first: int,
+        slots: Int32Array,
+        record: Callable[[], Event | None] | None = None,
+        layer: int | None = None,
     ) -> None:
         """Hand over blocks of a send from ``first`` on, in slots known by now, after the event of ``record``."""
-        if self._sends.blocks_computed(plan_id, first, slots, record):
+        if self._sends.blocks_computed(plan_id, first, slots, record, layer):
             self._wake()
 
     def stats(self) -> TransferStats:
@@ -275,7 +281,7 @@ class TransferEndpoint:
             self._connector.close()
             raise
         self._sends = Sends(
-            self._planes, self._settings, self._sharing, self._groups, self._tally, self._links.incoming
+            self._planes, self._settings, self._sharing, self.groups, self._tally, self._links.incoming
         )
         self._shares = PlaceShares(self._connector, self._planes.layout, self._settings.rings[0])
         joins = self._planes.gpu is None  # a GPU checks one part while it reads the next

@@ -286,16 +286,22 @@ class Sends:
             self._send_of[task.transfer] = task.plan_id
 
     def blocks_computed(
-        self, plan_id: int, first: int, slots: Int32Array, record: Callable[[], Event | None] | None = None
+        self,
+        plan_id: int,
+        first: int,
+        slots: Int32Array,
+        record: Callable[[], Event | None] | None = None,
+        layer: int | None = None,
     ) -> bool:
-        """Mark blocks from ``first`` on as computed, whose slots are known by now; do as ``layer_computed`` for all."""
+        """Do as ``layer_computed`` for blocks from ``first`` on, whose slots are known by now; None for all layers."""
         with self._lock:
             send = self._sends.get(plan_id)
             if send is None or self._send_of.get(send.task.transfer) != plan_id:
                 return False
             send.slots[first : first + len(slots)] = slots
         computed, once = {send.task.transfer: first + len(slots)}, None if record is None else cache(record)
-        marked = [self.layer_computed(last - 1, computed, once) for _, last in self._groups]
+        layers = [last - 1 for _, last in self._groups] if layer is None else [layer]
+        marked = [self.layer_computed(each, computed, once) for each in layers]
         return any(marked)
 
     def give_up(self, plan_id: int) -> None:

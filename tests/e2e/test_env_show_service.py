@@ -16,7 +16,7 @@ import pytest
 
 from fdcache.settings import VARIABLES
 from tests.commands import Done, run_command
-from tests.service_help import TIMEOUT, next_line, spawned
+from tests.service_help import TIMEOUT, next_line, spawned, until
 
 KEY = "hunter2-and-more"
 
@@ -43,11 +43,16 @@ class Node:
 
     def show_until_found(self, *arguments: str, **environment: str) -> Done:
         """Run ``env show`` until it finds the service, which on a busy machine may answer too late."""
-        for _ in range(20):
-            done = self.run("env", "show", *arguments, **environment)
-            if "service at" in done.stdout + done.stderr or '"overrides"' in done.stdout:
-                return done
-        raise AssertionError(f"no service found: {done}")
+        answers: list[Done] = []
+
+        def found() -> bool:
+            answers.append(self.run("env", "show", *arguments, **environment))
+            return (
+                "service at" in answers[-1].stdout + answers[-1].stderr or '"overrides"' in answers[-1].stdout
+            )
+
+        until(found, "the service is found")
+        return answers[-1]
 
     def shown(self, *arguments: str, **environment: str) -> dict[str, Any]:
         done = self.run("env", "show", "--json", *arguments, **environment)

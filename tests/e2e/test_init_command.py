@@ -223,10 +223,14 @@ class TestTheSettingsOfAnEngine:
         found = Settings.load(environ={"FDCACHE_ENV_FILE": str(tmp_path / "config/fdcache/fdcache.env")})
         assert found.cache.server == f"ipc://{tmp_path}/run/fdcache.sock"
         assert found.cache.host_memory == 0
-        assert (
-            run_command((*shlex.split(serve)[1:], "--check"), {**os.environ, **home(tmp_path)}).returncode
-            == 0
-        )
+        checked = run_command((*shlex.split(serve)[1:], "--check"), {**os.environ, **home(tmp_path)})
+        assert checked.returncode == 0
+        again = run_init("--engine", "fastdeploy", "--json", **home(tmp_path))
+        assert json.loads(again.stdout)["start"] == [serve, engine]
+        file = tmp_path / "config/fdcache/fdcache.env"
+        file.write_text(file.read_text().replace("\nFDCACHE_SERVER=", "\n# FDCACHE_SERVER="))
+        alone = run_init("--engine", "fastdeploy", "--json", **home(tmp_path))
+        assert json.loads(alone.stdout)["start"] == [engine]
 
     def test_a_settings_file_that_exists_is_kept_and_starts_the_engine(self, tmp_path: Path) -> None:
         first = run_init("--engine", "vllm", "--model", "m", "--host-memory", "1GiB", **home(tmp_path))
@@ -250,22 +254,17 @@ class TestTheSettingsOfAnEngine:
 
     def test_a_service_by_default_takes_no_more_than_its_small_folder_has(self, tmp_path: Path) -> None:
         commands = "fdcache doctor && fdcache init --yes --engine vllm --service"
-        program = f"exec {shlex.quote(sys.executable)} -m fdcache_cli.main"
-        script = (
-            f'mount -t tmpfs -o size=64M tmpfs /dev/shm || exit 99\nfdcache() ({program} "$@")\n{commands}'
-        )
-        done = subprocess.run(
-            ["unshare", "--mount", "sh", "-c", script],
-            check=False,
-            env={**os.environ, **home(tmp_path), "FDCACHE_HTTP_ADDRESS": "127.0.0.1:0"},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode in (1, 99) and not done.stdout:
-            pytest.skip(f"this user may not mount: {done.stderr}")
+        done = with_other_shm("size=64M", commands, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "mount a larger tmpfs (docker run --shm-size)" in " ".join(done.stdout.split())
         assert "fdcache serve --host-memory 48MiB" in done.stdout
+
+    def test_the_remedy_for_an_arena_folder_that_is_read_only_is_another(self, tmp_path: Path) -> None:
+        done = with_other_shm("ro", "fdcache doctor", tmp_path)
+        assert done.returncode == 1, done.stdout + done.stderr
+        (line,) = [each for each in done.stdout.splitlines() if "PROBLEM" in each]
+        assert "/dev/shm cannot be written by this user; mount it so that this user may write there" in line
+        assert "such as /dev/shm" not in line
 
     def test_a_folder_is_no_settings_file(self, tmp_path: Path) -> None:
         done = run_init("--engine", "vllm", "--env-file", str(tmp_path), **home(tmp_path))
@@ -367,6 +366,37 @@ class TestDoctor:
         version.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat Jul  5 2025\n")
         found = list(machine_findings.examine_driver(tmp_path))
         assert any(said in f"{each.hint} {each.problem}" for each in found), found
+
+
+def test_what_was_installed_without_its_dependencies_says_so(tmp_path: Path) -> None:
+    program = [sys.executable, "-S", "-c", "from fdcache_cli.main import run; run()"]  # -S: no packages
+    for command in ("doctor", "serve", "env"):
+        done = subprocess.run(
+            [*program, command],
+            env={**os.environ, **home(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: typer is not installed, which fdcache requires; ")
+
+
+def with_other_shm(options: str, commands: str, tmp_path: Path) -> Done:
+    """Run commands of a shell where /dev/shm is a tmpfs with these options."""
+    program = f"exec {shlex.quote(sys.executable)} -m fdcache_cli.main"
+    mount = f"mount -t tmpfs -o {options} tmpfs /dev/shm || exit 99"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f'{mount}\nfdcache() ({program} "$@")\n{commands}'],
+        check=False,
+        env={**os.environ, **home(tmp_path), "FDCACHE_HTTP_ADDRESS": "127.0.0.1:0"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode in (1, 99) and not done.stdout:
+        pytest.skip(f"this user may not mount: {done.stderr}")
+    return done
 
 
 def finding(name: str, done: Done) -> list[dict[str, str]]:

@@ -24,6 +24,11 @@ def test_search_finds_a_page_and_nothing_is_asked_of_other_hosts() -> None:
         page.keyboard.type("huge pages")
         page.get_by_text("huge pages").last.wait_for()
         page.locator("text=/^[0-9]+ results?$/").wait_for()
+        page.keyboard.press("Control+A")
+        page.keyboard.type("fdcache init")
+        found = page.locator("a[href*='h=fdcache+init']").first
+        found.wait_for()
+        assert "Preparing a machine" in found.inner_text(), "a guide comes before what is only called alike"
         assert [url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))] == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -86,12 +87,15 @@ class TestPins:
             assert control.pin(PREFIX, 600).pinned == BLOCKS
             most = service.ask("namespaces")[0]["extents"]
             assert most
-            flood = 0
-            while tiers(control, [7, *PROMPT])[-1] is not None:
-                flood += 1
-                assert flood < 200
-                engine.serve([1000 + 50 * flood + i for i in range(41)])
-                engine.await_stock()
+            starts = itertools.count(1000, 50)
+
+            def has_left() -> bool:
+                start = next(starts)
+                engine.await_stock(BLOCKS)
+                engine.serve([start + i for i in range(41)])
+                return tiers(control, [7, *PROMPT])[-1] is None
+
+            until(has_left, "a block that nothing pins has left")
             assert tiers(control) == ["host"] * BLOCKS
             engine.close()
 
@@ -284,6 +288,7 @@ class TestErrors:
             ("pin", {"hashes": ["00" * 32], "seconds": 0}, "seconds: give more than 0"),
             ("pin", {"hashes": ["00" * 32], "most_blocks": 2.5}, "most_blocks: 2.5 is not a whole number"),
             ("unpin", {"pin": 1.5}, "pin: 1.5 is not a whole number"),
+            ("unpin", {"pin": 1, "hashes": ["00" * 32]}, "pin: give a pin or a prefix, not both"),
             ("delete", {"hashes": ["00" * 32], "start": "x"}, "start"),
             ("quota", {"tenant": "a", "share": 2}, "share"),
             ("quota", {"share": 0.5}, "tenant"),
@@ -481,7 +486,11 @@ class TestLists:
     ) -> None:
         keys = [block.hash for block in control.explain(PREFIX).blocks]
         wrong = {
-            "does not continue the hash before it": [keys[:2] + keys[3:5], keys[:1] + keys[2:3]],
+            "does not continue the hash before it": [
+                keys[:2] + keys[3:5],
+                keys[:1] + keys[2:3],
+                ["ab" * 32, *keys],
+            ],
             "does not continue from a beginning": [keys[-1:], keys[3:]],
             "given twice": [keys[:1] * 4],
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -116,11 +117,14 @@ def test_a_pin_holds_the_last_states_with_the_pages(
     pin = control.pin(PREFIX, 600)
     assert (pin.blocks, pin.host, pin.pinned, pin.usable) == (4, 4, 4, 3)
     assert evictable(service) == 2, "the states after the first page alone"
-    turn, first = 0, Prefix(PROMPT[: BLOCK + 1])
-    while control.explain(first).blocks[0].states:
-        turn += 1
-        assert turn < 200, "the states that nothing pins have left"
-        store(engine, f"flood {turn}", prompt(*range(100 * turn, 100 * turn + 8)), [*range(8, 16)], {})
+    prompts, first = count(100, 8), Prefix(PROMPT[: BLOCK + 1])
+
+    def states_have_left() -> bool:
+        begin = next(prompts)
+        store(engine, "flood", prompt(*range(begin, begin + 8)), [*range(8, 16)], {})
+        return not control.explain(first).blocks[0].states
+
+    until(states_have_left, "the states that nothing pins have left")
     assert found(engine, PROMPT) == 3, "the pinned prefix is as usable as it was"
     assert [(each.pinned, each.usable) for each in control.pins()] == [(4, 3)]
 

@@ -63,6 +63,14 @@ class Web:
     def line(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), TIMEOUT)
 
+    def await_no_lines(self) -> None:
+        """Wait until the connections of former tests are closed, a while after these have closed their ends."""
+
+        def lines() -> list[str]:
+            return [each.status for each in self.process.net_connections("tcp") if each.status != "LISTEN"]
+
+        until(lambda: not lines(), "no connection is open")
+
     def send(self, method: str, path: str, headers: Mapping[str, str] = {}, body: str = "") -> int:
         """Return the status of an answer."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)) as line:
@@ -203,9 +211,11 @@ class TestLimits:
         assert web.send("POST", "/v1/reset", kind | web.bearer, body) == 200
 
     def test_idle_connections_leave_descriptors_to_engines_and_room_to_probes(self, web: Web) -> None:
+        web.await_no_lines()
         before = web.process.num_fds()
         most = before + MAX_CONNECTIONS + 40
-        resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE, (most, most))
+        former = resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE, (most, former[1]))
         length, idle = len(web.log), []
         try:
             for _ in range(1100):
@@ -218,11 +228,13 @@ class TestLimits:
         finally:
             for each in idle:
                 each.close()
+            resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE, former)
         until(lambda: web.process.num_fds() <= before, "the connections are closed")
         assert web.send("GET", "/v1/stats") == 200
 
     def test_without_descriptors_it_serves_on_and_says_so(self, web: Web) -> None:
         """Descriptors that others took: what HTTP takes leaves some."""
+        web.await_no_lines()  # what closes later would leave descriptors to new clients
         former = resource.prlimit(web.process.pid, resource.RLIMIT_NOFILE)
         length = len(web.log)
         with Client(web.service.address, timeout=TIMEOUT) as engine, ExitStack() as lines:
@@ -230,7 +242,7 @@ class TestLimits:
             lines.callback(resource.prlimit, web.process.pid, resource.RLIMIT_NOFILE, former)
             set_limit = partial(resource.prlimit, web.process.pid, resource.RLIMIT_NOFILE)
 
-            def takes_no_clients() -> bool:  # lines of the tests before may still be closing
+            def takes_no_clients() -> bool:  # a file that was open for a moment may have been counted
                 set_limit((web.process.num_fds() * 9 // 8, former[1]))
                 return "new clients are refused" in web.log[length:]
 

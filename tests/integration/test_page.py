@@ -101,12 +101,19 @@ def test_each_panel_shows_the_traffic_of_engines_that_die_and_of_a_service_that_
         light.wait_for("document.querySelector('#tree [aria-expanded=false]') !== null")
         light.page.click("#tree [aria-expanded=false]")
         for panel in ("hits", "bandwidth", "evictions", "queues"):
-            assert "\N{EN DASH}" not in light.text(panel), f"{panel} has a curve without a value"
-        assert {"ready", "free"} <= set(light.text("tiers").split())
-        assert "blocks" in light.text("misses")
-        assert "given" in light.text("hints")
-        assert "ready" in light.text("storage")
-        assert "FDCACHE_STORAGE_SIZE" in light.text("settings")
+            until(
+                lambda panel=panel: "\N{EN DASH}" not in light.text(panel),  # type: ignore[misc]
+                f"each curve of {panel} has a value",
+            )
+        for panel, texts in {
+            "tiers": ["ready", "free"],
+            "misses": ["blocks"],
+            "hints": ["given"],
+            "storage": ["ready"],
+            "settings": ["FDCACHE_STORAGE_SIZE"],
+        }.items():
+            for text in texts:
+                light.wait_for_text(panel, text)
         light.page.fill("#settings-filter", "eviction_log")
         light.wait_for_text("settings", "FDCACHE_EVICTION_LOG")
         light.page.fill("#settings-filter", "")
@@ -121,9 +128,10 @@ def test_each_panel_shows_the_traffic_of_engines_that_die_and_of_a_service_that_
         light.page.set_viewport_size({"width": 390, "height": 844})
         light.wait_for("document.documentElement.scrollWidth <= innerWidth")
         for panel in ("storage", "clients", "settings"):
-            assert light.page.evaluate(
-                f"(found => found.scrollWidth <= found.clientWidth)(document.getElementById('{panel}'))"
-            ), f"{panel} is cut off on a narrow screen"
+            light.wait_for(
+                "panel => (found => found.scrollWidth <= found.clientWidth)(document.getElementById(panel))",
+                panel,
+            )
         light.picture("page-narrow.png")
 
         running[0].kill()

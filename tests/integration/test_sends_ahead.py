@@ -45,13 +45,13 @@ def begin(prefill: Engine, decode: Engine, seed: int) -> tuple[Request, EngineSe
 
 def _until_read(decode: Engine, prefill: Engine, blocks: int) -> None:
     """Step until decode has read so many blocks."""
+    decode.until(lambda: _bytes_read(decode) == blocks * LAYOUT.payload_bytes, prefill)
 
-    def has_read() -> bool:
-        stats = decode.controller.transfer_stats()
-        assert stats is not None
-        return stats.connector.read_bytes == blocks * LAYOUT.payload_bytes
 
-    decode.until(has_read, prefill)
+def _bytes_read(decode: Engine) -> int:
+    stats = decode.controller.transfer_stats()
+    assert stats is not None
+    return stats.connector.read_bytes
 
 
 def test_decode_reads_what_is_computed_while_the_rest_is_not(pair: tuple[Engine, Engine]) -> None:
@@ -70,6 +70,32 @@ def test_decode_reads_what_is_computed_while_the_rest_is_not(pair: tuple[Engine,
     assert send.was_asked and prefill.ended == ["done"]
     assert prefill.handovers.take_over() == [send.number]
     assert prefill.handovers.take_over() == []
+    decode.manager.finish([theirs])
+    prefill.manager.finish([send.request])
+    prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)
+
+
+def test_decode_reads_layers_of_blocks_whose_last_layers_are_not_computed(
+    pair: tuple[Engine, Engine],
+) -> None:
+    """A group of layers at a time, of the first blocks and then of the others; one call gives the rest."""
+    prefill, decode = pair
+    theirs, send, table, into = begin(prefill, decode, 6)
+    ends = prefill.controller.announced_layers
+    assert ends == tuple(range(LAYOUT.total_layers))
+    read = 0
+    for first, last in ((0, 4), (4, BLOCKS)):
+        for layer in ends[:-1]:
+            prefill.controller.blocks_computed(send.number, first, table[first:last], layer=layer)
+            read += (last - first) * sum(each.nbytes for each in LAYOUT.layer_planes(layer))
+            decode.until(lambda: _bytes_read(decode) == read, prefill)  # noqa: B023 - called at once
+        assert not decode.outcomes
+        prefill.controller.blocks_computed(send.number, first, table[first:last])
+        read = last * LAYOUT.payload_bytes
+        decode.until(lambda: _bytes_read(decode) == read, prefill)  # noqa: B023 - called at once
+    decode.until(lambda: decode.outcomes, prefill)
+    assert [each.status for each in decode.outcomes] == [LoadStatus.CONFIRMED]
+    assert decode.is_right(theirs, into)
     decode.manager.finish([theirs])
     prefill.manager.finish([send.request])
     prefill.until(lambda: prefill.is_clean and decode.is_clean, decode)

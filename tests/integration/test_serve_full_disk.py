@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def test_a_service_on_a_full_disk_stores_new_blocks_in_place_of_the_coldest(
             ballast.truncate(held.stat().st_size - 20 * 4096)
         stored = 0
         while storage_of(service)["evictions"] < 3 * BLOCKS:
+            engine.await_stock(BLOCKS)
             engine.serve([token + 1000 * stored for token in PROMPT])
             stored += 1
             until(lambda: stored_blocks(service) >= stored * BLOCKS, "stored")  # noqa: B023
@@ -92,8 +94,13 @@ def test_a_service_on_a_full_disk_stores_new_blocks_in_place_of_the_coldest(
         assert layout["totals"]["dropped_blocks"] == 0
         held.unlink()
         grown = layout["blocks"] + BLOCKS
-        while storage_of(service)["blocks"] < grown:
-            engine.serve([token + 1000 * stored for token in PROMPT])
-            stored += 1
+        numbers = itertools.count(stored)
+
+        def has_grown() -> bool:
+            number = next(numbers)
+            engine.serve([token + 1000 * number for token in PROMPT])
+            return bool(storage_of(service)["blocks"] >= grown)
+
+        until(has_grown, "it stores more than before")
         engine.close()
         assert service.drain()

@@ -141,9 +141,7 @@ def asked_of_the_service(service: LocalService, request: Request) -> object:
 
 def test_a_named_quota_is_shown_by_name_and_in_the_metrics(service: LocalService) -> None:
     engine = Engine(service.address, device_blocks=64)
-    for start in range(0, 4000, 100):
-        engine.serve(list(range(start, start + 41)), "large")
-        engine.await_stock()
+    flood(service, engine, "large", 400)
     engine.close()
     until(lambda: not service.ask("clients"), "the engine is gone, and all that it stored is counted")
     large = tenants(service)["large"]

@@ -16,6 +16,7 @@ import pytest
 from fdcache import _core
 from fdcache.errors import StaleLeaseError
 from tests.seeds import budget
+from tests.service_help import until
 from tests.tier_help import (
     ROOT_HASH,
     assert_all_given_back,
@@ -204,15 +205,16 @@ def turns_of_another_thread() -> Iterator[list[int]]:
 def test_other_threads_run_while_a_whole_tier_is_walked(name: str, found: Found) -> None:
     tier = _core.Tier(ENTRIES)
     with turns_of_another_thread() as turns:
-        for _ in range(50):
+
+        def lets_go() -> bool:
             tier.reset()
             if name != "restore":
                 tier.restore(*found)
             before = turns[0]
             WALKS[name](tier, found)
-            if turns[0] > before:
-                return
-    pytest.fail(f"{name} keeps the interpreter to itself")
+            return turns[0] > before
+
+        until(lets_go, f"{name} lets go of the interpreter")
 
 
 def test_other_threads_run_while_one_waits_for_a_walk(found: Found) -> None:
@@ -226,13 +228,14 @@ def test_other_threads_run_while_one_waits_for_a_walk(found: Found) -> None:
 
     with turns_of_another_thread() as turns, ThreadPoolExecutor(1) as walker:
         walking = walker.submit(walk)
-        met = False
-        for _ in range(300):
-            time.sleep(0.0005)
+
+        def lets_go() -> bool:
             before = turns[0]
             assert tier.available <= ENTRIES
-            if met := turns[0] > before:
-                break
-        ended.set()
-        walking.result()
-    assert met
+            return turns[0] > before
+
+        try:
+            until(lets_go, "a question that waits for a walk lets go of the interpreter")
+        finally:
+            ended.set()
+            walking.result()

@@ -76,8 +76,8 @@ def is_same(first: Callable[[], Found], second: Callable[[], Found]) -> bool:
 
 def agree(router: Indexer, address: str, asked: list[Prompt]) -> None:
     """Wait for the router to know what the service has, for as long as it may take."""
-    until(lambda: not differences(router, address, asked[-1:]), "the router knows the last prompt", 10)
-    until(lambda: not differences(router, address, asked), "the router knows every prompt", 10)
+    until(lambda: not differences(router, address, asked[-1:]), "the router knows the last prompt")
+    until(lambda: not differences(router, address, asked), "the router knows every prompt")
 
 
 @contextmanager

@@ -198,6 +198,13 @@ def test_invalid_size_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text", ["(none)=0.5", "search=0.5,(none)=0.1", "=0.5", "a=0.1,a=0.2", "a=0", "a=2", "a"]
+)
+def test_invalid_quotas_are_refused(text: str) -> None:
+    assert not VARIABLES["FDCACHE_TENANT_QUOTAS"].accepts(text)
+
+
+@pytest.mark.parametrize(
     ("name", "text", "value"),
     [
         ("FDCACHE_PLAN_TIMEOUT", "1.5", 1.5),

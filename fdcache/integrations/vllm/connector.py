@@ -31,6 +31,7 @@ from fdcache.integrations.vllm.config import (
 from fdcache.integrations.vllm.early import EarlyLoads, fills_blocks_first
 from fdcache.integrations.vllm.events import EventTranslator, group_kinds
 from fdcache.integrations.vllm.handover import EngineIdentity, PeerSide
+from fdcache.integrations.vllm.layers import layers_of_planes
 from fdcache.integrations.vllm.metadata import NOTHING, StepMetadata, WorkerReports, WorkerStorage
 from fdcache.integrations.vllm.planes import planes_of
 from fdcache.integrations.vllm.running import Finished
@@ -136,7 +137,8 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Use vLLM's pages."""
         if self._worker is not None:
-            self._worker.register(planes_of(self._kv_cache_config, kv_caches))
+            layers = layers_of_planes(self._vllm_config, self._kv_cache_config)
+            self._worker.register(planes_of(self._kv_cache_config, kv_caches), layers)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler which blocks this rank's storage holds at the start. vLLM asks again when it wakes up."""
@@ -164,7 +166,9 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         """Do nothing: a step waits for what is still being loaded before it begins."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
-        """Do nothing: blocks are stored after the step that computed them."""
+        """Hand over the layer's part of what decode waits for. Blocks are stored after the step."""
+        if self._worker is not None:
+            self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         """Record the end of the step. The order of streams keeps blocks until they are stored."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import ConfigurationError, FdcacheError
 from fdcache.integrations.vllm.early import LoadClock
+from fdcache.integrations.vllm.layers import StepLayers
 from fdcache.integrations.vllm.metadata import StepMetadata
 from fdcache.integrations.vllm.timing import StepTimer
 from fdcache.layout import KVLayout
@@ -121,6 +122,7 @@ class WorkerSide:
         self._ahead: dict[int, bool] = {}
         """Hand-overs for whose end vLLM does not wait, or not yet; True once they have ended."""
         self._computed: Sequence[tuple[int, int, Int32Array]] = ()
+        self._layers = StepLayers({}, ())
         self._sent: set[str] = set()
         self._on_gpu = False
         self._idle_stream: Any = None
@@ -136,8 +138,11 @@ class WorkerSide:
         self.address: str | None = None
         """At which this rank answers peers."""
 
-    def register(self, pages: Sequence[torch.Tensor]) -> None:
-        """Use vLLM's pages, a tensor of bytes for each plane; make host memory of the rank's own without a service."""
+    def register(self, pages: Sequence[torch.Tensor], layers: Mapping[str, int] | None = None) -> None:
+        """Use vLLM's pages, a tensor of bytes for each plane; make host memory of the rank's own without a service.
+
+        ``layers``: the plane of each layer whose end vLLM tells within a step.
+        """
         device = pages[0].device
         self._on_gpu = device.type == "cuda"
         controller = CacheController.from_settings(
@@ -155,6 +160,7 @@ class WorkerSide:
             scan = controller.open_storage()
             self._scan = None if scan is None else encode(scan)
         self.address = controller.open_transfer(lookahead_tokens=self._settings.cache.lookahead_tokens)
+        self._layers = StepLayers(layers or {}, controller.announced_layers)
 
     def take_scan(self) -> bytes | None:
         """Return which blocks this rank's storage held at the start, encoded; None but for the first call."""
@@ -233,14 +239,20 @@ class WorkerSide:
             sends = (task.plan_id for task in plan.peers if task.swap.purpose is SwapPurpose.SEND)
             self._ahead |= {number: False for number in sends if number not in self._sends}
         self._computed = step.computed
+        self._layers.begin()
 
-    def _publish(self, controller: CacheController) -> None:
-        """Hand over the blocks that the step computes, whose work the device has by now."""
-        computed, self._computed = self._computed, ()
+    def layer_computed(self, name: str) -> None:
+        """Hand over what the step has computed up to a layer, whose work the device has by now."""
+        if self._computed and self._controller is not None:
+            for layer in self._layers.saved(name):
+                self._publish(self._controller, layer)
+
+    def _publish(self, controller: CacheController, layer: int | None = None) -> None:
+        """Hand over the blocks that the step computes up to a layer, None for all."""
         stream = self._current_stream() if self._on_gpu else None
-        for number, first, blocks in computed:
+        for number, first, blocks in self._computed:
             try:
-                controller.blocks_computed(number, first, blocks, stream)
+                controller.blocks_computed(number, first, blocks, stream, layer=layer)
             except FdcacheError as error:
                 logger.warning("hand-over %d ends: %s", number, error)
                 controller.end_handovers([number])
@@ -308,6 +320,7 @@ class WorkerSide:
         """
         if self._controller is not None and self._computed:
             self._publish(self._controller)
+            self._computed = ()
         if self._controller is None or not self._in_flight:
             return self._arrivals.take()
         self._collect(self._controller.poll())

@@ -17,10 +17,10 @@ from fdcache.service.server.pins import PinnedPrefixes
 from fdcache.service.server.prefixes import StoredPrefix
 from fdcache.service.server.service import Service
 from fdcache.service.server.slices import in_batches, json_list
-from fdcache.service.server.tenants import NO_NAME
 from fdcache.service.wire.control_views import DeleteView, MoveView, PrefetchView, QuotaView
 from fdcache.service.wire.protocol import RefusalError
 from fdcache.service.wire.views import MissReason
+from fdcache.settings.kinds import NO_TENANT_NAME
 from fdcache.tiers.pool import ABSENT
 from fdcache.tiers.storage_index import LocalIndex
 from fdcache.tiers.storage_reads import StorageReads
@@ -265,8 +265,8 @@ class ControlCommands:
         name = arguments.get("tenant")
         if not isinstance(name, str) or not name:
             raise ArgumentError("tenant: give the name of a tenant")
-        if name == NO_NAME:
-            raise ArgumentError(f"tenant: {NO_NAME} stands for blocks without a tenant, which have no quota")
+        if name == NO_TENANT_NAME:
+            raise ArgumentError(f"tenant: {name} stands for blocks without a tenant, which have no quota")
         share = number(arguments, "share", -1, 0, 1)
         if not share > 0:
             raise ArgumentError("share: give a number above 0 and up to 1")

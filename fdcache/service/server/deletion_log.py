@@ -56,6 +56,7 @@ class DeletionLog:
         self._path = path
         self._since = 0
         self._deletions: list[_Deletion] = []
+        self._last: dict[str, int] = {}  # by namespace
 
     @property
     def latest(self) -> int:
@@ -68,17 +69,14 @@ class DeletionLog:
         """Record a deletion, before its blocks leave the tiers."""
         number = max(self.latest + 1, time.time_ns())  # above those of a service whose file is lost
         self._deletions.append(_Deletion(number, namespace, hashes.tobytes(), tenant, everything))
+        self._last[namespace] = number
         while sum(map(len, self._deletions)) > MOST_DELETED:
             self._since = self._deletions.pop(0).number
         self._save()
 
     def is_behind(self, namespace: str, number: int) -> bool:
         """Return True if blocks of a namespace were deleted since the deletion with a number."""
-        if number >= self.latest:
-            return False
-        return number < self._since or any(
-            each.namespace == namespace and each.number > number for each in self._deletions
-        )
+        return number < max(self._since, self._last.get(namespace, 0))
 
     def after(self, namespace: str, number: int) -> Forget:
         """Return what an engine that has heard of the deletions up to ``number`` is to forget."""
@@ -140,6 +138,7 @@ class DeletionLog:
             self._since = time.time_ns()
             return
         self._since, self._deletions = kept.since, kept.deletions
+        self._last = {each.namespace: each.number for each in kept.deletions}
 
     def _save(self) -> None:
         fresh = self._path.with_name(self._path.name + ".new")

@@ -16,6 +16,7 @@ from fdcache.settings import Settings, Source
 from fdcache.settings.templates import render_dotenv
 
 _DIRECTORY_MODE = 0o700
+_SERVICE = "# The service that these settings name starts with: "
 
 
 def clean_arenas(settings: Settings) -> list[str]:
@@ -63,16 +64,27 @@ def _make_directory(name: str, directory: Path) -> Finding:
     return Finding("folder", f"{directory}, created")
 
 
-def write_env_file(path: Path, findings: Iterable[Finding], chosen: Mapping[str, str]) -> Finding:
+def service_line(path: Path) -> str | None:
+    """Return the line that starts the service of a settings file that ``write_env_file`` wrote, None without one."""
+    lines = path.read_text().splitlines()
+    return next((each.removeprefix(_SERVICE) for each in lines if each.startswith(_SERVICE)), None)
+
+
+def write_env_file(
+    path: Path, findings: Iterable[Finding], chosen: Mapping[str, str], service: str | None = None
+) -> Finding:
     """Write the settings in ``chosen``, all others with their meaning, and the findings as a comment.
 
-    An existing file is left alone.
+    The line that starts the service of these settings stands above them. An existing file is left alone.
     """
     use = f"use it with: export FDCACHE_ENV_FILE={shlex.quote(str(path))}"
     if path.exists():
         return Finding("settings file", f"{path}, exists and was not changed; remove it for a new one; {use}")
     found = "".join(f"#   {each.name}: {each.found}\n" for each in findings)
-    text = f"# Written by `fdcache init`, which found on this machine:\n{found}#\n{render_dotenv(chosen)}"
+    start = f"{_SERVICE}{service}\n#\n" if service is not None and service.isprintable() else ""
+    text = (
+        f"# Written by `fdcache init`, which found on this machine:\n{found}#\n{start}{render_dotenv(chosen)}"
+    )
     try:
         path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
         write_text(path, text, mode=0o600)  # secrets may be added to it

@@ -177,8 +177,9 @@ class PinnedPrefixes:
 
     def unpin(self, arguments: Arguments) -> UnpinView:
         """End the pin with a number, or those of exactly this prefix."""
-        chosen = arguments.get("pin")
-        if chosen is not None:
+        if arguments.get("pin") is not None:
+            if arguments.get("hashes") is not None:
+                raise ArgumentError("pin: give a pin or a prefix, not both")
             ended = [whole(arguments, "pin", 0, 1, 2**53)]
         else:
             prefix = StoredPrefix.of(self._service, arguments)

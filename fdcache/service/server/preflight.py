@@ -29,6 +29,7 @@ from fdcache.storage.factory import require_connector
 
 _ENGINES_TOO = {"FDCACHE_STORAGE", "FDCACHE_STORAGE_DIR"}
 """Variables that stop an embedded engine as well, not only a service."""
+_CHOOSE_ARENA = "choose another one, a tmpfs such as /dev/shm"
 
 
 def require_ready(settings: Settings) -> None:
@@ -147,7 +148,11 @@ def arena_folder_problem(settings: Settings) -> tuple[str, str] | None:
     if not is_directory(folder):
         return f"{folder} is not a directory", "mount a tmpfs there"
     if not os.access(folder, os.W_OK | os.X_OK) or is_read_only(folder):
-        return f"{folder} cannot be written by this user", "choose another one, a tmpfs such as /dev/shm"
+        usual = folder.resolve().is_relative_to("/dev/shm")
+        remedy = (
+            "mount it so that this user may write there, or name another tmpfs" if usual else _CHOOSE_ARENA
+        )
+        return f"{folder} cannot be written by this user", remedy
     return None
 
 

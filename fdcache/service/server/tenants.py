@@ -12,11 +12,10 @@ from fdcache.errors import ProtocolError
 from fdcache.hashing import NO_TENANT, TENANT_BYTES, tenant_key
 from fdcache.metadata import HashArray, UInt32Array
 from fdcache.service.server.owners_file import HASH_BYTES, OwnersFile
+from fdcache.settings.kinds import NO_TENANT_NAME
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import ABSENT, BlockPool
 
-NO_NAME = "(none)"
-"""What views call the tenant of blocks without one."""
 _NO_LIMIT = 2**32 - 1
 _FIRST_SWEEP = 4096  # from that many tenants on, numbers of tenants without blocks are reused
 
@@ -50,8 +49,8 @@ class Quotas:
         return self.own.get(key, self.default)
 
     def name(self, key: bytes) -> str:
-        """Return the name of a tenant if a quota names it, else the beginning of its key, or ``NO_NAME``."""
-        return NO_NAME if key == NO_TENANT else self.names.get(key, key.hex()[:12])
+        """Return the name of a tenant if a quota names it, else the beginning of its key, or ``NO_TENANT_NAME``."""
+        return NO_TENANT_NAME if key == NO_TENANT else self.names.get(key, key.hex()[:12])
 
 
 class Tenants:

@@ -1,0 +1,41 @@
+"""Which layers of a step may be handed over, in whatever order vLLM tells them."""
+
+from __future__ import annotations
+
+from fdcache.integrations.vllm.layers import StepLayers
+
+_NAMES = [f"layer.{number}" for number in range(6)]
+_PLANES = {name: number for number, name in enumerate(_NAMES)}
+_ENDS = (0, 3, 5)
+
+
+def test_a_group_is_told_with_its_last_layer() -> None:
+    layers = StepLayers(_PLANES, _ENDS)
+    assert [layers.saved(name) for name in _NAMES] == [[0], [], [], [3], [], [5]]
+
+
+def test_each_step_begins_anew() -> None:
+    layers = StepLayers(_PLANES, _ENDS)
+    for _ in range(2):
+        layers.begin()
+        assert [end for name in _NAMES[:4] for end in layers.saved(name)] == [0, 3]
+
+
+def test_layers_that_come_early_wait_for_those_before_them() -> None:
+    layers = StepLayers(_PLANES, _ENDS)
+    assert [layers.saved(name) for name in reversed(_NAMES)] == [[], [], [], [], [], [0, 3, 5]]
+
+
+def test_a_layer_that_is_told_twice_counts_once() -> None:
+    layers = StepLayers({"a": 0, "b": 0, "c": 1}, (1,))
+    assert [layers.saved(name) for name in "aacb"] == [[], [], [], [1]]
+
+
+def test_a_layer_that_is_never_told_holds_up_those_behind_it() -> None:
+    layers = StepLayers({**_PLANES, "index": 2}, _ENDS)
+    assert [end for name in _NAMES for end in layers.saved(name)] == [0]
+
+
+def test_nothing_is_told_of_unknown_layers_or_without_planes() -> None:
+    assert StepLayers(_PLANES, _ENDS).saved("draft.0") == []
+    assert StepLayers({}, _ENDS).saved("layer.0") == []
