@@ -306,7 +306,8 @@ void bind_tier(nb::module_ &module) {
             "slots"_a, "End a ``hold``.")
         .def(
             "retire", [](Tier &tier, const HashesIn &hashes) { tier.retire(digests_of(hashes)); }, "hashes"_a,
-            "Evict these blocks of one path, which others have used since, before all others, until they are used\n"
+            "Evict these blocks of one path, which others have used since, before all others, until they are "
+            "used\n"
             "again: those that nothing here uses or continues, and what is above them alone.")
         .def(
             "find", [](const Tier &tier, const HashesIn &hashes) { return tier.find(digests_of(hashes)); },
