@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from fdcache import _core, tracing
+from fdcache.block_owners import BlockOwners
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest, matchable_hashes, require_request
 from fdcache.manager.load_choices import LoadChoices
@@ -52,6 +53,7 @@ class OffloadedRequests:
         self._pin_timeout = settings.plan_timeout
         self._block_size = layout.block_size
         self._records = layout.page_records
+        self._owners = BlockOwners(layout)
         self._units = layout.page_records + layout.num_states
         self._states = StatePaths(layout, host) if layout.num_states else None
         self._ends = MatchEnds(layout, host) if layout.groups else None
@@ -484,7 +486,8 @@ class OffloadedRequests:
             if not load.is_confirmed:
                 request.device_only |= load.is_overdue or not load.is_revoked
                 self._choices.matched(request.request_id, load.first, load.arrived - load.first)
-        outcome: LoadOutcome = load.outcome(self._load_forms, request.request_id, loading.unplanned)
+        unplanned = tuple(self._owners.blocks(loading.unplanned).tolist())
+        outcome: LoadOutcome = load.outcome(self._load_forms, request.request_id, unplanned)
         if self._states is None:
             return outcome
         pages = loading.pages.stop if load.is_confirmed else loading.pages.start

@@ -18,6 +18,7 @@ from fdcache.metadata import CacheSwapMetadata, HashArray, Int32Array, SwapPurpo
 from fdcache.plans.ledger import NO_CHECKSUMS, ROOT, UNKNOWN, Blocks, Mask, StorageOrders, parents_of
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.pool import ABSENT, READY, RESERVED, BlockPool
+from fdcache.tiers.pursued_reads import PursuedReads
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import StorageIndex, question
 from fdcache.tiers.waiting_fetches import Fetch, Read, ReadJudge, Wait, WaitingFetches
@@ -103,6 +104,7 @@ class StorageReads:
         self._by_block: dict[bytes, Read] = {}
         self._unneeded: dict[Read, None] = {}
         self._waiting = WaitingFetches()
+        self.pursued = PursuedReads(self, page_records, num_states)
         self._group = GroupSize(clock)
 
     @property
@@ -118,7 +120,7 @@ class StorageReads:
     @property
     def num_waiting(self) -> int:
         """Number of fetches that wait for something other than a read."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self.pursued)
 
     @property
     def is_idle(self) -> bool:
@@ -203,6 +205,7 @@ class StorageReads:
     def advance(self) -> None:
         """Continue the fetches that can go on, and as many as there is room for."""
         self._take_answers()
+        self.pursued.advance()
         for fetch in self._waiting.take_ready():
             self._advance(fetch)
         while (first := self._waiting.first_for_room()) is not None and self._has_room:
