@@ -16,6 +16,10 @@ IMAGES = os.environ.get("PAGE_IMAGES")
 """Folder for the pictures of the guides; they are made anew with PAGE_IMAGES=docs/images."""
 
 
+_PAUSE = 0.1
+"""Seconds between two looks at a page, each of which three processes take part in."""
+
+
 @contextmanager
 def chromium() -> Iterator[Any]:
     """A browser without a window; skips the tests where there is none."""
@@ -57,7 +61,7 @@ class Tab:
 
     def wait_for(self, expression: str, argument: Any = None) -> None:
         """Wait until JavaScript is true. Playwright's own wait is refused by the policy of the page."""
-        until(lambda: self.page.evaluate(expression, argument), expression)
+        until(lambda: self.page.evaluate(expression, argument), expression, pause=_PAUSE)
 
     def wait_for_text(self, panel: str, text: str) -> None:
         """Wait until a panel has a text."""

@@ -22,12 +22,12 @@ from tests.commands import Done, run_command
 TIMEOUT = 60.0
 
 
-def until(condition: Callable[[], object], what: str, timeout: float = TIMEOUT) -> None:
-    """Wait for something that has to become true."""
+def until(condition: Callable[[], object], what: str, timeout: float = TIMEOUT, pause: float = 0.01) -> None:
+    """Wait for something that has to become true; look at it again after a pause."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout:g} s"
-        time.sleep(0.01)
+        time.sleep(pause)
 
 
 def arguments(directory: Path, **others: str) -> dict[str, object]:

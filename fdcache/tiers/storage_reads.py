@@ -418,9 +418,8 @@ class StorageReads:
         """Reserve host blocks as far as there is room, and order the read; return False for nothing to read."""
         hashes, wanted = fetch.hashes, stop
         stop = min(stop, start + self._most_in_flight - self._blocks_in_flight - self._blocks_pinned)
-        stop = start + _leading(
-            self._host.contains(hashes[start:stop]) == ABSENT
-        )  # others may have come as a run
+        absent = self._host.contains(hashes[start:stop]) == ABSENT  # others may have come as a run
+        stop = start + _leading(absent)
         self._make_room(stop - start)
         while start < stop:
             parents = self._parents_of(hashes, start, stop)
@@ -472,8 +471,7 @@ class StorageReads:
             self._reads[read.slot] = read
             self._by_block.update(dict.fromkeys(read.hashes, read))
             _wait_for(read, fetch)
-        count = len(source)
-        self._blocks_in_flight += count
+        self._blocks_in_flight += (count := len(source))
         self._host.loading_from_storage.update(slots.tolist())
         fetch.stop = start + count
         fetch.deadline += count * self._block_bytes / fetch.bandwidth

@@ -167,6 +167,7 @@ def test_a_report_with_anything_amiss_is_not_clean(changes: dict[str, Any]) -> N
     assert not replace(sound, **changes).clean
 
 
+@pytest.mark.slow  # which faults are counted is that of test_nodes_that_die_and_are_cut_off, but for one kind
 def test_a_fault_that_does_not_happen_is_not_counted(tmp_path: Path) -> None:
     config = NodesConfig(small_config(), 1, arena_folder=tmp_path)
     with Cluster(config) as cluster:

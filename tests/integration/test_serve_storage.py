@@ -117,10 +117,14 @@ def test_every_rank_stores_its_part(tmp_path: Path) -> None:
         assert chat(service, ranks=2, requests=60).tally.hit_tokens["storage"] > 0
 
 
-def test_a_service_killed_while_it_wrote_restarts_warm_and_correct(tmp_path: Path) -> None:
+# Each kill is of a service that has begun with what the one before left: the second is the first once more.
+@pytest.mark.parametrize("after", [[1.0], pytest.param([0.5, 1.0, 2.0], marks=pytest.mark.slow)], ids=len)
+def test_a_service_killed_while_it_wrote_restarts_warm_and_correct(
+    tmp_path: Path, after: list[float]
+) -> None:
     folder = tmp_path / "storage"
     with service_process(tmp_path / "s", **storage_settings(folder)) as service:
-        for seconds in (0.5, 1.0):
+        for seconds in after:
             replay = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "fdcache_cli.main", "replay", "--json", "--requests", "400"),
