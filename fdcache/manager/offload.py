@@ -21,10 +21,10 @@ from fdcache.manager.lookups import OffloadLookups
 from fdcache.manager.offers import OfferEnd, Offers
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome
-from fdcache.metadata import NO_BLOCK, Int32Array, TransferPlan
+from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers.host import Deleted
+from fdcache.tiers.host import Deleted, PathNote
 from fdcache.tiers.statistics import TierUsage
 
 
@@ -207,10 +207,19 @@ class OffloadManager(OffloadLookups):
         num_tokens = count_of("num_tokens", num_tokens)
         table = self._owners.shared(table_of(device_ids))
         with self._lock:
-            offer = self._offers.offer(self._requests.track(request), num_tokens, table)
-            if offer is not None:
+            offered = self._offers.offer(self._requests.track(request), num_tokens, table)
+            if offered is not None:
                 self._describe([request])
-            return self._offers.number(offer) if tells_end else 0
+            return self._offers.number(offered) if tells_end else 0
+
+    def describe(self, keys: HashArray, tokens: Int32Array, parent: bytes, note: PathNote) -> None:
+        """Tell a service that asks for it the tokens of blocks with keys of the engine, so that it can tell routers.
+
+        ``parent``: the key of the block before them, empty for the beginning of a prompt.
+        """
+        with self._lock:
+            if self._service is not None and self._service.notes.is_wanted:
+                self._service.notes.describe_path(keys.tobytes(), tokens.tobytes(), parent, note)
 
     def take_offer_ends(self) -> list[OfferEnd]:
         """Return the ends of offers that were asked for, in the order of the offers: one that goes on holds up others.
@@ -286,7 +295,8 @@ class OffloadManager(OffloadLookups):
         ``is_patient``: more steps are sure to follow, so that a few blocks to copy may wait for others.
         """
         with self._lock:
-            self._deletions.take()
+            if self._deletions is not None:
+                self._deletions.take()
             has_copies = self._contents.has_offers or self._copies.has_queue
             if not (has_copies or self._has_planned or self._must_look):
                 return []
@@ -320,7 +330,8 @@ class OffloadManager(OffloadLookups):
         """
         with self._lock:
             self._requests.expire()
-            return super().expire()
+            self._plans.expire()
+            return self._outcomes()
 
     @property
     def has_pending_work(self) -> bool:

@@ -27,7 +27,7 @@ from fdcache.manager.requests import PeerSource, Request
 from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, PeerTask, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.peers import TransferRole
-from fdcache.transfer.connector import share
+from fdcache.transfer.connector import layout_of_peer
 from fdcache.transfer.handovers import HandoverTasks, PeerTerms
 
 
@@ -60,7 +60,7 @@ class EngineHandovers(HandoverTasks[EngineSend, EngineFetch]):
     def __init__(self, manager: OffloadManager, terms: PeerTerms, num_device_blocks: int) -> None:
         super().__init__(terms)
         self._manager = manager
-        self._peer_layout = share(manager.layout, 0, terms.settings.peer_ranks).layout
+        self._peer_layout = layout_of_peer(manager.layout, terms.settings.peer_ranks)
         self._owners = BlockOwners(manager.layout)
         self._num_device_blocks = num_device_blocks
         self._unsent: list[EngineSend] = []

@@ -27,6 +27,7 @@ _RUNNERS = {
             "features",
             "hybrid",
             "hybrid_tiers",
+            "layers_ahead",
             "pooling",
             "streams",
             "tiers",

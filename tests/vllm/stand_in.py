@@ -8,6 +8,7 @@ whose kernels this machine lacks, with the cache that vLLM makes for its layers.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from fdcache.integrations.vllm.connector import FdcacheConnector
+from tests.service_help import TIMEOUT
 from tests.vllm.engine import connector_config, make_model
 
 _MASK = (1 << 63) - 1
@@ -205,9 +207,10 @@ class StandIn:
         """Let the client of a request go."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def run(self, most_steps: int = 2000) -> None:
+    def run(self) -> None:
         """Step until every request has ended and nothing is copied."""
-        for _ in range(most_steps):
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline:
             self.step()
             if not self.scheduler.has_unfinished_requests() and not self.connector.has_pending_push_work():
                 return

@@ -27,7 +27,8 @@ Answers = list[list[int]]
 Proposed = dict[int, set[tuple[int, ...]]]
 """What a draft layer proposes after each number of tokens of a request: of a near tie, which others decide, both."""
 
-TOKENS = 24
+TOKENS = 16
+pytestmark = pytest.mark.timeout(900)  # interpreted kernels
 ROOM: dict[str, Any] = {
     "num_gpu_blocks_override": 40,
     "max_model_len": 256,
@@ -121,13 +122,13 @@ def test_tokens_and_drafts_are_those_without_a_connector_while_blocks_are_evicte
     engine, proposals = cached
     assert engine.manager.settings.lookahead_tokens == 1
     order = list(range(len(asked)))
-    for turn in range(3):
+    for turn in range(2):
         random.Random(turn).shuffle(order)
         answers, proposed = proposals.of([asked[i] for i in order])
         assert answers == [drafting.answers[i] for i in order]
         same, other = same_and_other(proposed, [drafting.proposals[i] for i in order])
-        assert same > 60 and not other
-    assert engine.counters.host_hit_tokens > 500
+        assert same > 40 and not other
+    assert engine.counters.host_hit_tokens > 300
     assert engine.counters.loads_failed == 0
     engine.assert_nothing_is_held()
 

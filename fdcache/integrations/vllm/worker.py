@@ -103,10 +103,18 @@ class WorkerSide:
     Loads run behind all work that the compute stream has, unless no step in flight uses their blocks, so that they
     cannot overwrite what a step still reads. Stores read what earlier steps computed. No call holds up a step for a
     copy, except on a CPU, which has no streams. ``engine_id``: that of all ranks, and of no other engine of the node.
+    ``states``: bytes of the parts of a state that ranks share.
     """
 
-    def __init__(self, settings: Settings, layout: KVLayout, rank: int, engine_id: str = "") -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: Settings,
+        layout: KVLayout,
+        rank: int,
+        engine_id: str = "",
+        states: Sequence[int] = (),
+    ) -> None:
+        self._settings, self._states = settings, states
         self._engine = hashlib.sha256(engine_id.encode()).hexdigest()[:32]
         self._layout = layout
         self._owners = BlockOwners(layout)
@@ -161,7 +169,9 @@ class WorkerSide:
             controller.initialize_host_cache(HostCache.of(self._settings.cache, self._layout, self._engine))
             scan = controller.open_storage()
             self._scan = None if scan is None else encode(scan)
-        self.address = controller.open_transfer(lookahead_tokens=self._settings.cache.lookahead_tokens)
+        self.address = controller.open_transfer(
+            lookahead_tokens=self._settings.cache.lookahead_tokens, state_parts=self._states
+        )
         self._layers = StepLayers(layers or {}, controller.announced_layers)
 
     def take_scan(self) -> bytes | None:
