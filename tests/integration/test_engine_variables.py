@@ -360,14 +360,21 @@ class TestFastDeploy:
         environ(FD_ATTENTION_BACKEND="FLASH_ATTN")
         assert kinds() == [PlaneKind.KEY, PlaneKind.VALUE]
 
-    def test_backend_with_unknown_planes_is_named(self, environ: Callable[..., None]) -> None:
         environ(FD_ATTENTION_BACKEND="DSA_ATTN")
-        with pytest.raises(
-            ConfigurationError, match=r"FD_ATTENTION_BACKEND=DSA_ATTN \(environment\).*layout of your own"
-        ):
+        with pytest.raises(ConfigurationError, match="index_head_dim"):
             layout_from_config(fd_config(latent=16))
-        environ(FD_ATTENTION_BACKEND="MLA_ATTN")
-        with pytest.raises(ConfigurationError, match="no kv_lora_rank"):
+        config = fd_config(latent=512)
+        config.model_config.index_head_dim = 128
+        key, index = layout_from_config(config).layer_planes(0)
+        assert (key.kind, key.dtype, key.shape) == (PlaneKind.KEY, "uint8", (1, BLOCK, 512 + 16 + 16))
+        assert (index.kind, index.dtype, index.shape) == (PlaneKind.INDEXER, "uint8", (BLOCK, 132))
+
+    @pytest.mark.parametrize("backend", ["MLA_ATTN", "DSA_ATTN"])
+    def test_a_backend_for_latents_is_refused_without_them(
+        self, backend: str, environ: Callable[..., None]
+    ) -> None:
+        environ(FD_ATTENTION_BACKEND=backend)
+        with pytest.raises(ConfigurationError, match=rf"{backend} \(environment\).*no kv_lora_rank"):
             layout_from_config(fd_config())
 
     @pytest.mark.parametrize("keeps", ["0", "1"])

@@ -81,6 +81,26 @@ class TestMemory:
         assert len(controller.initialize_kv_cache(backend(value=False), 8)) == 3
         controller.shutdown()
 
+    def test_latents_and_the_keys_of_an_indexer_come_layer_by_layer(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FD_ATTENTION_BACKEND", "DSA_ATTN")
+        config = fd_config(latent=512)
+        config.model_config.index_head_dim = 128
+
+        def shapes(max_num_blocks: int) -> tuple[list[int], list[int], list[int]]:
+            return [max_num_blocks, 1, BLOCK, 544], [], [max_num_blocks, BLOCK, 132]
+
+        controller = CacheController(config, 0, 0)
+        tensors = controller.initialize_kv_cache(SimpleNamespace(get_kv_cache_shape=shapes), 8)
+        assert [tensor.shape for tensor in tensors] == [[8, 1, BLOCK, 544], [8, BLOCK, 132]] * 3
+        assert {tensor.dtype for tensor in tensors} == {paddle.uint8}
+        assert list(controller.get_kv_caches())[:2] == [
+            "key_caches_0_rank0.device0",
+            "indexer_caches_0_rank0.device0",
+        ]
+        controller.shutdown()
+
     def test_tensors_made_by_the_backend_are_used(self) -> None:
         made = []
 

@@ -22,6 +22,7 @@ _RUNNERS = {
     "1": [
         f"tests/vllm/test_{name}.py"
         for name in (
+            "drafts",
             "engine",
             "features",
             "hybrid",

@@ -18,6 +18,8 @@ from fdcache.tiers.host import host_block_bytes
 
 _BACKEND, _MANAGER = "FD_ATTENTION_BACKEND", "ENABLE_V1_KVCACHE_MANAGER"
 _BLOCK_FP8, _INT4 = "block_wise_fp8", "int4_zp"
+_SCALED = 128
+"""FP8 values of a latent that share a scale."""
 _BLOCKS, _MEMORY = "FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY"
 _ALTERNATIVES = {_BLOCKS: (_MEMORY,), "FDCACHE_HOST_MEMORY": ("FDCACHE_SERVER",)}
 """Variables that decide a tier's size in place of another."""
@@ -41,7 +43,8 @@ def layout_from_config(config: Any) -> KVLayout:
     - Keys and values have shape [kv_heads, block_size, head_dim] in the model's dtype.
     - A quantised cache has bytes instead (``int4_zp`` packs two elements per byte), and ``block_wise_fp8`` adds scales
       in the model's dtype.
-    - Models with a ``kv_lora_rank`` keep one latent per token, unless ``FD_ATTENTION_BACKEND`` says otherwise.
+    - Models with a ``kv_lora_rank`` keep one latent per token, unless ``FD_ATTENTION_BACKEND`` says otherwise. With
+      DSA_ATTN it is quantised with its scales, and each token has a key of the indexer.
     - The speculative method ``mtp`` adds one draft layer.
 
     Each dtype and each quantisation gets block keys of its own. A backend that makes other shapes needs a layout of
@@ -57,7 +60,10 @@ def layout_from_config(config: Any) -> KVLayout:
     block_size = int(_get(cache, "block_size"))
     heads = max(int(_get(model, "num_key_value_heads")) // ranks, 1)
     latent = int(getattr(model, "kv_lora_rank", 0) or 0)
-    if keeps_latents(latent):
+    backend = latents_of(latent)
+    if backend is AttentionBackend.DSA_ATTN:
+        specs = _indexed_planes(model, block_size)
+    elif backend is AttentionBackend.MLA_ATTN:
         specs = [
             PlaneSpec(PlaneKind.KEY, dtype, (1, block_size, latent + int(_get(model, "qk_rope_head_dim"))))
         ]
@@ -82,6 +88,19 @@ def layout_from_config(config: Any) -> KVLayout:
     )
 
 
+def _indexed_planes(model: Any, block_size: int) -> list[PlaneSpec]:
+    """Return the planes of DSA_ATTN: bytes of FP8 values, a float32 scale for each 128, and the rotary part in BF16.
+
+    The indexer's keys are such values with their scales.
+    """
+    latent, index = int(_get(model, "kv_lora_rank")), int(_get(model, "index_head_dim"))
+    rotary = 2 * int(_get(model, "qk_rope_head_dim"))
+    return [
+        PlaneSpec(PlaneKind.KEY, "uint8", (1, block_size, latent + latent // _SCALED * 4 + rotary)),
+        PlaneSpec(PlaneKind.INDEXER, "uint8", (block_size, index + index // _SCALED * 4)),
+    ]
+
+
 def quantisation(config: Any) -> str | None:
     """Return the ``kv_cache_quant_type`` of the configuration, or None.
 
@@ -103,26 +122,23 @@ def quantisation(config: Any) -> str | None:
     return None if parsed is None else str(parsed)
 
 
-def keeps_latents(latent_size: int) -> bool:
-    """Return True if the attention backend keeps one latent per token instead of keys and values.
+def latents_of(latent_size: int) -> AttentionBackend | None:
+    """Return the attention backend that keeps one latent per token, None for one that keeps keys and values.
 
     ``FD_ATTENTION_BACKEND`` decides if it is set, otherwise the model does: its latents have ``latent_size`` elements,
-    0 for none. Raises ``ConfigurationError`` for a backend that does not suit the model or has unknown planes.
+    0 for none. Raises ``ConfigurationError`` for a backend that does not suit the model.
     """
     settings = read_settings().settings
     backend, place = settings.group(AttentionSettings).backend, settings.place(_BACKEND)
     if settings.source(_BACKEND) is Source.DEFAULT:
-        return latent_size > 0
-    if backend is AttentionBackend.DSA_ATTN:
-        raise ConfigurationError(
-            f"{_BACKEND}={backend} ({place}): its cache has planes for the indexer, which the configuration does not "
-            "describe; give the adapter a layout of your own"
-        )
-    if backend is AttentionBackend.MLA_ATTN and not latent_size:
+        return AttentionBackend.MLA_ATTN if latent_size else None
+    if backend not in (AttentionBackend.MLA_ATTN, AttentionBackend.DSA_ATTN):
+        return None
+    if not latent_size:
         raise ConfigurationError(
             f"{_BACKEND}={backend} ({place}): the model has no kv_lora_rank to keep latents of; unset {_BACKEND}"
         )
-    return backend is AttentionBackend.MLA_ATTN
+    return backend
 
 
 def load_settings(

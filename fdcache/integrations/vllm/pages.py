@@ -49,7 +49,7 @@ def words_for(group: Any) -> str:
 
 def is_of_states(group: Any) -> bool:
     """Return True for a group whose layers keep states."""
-    return all(_REACHES.get(type(spec).__name__) is Reach.STATE for spec in layer_specs(group).values())
+    return all(is_state(spec) for spec in layer_specs(group).values())
 
 
 def group_of(group: Any) -> CacheGroup | None:
