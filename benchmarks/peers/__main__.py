@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -189,6 +189,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="fewer requests and one round; the ratios are rough"
     )
     parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help=f"of the replays; default {FULL.replays}: more for a busy machine",
+    )
+    parser.add_argument(
         "--trace", type=Path, help="a trace in Mooncake's format; default: shared/traces beside the tree"
     )
     parser.add_argument(
@@ -202,6 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print; return 1 if a peer fails or a figure cannot be right, 2 if something is missing."""
     options = parse(arguments)
     effort = QUICK if options.quick else FULL
+    effort = replace(effort, replays=options.rounds or effort.replays)
     load = os.getloadavg()[0]
     try:
         peers = runnable(options.peers, options.home)

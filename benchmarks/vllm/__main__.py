@@ -362,7 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.python, Path(folder), logs, deadline, variables(Path(folder), options.device)
         )
         try:
-            needs = engines.probe(options.python, processes.variables, Path(folder))
+            needs = engines.probe(options.python, processes.variables, Path(folder), options.device)
         except StartError as error:
             print(error, file=sys.stderr)
             return 2

@@ -123,8 +123,16 @@ def needs(name: str) -> str | None:
     return None if found else f"{package} cannot be imported"
 
 
-def probe(python: str, variables: dict[str, str], folder: Path) -> dict[str, str | None]:
-    """Return ``needs`` of every engine in another interpreter; raise ``StartError`` if that one does not run."""
+NEEDS_GPU = {
+    "lmcache": "LMCache has no connector for a CPU: it would compute everything, after a wait for each request"
+}
+"""Engines that start on a CPU and cache nothing there."""
+
+
+def probe(
+    python: str, variables: dict[str, str], folder: Path, device: str = "cuda"
+) -> dict[str, str | None]:
+    """Return why engines cannot run in another interpreter, as ``needs``; raise ``StartError`` if it does not run."""
     command = [
         python,
         "-c",
@@ -134,6 +142,8 @@ def probe(python: str, variables: dict[str, str], folder: Path) -> dict[str, str
     if done.returncode != 0:
         raise StartError(f"{python}: {(done.stderr.splitlines() or ['no output'])[-1]}")
     found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    if device == "cpu":
+        found |= {name: why for name, why in NEEDS_GPU.items() if not found[name]}
     return found
 
 

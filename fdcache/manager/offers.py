@@ -169,8 +169,8 @@ class Offers:
         """Return the ends since the last call, in the order of the offers."""
         return self._ends.take(copies)
 
-    def offer(self, tracked: Tracked, num_tokens: int, table: Int32Array) -> OpenOffer | None:
-        """Offer the whole blocks of the first tokens of a request; return None if none of them is new."""
+    def offer(self, tracked: Tracked, num_tokens: int, table: Int32Array) -> tuple[DevicePath, int] | None:
+        """Offer the whole blocks of the first tokens of a request; return their path and the first new one, if any."""
         if (offered := self._extended(tracked, num_tokens, table)) is None:
             return None
         path, start = offered
@@ -179,11 +179,14 @@ class Offers:
         tracked.counted_blocks = max(tracked.counted_blocks, len(path))
         if not start and self._host.service is not None:
             _own(self._host.service, tracked, path)
-        return OpenOffer(path, start, len(path), self._host.index)
+        return offered
 
-    def number(self, offer: OpenOffer | None) -> int:
-        """Return the number by which the end of an offer is told."""
-        return self._ends.add(offer)
+    def number(self, offered: tuple[DevicePath, int] | None) -> int:
+        """Return the number by which the end of an offer is told, which was just made."""
+        if offered is None:
+            return self._ends.add(None)
+        path, start = offered
+        return self._ends.add(OpenOffer(path, start, len(path), self._host.index))
 
     def offer_states(self, tracked: Tracked, num_tokens: int, ids: Int32Array, above: int) -> None:
         """Offer the states after the first tokens of a request. Raises ``PlanError`` for another number of them."""
@@ -217,7 +220,7 @@ class Offers:
         if stop <= start or not self._requests.may_offer(tracked):
             return None
         self._requests.prepare(request, keeps_gil=True)
-        hashes = self._requests.keys(tracked)
+        hashes = tracked.keys_of_pages(self._records)
         stop = min(stop, len(hashes))
         if stop <= start:
             return None

@@ -18,7 +18,7 @@ from fdcache.service.client.connection import Client
 from fdcache.service.client.control import Control, Prefix
 from tests.router.environments import interpreter
 from tests.service_engine import BLOCK
-from tests.service_help import until
+from tests.service_help import TIMEOUT, until
 
 MODEL = "m"
 
@@ -50,7 +50,7 @@ class Indexer:
     def call(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+        with urllib.request.urlopen(asked, timeout=TIMEOUT) as answer:
             return json.loads(answer.read() or b"null")
 
     def is_there(self) -> bool:

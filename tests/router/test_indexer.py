@@ -356,7 +356,7 @@ def test_blocks_that_are_told_without_tokens_are_no_blocks(tmp_path: Path) -> No
                 tell(stored("GPU", known, hashes))  # again until it has subscribed
                 return router.ask(prompt) == (len(known),) * 3
 
-            until(is_known, "the indexer knows blocks of the device", 20)
+            until(is_known, "the indexer knows blocks of the device")
             without = stored("CPU_PINNED", (), hashes)
             tell(without, ["BlockRemoved", hashes, "GPU"], without)
             tell(stored("GPU", other.tokens[:BLOCK], [1000]))

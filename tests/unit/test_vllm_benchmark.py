@@ -24,6 +24,7 @@ from benchmarks.vllm.faults import corrupt, failing, made, spoiling
 from benchmarks.vllm.meeting import Meeting
 from benchmarks.vllm.processes import CutError, JobError, Processes, cause
 from benchmarks.vllm.shapes import LOADS, SHAPES, model_folder
+from benchmarks.vllm.steps import Times
 from benchmarks.vllm.worker import Job
 from fdcache_cli.slab_files import Damaged, read_file
 from tests.storage_help import Records, open_store, path_hashes, storage_layout
@@ -408,3 +409,22 @@ def test_the_middle_block_of_the_first_load_is_cleared_in_all_layers() -> None:
     assert made()
     for pages in layers.values():
         assert [block for block, page in enumerate(pages) if page.is_clear] == [8]
+
+
+def test_the_least_time_of_each_step_counts_if_rounds_made_the_same_steps() -> None:
+    first = Times(2, [4000, 1000], [1000, 1000], [0, 500])
+    second = Times(2, [2000, 3000], [2000, 500], [0, 500])
+    assert first.least(second).us_per_step() == [2.5, 1.5, 0.75, 0.25]
+    other = Times(3, [100, 100, 100], [0, 0, 0], [0, 0, 0])
+    assert first.least(other) is other and other.least(first) is other
+
+
+@pytest.mark.parametrize(("device", "is_left_out"), [("cpu", True), ("cuda", False)])
+def test_an_engine_that_caches_nothing_on_a_cpu_is_left_out_there(
+    device: str, is_left_out: bool, tmp_path: Path
+) -> None:
+    found = json.dumps(dict.fromkeys((*BESIDE, *RESTARTED)))
+    python = processes(tmp_path, f"echo '{found}'").python
+    reasons = probe(python, {}, tmp_path, device)
+    assert [name for name, why in reasons.items() if why] == (["lmcache"] if is_left_out else [])
+    assert not is_left_out or "CPU" in str(reasons["lmcache"])

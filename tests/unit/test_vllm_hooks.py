@@ -228,7 +228,7 @@ def test_blocks_of_a_preempted_request_are_those_of_its_new_table(engine: Engine
     engine.step(
         replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=resumed, num_scheduled_tokens={"a": 10})
     )
-    assert list(engine.side._running["a"].blocks.all_ids()) == [10, 11, 12]
+    assert list(engine.side._running["a"].blocks.by_groups[0]) == [10, 11, 12]
     engine.settle()
     assert engine.load(request("c"), [20, 21]) == 2 * BLOCK
     assert engine.content(20) == engine.content(21) == {7}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -151,7 +152,7 @@ class SchedulerSide:
                 known.has_table(made)
                 is_unordered = not self._is_used(table)
                 self._close_plan(is_unordered)
-                self.manager.evicted(ids_of(self._shape.given(blocks, stop)))
+                self.manager.evicted(ids_of(self._shape.given(made.by_groups, stop)))
                 loaded = self.manager.load(known.request, table)
                 known.load = self.manager.load_of(known.request)
                 self._unordered = source.request_id if is_unordered else None
@@ -174,7 +175,7 @@ class SchedulerSide:
             return Finished()
         handed_over, is_kept = None, False
         if known.source is source and any(blocks) and known.blocks:
-            known.blocks = self._shape.table(blocks)
+            known.blocks = self._shape.longer(known.blocks, blocks)
             self._offers.blocks(known, source.num_computed_tokens)
             if self.peers is not None and not known.is_lost:
                 handed_over, is_kept = self.peers.finished(source, known.request, known.blocks, self._made)
@@ -267,7 +268,8 @@ class SchedulerSide:
     def _plan(self, *, is_patient: bool) -> None:
         if not self._sent_host_cache:
             self._made.host_cache, self._sent_host_cache = self.manager.host_cache, True
-        self.reported(())
+        if self._reports:
+            self.reported(())
         if self.manager.settings.server is not None:
             self._reset_device()
         if self._writes_back:
@@ -312,13 +314,12 @@ class SchedulerSide:
         is_unknown = self.manager.layout.groups or self._is_lost or self._is_late or None in self._in_flight
         if is_unknown or (self._early is not None and self._early.are_told):
             return True
+        tables = {id(each): each for each in chain.from_iterable(tables or () for tables in self._in_flight)}
+        parts = (part for each in tables.values() for part in each.by_groups)
+        used = np.frombuffer(b"".join(parts), np.int32)  # an array for each costs more than its bytes
         wanted = np.zeros(table.max(initial=0) + 1, bool)
         wanted[table] = True
-        for each in chain.from_iterable(tables or () for tables in self._in_flight):
-            used = ids_of(each.all_ids())
-            if wanted[used[used < len(wanted)]].any():
-                return True
-        return False
+        return bool(wanted[used[used < len(wanted)]].any())
 
     def _tables(self, output: Any) -> _Tables | None:
         """Return the block tables that a step uses, None if they are not known."""
@@ -353,23 +354,24 @@ class SchedulerSide:
         if is_same and not any(cached.new_block_ids):
             return ()
         computed: list[Computed] = []
-        given: list[int] = []
+        given = array("i")
         for request_id in output.preempted_req_ids or ():
             if (known := self._running.get(request_id)) is not None:
                 known.has_table(self._shape.table())
         for new in output.scheduled_new_reqs:
-            start = new.num_computed_tokens
-            given += self._shape.given(new.block_ids, start)
+            start, tables = new.num_computed_tokens, new.block_ids
             if (known := self._running.get(new.req_id)) is not None:
-                known.has_table(self._shape.table(new.block_ids))
+                known.has_table(self._shape.longer(known.blocks, tables))
+                tables = known.blocks.by_groups
                 computed.append((known, start, start + scheduled.get(new.req_id, 0)))
+            given.extend(self._shape.given(tables, start))
         for i, added in enumerate(cached.new_block_ids):
             if added is None and only_generates:
                 continue
             request_id, start = cached.req_ids[i], cached.num_computed_tokens[i]
             resumed = request_id in cached.resumed_req_ids
             if added is not None:
-                given += self._shape.given(added, start) if resumed else self._shape.real(added)
+                given.extend(self._shape.given(added, start) if resumed else self._shape.real(added))
             if (known := self._running.get(request_id)) is not None:
                 if resumed:
                     known.has_table(self._shape.table(added or ()))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fdcache.groups import CacheGroup, Reach
+from fdcache.groups import CacheGroup, Reach, engine_groups, groups_of_rank
 from fdcache.layout import KVLayout
 from fdcache.manager import NO_BLOCK
 from fdcache.metadata import Int32Array
@@ -48,8 +48,12 @@ class RequestTable(Protocol):
     def by_group(self, num_tokens: int) -> list[list[int]]:
         """Return the blocks for this many tokens of each group, without those given up."""
 
-    def all_ids(self) -> Sequence[int]:
-        """Return all blocks."""
+    @property
+    def by_groups(self) -> Sequence[array[int]]:
+        """The blocks of each group, placeholders too."""
+
+    def goes_on(self, blocks: BlockIds) -> bool:
+        """Append what these tables have beyond its own; False if they may be others."""
 
 
 class PlainTable:
@@ -89,9 +93,19 @@ class PlainTable:
         """Return the blocks of the only group."""
         return [list(self.blocks[: -(-num_tokens // self._page)])]
 
-    def all_ids(self) -> Sequence[int]:
-        """Return all blocks."""
-        return self.blocks
+    @property
+    def by_groups(self) -> Sequence[array[int]]:
+        """The blocks of the only group."""
+        return (self.blocks,)
+
+    def goes_on(self, blocks: BlockIds) -> bool:
+        """Append the blocks beyond its own: those of a request that runs stay what they are."""
+        mine, theirs = self.blocks, blocks[0]
+        have = len(mine)
+        if not 0 < have <= len(theirs) or (mine[0], mine[-1]) != (theirs[0], theirs[have - 1]):
+            return False
+        mine.extend(theirs[have:])
+        return True
 
 
 class GroupTables:
@@ -147,33 +161,44 @@ class GroupTables:
         tables = [table[: -(-num_tokens // group.block_size)] for table, group in each]
         return [[block for block in table if block != _NULL_BLOCK] for table in tables]
 
-    def all_ids(self) -> Sequence[int]:
-        """Return all blocks, placeholders too."""
-        return [block for table in self._tables for block in table]
+    @property
+    def by_groups(self) -> Sequence[array[int]]:
+        """The blocks of each group, placeholders too."""
+        return self._tables
+
+    def goes_on(self, blocks: BlockIds) -> bool:
+        """Return False: vLLM puts placeholders in place of blocks that it gives up."""
+        return False
 
 
 class TableShape:
     """Makes the tables of a layout.
 
     ``columns``: of each group that has blocks of every page its place among the groups, its blocks of a page, and what
-    it needs; ``states``: the places of the others, and the tokens of their blocks. ``page``: the tokens of a page.
+    it needs; ``states``: the places of the others, and the tokens of their blocks, once for each rank that has its own.
+    ``page``: the tokens of a page.
     """
 
     def __init__(self, layout: KVLayout) -> None:
         self.page = layout.block_size
-        self.groups = layout.groups
+        self.groups = groups_of_rank(layout.groups, 0)
         self.columns: list[tuple[int, int, CacheGroup]] = [
             (at, layout.block_size // group.block_size, group)
-            for at, group in enumerate(layout.groups)
+            for at, group in enumerate(self.groups)
             if not group.is_state
         ]
-        self.states = [(at, layout.groups[at].block_size) for at in layout.state_groups]
+        numbers = engine_groups(layout.groups)
+        self.states = [(numbers[at], layout.groups[at].block_size) for at in layout.state_groups]
 
     def table(self, blocks: BlockIds = ()) -> RequestTable:
         """Return a table of these blocks."""
         if not self.groups:
             return PlainTable(blocks, self.page)
         return GroupTables(self, blocks or [()] * len(self.groups))
+
+    def longer(self, table: RequestTable, blocks: BlockIds) -> RequestTable:
+        """Return a table of these blocks: the same one, longer, if they go on with its own."""
+        return table if table.goes_on(blocks) else self.table(blocks)
 
     def given(self, blocks: BlockIds, start: int) -> Sequence[int]:
         """Return the blocks for the tokens from ``start`` on."""
