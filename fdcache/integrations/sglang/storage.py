@@ -102,7 +102,7 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
             self._server_args, str(self._config.model_name), self._config.tp_rank, self._clients
         )
         self._wait_for_service()
-        if settings.cache.server is not None and self._server_args.kv_events_config:
+        if settings.cache.server is not None and getattr(self._server_args, "kv_events_config", None):
             self._turns = Turns(self._describe, torch.device("cpu"))
             self._events = TokenEvents(int(pools[_KV].page_size), self._turns.ask)
 
