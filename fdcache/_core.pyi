@@ -1032,11 +1032,31 @@ class Tier(HostIndex):
         Keep slots while a copy reads them, without a change to the eviction order.
         """
 
+    def hold_ready(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        most: int,
+    ) -> BlockList:
+        """Hold the ready ones of these blocks, at most ``most``; return them."""
+
     def unhold(
         self,
         slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
     ) -> None:
         """End a ``hold``."""
+
+    def retire(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """
+        Evict these blocks of one path, which others have used since, before all others, until they are used
+        again: those that nothing here uses or continues, and what is above them alone.
+        """
 
     def find(
         self,
@@ -1260,6 +1280,14 @@ class BlockQueue:
 
     def take(self, count: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
         """Remove and return the first blocks, or as many as there are."""
+
+    def holds(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """For each block 1 if it is queued, else 0; walks the whole queue."""
 
     def clear(self) -> None:
         """Drop every block."""
@@ -2423,6 +2451,14 @@ def are_disjoint_slots(
 ) -> bool:
     """Return True if no slot is in both arrays."""
 
+def extents_of(
+    slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    size: int,
+) -> list[int]:
+    """
+    Return the extents of ``size`` slots each in which slots are, ascending.
+    """
+
 class Event:
     """A one-shot event between copy streams and the host."""
 
@@ -3059,6 +3095,7 @@ class PlanLauncher:
         take_table: object,
         record_types: object,
         purposes: object,
+        arena: object | None,
         name: str,
         rank: int,
         num_layers: int,

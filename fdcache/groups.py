@@ -13,15 +13,16 @@ such layers, are a path of their own below the page's last record: they come and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
 from math import lcm
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache.errors import UnsupportedLayoutError
+from fdcache.errors import LayoutError, UnsupportedLayoutError
 from fdcache.metadata import HashArray
 
 
@@ -41,12 +42,15 @@ class Reach(StrEnum):
 class CacheGroup:
     """Layers that share block tables: ``block_size`` tokens of a block, and what they need of the tokens before.
 
-    ``tokens``: of a window or a chunk, 0 for other reaches.
+    ``tokens``: of a window or a chunk, 0 for other reaches. ``rank``: of states that each rank has of its own, where
+    ranks hold the rest alike (``KVLayout.replicas``), the one of these whose states they are: see
+    ``groups_of_ranks``.
     """
 
     block_size: int
     reach: Reach = Reach.ALL
     tokens: int = 0
+    rank: int | None = None
 
     @property
     def is_state(self) -> bool:
@@ -63,6 +67,41 @@ class CacheGroup:
         if self.reach is Reach.LAST:
             return max(num_tokens - self.tokens + 1, 0) // self.block_size
         return num_tokens // self.tokens * self.tokens // self.block_size if self.reach is Reach.CHUNK else 0
+
+
+def groups_of_ranks(groups: Sequence[CacheGroup], ranks: int) -> tuple[CacheGroup, ...]:
+    """Return the groups of a layout that ``ranks`` share, but for states: of these each rank has a group of its own."""
+    return tuple(
+        replace(group, rank=rank) if group.is_state else group
+        for group in groups
+        for rank in (range(ranks) if group.is_state and ranks > 1 else (None,))
+    )
+
+
+def groups_of_rank(groups: Sequence[CacheGroup], rank: int) -> tuple[CacheGroup, ...]:
+    """Return the groups that a rank has by itself."""
+    return tuple(replace(group, rank=None) for group in groups if group.rank in (None, rank))
+
+
+def check_ranks(groups: Sequence[CacheGroup], ranks: int) -> None:
+    """Raise ``LayoutError`` unless states are those of all ranks together, or listed once for each of ``ranks``."""
+    made = [
+        replace(group, rank=rank)
+        for group in groups
+        if not group.rank
+        for rank in ((None,) if group.rank is None else range(ranks))
+    ]
+    owned = [group for group in groups if group.rank is not None]
+    if made != list(groups) or not all(group.is_state and type(group.rank) is int for group in owned):
+        raise LayoutError(
+            f"groups: ranks {[group.rank for group in groups]}; only states are those of single ranks, and are listed "
+            f"once for each of the {ranks} that hold the rest alike, in order"
+        )
+
+
+def engine_groups(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
+    """Return the number that each group has in the engine: groups of single ranks have one block table."""
+    return tuple(accumulate((int(not group.rank) for group in groups[1:]), initial=0))
 
 
 class PageColumns:

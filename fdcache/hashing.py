@@ -155,13 +155,19 @@ SGLANG = "sglang "
 
 
 def sglang_keys(
-    tokens: Sequence[int], page_size: int, *, adapter: str | None = None, salt: str | None = None
+    tokens: Sequence[int],
+    page_size: int,
+    *,
+    adapter: str | None = None,
+    salt: str | None = None,
+    above: bytes = b"",
 ) -> HashArray:
-    """Return the keys that SGLang gives to the whole pages of a prompt, for tools that look for them.
+    """Return the keys that SGLang gives to the whole pages of a prompt, or of its part below the page of this key.
 
     ``adapter`` and ``salt`` are the ``extra_key`` and ``cache_salt`` of its requests.
     """
-    above = b"" if adapter is None and salt is None else _sglang_seed(adapter, salt)
+    if not above and (adapter is not None or salt is not None):
+        above = _sglang_seed(adapter, salt)
     words = np.asarray(tokens, np.uint32).astype("<u4")
     keys = np.empty((len(words) // page_size, 32), np.uint8)
     for page in range(len(keys)):

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Required, TypedDict, Unpack
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
-from fdcache.groups import CacheGroup
+from fdcache.groups import CacheGroup, check_ranks, groups_of_rank
 from fdcache.layout_encoding import encoded
 from fdcache.layout_planes import (
     PLANE_ALIGNMENT,
@@ -77,7 +77,7 @@ class KVLayout:
         draft_block_ratio: blocks of a draft layer's device plane per block of a main layer's.
         groups: the groups of layers with block tables of their own; empty for one that attends to all tokens. A block
             then has the layers of one group, and ``num_layers`` are those of the largest. ``block_size`` is a multiple
-            of the block sizes of all; states are kept at the ends of pages.
+            of the block sizes of all; states are kept at the ends of pages, those of each replica in its own groups.
 
     Raises:
         LayoutError: a field is out of range; the message names it.
@@ -113,9 +113,10 @@ class KVLayout:
         self._check_planes()
 
     def _check_groups(self) -> None:
-        if not isinstance(self.groups, tuple) or not all(
+        are_groups = isinstance(self.groups, tuple) and all(
             isinstance(each, CacheGroup) for each in self.groups
-        ):
+        )
+        if not are_groups:
             raise LayoutError(f"groups must be a tuple of CacheGroup, got {self.groups!r}")
         for position, group in enumerate(self.groups):
             where = f"groups[{position}]"
@@ -130,6 +131,7 @@ class KVLayout:
                     f"{where}: a page of {self.block_size} tokens must be a multiple of its blocks of "
                     f"{group.block_size} tokens"
                 )
+        check_ranks(self.groups, self.replicas)
         if self.groups == (CacheGroup(self.block_size),):
             raise LayoutError("groups: one group that attends to all tokens; use ()")
         records = sum(self.block_size // group.block_size for group in self.groups)
@@ -186,10 +188,12 @@ class KVLayout:
             raise LayoutError(f"rank {rank} is not one of the {self.tp_size} ranks")
         if self.tp_size == 1:
             return self
-        alone = replace(self, tp_size=1, replicas=1)
-        if self.record_ranks == 1:
+        groups = groups_of_rank(self.groups, rank % self.replicas)
+        alike = self.replicas if groups == self.groups else 1
+        alone = replace(self, tp_size=1, replicas=1, groups=groups)
+        if alike == self.tp_size:
             return alone
-        return replace(alone, revision=f"{self.revision} rank {rank // self.replicas} of {self.record_ranks}")
+        return replace(alone, revision=f"{self.revision} rank {rank // alike} of {self.tp_size // alike}")
 
     @property
     def record_ranks(self) -> int:
@@ -336,6 +340,7 @@ class KVLayout:
         data = asdict(self)
         groups = data.pop("groups")
         data["group"] = len(groups)
+        groups = [{name: value for name, value in each.items() if value is not None} for each in groups]
         if self.replicas == 1:
             del data["replicas"]
         return json.dumps(data | {"groups": groups} if groups else data)
@@ -470,12 +475,8 @@ class KVLayout:
         if dtype not in {"float8_e4m3fn", "float8_e5m2"}:
             raise LayoutError(f"dtype {dtype!r} is not fp8; use float8_e4m3fn or float8_e5m2")
         shape, scales = (kv_heads, block_size, head_dim), (kv_heads, block_size)
-        specs = [
-            PlaneSpec(PlaneKind.KEY, dtype, shape),
-            PlaneSpec(PlaneKind.VALUE, dtype, shape),
-            PlaneSpec(PlaneKind.KEY_SCALE, "float32", scales),
-            PlaneSpec(PlaneKind.VALUE_SCALE, "float32", scales),
-        ]
+        specs = [PlaneSpec(kind, dtype, shape) for kind in (PlaneKind.KEY, PlaneKind.VALUE)]
+        specs += [PlaneSpec(kind, "float32", scales) for kind in (PlaneKind.KEY_SCALE, PlaneKind.VALUE_SCALE)]
         return cls.build(specs, block_size=block_size, **options)
 
 

@@ -39,3 +39,5 @@ def encoded(
     if any(each.block_size != block_size or each.reach not in plain for each in groups):
         for each in groups:
             yield _text(each.reach.value) + _number(each.block_size) + _number(each.tokens)
+    if any(each.rank is not None for each in groups):
+        yield b"".join(_number(0 if each.rank is None else each.rank + 1) for each in groups)

@@ -124,6 +124,8 @@ def groups_from_json(data: dict[str, Any]) -> Any:
 def _group_from_json(data: Any, where: str) -> CacheGroup:
     if isinstance(data, dict) and data.get("reach") in [reach.value for reach in Reach]:
         data["reach"] = Reach(data["reach"])
+    if isinstance(data, dict):
+        data.setdefault("rank", None)
     return from_fields(CacheGroup, data, where)
 
 

@@ -165,4 +165,6 @@ def oracle_fingerprint(layout: dict[str, Any]) -> bytes:
     if any(each["reach"] not in plain or each["block_size"] != layout["block_size"] for each in groups):
         for group in groups:
             data += text(group["reach"]) + struct.pack("<QQ", group["block_size"], group["tokens"])
+    if any("rank" in group for group in groups):
+        data += b"".join(struct.pack("<Q", group.get("rank", -1) + 1) for group in groups)
     return hashlib.sha256(data).digest()

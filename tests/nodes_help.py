@@ -87,18 +87,27 @@ class TwoNodes:
     """A connector that writes on one node and reads on another, for the suite of all connectors.
 
     What is put is first copied to the host tier of the writing node, as the caller wipes its own records. ``blocks``:
-    what that has room for. ``others``: nodes without blocks that the reading one asks, too.
+    what that has room for. ``others``: nodes without blocks that the reading one asks, too. ``directory``: a Redis in
+    which the nodes find each other.
     """
 
     name = "nodes"
 
     def __init__(
-        self, layout: KVLayout, rank: int, address: str, *, blocks: int = 2 * BLOCKS, others: int = 0
+        self,
+        layout: KVLayout,
+        rank: int,
+        address: str,
+        *,
+        blocks: int = 2 * BLOCKS,
+        others: int = 0,
+        directory: str | None = None,
     ) -> None:
         addresses = [free_address() for _ in range(others)]
-        self._writer = open_node(layout, rank, address=address)
+        self._writer = open_node(layout, rank, address=address, directory=directory)
         self._others = [open_node(layout, rank, address=each) for each in addresses]
-        self._reader = open_node(layout, rank, listed=(address, *addresses))
+        listed = (address, *addresses) if directory is None else ()
+        self._reader = open_node(layout, rank, listed=listed, directory=directory)
         self._host = KnownRecords(layout, blocks)
 
     def register(self, records: RecordTable) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fdcache.block_owners import BlockOwners
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import ArenaRecords, DevicePlanes, PlannedCopy
 from fdcache.devices.cpu import CpuDevice
@@ -96,7 +97,7 @@ class OffloadEngine:
         **settings: Any,
     ) -> None:
         self.now = 0.0
-        self.layout = layout
+        self.layout, self.owners = layout, BlockOwners(layout)
         memory = host_blocks * layout.record_ranks * (layout.record_bytes + 128)
         if "server" not in settings:
             settings["host_memory"] = memory
@@ -119,6 +120,7 @@ class OffloadEngine:
         for rank in self.ranks:
             rank.initialize_host_cache(self.manager.host_cache)
         self.restored = 0
+        self._own_states: dict[bytes, HashArray] = {}
         self.stores: list[SlabStore] = []
         self._folder, self._store = folder, store
         if folder is not None:
@@ -182,12 +184,22 @@ class OffloadEngine:
         return record_keys(request.block_hashes, self.layout.page_records)
 
     def state_keys(self, request: OffloadRequest, pages: int) -> HashArray:
-        """Return the keys of the states at the end of this many pages, none without states."""
+        """Return the keys of the states at the end of this many pages, none without states.
+
+        They stand for those of all ranks: of states that each has of its own they are the first one's.
+        """
         shape = self.layout.page_records, self.layout.num_states
-        return state_keys(request.block_hashes[pages - 1 : pages], *shape)
+        keys = state_keys(request.block_hashes[pages - 1 : pages], *shape)
+        if not self.owners.are_apart:
+            return keys
+        of_ranks = keys.reshape(-1, self.layout.replicas, 32)
+        self._own_states |= {each[0].tobytes(): each for each in of_ranks}
+        return of_ranks[:, 0]
 
     def _expected(self, block_hash: bytes, rank: int) -> list[np.ndarray]:
-        return expected(self.layout, block_hash, rank // self.layout.replicas)
+        record_rank, share = divmod(rank, self.layout.replicas)
+        own = self._own_states.get(block_hash)
+        return expected(self.layout, block_hash if own is None else own[share].tobytes(), record_rank)
 
     def fill(self, block_id: int, block_hash: bytes | None) -> None:
         for rank, tensors in enumerate(self.tensors):
@@ -222,7 +234,7 @@ class OffloadEngine:
             for rank, controller in enumerate(self.ranks):
                 arena: Any = controller._parts.arena
                 record = arena.table.record(node.block_id)
-                planes = self._expected(node.hash_value, rank)
+                planes = expected(self.layout, node.hash_value, rank // self.layout.replicas)
                 wrong += any(
                     not np.array_equal(record[plane.offset : plane.offset + plane.nbytes], row)
                     for plane, row in zip(self.layout.planes, planes, strict=True)

@@ -1,4 +1,4 @@
-"""Time what FdcacheLinker does on the thread of SGLang's scheduler, call by call, without an engine.
+"""Time what FdcacheLinker does on the thread of SGLang's scheduler, and on that of its turns, without an engine.
 
     python -m benchmarks.sglang.calls [--pages 2048] [--layers 1] [--device cpu] [--server ADDRESS] [--cold 48]
 
@@ -14,6 +14,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,8 +25,10 @@ from numpy.typing import NDArray
 from benchmarks.harness import machine
 from fdcache._core import keys_from_hex
 from fdcache.integrations.sglang.device_pools import DevicePages
+from fdcache.integrations.sglang.offloads import Offloads, PoolPart
 from fdcache.integrations.sglang.pool_tier import PoolTier
 from fdcache.integrations.sglang.slots import SlotReader
+from fdcache.integrations.sglang.turns import Turns
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind
 from fdcache.metadata import HashArray
@@ -44,8 +47,10 @@ def main() -> None:
     reader = SlotReader(planes[0].device)
     tier = tier_of(options, planes)
     calls = Calls(np.zeros(options.cold << 20, np.uint8))
+    stores = Stores(calls, tier, reader)
     for _ in range(ROUNDS):
-        store_and_load(calls, tier, reader, options.pages, waits=options.server is not None)
+        store_and_load(calls, tier, reader, stores, options.pages, waits=options.server is not None)
+    stores.turns.close()
     tier.close()
     print(
         f"{machine()}; {options.device}; {options.pages} pages, {options.layers} layers, {options.cold} MiB between"
@@ -91,20 +96,51 @@ class Calls:
         return result
 
 
-def store_and_load(calls: Calls, tier: PoolTier, reader: SlotReader, pages: int, *, waits: bool) -> None:
+class Stores:
+    """Offloads as the linker does them: taken and counted by this thread, offered and copied in turns on another."""
+
+    def __init__(self, calls: Calls, tier: PoolTier, reader: SlotReader) -> None:
+        self._calls = calls
+        self._tier = tier
+        self._stream = reader.store_stream
+        self._offloads = Offloads({tier.pages.name: tier})
+        self.turns = Turns(self._turn, reader.device)
+
+    def _turn(self) -> None:
+        timed = partial(self._calls.timed, follows=True)
+        reported = timed("turn: reports", self._tier.take_reports)
+        self._offloads.take_added()
+        if not reported or self._offloads.are_many:
+            timed("turn: offer", self._offloads.begin)
+        timed("turn: submit", self._tier.turn, self._stream)
+        timed("turn: ends", self._offloads.take_ends)
+
+    def store(self, what: str, names: list[str], slots: NDArray[np.int32]) -> None:
+        """Store pages, and wait for the end."""
+        self._calls.timed(f"{what}: take", self._take, names, slots)
+        while not self._calls.timed(f"{what}: step", self._step):
+            time.sleep(0.001)
+        assert self._offloads.pop()
+
+    def _take(self, names: list[str], slots: NDArray[np.int32]) -> None:
+        self._offloads.add([PoolPart(self._tier, names, lambda: slots)], lambda: True, is_whole=True)
+
+    def _step(self) -> int:
+        self.turns.ask()
+        return self._offloads.num_completed
+
+
+def store_and_load(
+    calls: Calls, tier: PoolTier, reader: SlotReader, stores: Stores, pages: int, *, waits: bool
+) -> None:
     """Look pages up that are not there, store them, look them up again, load them, and offer them again."""
     timed, slots = calls.timed, np.arange(pages, dtype=np.int32)
-    forward, stores = reader.current_stream(), reader.store_stream
     names = [os.urandom(32).hex() for _ in range(pages)]
     keys = keys_from_hex(names)
     request = timed("absent: begin", tier.look, keys)
     timed("absent: look-up", tier.found, request, follows=True)
     tier.end([request])
-    timed("offload: offer", tier.offer, keys, slots)
-    timed("offload: plan, submit", tier.submit, stores, stores)
-    while not timed("offload: turn", turn, tier, stores):
-        time.sleep(0.001)
-    timed("offload: forget", tier.manager.forget, slots)
+    stores.store("offload", names, slots)
     if waits:
         wait_until_found(tier, keys)
     keys = timed("look-up: keys", keys_from_hex, names)
@@ -112,23 +148,10 @@ def store_and_load(calls: Calls, tier: PoolTier, reader: SlotReader, pages: int,
     assert timed("look-up: all there", tier.found, request, follows=True) == pages
     timed("look-up: again", tier.found, request)
     timed("load: plan", tier.plan_load, request, slots)
-    timed("load: submit", tier.submit, forward, stores)
+    timed("load: submit", tier.submit, reader.current_stream(), reader.store_stream)
     assert timed("load: wait and end", tier.outcome, request, time.monotonic() + 5)
     tier.end([request])
-    timed("offered again: offer", tier.offer, keys, slots)
-    timed("offered again: turn", turn, tier, stores)
-    tier.manager.forget(slots)
-
-
-def options_given() -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sglang.calls", description=__doc__)
-    parser.add_argument("--pages", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--server", help="address of a service, whose tier is used")
-    parser.add_argument("--cold", type=int, default=0, metavar="MIB", help="memory to touch before each call")
-    return parser.parse_args()
+    stores.store("offered again", names, slots)
 
 
 def wait_until_found(tier: PoolTier, keys: HashArray) -> None:
@@ -141,11 +164,15 @@ def wait_until_found(tier: PoolTier, keys: HashArray) -> None:
         tier.end([request])
 
 
-def turn(tier: PoolTier, stores: Any) -> list[Any]:
-    """Do what SGLang asks for at each step."""
-    if not tier.take_reports():
-        tier.turn(stores)
-    return tier.take_ends()
+def options_given() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sglang.calls", description=__doc__)
+    parser.add_argument("--pages", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--server", help="address of a service, whose tier is used")
+    parser.add_argument("--cold", type=int, default=0, metavar="MIB", help="memory to touch before each call")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

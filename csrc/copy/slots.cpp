@@ -89,4 +89,18 @@ bool are_disjoint_slots(std::span<const std::int32_t> first, std::span<const std
     return !shared;
 }
 
+std::vector<std::int32_t> extents_of(std::span<const std::int32_t> slots, std::int32_t size) {
+    std::vector<std::int32_t> extents;
+    std::int32_t first = 0, stop = 0;  // of the extent of the slot before, as most are in the same one
+    for (const std::int32_t slot : slots) {
+        if ((slot >= first && slot < stop) || slot < 0) continue;
+        extents.push_back(slot / size);
+        first = extents.back() * size;
+        stop = size > INT32_MAX - first ? INT32_MAX : first + size;
+    }
+    std::ranges::sort(extents);
+    extents.erase(std::ranges::unique(extents).begin(), extents.end());
+    return extents;
+}
+
 }  // namespace fdcache

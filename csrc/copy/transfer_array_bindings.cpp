@@ -1,5 +1,8 @@
 #include "copy/transfer_array_bindings.hpp"
 
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
 #include <utility>
 
 #include "copy/bound_memory.hpp"
@@ -124,6 +127,13 @@ void bind_transfers(nb::module_ &module) {
             return are_disjoint_slots(span_of(first), span_of(second));
         },
         "first"_a, "second"_a, "Return True if no slot is in both arrays.");
+    module.def(
+        "extents_of",
+        [](const VectorIn<std::int32_t> &slots, std::int32_t size) {
+            if (size < 1) throw std::invalid_argument("an extent has at least one slot");
+            return extents_of(span_of(slots), size);
+        },
+        "slots"_a, "size"_a, "Return the extents of ``size`` slots each in which slots are, ascending.");
 }
 
 }  // namespace fdcache

@@ -226,13 +226,14 @@ struct Way {
     }
 };
 
-// Submits the plans of one controller between these planes and this arena.
+// Submits the plans of one controller between these planes and this arena; `arena` names the one of a service
+// that the slots of plans refer to, none: its own.
 class PlanLauncher {
   public:
     PlanLauncher(nb::object copier, nb::object planes, nb::object records, nb::object extents,
                  nb::bytes fingerprint, bool verify, nb::object loads, nb::object backups, nb::object window,
                  nb::object ranges_of, nb::object as_stream, nb::object stream_type, nb::object take_table,
-                 nb::object record_types, nb::object purposes, std::string name, int rank,
+                 nb::object record_types, nb::object purposes, nb::object arena, std::string name, int rank,
                  std::size_t num_layers)
         : copier_(std::move(copier)),
           planes_(std::move(planes)),
@@ -253,6 +254,7 @@ class PlanLauncher {
           backup_(purposes[1]),
           host_(load_.attr("source")),
           device_level_(load_.attr("target")),
+          arena_(std::move(arena)),
           name_(std::move(name)),
           rank_(rank),
           num_layers_(num_layers) {
@@ -289,12 +291,12 @@ class PlanLauncher {
     }
 
   private:
-    static bool is_plain(nb::handle plan) {
+    bool is_plain(nb::handle plan) const {
         const auto is_empty = [plan](const char *name) { return nb::len(nb::object(plan.attr(name))) == 0; };
         // Plans whose earlier readers are named need waits that this way does not have.
         const nb::object after = nb::getattr(plan, "after", nb::none());
         if (!after.is_none() && nb::len(after) != 0) return false;
-        return plan.attr("evictions").is_none() && plan.attr("arena").is_none() && is_empty("storage") &&
+        return plan.attr("evictions").is_none() && arena_.equal(plan.attr("arena")) && is_empty("storage") &&
                is_empty("peers") && is_empty("cancelled") && !nb::cast<bool>(plan.attr("clear_storage"));
     }
 
@@ -394,7 +396,7 @@ class PlanLauncher {
     const nb::object window_, ranges_of_, as_stream_, stream_type_;
     const std::shared_ptr<TablePool> tables_;
     const std::shared_ptr<const RecordTypes> types_;
-    const nb::object load_, backup_, host_, device_level_;
+    const nb::object load_, backup_, host_, device_level_, arena_;
     const std::string name_;
     const int rank_;
     const std::size_t num_layers_;
@@ -452,10 +454,11 @@ void bind_launches(nb::module_ &module) {
                              "Submits plans of loads and backups between the planes of a GPU and an arena.")
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::bytes, bool, nb::object, nb::object,
                       nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                      std::string, int, std::size_t>(),
+                      nb::object, std::string, int, std::size_t>(),
              nb::kw_only(), "copier"_a, "planes"_a, "records"_a, "extents"_a, "fingerprint"_a, "verify"_a,
              "loads"_a, "backups"_a, "window"_a, "ranges_of"_a, "as_stream"_a, "stream_type"_a,
-             "take_table"_a, "record_types"_a, "purposes"_a, "name"_a, "rank"_a, "num_layers"_a)
+             "take_table"_a, "record_types"_a, "purposes"_a, "arena"_a.none(), "name"_a, "rank"_a,
+             "num_layers"_a)
         .def("submit", &PlanLauncher::submit, "plan"_a, "stream"_a.none(), "in_flight"_a,
              nb::sig("def submit(self, plan: object, stream: object | None, in_flight: dict[int, "
                      "typing.Any]) -> typing.Any"),

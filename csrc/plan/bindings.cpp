@@ -39,6 +39,12 @@ void bind_block_queue(nb::module_ &module) {
         .def(
             "take", [](BlockQueue &self, std::size_t count) { return hashes_to_numpy(self.take(count)); },
             "count"_a, "Remove and return the first blocks, or as many as there are.")
+        .def(
+            "holds",
+            [](const BlockQueue &self, const HashesIn &hashes) {
+                return to_numpy<std::uint8_t>(self.holds(digests_of(hashes)));
+            },
+            "hashes"_a, "For each block 1 if it is queued, else 0; walks the whole queue.")
         .def("clear", &BlockQueue::clear, "Drop every block.");
 }
 

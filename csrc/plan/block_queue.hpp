@@ -3,7 +3,10 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
+#include <span>
+#include <unordered_set>
 #include <vector>
 
 #include "hash/digest.hpp"
@@ -42,6 +45,18 @@ class BlockQueue {
         }
         size_ -= taken.size();
         return taken;
+    }
+
+    // For each block 1 if it is queued, else 0. Walks the whole queue.
+    std::vector<std::uint8_t> holds(std::span<const Digest> hashes) const {
+        std::unordered_set<Digest, DigestHash> queued;
+        for (const Part &part : parts_) {
+            queued.insert(part.hashes.begin() + static_cast<std::ptrdiff_t>(part.taken), part.hashes.end());
+        }
+        std::vector<std::uint8_t> held;
+        held.reserve(hashes.size());
+        for (const Digest &hash : hashes) held.push_back(queued.contains(hash));
+        return held;
     }
 
     void clear() {

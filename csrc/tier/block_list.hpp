@@ -79,4 +79,15 @@ struct CopyReservation : Reservation {
     }
 };
 
+struct MatchRun {
+    std::vector<Slot> slots;
+    std::vector<std::uint32_t> generations;
+    std::vector<std::uint32_t> hits;
+    bool pending = false;  // the block after the run is being copied into this tier
+};
+
+enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
+
+enum class PublishStatus : std::uint8_t { kStored, kDuplicate, kNoParent, kDropped, kOverLimit };
+
 }  // namespace fdcache

@@ -230,6 +230,7 @@ void Tier::pin_path(Lease &lease, std::span<const Slot> path, std::size_t known)
     // An entry that is not used is above others that are not: these leave the eviction order together.
     std::size_t used = path.size();
     std::uint32_t newly_used = 0, newly_busy = 0;  // children
+    std::uint32_t above_copies = 0;
     for (std::size_t i = path.size(); i-- > 0;) {
         Entry &entry = entries_[path[i]];
         ++entry.pins;
@@ -239,11 +240,14 @@ void Tier::pin_path(Lease &lease, std::span<const Slot> path, std::size_t known)
         used = i;
         entry.used_children += newly_used;
         entry.busy_children += newly_busy;
-        newly_used = 1;
-        newly_busy = !entry.busy;
-        above_copies_ -= entry.is_above_copies();
+        newly_used = newly_busy = 1;
+        if (entry.busy) {
+            newly_busy = 0;
+            above_copies += entry.is_above_copies();
+        }
         entry.used = entry.busy = true;
     }
+    above_copies_ -= above_copies;
     const std::span<const Slot> idle = path.subspan(used);
     if (idle.empty()) return;
     if (learns_) {

@@ -75,17 +75,6 @@ class TierMutex {
     std::uint64_t turn_ = 0;
 };
 
-struct MatchRun {
-    std::vector<Slot> slots;
-    std::vector<std::uint32_t> generations;
-    std::vector<std::uint32_t> hits;
-    bool pending = false;  // the block after the run is being copied into this tier
-};
-
-enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
-
-enum class PublishStatus : std::uint8_t { kStored, kDuplicate, kNoParent, kDropped, kOverLimit };
-
 // Blocks that a scan found in slots, in any order.
 struct FoundEntries {
     std::span<const Slot> slots;
@@ -172,6 +161,9 @@ class Tier : public HostIndex, public DeviceIndex {
     // is known of the request.
     bool finish(LeaseId lease, const RequestEnd *end = nullptr);
 
+    // Others have these blocks of one path as well, and used them last: those that nothing here needs and nothing
+    // else continues, and what is above them alone, are evicted before all others until they are used again.
+    void retire(std::span<const Digest> hashes);
     // What a client says of the READY ones of these blocks of one path, in path order. Each block takes the
     // last hint about it.
     std::vector<HintTaken> hint(std::span<const Digest> hashes, std::span<const HintRange> hints);
@@ -236,6 +228,9 @@ class Tier : public HostIndex, public DeviceIndex {
     // Starts and ends a copy out of these slots. The copy into a pending slot ends with `complete` only.
     void hold(std::span<const Slot> slots) override;
     void unhold(std::span<const Slot> slots) override;
+
+    // As `hold`, of the READY ones of these blocks, which are returned, at most `most`.
+    BlockList hold_ready(std::span<const Digest> hashes, std::size_t most);
 
     // The READY blocks, in the order of `hashes`.
     BlockList find(std::span<const Digest> hashes) const;

@@ -296,8 +296,18 @@ void bind_tier(nb::module_ &module) {
             "hold", [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.hold(slots_of(slots)); },
             "slots"_a, "Keep slots while a copy reads them, without a change to the eviction order.")
         .def(
+            "hold_ready",
+            [](Tier &tier, const HashesIn &hashes, std::size_t most) {
+                return tier.hold_ready(digests_of(hashes), most);
+            },
+            "hashes"_a, "most"_a, "Hold the ready ones of these blocks, at most ``most``; return them.")
+        .def(
             "unhold", [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.unhold(slots_of(slots)); },
             "slots"_a, "End a ``hold``.")
+        .def(
+            "retire", [](Tier &tier, const HashesIn &hashes) { tier.retire(digests_of(hashes)); }, "hashes"_a,
+            "Evict these blocks of one path, which others have used since, before all others, until they are used\n"
+            "again: those that nothing here uses or continues, and what is above them alone.")
         .def(
             "find", [](const Tier &tier, const HashesIn &hashes) { return tier.find(digests_of(hashes)); },
             "hashes"_a, "Return the blocks that are ready, in the order of ``hashes``.")

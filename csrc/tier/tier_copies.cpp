@@ -180,6 +180,20 @@ void Tier::hold(std::span<const Slot> slots) {
     for (const Slot slot : slots) begin_hold(slot);
 }
 
+BlockList Tier::hold_ready(std::span<const Digest> hashes, std::size_t most) {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    std::vector<Slot> slots;
+    for (std::size_t i = 0; i < hashes.size() && slots.size() < most; ++i) {
+        const Slot slot = find_ready(hashes[i]);
+        if (slot == kNoSlot) continue;
+        append(list, slot);
+        slots.push_back(slot);
+    }
+    for (const Slot slot : slots) begin_hold(slot);
+    return list;
+}
+
 void Tier::unhold(std::span<const Slot> slots) {
     std::lock_guard lock(mutex_);
     check_held(slots, false);

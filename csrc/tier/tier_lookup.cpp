@@ -87,15 +87,17 @@ Slot Tier::end_one_by_one(std::span<const Digest> hashes, std::size_t start, std
 // Sets `run` to the path that ends at `last`, and joins runs with an unknown parent that are parts of it.
 // Returns false unless its blocks have these hashes, whatever the hashes are.
 bool Tier::fill_run(Slot last, std::span<const Digest> hashes, std::span<Slot> run) {
+    const bool may_join = unjoined_ > 0;
     for (std::size_t i = run.size(); i-- > 0;) {
         run[i] = last;
         if (!(digests_[last] == hashes[i])) return false;
-        if (i && entries_[last].unjoined) {
+        if (i == 0) break;
+        if (may_join && entries_[last].unjoined) {
             const Slot above = find_ready(hashes[i - 1]);
             if (above == kNoSlot || !join(last, above)) return false;
         }
         const Slot parent = entries_[last].parent;
-        if (i && parent == kRoot) return false;
+        if (parent == kRoot) return false;
         if (last >= kAhead && parent == last - 1) {
             // A run of neighbours, as most paths have: the next entry need not wait for this one.
             prefetch_entry(last - kAhead);

@@ -240,42 +240,44 @@ class CacheController:
             return self._parts.storage.clear() if self._parts.storage else 0
 
     def open_transfer(
-        self, peers: PeerSettings | None = None, *, lookahead_tokens: int = 0, verifies: bool | None = None
+        self,
+        peers: PeerSettings | None = None,
+        *,
+        lookahead_tokens: int = 0,
+        verifies: bool | None = None,
+        state_parts: Sequence[int] = (),
     ) -> str | None:
         """Begin to answer peers; return the address at which they reach this rank, None with FDCACHE_TRANSFER=none.
 
         Requires the device planes, and ends with them. ``peers``: by default those of the settings of
         ``from_settings``. ``lookahead_tokens``: those of the manager. ``verifies``: compare blocks with what prefill
-        computed, by default unless FDCACHE_VERIFY is off. Raises ``TransferError`` if the connector or the address
-        cannot be used, or peers cannot open the memory of the planes.
+        computed, by default unless FDCACHE_VERIFY is off. ``state_parts``: bytes of the parts of a state in a plane,
+        each of which ranks share evenly. Raises ``TransferError`` if the connector or the address cannot be used, or
+        peers cannot open the memory of the planes.
         """
         with self._plans.serial, self._lock:
             self._check_usable()
             peers = peers or self._settings_in_force().peers_in_force
             if not peers.is_on:
                 return None
-            planes = self._parts.memory.planes
-            if planes is None:
+            if self._parts.memory.planes is None:
                 raise CacheNotReadyError("no device planes: call initialize_kv_cache or register_kv_cache")
             if self._parts.transfer is not None:
                 raise CacheNotReadyError("the transfer is open already; call free_cache first")
-            from fdcache.controller.planned_handovers import PlannedHandovers, open_endpoint
+            from fdcache.controller.planned_handovers import open_handovers
 
-            if verifies is None:
-                verifies = self.settings.verify is not Verify.OFF
-            endpoint = open_endpoint(
+            self._parts.transfer = open_handovers(
                 self.device,
                 self.layout,
-                self._parts.memory.bindings,
-                planes,
+                self._parts.memory,
                 peers=peers,
                 transfer=self.settings,
                 rank=self.rank,
                 lookahead_tokens=lookahead_tokens,
                 verifies=verifies,
+                state_parts=state_parts,
             )
-            self._parts.transfer = PlannedHandovers(endpoint, self.device, planes.num_blocks)
-            return endpoint.address
+            return self._parts.transfer.endpoint.address
 
     def layer_computed(self, layer: int, computed: Mapping[str, int], compute_stream: Any = None) -> None:
         """Publish a layer of the leading blocks of transfers to peers, after the work that ``compute_stream`` has now.
@@ -334,8 +336,7 @@ class CacheController:
 
     def transfer_stats(self) -> TransferStats | None:
         """Return counts, peers and hand-overs in flight of this rank, None without ``open_transfer``."""
-        with self._lock:
-            transfer = self._parts.transfer
+        transfer = self._parts.transfer
         return None if transfer is None else transfer.endpoint.stats()
 
     def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Any = None) -> LayerDoneCounter:

@@ -16,7 +16,7 @@ from fdcache.layout import KVLayout
 from fdcache.layout_planes import Plane
 
 if TYPE_CHECKING:
-    from fdcache.transfer.shared_planes import SharedPlanes
+    from fdcache.devices.shared_planes import SharedPlanes
 
 
 class DeviceMemory:
@@ -36,7 +36,7 @@ class DeviceMemory:
         if shared is None or self._device.has_compute_streams:
             tensors = allocate_planes(self._device, self._layout, num_blocks, framework)
         else:
-            from fdcache.transfer.shared_planes import SharedPlanes
+            from fdcache.devices.shared_planes import SharedPlanes
 
             self._shared = SharedPlanes(self._layout, num_blocks, shared)
             tensors = self._shared.tensors(framework or "numpy")

@@ -6,37 +6,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fdcache.controller.copies import reason_of
+from fdcache.controller.device_planes import DeviceMemory
 from fdcache.controller.layers import layer_groups
-from fdcache.devices.base import (
-    Device,
-    DevicePlanes,
-    PlaneBinding,
-    Stream,
-)
+from fdcache.devices.base import Device, Stream
 from fdcache.devices.cuda import CudaDevice
 from fdcache.errors import DeviceError, PlanError, StreamError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.metadata import NO_BLOCK, CacheLevel, Int32Array, SwapPurpose, TransferPlan
-from fdcache.settings.cache import CopySettings
+from fdcache.settings.cache import CopySettings, Verify
 from fdcache.settings.peers import PeerSettings
 from fdcache.tasks import Event, Execution
 from fdcache.transfer.connector import LocalPlanes
 from fdcache.transfer.endpoint import EndpointOptions, TransferEndpoint
 
 
-def open_endpoint(
+def open_handovers(
     device: Device,
     layout: KVLayout,
-    bindings: Sequence[PlaneBinding],
-    planes: DevicePlanes,
+    memory: DeviceMemory,
     *,
     peers: PeerSettings,
     transfer: CopySettings,
     rank: int,
     lookahead_tokens: int,
-    verifies: bool,
-) -> TransferEndpoint:
-    """Open the endpoint of one rank. Raises ``TransferError``, also for a connector that reads no GPU."""
+    verifies: bool | None,
+    state_parts: Sequence[int],
+) -> PlannedHandovers:
+    """Open the endpoint of one rank with planes. Raises ``TransferError``, also for a connector that reads no GPU."""
+    planes, bindings = memory.planes, memory.bindings
+    assert planes is not None
+    if verifies is None:
+        verifies = transfer.verify is not Verify.OFF
     access = device.peer_access(planes) if isinstance(device, CudaDevice) else None
     if device.has_compute_streams and (access is None or peers.connector not in ("ipc", "rdma")):
         raise TransferError(
@@ -53,9 +53,14 @@ def open_endpoint(
     )
     groups = layer_groups(layout.total_layers, transfer.first_group_layers, transfer.group_layers)
     options = EndpointOptions(
-        peers, rank, lookahead_tokens=lookahead_tokens, verifies=verifies, groups=tuple(groups)
+        peers,
+        rank,
+        lookahead_tokens=lookahead_tokens,
+        verifies=verifies,
+        groups=tuple(groups),
+        state_parts=tuple(state_parts),
     )
-    return TransferEndpoint(local, options)
+    return PlannedHandovers(TransferEndpoint(local, options), device, planes.num_blocks)
 
 
 class PlannedHandovers:

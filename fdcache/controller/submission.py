@@ -153,6 +153,7 @@ class PlanSubmission:
         self.queue = TransferQueue(device, layout, settings, lock, self.in_flight.executions)
         self.launcher: PlanLauncher | None = None
         """Submits most plans in one call; None until planes and arena were used once."""
+        self._launches: tuple[str | None, int] = (None, 0)
         self._device = device
         self._rank = rank
         self._parts = parts
@@ -209,8 +210,11 @@ class PlanSubmission:
     def _launch_natively(self, plan: TransferPlan, compute_stream: Any) -> LayerEvents | str | None:
         """Enqueue a plan in one call; return the reason of a failure, or None if it takes ``_launch_checked``."""
         with self._lock:
+            shared = self._parts.shared
             if self.launcher is None or self.queue.has_waiting_loads:
                 return None
+            if shared is not None and not (shared.state == self._launches and shared.is_ready_for(plan)):
+                return None  # it has to be attached to, or mapped
             launched: LayerEvents | str | None = self.launcher.submit(
                 plan, compute_stream, self.in_flight.executions
             )
@@ -226,10 +230,16 @@ class PlanSubmission:
             except Exception as error:
                 self._refuse_all(plan, reason_of(error))
                 raise
-            planes, arena = self._parts.memory.planes, self._parts.arena
-            if self.launcher is None and planes is not None and isinstance(arena, HostArena):
-                self.launcher = self.queue.launcher(planes, arena, self._rank)
+            self._make_launcher()
             return layers
+
+    def _make_launcher(self) -> None:
+        """Make the launcher of the arena as it is now, unless there is one."""
+        planes, arena, shared = self._parts.memory.planes, self._parts.arena, self._parts.shared
+        state = (None, 0) if shared is None else shared.state
+        if planes is not None and arena is not None and (self.launcher is None or state != self._launches):
+            self.launcher = self.queue.launcher(planes, arena, self._rank, state[0])
+            self._launches = state
 
     def _attach(self, plan: TransferPlan) -> str | None:
         if (shared := self._parts.shared) is None:

@@ -192,10 +192,13 @@ class TransferQueue:
             return Execution(plan.plan_id, rank, refused), layers
         return self._enqueue(plan, rank, transfers, compute_stream, computed)
 
-    def launcher(self, planes: DevicePlanes, arena: ArenaRecords, rank: int) -> _core.PlanLauncher | None:
+    def launcher(
+        self, planes: DevicePlanes, arena: ArenaRecords, rank: int, session: str | None
+    ) -> _core.PlanLauncher | None:
         """Return the device's native submission of plans; use it unless ``has_waiting_loads``."""
         ways = LaunchWays(
             rank=rank,
+            session=session,
             loads=self._loads.stream,
             backups=self._backups.stream,
             window=self._loads.window,

@@ -175,10 +175,12 @@ class LayerRanges(Protocol):
 class LaunchWays:
     """Streams and rules by which a worker's plans are enqueued.
 
-    ``window``: the loads in flight. ``ranges_of``: the ranges of a load of that many blocks.
+    ``session``: the arena of a service that slots of plans refer to, None for an own one. ``window``: the loads in
+    flight. ``ranges_of``: the ranges of a load of that many blocks.
     """
 
     rank: int
+    session: str | None
     loads: Stream
     backups: Stream
     window: CopyWindow
@@ -251,7 +253,7 @@ class Device(Protocol):
     ) -> PlanLauncher | None:
         """Return the native submission of whole plans, None if every plan takes ``copy_blocks``.
 
-        The extents of ``arena`` must not change while it is used.
+        It is used for as long as the extents of ``arena`` do not change.
         """
 
 

@@ -205,6 +205,7 @@ class CudaDevice:
             take_table=self._memory.take_table,
             record_types=(TransferReport, TransferResult, TransferStatus, make_result, NO_POSITIONS),
             purposes=(SwapPurpose.LOAD, SwapPurpose.BACKUP),
+            arena=ways.session,
             name=self.name,
             rank=ways.rank,
             num_layers=ways.num_layers,

@@ -98,7 +98,9 @@ class TierManager(TierViews[RequestT_contra]):
         )
         loads = self._make_requests(ahead)
         self._plans = Plans(layout, settings.plan_timeout, tiers, loads, counters, clock)
-        self._deletions = Deletions(tiers.service, self._plans, self._forget_on_device)
+        self._deletions: Deletions | None = None
+        if tiers.service is not None:
+            self._deletions = Deletions(tiers.service, self._plans, self._forget_on_device)
         hints = tiers.service.hints if tiers.service is not None else None
         self._hints = RequestHints(list(tiers.own_pools.values()), hints, layout, self._hint_clock)
         self._reuse = RecentReuse(tiers.reuse)
@@ -227,7 +229,8 @@ class TierManager(TierViews[RequestT_contra]):
         with self._lock:
             self._set_time()
             self._plans.apply(reports)
-            self._deletions.tell_ended()
+            if self._deletions is not None:
+                self._deletions.tell_ended()
             self._choices.record(reports)
             self._must_look = True
             return self._outcomes()
@@ -248,7 +251,8 @@ class TierManager(TierViews[RequestT_contra]):
         self._service.report(self._figures)
         self._service.flush()
         plans = self._plans.close(self._service.plan_arena)
-        self._deletions.step_closed()
+        if self._deletions is not None:
+            self._deletions.step_closed()
         return plans
 
     @abstractmethod
@@ -304,6 +308,12 @@ class TierManager(TierViews[RequestT_contra]):
             self._plans.expire()
             return self._outcomes()
 
+    @property
+    def has_overdue(self) -> bool:
+        """True while plans or storage tasks go on that were overdue at the last ``expire``."""
+        with self._lock:
+            return self._plans.has_overdue
+
     def worker_lost(self, rank: int) -> list[LoadOutcome]:
         """Forget the blocks that a rank had a part of, once its process is known to be gone; return the loads that end.
 
@@ -333,7 +343,7 @@ class TierManager(TierViews[RequestT_contra]):
 
     def _outcomes(self) -> list[LoadOutcome]:
         outcomes = self._requests.take_outcomes()
-        if outcomes:
+        if outcomes and story.audience.listens:
             story.loads_ended(outcomes)
         return outcomes
 

@@ -106,7 +106,8 @@ class CacheManager(OwnDevice):
         requests = requests_of(requests)
         with self._lock:
             self._set_time()
-            self._deletions.take()
+            if self._deletions is not None:
+                self._deletions.take()
             if self._service is not None:
                 self._reset_device_if_asked(self._service)
             if self._state is not ManagerState.RUNNING:
@@ -169,7 +170,8 @@ class CacheManager(OwnDevice):
         """
         with self._lock:
             self._set_time()
-            self._deletions.take()
+            if self._deletions is not None:
+                self._deletions.take()
             if self._service is not None:
                 self._reset_device_if_asked(self._service)
             if self._hints.open:

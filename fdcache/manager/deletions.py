@@ -16,7 +16,7 @@ class Deletions:
     they have ended.
     """
 
-    def __init__(self, service: HostService | None, plans: Plans, forget: Callable[[Deleted], None]) -> None:
+    def __init__(self, service: HostService, plans: Plans, forget: Callable[[Deleted], None]) -> None:
         self._service = service
         self._plans = plans
         self._forget = forget
@@ -25,7 +25,7 @@ class Deletions:
 
     def take(self) -> None:
         """Forget what the service has named since the last call."""
-        if self._service is not None and (deleted := self._service.take_deleted()) is not None:
+        if (deleted := self._service.take_deleted()) is not None:
             self._forget(deleted)
             self._new = deleted.number
 
@@ -46,5 +46,5 @@ class Deletions:
                 break
             number = last
             self._ending.popleft()
-        if number and self._service is not None:
+        if number:
             self._service.forgot(number)

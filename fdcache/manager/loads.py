@@ -83,9 +83,9 @@ class EngineLoad:
     counted: tuple[int, int] = (0, 0)
 
     @property
-    def unplanned(self) -> tuple[int, ...]:
+    def unplanned(self) -> Int32Array:
         """The device blocks that no plan loads."""
-        return tuple(self.ids[self.load.planned - self.load.first :].tolist())
+        return self.ids[self.load.planned - self.load.first :]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -93,6 +93,32 @@ class OffloadLookups(TierManager[OffloadRequest]):
         with self._lock:
             return is_there(keys, self._host)
 
+    def touch(self, keys: HashArray) -> NDArray[np.bool_]:
+        """Return a mask as ``has`` does; what the storage of this process has of these counts as used now."""
+        with self._lock:
+            if (storage := self._tiers.storage) is not None:
+                for i in range(len(keys)):
+                    storage.index.run(keys[i : i + 1], 0)
+            return is_there(keys, self._host)
+
+    def write(self, keys: HashArray) -> None:
+        """Have blocks of the host tier written that are not on their way to this process's storage, with any policy."""
+        with self._lock:
+            if (storage := self._tiers.storage) is not None:
+                storage.write(keys)
+                self._must_look = True
+
+    def writes_ended(self, keys: HashArray) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which blocks wait for no write to this process's storage, and which of all are stored there.
+
+        A block that has ended and is not stored was dropped: there was no room, the write failed, or it left the host
+        tier before. While the storage takes nothing, nothing waits for it.
+        """
+        with self._lock:
+            if (storage := self._tiers.storage) is not None:
+                return storage.writes_ended(keys)
+            return np.ones(len(keys), np.bool_), np.zeros(len(keys), np.bool_)
+
     def found_blocks(self, request: OffloadRequest) -> Blocks:
         """Return the host blocks that ``match`` has pinned for a request."""
         with self._lock:

@@ -220,7 +220,7 @@ class Offers:
         if stop <= start or not self._requests.may_offer(tracked):
             return None
         self._requests.prepare(request, keeps_gil=True)
-        hashes = self._requests.keys(tracked)
+        hashes = tracked.keys_of_pages(self._records)
         stop = min(stop, len(hashes))
         if stop <= start:
             return None

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from uuid import uuid4
 
+import numpy as np
+
 from fdcache._core import DeviceContents, Loads
+from fdcache.block_owners import BlockOwners
 from fdcache.errors import ConfigurationError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
@@ -18,10 +21,10 @@ from fdcache.manager.lookups import OffloadLookups
 from fdcache.manager.offers import OfferEnd, Offers
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome
-from fdcache.metadata import NO_BLOCK, Int32Array, TransferPlan
+from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers.host import Deleted
+from fdcache.tiers.host import Deleted, PathNote
 from fdcache.tiers.statistics import TierUsage
 
 
@@ -83,6 +86,7 @@ class OffloadManager(OffloadLookups):
     def _make_requests(self, loads_ahead: Callable[[], bool] | bool) -> Loads:
         tiers = self._tiers
         assert tiers.copies is not None
+        self._owners = BlockOwners(self.layout)
         self._copies = tiers.copies
         self._hooks: OffloadHooks | None = None
         self._looks_always = tiers.storage is not None or tiers.service is not None
@@ -141,14 +145,19 @@ class OffloadManager(OffloadLookups):
 
         With groups of layers ``device_ids`` has for each page the device blocks of its records, in the order of the
         layout's ``page_groups``; ``NO_BLOCK`` stands for a block that the engine does not need. With states it has
-        the blocks of all pages found, then one for each of ``state_groups``: fewer load nothing.
+        the blocks of all pages found, then one for each of ``state_groups``: fewer load nothing. States that each rank
+        has of its own lie in the same device block on all.
 
         The device blocks count as given away, as by ``evicted``. The load ends with a ``LoadOutcome`` of ``apply`` or
         ``expire``. Return 0 if nothing was found, or it was unpinned since by ``expire``, a reset or the end of the
         session at a service: nothing will be loaded then. Raises ``PlanError`` for ids of no device block, or that are
         listed twice.
         """
-        ids = device_ids_of(device_ids, with_none=bool(self.layout.groups), distinct=True)
+        ids = device_ids_of(
+            device_ids, with_none=bool(self.layout.groups), distinct=not self._owners.are_apart
+        )
+        if self._owners.are_apart:
+            ids = device_ids_of(self._owners.path(ids), with_none=True, distinct=True)
         with self._lock:
             self._set_time()
             tracked = self._requests.get(request)
@@ -158,7 +167,7 @@ class OffloadManager(OffloadLookups):
                 tracked.count_lookup(self._counters, self.layout)
             has_load = tracked is not None and len(wanted) > 0
             if tracked is not None and has_load:
-                self._give_away(wanted)
+                self._give_away(self._owners.every(self._owners.blocks(wanted)))
                 planned = self._requests.load(tracked, ids, self._plans.open)
                 if story.audience.listens:
                     story.load_planned(request.request_id, planned)
@@ -196,12 +205,21 @@ class OffloadManager(OffloadLookups):
         this offer; else 0. The engine keeps those blocks until then.
         """
         num_tokens = count_of("num_tokens", num_tokens)
-        table = table_of(device_ids)
+        table = self._owners.shared(table_of(device_ids))
         with self._lock:
             offered = self._offers.offer(self._requests.track(request), num_tokens, table)
             if offered is not None:
                 self._describe([request])
             return self._offers.number(offered) if tells_end else 0
+
+    def describe(self, keys: HashArray, tokens: Int32Array, parent: bytes, note: PathNote) -> None:
+        """Tell a service that asks for it the tokens of blocks with keys of the engine, so that it can tell routers.
+
+        ``parent``: the key of the block before them, empty for the beginning of a prompt.
+        """
+        with self._lock:
+            if self._service is not None and self._service.notes.is_wanted:
+                self._service.notes.describe_path(keys.tobytes(), tokens.tobytes(), parent, note)
 
     def take_offer_ends(self) -> list[OfferEnd]:
         """Return the ends of offers that were asked for, in the order of the offers: one that goes on holds up others.
@@ -223,7 +241,8 @@ class OffloadManager(OffloadLookups):
         that record already. States in the middle of a page, and those of a layout without states, are of no use.
         Raises ``PlanError`` for ids of no device block, or another number of them.
         """
-        num_tokens, ids = count_of("num_tokens", num_tokens), device_ids_of(device_ids)
+        num_tokens, ids = count_of("num_tokens", num_tokens), self._owners.path(device_ids_of(device_ids))
+        above = int(self._owners.shared(np.array([above], np.int32))[0])
         with self._lock:
             self._offers.offer_states(self._requests.track(request), num_tokens, ids, above)
 
@@ -233,20 +252,20 @@ class OffloadManager(OffloadLookups):
         Wanted blocks in them are copied out first, and copies of them in flight are waited for by that step. Call it
         for every block that the step gives to a request, before ``take_plans``.
         """
-        ids = device_ids_of(device_ids)
+        ids = self._owners.every(device_ids_of(device_ids))
         with self._lock:
             self._give_away(ids)
 
     def forget(self, device_ids: Int32Array) -> None:
         """Forget what was offered in these device blocks: it has gone, or is not wanted below."""
-        ids = device_ids_of(device_ids)
+        ids = self._owners.every(device_ids_of(device_ids))
         with self._lock:
             self._offers.states.given_away(ids)
             self._contents.forget(ids)
 
     def next_evicted(self, device_ids: Int32Array) -> None:
         """Take the device blocks that the engine gives away next, coldest first: write_back keeps them clean."""
-        ids = device_ids_of(device_ids)
+        ids = self._owners.every(device_ids_of(device_ids))
         if self.settings.write_policy is not WritePolicy.WRITE_BACK:
             return
         with self._lock:
@@ -276,7 +295,8 @@ class OffloadManager(OffloadLookups):
         ``is_patient``: more steps are sure to follow, so that a few blocks to copy may wait for others.
         """
         with self._lock:
-            self._deletions.take()
+            if self._deletions is not None:
+                self._deletions.take()
             has_copies = self._contents.has_offers or self._copies.has_queue
             if not (has_copies or self._has_planned or self._must_look):
                 return []
@@ -353,4 +373,4 @@ class OffloadManager(OffloadLookups):
         return self._service is not None and self._service.take_device_reset()
 
     def _device_usage(self) -> TierUsage:
-        return TierUsage(blocks=self._contents.num_blocks, ready=self._contents.num_known)
+        return TierUsage(blocks=self._owners.count(self._contents.num_blocks), ready=self._contents.num_known)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from fdcache import _core, tracing
-from fdcache.groups import record_keys
+from fdcache.block_owners import BlockOwners
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest, matchable_hashes, require_request
 from fdcache.manager.load_choices import LoadChoices
@@ -54,6 +53,7 @@ class OffloadedRequests:
         self._pin_timeout = settings.plan_timeout
         self._block_size = layout.block_size
         self._records = layout.page_records
+        self._owners = BlockOwners(layout)
         self._units = layout.page_records + layout.num_states
         self._states = StatePaths(layout, host) if layout.num_states else None
         self._ends = MatchEnds(layout, host) if layout.groups else None
@@ -128,16 +128,6 @@ class OffloadedRequests:
             self._waits.forget(request)
         if tracked.fetch and self._fetches is not None:
             self._fetches.end(tracked.fetch)
-
-    def keys(self, tracked: Tracked) -> HashArray:
-        """Return the keys of the records of a request's pages."""
-        hashes = tracked.request.block_hashes
-        if self._records == 1:
-            return hashes
-        have = len(tracked.keys) // self._records if self._records else len(hashes)
-        if have < len(hashes):
-            tracked.keys = np.concatenate((tracked.keys, record_keys(hashes[have:], self._records)))
-        return tracked.keys
 
     def forget_found(self, reason: str) -> None:
         """Forget what was found and what was offered, as after a reset; loads in flight count for nothing."""
@@ -417,7 +407,7 @@ class OffloadedRequests:
         pages = matchable_hashes(tracked.request, self._block_size, whole_prompt=whole)
         if self._records == 1 or self._states_at_end(tracked) is not None:
             return pages
-        return self.keys(tracked)[: len(pages) * self._records]
+        return tracked.keys_of_pages(self._records)[: len(pages) * self._records]
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:
@@ -462,7 +452,7 @@ class OffloadedRequests:
         tracked, load = self._waiting_for(loading), loading.load
         if tracked is None:
             return NOTHING, False
-        found, stop = self._look(tracked, self.keys(tracked)[: load.stop], load.planned)
+        found, stop = self._look(tracked, tracked.keys_of_pages(self._records)[: load.stop], load.planned)
         if stop is None:
             self._unpin_fetch(tracked)
         elif load.planned + len(found) == load.stop:
@@ -496,7 +486,8 @@ class OffloadedRequests:
             if not load.is_confirmed:
                 request.device_only |= load.is_overdue or not load.is_revoked
                 self._choices.matched(request.request_id, load.first, load.arrived - load.first)
-        outcome: LoadOutcome = load.outcome(self._load_forms, request.request_id, loading.unplanned)
+        unplanned = tuple(self._owners.blocks(loading.unplanned).tolist())
+        outcome: LoadOutcome = load.outcome(self._load_forms, request.request_id, unplanned)
         if self._states is None:
             return outcome
         pages = loading.pages.stop if load.is_confirmed else loading.pages.start

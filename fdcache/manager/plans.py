@@ -40,6 +40,7 @@ class Plans:
         self.hooks: PlanHooks | None = None
         """Those of hand-overs, where there are some."""
 
+        self._overdue: list[int] = []
         self._reports = self._make_reports()
         self.open, self.ahead = OpenPlan(), OpenPlan(is_ahead=True)
 
@@ -71,6 +72,13 @@ class Plans:
         return len(self._ledger)
 
     @property
+    def has_overdue(self) -> bool:
+        """True while a plan is in flight whose deadline had passed at the last ``expire``."""
+        if self._overdue:
+            self._overdue = [number for number in self._overdue if number in self._ledger]
+        return bool(self._overdue)
+
+    @property
     def unfinished(self) -> int:
         """Number of plans in flight, and the open one unless it is empty."""
         storage = self._tiers.storage
@@ -99,7 +107,7 @@ class Plans:
         if self.hooks is not None:
             plan = self.hooks.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
             sent = sent if plan is None else [plan, *sent]
-        if sent:
+        if sent and story.audience.ask():
             story.plans_sent(sent)
         return sent
 
@@ -172,6 +180,7 @@ class Plans:
     def expire(self) -> None:
         """End the loads of plans whose deadline has passed since the last call."""
         late = self._ledger.newly_overdue(self._clock())
+        self._overdue += [flight.plan.plan_id for flight in late]
         if late and self._tiers.storage:
             self._tiers.storage.overdue(late)
         for flight in late:

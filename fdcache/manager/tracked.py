@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fdcache._core import DevicePath
+from fdcache.groups import record_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.loads import EngineLoad, PeerRun
@@ -20,13 +21,14 @@ class Tracked:
     ``found`` is the kept answer of the host tier, for blocks from ``start`` on; ``arena`` names the memory that its
     slots refer to. ``coming`` blocks after them, or with nothing found after the device's, are being read from storage.
     ``device_blocks`` is the number that the engine had when it asked last, ``load`` the load whose outcome was not
-    taken. ``peer`` has what is neither on the device nor below it, until that is fetched or declined. ``keys`` are
-    those of the records of its pages; everything here counts records, of which a page has some for each group of
-    layers. ``end``: in a layout with states, the pages at whose end are those that were found, or that are read from
-    storage; 0 for none. ``ended_by``: the group of layers that ended the last match.
+    taken. ``peer`` has what is neither on the device nor below it, until that is fetched or declined. Everything here
+    counts records, of which a page has some for each group of layers. ``end``: in a layout with states, the pages at
+    whose end are those that were found, or that are read from storage; 0 for none. ``ended_by``: the group of layers
+    that ended the last match.
     """
 
     __slots__ = (
+        "_keys",
         "arena",
         "asked_at",
         "coming",
@@ -41,7 +43,6 @@ class Tracked:
         "found_at",
         "is_counted",
         "is_stale",
-        "keys",
         "limit",
         "load",
         "path",
@@ -52,7 +53,7 @@ class Tracked:
 
     def __init__(self, request: OffloadRequest) -> None:
         self.request = request
-        self.keys: HashArray = np.empty((0, 32), np.uint8)
+        self._keys: HashArray = np.empty((0, 32), np.uint8)
         self.found: Found | None = None
         self.start = 0
         self.coming = 0
@@ -76,6 +77,16 @@ class Tracked:
         if not isinstance(self.request, KeyedRequest):
             return ROOT
         return UNKNOWN if self.request.parent is None else self.request.parent
+
+    def keys_of_pages(self, records: int) -> HashArray:
+        """Return the keys of the records of the request's pages, each of which has ``records``."""
+        hashes = self.request.block_hashes
+        if records == 1:
+            return hashes
+        have = len(self._keys) // records if records else len(hashes)
+        if have < len(hashes):
+            self._keys = np.concatenate((self._keys, record_keys(hashes[have:], records)))
+        return self._keys
 
     @property
     def lease(self) -> int:

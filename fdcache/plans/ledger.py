@@ -248,12 +248,31 @@ class OpenPlan:
         return take_transfers(self._lists, _FORMS)
 
 
+def _joined(first: CacheSwapMetadata, second: CacheSwapMetadata) -> CacheSwapMetadata:
+    """Return two transfers of one purpose, of blocks that are all verified alike, as one."""
+    columns = (
+        "src_block_ids",
+        "src_generations",
+        "dst_block_ids",
+        "dst_generations",
+        "hash_values",
+        "parent_hashes",
+    )
+    return replace(
+        first, **{each: np.concatenate((getattr(first, each), getattr(second, each))) for each in columns}
+    )
+
+
 @dataclass(slots=True, eq=False)
 class StorageOrder:
-    """A transfer between host and storage. ``plan_id`` is 0 until it is sent; ``failed`` is set at its end."""
+    """A transfer between host and storage. ``plan_id`` is 0 until it is sent; ``failed`` is set at its end.
+
+    ``is_shared``: others may be added to it until it is sent.
+    """
 
     swap: CacheSwapMetadata
     timeout: float
+    is_shared: bool = False
     plan_id: int = 0
     failed: bool = False
 
@@ -281,9 +300,17 @@ class StorageOrders:
         slots: Int32Array,
         generations: UInt32Array,
         timeout: float,
+        most_shared: int = 0,
     ) -> StorageOrder:
-        """Plan a transfer that has ``timeout`` seconds once a rank has it."""
-        order = StorageOrder(make_swap(purpose, source, slots, generations), timeout)
+        """Plan a transfer that has ``timeout`` seconds once a rank has it.
+
+        ``most_shared``: it may be one with others, of at most as many blocks.
+        """
+        swap, last = make_swap(purpose, source, slots, generations), self.orders[-1] if self.orders else None
+        if last is not None and last.is_shared and len(last.swap) + len(swap) <= most_shared:
+            last.swap = _joined(last.swap, swap)
+            return last
+        order = StorageOrder(swap, timeout, is_shared=most_shared > 0)
         self.orders.append(order)
         return order
 

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache._core import CancelFlag, RecordTable
+from fdcache._core import CancelFlag, RecordTable, Tier
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, StorageScan, UInt32Array, UInt64Array
 from fdcache.settings.cache import StorageTierSettings
@@ -298,10 +298,16 @@ def last_whole(there: NDArray[np.bool_], width: int) -> int:
 
 @runtime_checkable
 class ServesHostRecords(Protocol):
-    """A connector that lets others read host records where they are."""
+    """A connector that lets others read host records where they are. Calls never block."""
+
+    def lend_from(self, host: Tier | None) -> None:
+        """Hold records in the slots of this tier while others read them; None: there is none any more.
+
+        The host tier evicts first what others have read since, as they have it, too.
+        """
 
     def withdraw(self, hashes: HashArray | None) -> None:
-        """Serve these blocks to nobody any more, None for all: the host tier was told to forget them. Never blocks."""
+        """Serve these blocks to nobody any more, None for all: the host tier was told to forget them."""
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fdcache._core import CancelFlag, RecordTable
+from fdcache._core import CancelFlag, RecordTable, Tier
 from fdcache.errors import PlanError, TransferTimeoutError
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.metadata import (
@@ -237,6 +237,11 @@ class StorageQueue:
         storage = self.storage
         assert isinstance(storage, PlacedStorage), "a storage without slots is emptied by hash"
         self._erase(lambda: storage.erase(slots))
+
+    def lend_from(self, host: Tier | None) -> None:
+        """Hold records in the slots of this host tier while others read them; None: there is none any more."""
+        if isinstance(self.storage, ServesHostRecords):
+            self.storage.lend_from(host)
 
     def withdraw(self, hashes: HashArray | None) -> None:
         """Serve these host records to nobody else, None for all, once the writes queued so far are done."""

@@ -276,24 +276,28 @@ class KnownRecords:
     def fill(self, hashes: HashArray) -> RecordBatch:
         """Fill records 0, 1, ... with these blocks of one path; return their batch."""
         batch = self.batch(hashes)
-        planes = self.layout.planes
         for slot, (row, parent) in enumerate(zip(batch.hashes, batch.parents, strict=True)):
-            record = self.table.record(slot)
-            record[:] = self.content(row.tobytes())
-            checksum = _core.record_checksum(
-                record, [plane.offset for plane in planes], [plane.nbytes for plane in planes]
-            )
-            header = _core.SlotHeader(
-                _READY,
-                1,
-                row.tobytes(),
-                parent.tobytes(),
-                self.layout.fingerprint,
-                self.layout.payload_bytes,
-                checksum,
-            )
-            self.table.set_header(slot, header)
+            self.put_block(slot, 1, row.tobytes(), parent.tobytes())
         return batch
+
+    def put_block(self, slot: int, generation: int, block_hash: bytes, parent: bytes) -> None:
+        """Fill a record with this block."""
+        planes = self.layout.planes
+        record = self.table.record(slot)
+        record[:] = self.content(block_hash)
+        checksum = _core.record_checksum(
+            record, [plane.offset for plane in planes], [plane.nbytes for plane in planes]
+        )
+        header = _core.SlotHeader(
+            _READY,
+            generation,
+            block_hash,
+            parent,
+            self.layout.fingerprint,
+            self.layout.payload_bytes,
+            checksum,
+        )
+        self.table.set_header(slot, header)
 
     def wipe(self) -> None:
         """Overwrite all records and clear their headers."""

@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 
 from fdcache import _core
+from fdcache.devices.shared_planes import SharedPlanes
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, UInt64Array
 from fdcache.settings.peers import PeerSettings
@@ -40,7 +41,6 @@ from fdcache.transfer.connector import (
     TransferConnector,
     TransferContext,
 )
-from fdcache.transfer.shared_planes import SharedPlanes
 
 __all__ = ["PeerPlanes", "TransferConformance", "transfer_layout"]
 

@@ -128,10 +128,16 @@ class FetchTable:
         return np.zeros(len(hashes), np.bool_) if reads is None else reads.stored(hashes)
 
     def last_end(self, hashes: HashArray, first: int) -> int | None:
-        """Return after how many of these pages the storage has states; with best effort nothing is waited for."""
+        """Return after how many of these pages the storage has states.
+
+        With best effort nothing is waited for: what the store has is read for later requests.
+        """
         reads = self._reads()
         found = 0 if reads is None else reads.last_end(hashes, first)
-        return 0 if found is None and self.terms.policy is PrefetchPolicy.BEST_EFFORT else found
+        if reads is None or found is not None or self.terms.policy is not PrefetchPolicy.BEST_EFFORT:
+            return found
+        reads.pursued.add(hashes, first)
+        return 0
 
     @property
     def num_leases(self) -> int:

@@ -140,6 +140,9 @@ class SharedNotes(Protocol):
     def describe(self, requests: Sequence[Any]) -> None:
         """Describe the blocks of requests, each with a ``note``, that are not described yet."""
 
+    def describe_path(self, hashes: bytes, tokens: bytes, parent: bytes, note: PathNote) -> None:
+        """Describe blocks of a path with their tokens in int32, below the block ``parent``; that is empty for none."""
+
     def on_session(self, tell: Callable[[], bool]) -> None:
         """Call ``tell`` in each new session, from another thread, until it returns True."""
 

@@ -16,7 +16,7 @@ from fdcache.settings.cache import CacheSettings, EvictionPolicy, StorageTierSet
 from fdcache.storage.connector import StorageConnector
 from fdcache.storage.slab_format import slots_for
 from fdcache.tiers.host import discard_corrupt
-from fdcache.tiers.pool import NO_PARENT, RESERVED, BlockPool, with_absent_ancestors
+from fdcache.tiers.pool import NO_PARENT, PENDING, READY, RESERVED, BlockPool, with_absent_ancestors
 from fdcache.tiers.remote_index import RemoteIndex
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import NO_ROOM, LocalIndex, StorageIndex
@@ -79,6 +79,12 @@ class StorageWrites:
     def request(self, hashes: HashArray) -> None:
         """Queue blocks that someone asks to be stored, with any policy."""
         self._enqueue(hashes)
+
+    def waiting(self, hashes: HashArray) -> Mask:
+        """Return a mask of the blocks that wait to be written to a storage that takes blocks now."""
+        if self.is_refused:
+            return np.zeros(len(hashes), np.bool_)
+        return self._queue.holds(hashes).view(np.bool_)
 
     def on_evict(self, hashes: HashArray) -> None:
         """Count blocks that left the host tier and, with write_back, were not written in time."""
@@ -266,6 +272,22 @@ class StorageTier:
     def has(self, hashes: HashArray) -> Mask:
         """Return a mask of the blocks that are stored or being written, as far as this process knows."""
         return ~self.index.is_absent(hashes)
+
+    def write(self, hashes: HashArray) -> None:
+        """Queue those of these host blocks that are neither stored nor on their way, with any policy."""
+        self.writes.request(hashes[self.index.is_absent(hashes) & ~self.writes.waiting(hashes)])
+
+    def writes_ended(self, hashes: HashArray) -> tuple[Mask, Mask]:
+        """Return which blocks wait for no write any more, and which of all are stored: others that ended were dropped.
+
+        A store of others has a block as soon as it is being written.
+        """
+        stored = self.has(hashes)
+        ended = ~self.writes.waiting(hashes)
+        if self.pool is not None:
+            presence = self.pool.contains(hashes)
+            stored, ended = presence == READY, ended & (presence != PENDING)
+        return ended, stored
 
     def restore(self, scans: Sequence[StorageScan]) -> int:
         """Enter the blocks of the ranks' files; none while a reset may not have reached every file."""

@@ -15,16 +15,15 @@ import numpy as np
 from fdcache.errors import StaleLeaseError
 from fdcache.groups import record_keys, state_keys
 from fdcache.metadata import CacheSwapMetadata, HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.ledger import ROOT, UNKNOWN, Blocks, Mask, StorageOrders, parents_of
+from fdcache.plans.ledger import NO_CHECKSUMS, ROOT, UNKNOWN, Blocks, Mask, StorageOrders, parents_of
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.pool import ABSENT, READY, RESERVED, BlockPool
+from fdcache.tiers.pursued_reads import PursuedReads
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import StorageIndex, question
 from fdcache.tiers.waiting_fetches import Fetch, Read, ReadJudge, Wait, WaitingFetches
 
 log = logging.getLogger(__name__)
-
-_NO_CHECKSUMS = np.empty(0, np.uint64)
 
 MOST_GROUP_BYTES = 128 << 20
 _FIRST_GROUP_BYTES = 32 << 20
@@ -105,6 +104,7 @@ class StorageReads:
         self._by_block: dict[bytes, Read] = {}
         self._unneeded: dict[Read, None] = {}
         self._waiting = WaitingFetches()
+        self.pursued = PursuedReads(self, page_records, num_states)
         self._group = GroupSize(clock)
 
     @property
@@ -120,7 +120,7 @@ class StorageReads:
     @property
     def num_waiting(self) -> int:
         """Number of fetches that wait for something other than a read."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self.pursued)
 
     @property
     def is_idle(self) -> bool:
@@ -205,6 +205,7 @@ class StorageReads:
     def advance(self) -> None:
         """Continue the fetches that can go on, and as many as there is room for."""
         self._take_answers()
+        self.pursued.advance()
         for fetch in self._waiting.take_ready():
             self._advance(fetch)
         while (first := self._waiting.first_for_room()) is not None and self._has_room:
@@ -254,10 +255,8 @@ class StorageReads:
 
     def requests_of(self, plan_id: int) -> list[str]:
         """Return the ids of the requests that a read in flight is for, as far as they are known."""
-        for read in self._reads.values():
-            if read.order.plan_id == plan_id:
-                return read.requests
-        return []
+        reads = (read for read in self._reads.values() if read.order.plan_id == plan_id)
+        return [name for read in reads for name in read.requests]
 
     def _leave(self, fetch: Fetch) -> None:
         for read in fetch.reads:
@@ -296,23 +295,32 @@ class StorageReads:
         """Return the plan ids of sent reads that no fetch needs any more, each once."""
         if not self._unneeded:
             return ()
-        plans = tuple(read.order.plan_id for read in self._unneeded if read.order.plan_id)
-        self._unneeded = {read: None for read in self._unneeded if not read.order.plan_id}
-        return plans
+        orders = {read.order: None for read in self._unneeded if read.order.plan_id}
+        ended = [each for each in orders if all(read in self._unneeded for read in self._of(each.swap))]
+        self._unneeded = {read: None for read in self._unneeded if read.order not in ended}
+        return tuple(order.plan_id for order in ended)
 
     def overdue(self, swap: CacheSwapMetadata) -> None:
         """Continue fetches without a read that has not ended in time."""
-        read = self._reads[int(swap.dst_block_ids[0])]
-        read.order.failed = True
-        self._waiting.wake(read.waiters)
+        for read in self._of(swap):
+            read.order.failed = True
+            self._waiting.wake(read.waiters)
+
+    def _of(self, swap: CacheSwapMetadata) -> list[Read]:
+        """Return the reads of a transfer: blocks that are wanted by themselves are read together."""
+        return [self._reads[slot] for slot in swap.dst_block_ids.tolist() if slot in self._reads]
 
     def ended(self, swap: CacheSwapMetadata, *, failed: bool) -> None:
         """End a read whose blocks are settled in the host: every rank has reported it, or it was never sent."""
         self._blocks_in_flight -= len(swap)
         self._group.end(0 if failed else len(swap) * self._block_bytes)
         self._host.loading_from_storage.difference_update(swap.dst_block_ids.tolist())
-        read = self._reads.pop(int(swap.dst_block_ids[0]))
-        read.order.failed = read.order.failed or failed
+        for read in self._of(swap):
+            del self._reads[read.slot]
+            read.order.failed = read.order.failed or failed
+            self._ended(read)
+
+    def _ended(self, read: Read) -> None:
         for fetch in read.waiters:
             fetch.since, fetch.ahead = self._clock(), 0
             if read.order.failed:
@@ -443,7 +451,7 @@ class StorageReads:
         return np.concatenate((_row(parent if is_there else UNKNOWN), hashes[: stop - 1]))
 
     def _give_back(self, slots: Int32Array) -> None:
-        self._host.complete(slots, np.zeros(len(slots), np.uint8), _NO_CHECKSUMS)
+        self._host.complete(slots, np.zeros(len(slots), np.uint8), NO_CHECKSUMS)
 
     def _order(
         self, fetch: Fetch, source: Blocks, start: int, slots: Int32Array, generations: UInt32Array
@@ -457,7 +465,8 @@ class StorageReads:
             group = slice(first, first + size)
             blocks = source.select(group)
             order = self._orders.add(
-                SwapPurpose.PREFETCH, blocks, slots[group], generations[group], self._timeout
+                *(SwapPurpose.PREFETCH, blocks, slots[group], generations[group], self._timeout),
+                most_shared=size if len(fetch.hashes) == 1 and blocks.unverified is None else 0,
             )
             read = Read([row.tobytes() for row in blocks.hashes], order, int(slots[first]))
             self._reads[read.slot] = read

@@ -10,9 +10,10 @@ use until ``poll`` returns its end. All calls of a connector come from one threa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -52,6 +53,8 @@ class LocalPlanes:
         """
         table, blocks = self.table_of(pieces), np.ascontiguousarray(slots)
         first, last, _ = (planes or slice(None)).indices(self.layout.num_planes)
+        if pieces is not None:
+            first, last = pieces.range_of(first, last)
         if self.gpu is not None:
             part = None if pieces is None else self.gpu.part(pieces, table)
             return self.gpu.sums(blocks, part, first, last)
@@ -64,16 +67,36 @@ class LocalPlanes:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A run of bytes in each plane of a block: where it starts, its size, and its position in the record for sums."""
+    """Runs of bytes in each plane of a block: where each starts, its size, and its position in the record for sums.
+
+    ``per_plane``: how many there are of each plane. ``states``: those of blocks with states, if they are others.
+    """
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     positions: tuple[int, ...]
+    per_plane: int = 1
+    states: Pieces | None = None
+
+    def of(self, *, is_state: bool) -> Pieces:
+        """Return the pieces of blocks of a kind."""
+        return self.states if is_state and self.states is not None else self
+
+    def range_of(self, first_plane: int, last_plane: int) -> tuple[int, int]:
+        """Return the numbers of the pieces of a range of planes."""
+        return first_plane * self.per_plane, last_plane * self.per_plane
 
     def table(self, addresses: Sequence[int], strides: Sequence[int], owner: object) -> PlaneTable:
         """Return the pieces of planes at these addresses as planes of their own; ``owner`` keeps them alive."""
-        begins = [address + start for address, start in zip(addresses, self.starts, strict=True)]
-        return PlaneTable(begins, list(strides), list(self.sizes), list(self.positions), owner)
+        planes = [number // self.per_plane for number in range(len(self.starts))]
+        begins = [addresses[plane] + start for plane, start in zip(planes, self.starts, strict=True)]
+        rows = [strides[plane] for plane in planes]
+        return PlaneTable(begins, rows, list(self.sizes), list(self.positions), owner)
+
+
+def pieces_of(pieces: Pieces | None, *, is_state: bool) -> Pieces | None:
+    """Return the pieces of blocks of a kind, None for whole planes."""
+    return None if pieces is None else pieces.of(is_state=is_state)
 
 
 def whole_planes(layout: KVLayout) -> Pieces:
@@ -122,7 +145,7 @@ class ReadOrder:
     """Read planes of ``len(slots)`` blocks of a published part into ``slots``.
 
     ``places`` and ``count`` describe the part; its first ``skip`` blocks are left out. On a GPU the slots may be
-    written ``after`` that event, if there is one.
+    written ``after`` that event, if there is one. ``is_state``: the blocks hold states, and not tokens.
     """
 
     read_id: int
@@ -134,6 +157,7 @@ class ReadOrder:
     last_plane: int
     slots: Int32Array
     after: Event | None = None
+    is_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,27 +338,51 @@ class Sharing:
         return dict(self.sources)
 
 
-def share(layout: KVLayout, rank: int, peer_ranks: int | None) -> Sharing:
+def share(layout: KVLayout, rank: int, peer_ranks: int | None, state_parts: tuple[int, ...] = ()) -> Sharing:
     """Return what a rank shares with instances of ``peer_ranks`` ranks, None for as many as its own has.
 
-    Raises ``TransferError`` if neither tensor parallelism is a multiple of the other, or for planes that cannot be
-    split by head.
+    ``state_parts``: bytes of the parts that a state has in a plane, one after the other, each of which the ranks share
+    evenly. Raises ``TransferError`` if neither tensor parallelism is a multiple of the other, or for planes that cannot
+    be split by head, or states.
     """
+    theirs = layout_of_peer(layout, peer_ranks)
+    if theirs is layout:
+        return Sharing(layout, ((rank, None),), (), (None,), rank)
+    if layout.num_states and (layout.is_latent or not state_parts):
+        raise TransferError(
+            f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: the layout has states, and the parts that ranks share of them "
+            f"are not given, or lie beside latents; give all instances {layout.tp_size} ranks"
+        )
+    if layout.is_latent:
+        return _replicated(layout, theirs, rank)
+    return _split(layout, theirs, rank, _parts_of_smaller(layout, theirs, state_parts))
+
+
+def layout_of_peer(layout: KVLayout, peer_ranks: int | None) -> KVLayout:
+    """Return the layout of instances of ``peer_ranks`` ranks, None for as many as the own has. Raises as ``share``."""
     own = layout.tp_size
     if peer_ranks is None or peer_ranks == own:
-        return Sharing(layout, ((rank, None),), (), (None,), rank)
+        return layout
     if own % peer_ranks and peer_ranks % own:
         raise TransferError(
             f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: this instance has {own} ranks; one has to be a multiple of the "
             "other"
         )
     try:
-        theirs = layout.with_tp_size(peer_ranks)
+        return layout.with_tp_size(peer_ranks)
     except LayoutError as error:
         raise TransferError(f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: {error}") from error
-    if layout.is_latent:
-        return _replicated(layout, theirs, rank)
-    return _split(layout, theirs, rank)
+
+
+def _parts_of_smaller(own: KVLayout, theirs: KVLayout, parts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the parts of a state on a rank of the instance with more ranks. Raises ``TransferError``."""
+    times = max(theirs.tp_size // own.tp_size, 1)
+    if any(part % (times * _WORD) for part in parts):
+        raise TransferError(
+            f"FDCACHE_TRANSFER_PEER_RANKS={theirs.tp_size}: the parts of a state, {', '.join(map(str, parts))} bytes, "
+            f"cannot be divided among {times} ranks in multiples of {_WORD} bytes"
+        )
+    return tuple(part // times for part in parts)
 
 
 def _replicated(own: KVLayout, theirs: KVLayout, rank: int) -> Sharing:
@@ -344,19 +392,29 @@ def _replicated(own: KVLayout, theirs: KVLayout, rank: int) -> Sharing:
     return Sharing(theirs, ((ranks[0], joint),), ranks[1:], (None,) * readers, ranks[0])
 
 
-def _split(own: KVLayout, theirs: KVLayout, rank: int) -> Sharing:
+def _split(own: KVLayout, theirs: KVLayout, rank: int, parts: tuple[int, ...]) -> Sharing:
     ranks = _facing(own, theirs, rank)
     if theirs.tp_size > own.tp_size:
+        whole = _whole_with_states(theirs, parts)
         sources = tuple(
-            (each, Joint(theirs, whole_planes(theirs), _piece(theirs, own, index, theirs)))
+            (each, Joint(theirs, whole, _piece(theirs, own, index, theirs, parts)))
             for index, each in enumerate(ranks)
         )
-        readers = tuple(_piece(theirs, own, index, own) for index in range(len(ranks)))
+        readers = tuple(_piece(theirs, own, index, own, parts) for index in range(len(ranks)))
         return Sharing(theirs, sources, (), readers, ranks[0])
     index = rank % (own.tp_size // theirs.tp_size)
-    piece = _piece(own, theirs, index, theirs)
-    mine = Pieces((0,) * own.num_planes, piece.sizes, piece.positions)
-    return Sharing(theirs, ((ranks[0], Joint(theirs, piece, mine)),), (), (None,), ranks[0])
+    piece = _piece(own, theirs, index, theirs, parts)
+    mine = _at(_whole_with_states(own, parts), piece)
+    reader = _whole_with_states(own, parts) if parts else None
+    return Sharing(theirs, ((ranks[0], Joint(theirs, piece, mine)),), (), (reader,), ranks[0])
+
+
+def _at(pieces: Pieces, others: Pieces) -> Pieces:
+    """Return pieces with the positions of others of the same sizes."""
+    states = None
+    if pieces.states is not None and others.states is not None:
+        states = _at(pieces.states, others.states)
+    return replace(pieces, positions=others.positions, states=states)
 
 
 def _facing(own: KVLayout, theirs: KVLayout, rank: int) -> tuple[int, ...]:
@@ -367,8 +425,17 @@ def _facing(own: KVLayout, theirs: KVLayout, rank: int) -> tuple[int, ...]:
     return (rank * theirs.tp_size // own.tp_size,)
 
 
-def _piece(small: KVLayout, large: KVLayout, index: int, prefill: KVLayout) -> Pieces:
-    """Return the planes of a small layout within those of a large one, with the positions of prefill's record."""
+def _whole_with_states(layout: KVLayout, parts: tuple[int, ...]) -> Pieces:
+    """Return one piece for each plane, and those of the states in it."""
+    pieces = whole_planes(layout)
+    return replace(pieces, states=_states(layout, parts, layout, 1, 0)) if parts else pieces
+
+
+def _piece(small: KVLayout, large: KVLayout, index: int, prefill: KVLayout, parts: tuple[int, ...]) -> Pieces:
+    """Return the planes of a small layout within those of a large one, with the positions of prefill's record.
+
+    ``parts``: those of a state in a plane of the small layout.
+    """
     starts, sizes, positions = [], [], []
     for part, whole, record in zip(small.planes, large.planes, prefill.planes, strict=True):
         if part.nbytes % _WORD:
@@ -381,4 +448,15 @@ def _piece(small: KVLayout, large: KVLayout, index: int, prefill: KVLayout) -> P
         starts.append(start)
         sizes.append(part.nbytes)
         positions.append(record.offset + (start if prefill is large else 0))
-    return Pieces(tuple(starts), tuple(sizes), tuple(positions))
+    states = _states(prefill, parts, large, large.planes[0].nbytes // small.planes[0].nbytes, index)
+    return Pieces(tuple(starts), tuple(sizes), tuple(positions), states=states if parts else None)
+
+
+def _states(prefill: KVLayout, parts: tuple[int, ...], large: KVLayout, times: int, index: int) -> Pieces:
+    """Return the parts of a rank's states in the planes of a layout that has those of ``times`` ranks."""
+    befores = tuple(accumulate(parts, initial=0))[:-1]
+    starts = tuple(times * before + index * part for before, part in zip(befores, parts, strict=True))
+    at = starts if prefill is large else befores
+    planes = prefill.num_planes
+    positions = tuple(plane.offset + each for plane in prefill.planes for each in at)
+    return Pieces(starts * planes, parts * planes, positions, per_plane=len(parts))

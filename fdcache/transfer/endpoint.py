@@ -64,6 +64,8 @@ class EndpointOptions:
     verifies: bool = True
     groups: tuple[tuple[int, int], ...] = ()
     """Ranges of layers that are announced together."""
+    state_parts: tuple[int, ...] = ()
+    """Bytes of the parts of a state in a plane, each of which ranks share evenly."""
 
 
 class TransferEndpoint:
@@ -80,7 +82,7 @@ class TransferEndpoint:
         self.groups = options.groups or ((0, layout.total_layers),)
         """Ranges of layers that are announced together."""
         self.address = rank_address(settings.address, options.rank)
-        self._sharing = share(layout, options.rank, settings.peer_ranks)
+        self._sharing = share(layout, options.rank, settings.peer_ranks, options.state_parts)
         self._commands: deque[Callable[[float], None]] = deque()
         self._sums: deque[Callable[[], None]] = deque()
         """Parts to sum, one at a time, as messages and reads come first."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache.block_owners import BlockOwners
 from fdcache.errors import RequestStateError
 from fdcache.groups import path_end
 from fdcache.manager.keyed import OffloadRequest
@@ -26,7 +27,7 @@ from fdcache.manager.requests import PeerSource, Request
 from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, PeerTask, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.peers import TransferRole
-from fdcache.transfer.connector import share
+from fdcache.transfer.connector import layout_of_peer
 from fdcache.transfer.handovers import HandoverTasks, PeerTerms
 
 
@@ -59,7 +60,8 @@ class EngineHandovers(HandoverTasks[EngineSend, EngineFetch]):
     def __init__(self, manager: OffloadManager, terms: PeerTerms, num_device_blocks: int) -> None:
         super().__init__(terms)
         self._manager = manager
-        self._peer_layout = share(manager.layout, 0, terms.settings.peer_ranks).layout
+        self._peer_layout = layout_of_peer(manager.layout, terms.settings.peer_ranks)
+        self._owners = BlockOwners(manager.layout)
         self._num_device_blocks = num_device_blocks
         self._unsent: list[EngineSend] = []
         self._over: list[int] = []
@@ -93,7 +95,7 @@ class EngineHandovers(HandoverTasks[EngineSend, EngineFetch]):
         with self._lock:
             self._requests.prepare(request)
             keys, needed = self._path(request, min(num_tokens, request.num_tokens))
-            slots = table_of(device_ids)[: len(keys)]
+            slots = self._owners.path(table_of(device_ids)[: len(keys)])
             if len(slots) < len(keys) or request.num_tokens < num_tokens:
                 raise RequestStateError(
                     f"request {request.request_id!r} has {len(slots)} of the {len(keys)} blocks to hand over"

@@ -21,6 +21,7 @@ from fdcache import _core
 from fdcache._core import PlaneTable
 from fdcache.devices.cuda_peers import CudaPeerAccess, CudaRead
 from fdcache.devices.cuda_planes import CudaPlanes
+from fdcache.devices.shared_planes import MappedPlanes, PlanesFile, find_shared
 from fdcache.errors import DeviceError, TransferError
 from fdcache.metadata import Int32Array
 from fdcache.transfer.connector import (
@@ -32,9 +33,9 @@ from fdcache.transfer.connector import (
     ReadOrder,
     ReadOutcome,
     TransferContext,
+    pieces_of,
     whole_planes,
 )
-from fdcache.transfer.shared_planes import MappedPlanes, PlanesFile, find_shared
 
 _THREADS = 1
 """Threads that read; copies from memory of the same node are limited by its bandwidth."""
@@ -173,11 +174,12 @@ def _wrong_places(order: ReadOrder, error: Exception) -> ReadEnd:
 
 @dataclass(frozen=True, slots=True)
 class _HostPeer:
-    """Planes of a peer that are copied into own ones of the same sizes."""
+    """Pieces of a peer's planes that are copied into own ones of the same sizes, by whether they are of states."""
 
-    source: PlaneTable
     num_blocks: int
-    target: PlaneTable
+    theirs: Pieces
+    tables: tuple[tuple[PlaneTable, PlaneTable], ...]
+    """Source and target of blocks with tokens, then of those with states."""
 
 
 class _ThreadReads:
@@ -194,7 +196,7 @@ class _ThreadReads:
         if found is None:
             raise TransferError(
                 "FDCACHE_TRANSFER=ipc: the planes are in memory that peers cannot map; allocate them with "
-                "CacheController.initialize_kv_cache, or register the tensors of fdcache.transfer.shared_planes"
+                "CacheController.initialize_kv_cache, or register the tensors of fdcache.devices.shared_planes"
             )
         return msgspec.msgpack.encode(found)
 
@@ -202,9 +204,14 @@ class _ThreadReads:
         file, planes = msgspec.msgpack.decode(memory, type=PlanesFile), self._planes
         mapped = MappedPlanes(file, planes.layout if joint is None else joint.layout)
         if joint is None:
-            return _HostPeer(mapped.table, mapped.num_blocks, planes.table)
-        source = joint.theirs.table(mapped.addresses, file.strides, mapped.table)
-        return _HostPeer(source, mapped.num_blocks, planes.table_of(joint.own))
+            whole = (mapped.table, planes.table)
+            return _HostPeer(mapped.num_blocks, whole_planes(planes.layout), (whole, whole))
+        kinds = [(joint.theirs.of(is_state=each), joint.own.of(is_state=each)) for each in (False, True)]
+        tables = tuple(
+            (theirs.table(mapped.addresses, file.strides, mapped.table), planes.table_of(own))
+            for theirs, own in kinds
+        )
+        return _HostPeer(mapped.num_blocks, joint.theirs, tables)
 
     def begin(self, peer: _HostPeer, order: ReadOrder) -> ReadEnd | None:
         self._threads.submit(partial(self.copy, peer, order))
@@ -213,22 +220,18 @@ class _ThreadReads:
     def copy(self, peer: _HostPeer, order: ReadOrder) -> None:
         """Make the copies of a read, in a thread."""
         planes, start = self._planes, time.perf_counter()
+        source, target = peer.tables[order.is_state]
+        pieces = peer.theirs.of(is_state=order.is_state)
+        first, last = pieces.range_of(order.first_plane, order.last_plane)
+        slots = np.ascontiguousarray(order.slots)
         try:
             _core.copy_planes(
-                peer.source,
-                peer.num_blocks,
-                _places(order),
-                peer.target,
-                planes.num_blocks,
-                np.ascontiguousarray(order.slots),
-                order.first_plane,
-                order.last_plane,
+                source, peer.num_blocks, _places(order), target, planes.num_blocks, slots, first, last
             )
         except (IndexError, ValueError, OverflowError) as error:  # a peer's places may be anything
             self._end(_wrong_places(order, error))
             return
-        read = planes.layout.planes[order.first_plane : order.last_plane]
-        moved = len(order.slots) * sum(plane.nbytes for plane in read)
+        moved = len(order.slots) * sum(pieces.sizes[first:last])
         self._end(ReadEnd(order.read_id, ReadOutcome.OK, moved, time.perf_counter() - start))
 
     def look(self) -> list[ReadEnd]:
@@ -244,18 +247,18 @@ class _ThreadReads:
 
 @dataclass(frozen=True, slots=True)
 class _GpuPeer:
-    """Planes of a peer that are read into own ones of the same sizes; ``target`` is None for all."""
+    """Pieces of a peer's planes that are read into own ones of the same sizes, by whether they are of states."""
 
-    source: CudaPlanes
-    target: CudaPlanes | None
-    sizes: tuple[int, ...]
+    theirs: Pieces
+    planes: tuple[tuple[CudaPlanes, CudaPlanes | None], ...]
+    """Source and target, None for all planes, of blocks with tokens, then of those with states."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _KernelRead:
     order: ReadOrder
     begun: CudaRead
-    sizes: tuple[int, ...]
+    nbytes: int
 
 
 class _KernelReads:
@@ -275,27 +278,38 @@ class _KernelReads:
     def open(self, memory: bytes, joint: Joint | None) -> _GpuPeer:
         planes, access = self._planes, self._access
         mapped = access.open(memory, planes.layout if joint is None else joint.layout)
-        theirs = whole_planes(planes.layout) if joint is None else joint.theirs
-        source = access.bind(mapped, theirs.table(mapped.addresses, mapped.strides, mapped.owners))
-        target = None if joint is None else access.part(joint.own, planes.table_of(joint.own))
-        return _GpuPeer(source, target, theirs.sizes)
+        whole = whole_planes(planes.layout) if joint is None else joint.theirs
+
+        def bound(theirs: Pieces, own: Pieces | None) -> tuple[CudaPlanes, CudaPlanes | None]:
+            source = access.bind(mapped, theirs.table(mapped.addresses, mapped.strides, mapped.owners))
+            return source, None if own is None else access.part(own, planes.table_of(own))
+
+        own = None if joint is None else joint.own
+        tokens = bound(whole, own)
+        if whole.states is None:
+            return _GpuPeer(whole, (tokens, tokens))
+        return _GpuPeer(whole, (tokens, bound(whole.states, pieces_of(own, is_state=True))))
 
     def begin(self, peer: _GpuPeer, order: ReadOrder) -> ReadEnd | None:
+        source, target = peer.planes[order.is_state]
+        pieces = peer.theirs.of(is_state=order.is_state)
+        first, last = pieces.range_of(order.first_plane, order.last_plane)
         try:
             begun = self._access.read(
-                peer.source,
+                source,
                 _places(order),
                 np.ascontiguousarray(order.slots),
-                order.first_plane,
-                order.last_plane,
+                first,
+                last,
                 () if order.after is None else (order.after,),
-                target=peer.target,
+                target=target,
             )
         except (IndexError, ValueError, OverflowError) as error:  # a peer's places may be anything
             return _wrong_places(order, error)
         except DeviceError as error:
             return ReadEnd(order.read_id, ReadOutcome.ERROR, error=str(error))
-        self._running.append(_KernelRead(order, begun, peer.sizes))
+        moved = len(order.slots) * sum(pieces.sizes[first:last])
+        self._running.append(_KernelRead(order, begun, moved))
         return None
 
     def look(self) -> list[ReadEnd]:
@@ -312,5 +326,4 @@ class _KernelReads:
         order, error = read.order, read.begun.end() or self._access.lost
         if error is not None:
             return ReadEnd(order.read_id, ReadOutcome.ERROR, error=error)
-        moved = len(order.slots) * sum(read.sizes[order.first_plane : order.last_plane])
-        return ReadEnd(order.read_id, ReadOutcome.OK, moved, read.begun.seconds)
+        return ReadEnd(order.read_id, ReadOutcome.OK, read.nbytes, read.begun.seconds)

@@ -312,8 +312,8 @@ class Peer:
     theirs: Pieces
     own: Pieces | None
     """Pieces of the own planes that it is read into, None for all."""
-    mine: Pieces
-    """The same, all of them spelled out."""
+    whole: Pieces
+    """All of the own planes."""
     rows: Rows
     """Address and stride of the own planes, empty if they are not read into in place."""
     waiting: deque[PackedRun] = field(default_factory=deque)
@@ -323,11 +323,13 @@ class Peer:
     def locate(self, order: ReadOrder) -> PackedRead | None:
         """Return the read of an order, None if its places are not the peer's: they may be anything."""
         memory, wanted = self.memory, slice(order.skip, order.skip + len(order.slots))
-        if order.places[:1] == (IN_PLACE,) and memory.planes:
+        theirs = self.theirs.of(is_state=order.is_state)
+        if order.places[:1] == (IN_PLACE,) and memory.planes and theirs.per_plane == 1:
             slots = order.places[1:][wanted]
             fits = len(slots) == len(order.slots) and min(slots) >= 0 and max(slots) < memory.num_blocks
             return PackedRead(order, np.array(slots, np.int64), 0) if fits else None
-        record = packing_of(self.theirs.sizes, order.first_plane, order.last_plane).record_bytes
+        pieces = theirs.range_of(order.first_plane, order.last_plane)
+        record = packing_of(theirs.sizes, *pieces).record_bytes
         if len(order.places) != 2 or order.places[1] < 0:
             return None
         if order.places[1] + wanted.stop * record > memory.nbytes:
@@ -336,8 +338,13 @@ class Peer:
 
     def split(self, read: PackedRead, most_packed: int, most_in_planes: int) -> list[PackedRun]:
         """Split a read: records by block; planes one after the other, as adjoining blocks are one piece of a plane."""
-        order, sizes, size = read.order, self.theirs.sizes, len(read.order.slots)
-        ranges, most = [(order.first_plane, order.last_plane)], most_packed
+        order, size = read.order, len(read.order.slots)
+        theirs = self.theirs.of(is_state=order.is_state)
+        sizes, ranges, most = (
+            theirs.sizes,
+            [theirs.range_of(order.first_plane, order.last_plane)],
+            most_packed,
+        )
         in_planes = len(read.slots) > 0
         if in_planes:
             most = most_in_planes
@@ -357,7 +364,8 @@ class Peer:
             return None
         planes = run.packing.planes
         slots = run.read.order.slots[run.blocks]
-        pieces = self._pieces_to(run, self.rows[planes], self.mine.starts[planes], slots)
+        mine = (self.own or self.whole).of(is_state=run.read.order.is_state)
+        pieces = self._pieces_to(run, self.rows[planes], mine.starts[planes], slots)
         return pieces if pieces.mean_bytes >= IN_PLACE_BYTES else None
 
     def pieces_packed(self, run: PackedRun, start: int) -> MemoryPieces:
@@ -375,7 +383,8 @@ class Peer:
     ) -> MemoryPieces:
         """Return the pieces of a run into ``slots`` of these planes, as few as there are."""
         planes, theirs = run.packing.planes, run.read.slots[run.blocks]
-        rows, sizes = self.memory.planes[planes], self.theirs.sizes[planes]
+        rows, found = self.memory.planes[planes], self.theirs.of(is_state=run.read.order.is_state)
+        sizes = found.sizes[planes]
         if all(each[1] == size for at in (rows, mine) for each, size in zip(at, sizes, strict=True)):
             breaks = (np.diff(theirs) != 1) | (np.diff(slots) != 1)
             first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
@@ -383,7 +392,7 @@ class Peer:
             first = np.arange(run.count)
         counts = np.diff(np.append(first, run.count))
         return MemoryPieces(
-            addresses_of(rows, self.theirs.starts[planes], theirs[first]),
+            addresses_of(rows, found.starts[planes], theirs[first]),
             addresses_of(mine, starts, slots[first]),
             np.outer(np.array(sizes, np.int64), counts).ravel(),
         ).merged()

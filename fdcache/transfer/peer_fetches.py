@@ -15,7 +15,7 @@ from fdcache.metadata import HandoverEnd, PeerTask
 from fdcache.settings.peers import PeerSettings, TransferRole
 from fdcache.tasks import Event, HandoverTask
 from fdcache.tiers.statistics import HandoverTally
-from fdcache.transfer.connector import HandoverView, LocalPlanes, Pieces, ReadOrder, Sharing
+from fdcache.transfer.connector import HandoverView, LocalPlanes, Pieces, ReadOrder, Sharing, pieces_of
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded, PeerFetch
 from fdcache.transfer.links import Links, LinkState, Outgoing
 
@@ -266,6 +266,7 @@ class PeerFetches:
         """Return the read that is to begin; its plan has begun then."""
         ready, gathering = effect.ready, self._legs[effect.plan_id].gathering
         gathering.handover.begin()
+        place = ready.first + effect.skip - int(gathering.task.swap.src_block_ids[0])
         return ReadOrder(
             effect.read_id,
             effect.peer,
@@ -276,14 +277,20 @@ class PeerFetches:
             ready.last_plane,
             effect.slots,
             gathering.after,
+            self._is_state(gathering.task, place),
         )
+
+    def _is_state(self, task: PeerTask, block: int) -> bool:
+        """Return True for one of the last blocks of a fetch, which hold states."""
+        return block >= len(task.swap) - self._planes.layout.num_states
 
     def sum_targets(self, effect: ComputeTargetSums) -> None:
         """Compute the sums of a part that has arrived. Does nothing once the fetch has ended."""
         if (leg := self._legs.get(effect.plan_id)) is None:
             return
         try:
-            sums = self._planes.sums(effect.slots, leg.pieces, effect.planes)
+            pieces = pieces_of(leg.pieces, is_state=self._is_state(leg.task, effect.blocks.start))
+            sums = self._planes.sums(effect.slots, pieces, effect.planes)
         except DeviceError as error:
             self._side.cancel(effect.plan_id, str(error))
         else:

@@ -312,14 +312,14 @@ class PrefillSide:
         if plan_id is None:
             waiting = self._waiting.get(ask.transfer)
             if waiting is None or ask.attempt >= waiting.ask.attempt:
-                self._wait(_Waiting(peer, ask, now + _lease(ask.lease_ms)))
+                self._wait(_Waiting(peer, ask, now + lease_seconds(ask.lease_ms)))
             return
         send = self._sends[plan_id]
         answers = send.answers
         if answers is None or ask.attempt > answers.attempt:
             self._grant(send, peer, ask, now)
         elif answers.peer == peer and answers.attempt == ask.attempt:
-            send.lease_end = now + _lease(ask.lease_ms)
+            send.lease_end = now + lease_seconds(ask.lease_ms)
             self._resend(answers, 0)
         elif answers.peer != peer:
             failed = Failed(ask.transfer, ask.attempt, "another decode instance reads this transfer")
@@ -353,7 +353,7 @@ class PrefillSide:
             reason = f"the blocks from {ask.first} on are not those of prefill"
             self._effects.append(SendMessage(peer, Failed(ask.transfer, ask.attempt, reason)))
             return
-        send.lease_end = now + _lease(ask.lease_ms)
+        send.lease_end = now + lease_seconds(ask.lease_ms)
         self._free(send)
         nothing = np.zeros_like(send.is_computed)
         send.answers = _Answers(peer, ask.attempt, ask.first, ask.first + len(wanted), nothing)
@@ -401,7 +401,7 @@ class PrefillSide:
         send = None if plan_id is None else self._sends[plan_id]
         answers = None if send is None else send.answers
         if send is not None and answers is None and not renew.received:  # decode will ask once it has room
-            send.lease_end = max(send.lease_end, now + _lease(renew.lease_ms))
+            send.lease_end = max(send.lease_end, now + lease_seconds(renew.lease_ms))
             return
         if send is None and not renew.received and not self._is_gone(peer, renew.transfer, now):
             return
@@ -410,7 +410,7 @@ class PrefillSide:
                 failed = Failed(renew.transfer, renew.attempt, "prefill does not hold this transfer any more")
                 self._effects.append(SendMessage(peer, failed))
             return
-        send.lease_end = now + _lease(renew.lease_ms)
+        send.lease_end = now + lease_seconds(renew.lease_ms)
         for places in answers.take_places(renew.read):
             self._effects.append(PlacesRead(send.offer.plan_id, places))
         self._resend(answers, renew.received)
@@ -476,5 +476,6 @@ class PrefillSide:
         self._effects.append(OfferEnded(send.offer.plan_id, end, error, places, peer, blocks))
 
 
-def _lease(milliseconds: int) -> float:
+def lease_seconds(milliseconds: int) -> float:
+    """Return how long a lease lasts that a peer asks for."""
     return min(milliseconds / 1000, MOST_LEASE_SECONDS)

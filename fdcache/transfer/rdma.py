@@ -25,6 +25,7 @@ from fdcache.transfer.connector import (
     ReadOrder,
     ReadOutcome,
     TransferContext,
+    pieces_of,
     whole_planes,
 )
 from fdcache.transfer.nixl import (
@@ -131,11 +132,11 @@ class RdmaConnector:
     ) -> tuple[int, ...] | None:
         """Return the slots if they may be read in place; else pack them, and return the ticket and the first byte."""
         found = pieces or self._whole
-        if self._rows:
+        if self._rows and found.per_plane == 1:
             run = mean_run_bytes(self._planes, found, first_plane, last_plane, slots)
             if run >= IN_PLACE_BYTES:
                 return IN_PLACE, *slots.tolist()
-        packing = packing_of(found.sizes, first_plane, last_plane)
+        packing = packing_of(found.sizes, *found.range_of(first_plane, last_plane))
         region = self._out.regions.take(len(slots) * packing.record_bytes)
         if region is None:
             return None
@@ -193,7 +194,7 @@ class RdmaConnector:
             return f"memory: {error}"
         if described.planes and len(described.planes) != len(theirs.sizes):
             return f"planes: the peer has {len(described.planes)}, the layout {len(theirs.sizes)}"
-        self._peers[peer] = Peer(peer, described, theirs, own, own or self._whole, self._rows)
+        self._peers[peer] = Peer(peer, described, theirs, own, self._whole, self._rows)
         return None
 
     def read(self, order: ReadOrder) -> None:
@@ -424,7 +425,8 @@ class RdmaConnector:
         order = run.read.order
         slots = np.ascontiguousarray(order.slots[run.blocks])
         try:
-            return self._in.unpack(slots, peer.own, run.packing, region.start, order.after), None
+            own = pieces_of(peer.own, is_state=order.is_state)
+            return self._in.unpack(slots, own, run.packing, region.start, order.after), None
         except DeviceError as error:
             return None, str(error)
 
@@ -444,7 +446,7 @@ class RdmaConnector:
         if error is not None:
             self._fail(read, ReadOutcome.ERROR, error)
             return
-        read.moved += run.count * sum(peer.theirs.sizes[run.packing.planes])
+        read.moved += run.count * sum(run.packing.sizes[run.packing.planes])
         self._finish(read)
 
     def _fail(self, read: PackedRead, outcome: ReadOutcome, error: str) -> None:

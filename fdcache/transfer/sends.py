@@ -22,6 +22,7 @@ from fdcache.transfer.connector import (
     Pieces,
     Sharing,
     TransferConnector,
+    pieces_of,
     whole_planes,
 )
 from fdcache.transfer.links import Incoming
@@ -193,11 +194,14 @@ class Publisher:
         """Publish the leading blocks of a part if there is room, and keep the rest of it."""
         part = wanted.part
         most = self._connector.most_blocks(part.first_plane, part.last_plane)
+        slots = self._slots_of(wanted.plan_id)
+        pieces = pieces_of(self._pieces, is_state=part.first >= len(slots) - self._shares.num_states)
+        if pieces is not None and pieces.per_plane > 1:  # which are packed, however long they are
+            most = 1
         head = part._replace(last=min(part.last, part.first + most))
-        slots = self._slots_of(wanted.plan_id)[head.first : head.last]
         try:
             planes = part.first_plane, part.last_plane
-            places = self._shares.publish(wanted.peer, slots, *planes, self._pieces)
+            places = self._shares.publish(wanted.peer, slots[head.first : head.last], *planes, pieces)
         except DeviceError as error:
             self._side.cancel(wanted.plan_id, str(error))
             return True
@@ -333,7 +337,10 @@ class Sends:
                 start, stop = send.marked[group], min(blocks, len(send.task.swap))
                 if start < stop:
                     send.marked[group] = stop
-                    parts.append((plan_id, Part(start, stop, *planes)))
+                    # Blocks with tokens and those with states are no part together: their pieces may be others.
+                    cut = min(max(len(send.task.swap) - self._planes.layout.num_states, start), stop)
+                    ranges = [(start, cut), (cut, stop)]
+                    parts += [(plan_id, Part(*each, *planes)) for each in ranges if each[0] < each[1]]
         if parts and record is not None:
             event = record()
         with self._lock:
@@ -430,8 +437,10 @@ class Sends:
             return
         part = effect.part
         planes = slice(part.first_plane, part.last_plane)
+        is_state = part.first >= len(send.task.swap) - self._planes.layout.num_states
         try:
-            sums = self._planes.sums(effect.slots, self._sharing.readers[reader], planes)
+            pieces = pieces_of(self._sharing.readers[reader], is_state=is_state)
+            sums = self._planes.sums(effect.slots, pieces, planes)
         except DeviceError as error:
             self.side.cancel(effect.plan_id, str(error))
         else:
@@ -453,6 +462,8 @@ class PlaceShares:
 
     def __init__(self, connector: TransferConnector, layout: KVLayout, total: int) -> None:
         self._connector, self._total = connector, total
+        self.num_states = layout.num_states
+        """The last blocks of a send, which hold states."""
         self._whole = whole_planes(layout)
         self._taken: dict[Peer, int] = {}
         self._owners: dict[tuple[int, ...], tuple[Peer, int]] = {}
@@ -462,7 +473,8 @@ class PlaceShares:
     ) -> tuple[int, ...] | None:
         """Do as the connector does; also return None if the peer has its share. Raises ``DeviceError``."""
         own = self._taken.get(peer, 0)
-        needed = len(slots) * sum((pieces or self._whole).sizes[first_plane:last_plane])
+        found = pieces or self._whole
+        needed = len(slots) * sum(found.sizes[slice(*found.range_of(first_plane, last_plane))])
         if own and own + needed > (self._total - sum(self._taken.values()) + own) // 2:
             return None
         before = self._connector.stats().places_used

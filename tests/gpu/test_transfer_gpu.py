@@ -128,6 +128,39 @@ def test_heads_of_ranks_of_another_tensor_parallelism_are_read_and_summed(place:
     connector.close()
 
 
+def test_parts_of_states_of_other_ranks_are_read_and_summed() -> None:
+    large = transfer_layout().with_tp_size(1)
+    small, parts = large.with_tp_size(2), (256, 64, 64, 512)
+    mine, places, slots = GpuPeerPlanes(large, BLOCKS, 0), [5, 0, 9], [2, 3, 1]
+    connector = IpcConnector(mine.context(IPC))
+    for index, (_, joint) in enumerate(share(large, 0, 2, parts).sources):
+        assert joint is not None
+        theirs = GpuPeerPlanes(small, BLOCKS, 0)
+        theirs.fill(index + 1)
+        assert connector.connect(theirs.boot, theirs.access.describe(), joint) is None
+        into = np.array(slots, np.int32)
+        order = ReadOrder(1, theirs.boot, tuple(places), 3, 0, 0, large.num_planes, into, None, is_state=True)
+        connector.read(order)
+        end = end_of_read(connector)
+        assert (end.error, end.moved_bytes) == (None, 3 * large.num_planes * sum(parts) // 2)
+        for arrived, sent in zip(mine.arrays, theirs.arrays, strict=True):
+            compare_parts(arrived[slots], sent[places], parts, index)
+        pieces = joint.theirs.of(is_state=True), joint.own.of(is_state=True)
+        expected = theirs.planes.sums(np.array(places, np.int32), pieces[0])
+        assert np.array_equal(mine.planes.sums(into, pieces[1]), expected)
+        assert expected.any()
+    connector.close()
+
+
+def compare_parts(large: Any, small: Any, parts: tuple[int, ...], index: int) -> None:
+    """Compare the share of one rank of two of each part of a state."""
+    begin = 0
+    for part in parts:
+        share = slice(begin + index * part // 2, begin + (index + 1) * part // 2)
+        assert np.array_equal(large[:, share], small[:, begin // 2 : (begin + part) // 2])
+        begin += part
+
+
 def test_memory_of_a_killed_peer_is_released_after_the_reads() -> None:
     layout = layout_of(64 * KIB)
     with Peer("planes", visible_gpus()[-1].ordinal, 64 * KIB, BLOCKS) as peer:

@@ -33,7 +33,7 @@ from tests.gpu.peers import (  # noqa: E402
     use_nixl_for_the_stand_in,
 )
 from tests.gpu.test_cuda_order import spin  # noqa: E402
-from tests.gpu.test_transfer_gpu import PLACES, SPIN, second_gpu  # noqa: E402
+from tests.gpu.test_transfer_gpu import PLACES, SPIN, compare_parts, second_gpu  # noqa: E402
 
 RDMA = PeerSettings(connector="rdma", ring=16 << 20)
 BLOCKS = 96
@@ -201,6 +201,37 @@ def test_head_ranges_of_one_rank_are_packed_for_each_of_its_readers() -> None:
         for plane, arrived, sent in zip(small.planes, mine.arrays, theirs.arrays, strict=True):
             heads = slice(rank * plane.nbytes, (rank + 1) * plane.nbytes)
             assert np.array_equal(arrived[slots], sent[places][:, heads])
+        connector.close()
+    source.close()
+
+
+def test_parts_of_states_are_packed_for_each_of_the_readers() -> None:
+    large = transfer_layout().with_tp_size(1)
+    small, parts = large.with_tp_size(2), (256, 64, 64, 512)
+    theirs = GpuPeerPlanes(large, BLOCKS, 0)
+    theirs.fill(1)
+    source, places, slots = RdmaConnector(theirs.context(RDMA)), [5, 0, 9], np.array([2, 3, 1], np.int32)
+    for rank, pieces in enumerate(share(large, 0, 2, parts).readers):
+        assert pieces is not None
+        mine = GpuPeerPlanes(small, BLOCKS, 0)
+        connector = RdmaConnector(mine.context(RDMA))
+        ((_, joint),) = share(small, rank, 1, tuple(part // 2 for part in parts)).sources
+        assert joint is not None
+        assert connector.connect(theirs.boot, source.memory, joint) is None
+        found = pieces.of(is_state=True)
+        published = source.publish(np.array(places, np.int32), 0, large.num_planes, found)
+        assert published is not None
+        TransferConformance.await_packed(source, published)
+        connector.read(
+            ReadOrder(1, theirs.boot, published, 3, 0, 0, small.num_planes, slots, None, is_state=True)
+        )
+        assert ends_of(connector, (source,))[0].error is None
+        for arrived, sent in zip(mine.arrays, theirs.arrays, strict=True):
+            compare_parts(sent[places], arrived[slots], parts, rank)
+        own = joint.own.of(is_state=True)
+        assert np.array_equal(
+            mine.planes.sums(slots, own), theirs.planes.sums(np.array(places, np.int32), found)
+        )
         connector.close()
     source.close()
 

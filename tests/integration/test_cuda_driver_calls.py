@@ -72,3 +72,7 @@ def test_reads_from_a_peer_whose_calls_are_refused_fail_and_leave_nothing_mapped
         "cuda_peer_scenarios.unmap_after_the_last_read()",
         "cuda_peer_scenarios.refuse_every_call()",
     )
+
+
+def test_plans_at_a_service_are_submitted_in_one_call(cuda_driver: Path) -> None:
+    run(cuda_driver, "cuda_service_scenarios.launch_in_one_call()")

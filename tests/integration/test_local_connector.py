@@ -1,32 +1,15 @@
-"""A connector over a slab file: conformance, and eviction when the file is full."""
+"""A connector over a slab file: eviction when the file is full."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from fdcache.layout import KVLayout
 from fdcache.storage.connector import Outcome
-from fdcache.testing.storage import (
-    ConnectorConformance,
-    KnownRecords,
-    OpenConnector,
-    conformance_layout,
-    path_of,
-)
+from fdcache.testing.storage import KnownRecords, conformance_layout, path_of
 from tests.local_connector import LocalConnector
 from tests.storage_help import open_store
-
-
-class TestLocalConnector(ConnectorConformance):
-    @pytest.fixture
-    def open_connector(self, tmp_path: Path) -> OpenConnector:
-        def make(layout: KVLayout, rank: int) -> LocalConnector:
-            return LocalConnector(open_store(tmp_path, layout, rank=rank))
-
-        return make
 
 
 def test_a_full_file_evicts_the_oldest_leaves_first(tmp_path: Path) -> None:

@@ -10,13 +10,7 @@ import pytest
 from fdcache.integrations.mooncake.client import load_client
 from fdcache.integrations.mooncake.store import MooncakeConnector
 from fdcache.storage.connector import Outcome, StorageState
-from fdcache.testing.storage import (
-    ConnectorConformance,
-    KnownRecords,
-    OpenConnector,
-    conformance_layout,
-    path_of,
-)
+from fdcache.testing.storage import KnownRecords, conformance_layout, path_of
 from tests.mooncake_master import Master, SharedClient, find_master
 from tests.service_help import until
 
@@ -44,12 +38,6 @@ def connect(
     """Open connectors that share one client."""
     monkeypatch.setattr(load_client(), "MooncakeDistributedStore", lambda: client)
     return master.connect
-
-
-class TestMooncakeConnector(ConnectorConformance):
-    @pytest.fixture
-    def open_connector(self, connect: OpenConnector) -> OpenConnector:
-        return connect
 
 
 def test_a_block_exists_only_when_every_rank_stored_it(connect: Callable[..., MooncakeConnector]) -> None:

@@ -1,4 +1,4 @@
-"""Host tiers of other nodes: the suite that every connector passes, and what may go wrong between nodes."""
+"""Host tiers of other nodes, and what may go wrong between nodes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,14 @@ import zmq
 from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
 from fdcache.storage.connector import Outcome
-from fdcache.testing.storage import (
-    ConnectorConformance,
-    KnownRecords,
-    OpenConnector,
-    conformance_layout,
-    path_of,
-)
+from fdcache.testing.storage import KnownRecords, conformance_layout, path_of
 from fdcache.transfer.access import LinkKeys
 from fdcache.transfer.nodes.messages import AskHeld, encode
-from tests.nodes_help import KEY, Node, TwoNodes, free_address, node, open_node
+from tests.nodes_help import KEY, Node, free_address, node, open_node
 from tests.service_help import until
 
 LAYOUT = conformance_layout()
 _TIMEOUT = 30.0
-
-
-class TestTwoNodes(ConnectorConformance):
-    @pytest.fixture
-    def open_connector(self) -> OpenConnector:
-        address = free_address()
-        return lambda layout, rank: TwoNodes(layout, rank, address)
 
 
 @pytest.fixture

@@ -91,6 +91,7 @@ def test_each_panel_shows_the_traffic_of_engines_that_die_and_of_a_service_that_
         ]
         for engine in running:
             stack.callback(engine.kill)
+        until(lambda: len(service.ask("clients")) == 2, "two engines have begun", 2 * TIMEOUT)
         light = stack.enter_context(tab(browser, service.url, color_scheme="light"))
         light.wait_for("document.querySelectorAll('#clients tbody tr').length === 2")
         for tier in ("host", "device"):

@@ -161,3 +161,18 @@ def test_a_prefetch_brings_the_last_states(nodes: Nodes) -> None:
         until(lambda: control.prefetch(prefix).usable == 3, "pages and states have come")
         until(lambda: control.prefetch(prefix).done, "it is done")
     assert found(second, PROMPT) == 3
+
+
+def test_with_best_effort_a_request_has_states_read_for_later_ones(nodes: Nodes) -> None:
+    """Nobody asks again while the store answers: not the same request, and no later one."""
+    first, second = nodes.engine(nodes.first), nodes.engine(nodes.second, prefetch="best_effort")
+    store(first, "first", PROMPT, [0, 1, 2, 3], {1: [4, 5], 3: [6, 7]})
+    until(lambda: stored(nodes.first) == 8, "four pages and the states after two of them are stored")
+    assert found(second, PROMPT) == 0, "it waits for nothing"
+    until(lambda: nodes.second.ask("stats")["tiers"]["host"]["ready"] == 5, "what it needs has come")
+    assert found(second, PROMPT) == 3
+
+
+def stored(service: ServiceProcess) -> int:
+    (layout,) = service.ask("stats")["storage"]["layouts"]
+    return int(layout["totals"]["stored_blocks"])

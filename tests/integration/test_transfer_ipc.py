@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from fdcache.devices.shared_planes import SharedPlanes
 from fdcache.errors import TransferError
 from fdcache.layout import KVLayout
 from fdcache.settings.peers import PeerSettings
 from fdcache.testing.transfer import OpenPeer, PeerPlanes, TransferConformance, transfer_layout
 from fdcache.transfer.connector import LocalPlanes, TransferContext
 from fdcache.transfer.ipc import IpcConnector
-from fdcache.transfer.shared_planes import SharedPlanes
 
 IPC = PeerSettings(connector="ipc")
 
@@ -54,7 +54,7 @@ def test_the_file_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(
     code = (
         "import sys, time, pathlib\n"
         "from fdcache.testing.transfer import transfer_layout\n"
-        "from fdcache.transfer.shared_planes import SharedPlanes\n"
+        "from fdcache.devices.shared_planes import SharedPlanes\n"
         "planes = SharedPlanes(transfer_layout(), 4, pathlib.Path(sys.argv[1]))\n"
         "print(planes.path, flush=True)\n"
         "time.sleep(100)\n"

@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.shared_planes import PREFIX
 from fdcache.errors import ConfigurationError, FdcacheError, TransferError
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
@@ -19,7 +20,6 @@ from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.access import rank_address
 from fdcache.transfer.handovers import Handovers, PeerTerms
 from fdcache.transfer.messages import Envelope, LinkRefused, decode, encode
-from fdcache.transfer.shared_planes import PREFIX
 from tests.service_help import until
 from tests.transfer_help import LAYOUT, Instance, prompt_of
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from fdcache.groups import CacheGroup
+from fdcache.groups import CacheGroup, groups_of_ranks
 from fdcache.manager import NO_BLOCK, LoadOutcome, LoadStatus, MatchStatus, Request
 from fdcache.metadata import CacheSwapMetadata, TransferPlan, TransferReport
 from fdcache.settings.cache import WritePolicy
@@ -45,8 +45,10 @@ class Engine:
         head_dim: int = 8,
         ranks: int = 1,
         replicas: int = 1,
+        own_states: bool = True,
         **options: Any,
     ) -> None:
+        """``own_states``: ranks that hold the same bytes have states of their own beside them."""
         self.random = random.Random(seed)
         self.failures = 0.0
         self.skew = skew
@@ -55,7 +57,7 @@ class Engine:
                 block_size=BLOCK,
                 num_layers=2,
                 head_dim=head_dim,
-                groups=groups,
+                groups=groups_of_ranks(groups, replicas) if own_states else groups,
                 tp_size=ranks,
                 replicas=replicas,
             ),
@@ -69,7 +71,8 @@ class Engine:
         )
         self.manager = self.offload.manager
         self.layout = self.offload.layout
-        self.groups, self.num_states = self.layout.page_records, self.layout.num_states
+        self.groups, self.num_states = self.layout.page_records, sum(group.is_state for group in groups)
+        self.owners = self.layout.num_states // max(self.num_states, 1)
         blocks = DEVICE_BLOCKS * max(page_records(groups), 1)
         for device in self.gated:
             device.is_gated = True
@@ -135,6 +138,10 @@ class Engine:
         self.release_states(sequence)
         sequence.table, sequence.computed = [], 0
 
+    def of_ranks(self, states: list[int]) -> list[int]:
+        """Return the blocks of states once for each rank that has its own."""
+        return [block for block in states for _ in range(self.owners)]
+
     def release_states(self, sequence: Sequence) -> None:
         for block in sequence.states:
             self.give_back(block)
@@ -190,7 +197,7 @@ class Engine:
             if sequence.states:
                 above = sequence.table[tokens // BLOCK * self.groups - 1] if self.groups else NO_BLOCK
                 self.manager.offer_states(
-                    sequence.request, tokens, np.array(sequence.states, np.int32), above
+                    sequence.request, tokens, np.array(self.of_ranks(sequence.states), np.int32), above
                 )
         self.run(plans, scheduled)
         self.end_preempted()
@@ -224,7 +231,7 @@ class Engine:
             self.manager.unmatch([request])
             self.running.append(sequence)
             return
-        sequence.loading = sequence.table[len(hit) :] + sequence.states
+        sequence.loading = sequence.table[len(hit) :] + self.of_ranks(sequence.states)
         loading = np.array(sequence.loading, np.int32)
         assert self.manager.load(request, loading) == len(loading)
         self.planned_loads += 1
@@ -370,7 +377,8 @@ class Engine:
             if plan.loads is not None:
                 waiting = [self.loads[number] for number in numbers if number in self.loads]
                 waited_for = {block for each in waiting for block in [*each.table, *each.states]}
-                self.strays += len(set(plan.loads.dst_block_ids.tolist()) - waited_for)
+                loaded = self.offload.owners.blocks(plan.loads.dst_block_ids)
+                self.strays += len(set(loaded.tolist()) - waited_for)
         return plans
 
     def end_load(self, outcome: LoadOutcome) -> None:
@@ -378,18 +386,18 @@ class Engine:
         sequence = self.loads.pop(outcome.load)
         assert sequence.request.request_id == outcome.request_id
         assert sequence.loading is not None
-        first = len(sequence.table) + len(sequence.states) - len(sequence.loading)
+        first = len(sequence.table) + self.owners * len(sequence.states) - len(sequence.loading)
         planned = len(sequence.loading) - len(outcome.unplanned)
         assert sequence.loading[planned:] == list(outcome.unplanned)
         pages = outcome.recompute_from // BLOCK
         is_whole = outcome.status is LoadStatus.CONFIRMED
-        good = pages * self.groups - first + (self.num_states if is_whole else 0)
+        good = pages * self.groups - first + (self.layout.num_states if is_whole else 0)
         assert 0 <= good <= len(sequence.loading)
         assert (good == len(sequence.loading)) == is_whole
         keys = np.concatenate(
             (
                 self.offload.keys(sequence.request)[: pages * self.groups][first:],
-                self.offload.state_keys(sequence.request, pages),
+                self.offload.state_keys(sequence.request, pages).repeat(self.owners, axis=0),
             )
         )
         self.wrong += not self.offload.hold_keys(sequence.loading[:good], keys[:good])

@@ -2,10 +2,10 @@ import dataclasses
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fdcache.groups import CacheGroup, Reach
+from fdcache.groups import CacheGroup, Reach, groups_of_ranks
 from fdcache.layout import RECORD_ALIGNMENT, KVLayout
 from fdcache.layout_planes import DTYPE_BYTES, PLANE_ALIGNMENT
 from tests.format_oracle import oracle_fingerprint
@@ -42,9 +42,10 @@ dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 @st.composite
 def layouts(draw: st.DrawFn) -> KVLayout:
     options: dict[str, Any] = draw(common)
-    options["groups"] = draw(groups_of(options["block_size"]))
     divisors = [each for each in range(1, 9) if not options["tp_size"] % each]
-    options["replicas"] = draw(st.sampled_from(divisors))
+    replicas = options["replicas"] = draw(st.sampled_from(divisors))
+    groups = draw(groups_of(options["block_size"]))
+    options["groups"] = groups_of_ranks(groups, replicas) if draw(st.booleans()) else groups
     head_options: dict[str, Any] = draw(heads)
     match draw(st.sampled_from(["uniform", "mla", "block_fp8"])):
         case "uniform":
@@ -115,6 +116,7 @@ def test_fields_of_the_record_change_the_fingerprint(layout: KVLayout, data: st.
 
 @given(layouts(), st.integers(1, 4))
 def test_ranks_that_hold_the_same_do_not_change_the_fingerprint(layout: KVLayout, times: int) -> None:
+    assume(all(group.rank is None for group in layout.groups))
     more: dict[str, Any] = {"tp_size": layout.tp_size * times, "replicas": layout.replicas * times}
     assert dataclasses.replace(layout, **more).fingerprint == layout.fingerprint
     assert dataclasses.replace(layout, **more).block_bytes == layout.block_bytes

@@ -234,11 +234,19 @@ def test_no_block_of_any_rank_has_wrong_bytes_and_every_load_ends_once(
     host=st.sampled_from([10, 28, 80]),
     groups=st.sampled_from(MODELS),
     replicas=st.sampled_from([1, 2]),
+    own_states=st.booleans(),
 )
 def test_groups_of_layers_survive_the_same(
-    seed: int, policy: WritePolicy, host: int, groups: tuple[CacheGroup, ...], replicas: int
+    seed: int,
+    policy: WritePolicy,
+    host: int,
+    groups: tuple[CacheGroup, ...],
+    replicas: int,
+    own_states: bool,
 ) -> None:
-    engine = Troubled(seed, policy, host_blocks=host, ranks=2, replicas=replicas, groups=groups)
+    engine = Troubled(
+        seed, policy, host_blocks=host, ranks=2, replicas=replicas, groups=groups, own_states=own_states
+    )
     play(engine, 120)
     assert engine.close() == 0
 

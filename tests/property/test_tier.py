@@ -288,6 +288,16 @@ class TierHistory(RuleBasedStateMachine):
         held = self.held_slots()
         self.unhold_slots(data.draw(st.lists(st.sampled_from(held), max_size=4)) if held else [])
 
+    @rule(path=PATHS, most=st.integers(0, 5))
+    def hold_ready(self, path: Path, most: int) -> None:
+        held = self.tier.hold_ready(hashes(chain(*path)), most)
+        assert held.slots.tolist() == self.oracle.hold_ready(chain(*path), most)
+
+    @rule(path=PATHS)
+    def retire(self, path: Path) -> None:
+        self.tier.retire(hashes(chain(*path)))
+        self.oracle.retire(chain(*path))
+
     @rule(what=st.sampled_from(["commit", "complete", "hold", "unhold"]), pick=PICK, chosen=ANY_SLOTS)
     def nonsense(self, what: str, pick: int, chosen: list[int]) -> None:
         match what:

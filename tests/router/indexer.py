@@ -18,7 +18,7 @@ from fdcache.service.client.connection import Client
 from fdcache.service.client.control import Control, Prefix
 from tests.router.environments import interpreter
 from tests.service_engine import BLOCK
-from tests.service_help import until
+from tests.service_help import TIMEOUT, until
 
 MODEL = "m"
 
@@ -50,7 +50,7 @@ class Indexer:
     def call(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+        with urllib.request.urlopen(asked, timeout=TIMEOUT) as answer:
             return json.loads(answer.read() or b"null")
 
     def is_there(self) -> bool:
@@ -80,7 +80,7 @@ class Indexer:
 
 
 @contextmanager
-def indexer(folder: Path, *addresses: str) -> Iterator[Indexer]:
+def indexer(folder: Path, *addresses: str, block_size: int = BLOCK) -> Iterator[Indexer]:
     """Run an indexer that follows services at these addresses, the first as worker 1."""
     python, port = interpreter("dynamo"), free_port()
     assert python is not None
@@ -88,7 +88,7 @@ def indexer(folder: Path, *addresses: str) -> Iterator[Indexer]:
     with (folder / "indexer.log").open("wb") as log:
         process = subprocess.Popen(
             [
-                *(str(python), "-m", "dynamo.indexer", "--block-size", str(BLOCK), "--port", str(port)),
+                *(str(python), "-m", "dynamo.indexer", "--block-size", str(block_size), "--port", str(port)),
                 *("--workers", workers, "--model-name", MODEL),
             ],
             stdout=log,

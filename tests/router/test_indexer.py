@@ -335,7 +335,7 @@ def test_two_engines_and_a_service_are_killed_and_the_router_stays_true(tmp_path
 
 
 def test_blocks_that_are_told_without_tokens_are_no_blocks(tmp_path: Path) -> None:
-    """Why a service does not tell SGLang's pages: hashes alone do not do, even of blocks known with their tokens."""
+    """Why SGLang's pages are told with their tokens: hashes alone do not do, even of blocks known with them."""
     prompt, other = (Prompt(make_prompts(1, seed)[0].tokens) for seed in (1, 2))
     blocks = len(prompt.tokens) // BLOCK
     hashes, known, nothing = list(range(1, blocks + 1)), prompt.tokens[: blocks * BLOCK], (0, 0, 0)
@@ -356,7 +356,7 @@ def test_blocks_that_are_told_without_tokens_are_no_blocks(tmp_path: Path) -> No
                 tell(stored("GPU", known, hashes))  # again until it has subscribed
                 return router.ask(prompt) == (len(known),) * 3
 
-            until(is_known, "the indexer knows blocks of the device", 20)
+            until(is_known, "the indexer knows blocks of the device")
             without = stored("CPU_PINNED", (), hashes)
             tell(without, ["BlockRemoved", hashes, "GPU"], without)
             tell(stored("GPU", other.tokens[:BLOCK], [1000]))

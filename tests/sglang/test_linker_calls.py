@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Iterator
@@ -21,11 +22,11 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-from fdcache.errors import ConfigurationError, UnsupportedLayoutError
+from fdcache.errors import ConfigurationError, HashingError, UnsupportedLayoutError
 from fdcache.hashing import sglang_keys
 from fdcache.integrations.sglang import config as sglang_config
+from fdcache.integrations.sglang import device_pools, offloads, weights
 from fdcache.integrations.sglang import linker as module
-from fdcache.integrations.sglang import offloads, weights
 from fdcache.integrations.sglang.linker import FdcacheLinker
 from tests.service_help import until
 from tests.sglang.test_storage import keys as hex_keys
@@ -163,9 +164,7 @@ def test_pages_offered_again_after_their_load_are_not_copied() -> None:
         copied = made._kv.stats.counters.blocks_backed_up
         made.lookup("a", transfer(keys))
         assert loaded(made, "a", keys, [5, 6, 7, 8])
-        assert made.offload(transfer(keys, [5, 6, 7, 8]))
-        assert made.num_completed_offloads() == 1
-        assert made.pop_completed_offload()
+        assert stored(made, keys, [5, 6, 7, 8])
         assert made._kv.stats.counters.blocks_backed_up == copied == 4
 
 
@@ -179,13 +178,57 @@ def test_ends_come_in_the_order_of_the_offloads() -> None:
         assert made.lookup("a", transfer(keys)) == [12]
 
 
+def test_the_schedulers_thread_offers_and_submits_nothing_to_be_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys, threads = hex_keys(4), set()
+    with linker(mha()) as made:
+        for name in ("offer", "submit", "take_reports"):
+            call = getattr(made._kv, name)
+
+            def noted(*arguments: Any, call: Any = call) -> Any:
+                threads.add(threading.current_thread().name)
+                return call(*arguments)
+
+            monkeypatch.setattr(made._kv, name, noted)
+        assert stored(made, keys, [1, 2, 3, 4])
+        assert threads == {"fdcache-turns"}
+
+
+def test_a_load_that_is_planned_waits_for_the_scheduler_to_submit_it() -> None:
+    """A turn would submit it behind the stream of stores, before the slots are free."""
+    keys, pool = hex_keys(4), mha()
+    with linker(pool) as made:
+        pool.k_buffer[0].fill_(7)
+        assert stored(made, keys, [1, 2, 3, 4])
+        assert made.offload(transfer(hex_keys(2, "other"), [5, 6]))
+        assert made.lookup("a", transfer(keys)) == [4]
+        assert made.load("a", transfer(keys, [9, 10, 11, 12]))
+        pool.k_buffer[0][9 * PAGE :].zero_()
+        for _ in range(3):
+            made._turn()
+        assert not made._kv._in_flight and not made._offloads.num_completed
+        assert not pool.k_buffer[0][9 * PAGE :].any()
+        assert made.finish_layer_wise_loading(made.start_layer_wise_loading())
+        assert (pool.k_buffer[0][9 * PAGE : 13 * PAGE] == 7).all()
+        until(lambda: made.num_completed_offloads() == 1, "the store goes on")
+
+
+def test_what_fails_in_a_turn_is_raised_in_the_schedulers_thread() -> None:
+    with linker(mha()) as made:
+        assert made.offload(transfer(["not hexadecimal"], [1]))
+        with pytest.raises(HashingError):
+            until(lambda: made.num_completed_offloads() == 1, "the offload ends")
+
+
 def test_an_offload_of_many_pages_is_begun_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloads, "MOST_PAGES", 5)
     keys = hex_keys(12)
     with linker(mha()) as made:
         assert made.offload(transfer(keys[:1], [1]))
         assert made.offload(transfer(keys[1:], list(range(2, 13))))
-        assert made.num_completed_offloads() == 0
+        made._turn()
+        assert made._offloads.num_completed == 0
         queued = made._kv.manager.get_stats()
         assert queued.queued_backups + queued.plans_in_flight and made._kv._in_flight == 1
         until(lambda: made.num_completed_offloads() == 2, "all end")
@@ -210,6 +253,7 @@ def test_a_piece_of_an_offload_has_few_pages_and_half_of_its_bytes(
         offer, taken = made._kv.offer, []
         made._kv.offer = lambda run, *rest: taken.append(len(run)) or offer(run, *rest)  # type: ignore[func-returns-value,method-assign]
         assert made.offload(transfer(keys, list(range(1, 13))))
+        made._offloads.take_added()
         assert made._offloads.are_many == (most_pages == 1)
         until(lambda: made.num_completed_offloads() == 1, "it ends")
         assert made.pop_completed_offload()
@@ -268,10 +312,10 @@ def test_a_request_that_gets_other_slots_is_loaded_into_these_alone() -> None:
 
 
 def test_no_pool_is_left_without_memory() -> None:
-    assert module.shares_of([100]) == [1]
-    assert module.shares_of([300, 100]) == [0.75, 0.25]
-    assert module.shares_of([1, 10**9])[0] > 0.1
-    assert sum(module.shares_of([1, 2, 10**9])) == pytest.approx(1)
+    assert device_pools.shares_of([100]) == [1]
+    assert device_pools.shares_of([300, 100]) == [0.75, 0.25]
+    assert device_pools.shares_of([1, 10**9])[0] > 0.1
+    assert sum(device_pools.shares_of([1, 2, 10**9])) == pytest.approx(1)
 
 
 def test_requests_that_ask_and_are_aborted_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import fdcache
 ROOT = Path(fdcache.__file__ or "").parent.parent
 FOUNDATION = {
     "_core",
+    "block_owners",
     "errors",
     "groups",
     "hashing",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
-from fdcache.groups import CacheGroup, Reach, require_served
+from fdcache.groups import CacheGroup, Reach, engine_groups, groups_of_ranks, require_served
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import Plane, PlaneKind, PlaneSpec
 from tests.format_oracle import doc_vectors, oracle_fingerprint
@@ -14,6 +14,8 @@ from tests.format_oracle import doc_vectors, oracle_fingerprint
 SIZE = 64
 FULL, STATE = CacheGroup(SIZE), CacheGroup(SIZE, Reach.STATE)
 WINDOW = CacheGroup(SIZE, Reach.LAST, 64)
+STATES = groups_of_ranks([STATE], 2)
+OWN: dict[str, Any] = {"tp_size": 2, "replicas": 2}
 
 
 def uniform(**changes: Any) -> KVLayout:
@@ -27,6 +29,10 @@ def uniform(**changes: Any) -> KVLayout:
         "dtype": "bfloat16",
     }
     return KVLayout.uniform(**(options | changes))
+
+
+def of_rank(group: CacheGroup, rank: int) -> CacheGroup:
+    return dataclasses.replace(group, rank=rank)
 
 
 def replace(layout: KVLayout, **changes: Any) -> KVLayout:
@@ -131,6 +137,11 @@ def test_small_planes_are_aligned_and_the_record_is_padded() -> None:
         ({"groups": (FULL,)}, r"use \(\)"),
         ({"groups": (WINDOW,) * 256}, "256 records of a page are more than 255"),
         ({"groups": [FULL, WINDOW]}, "groups must be a tuple of CacheGroup"),
+        (OWN | {"groups": (FULL, of_rank(WINDOW, 0), of_rank(WINDOW, 1))}, "only states are those"),
+        (OWN | {"groups": (FULL, *STATES[:1])}, r"ranks \[None, 0\]; only states .* each of the 2 that hold"),
+        (OWN | {"groups": (FULL, *STATES[::-1])}, "in order"),
+        (OWN | {"groups": (FULL, of_rank(STATE, False), STATES[1])}, "in order"),
+        ({"groups": (FULL, *STATES)}, "each of the 1 that hold the rest alike"),
     ],
 )
 def test_bad_field_is_named(change: dict[str, Any], message: str) -> None:
@@ -276,6 +287,17 @@ def test_each_rank_by_itself_has_a_layout_of_its_own() -> None:
     assert ranks[0].of_rank(0) is ranks[0]
     with pytest.raises(LayoutError, match="rank 2"):
         layout.of_rank(2)
+
+
+def test_a_rank_by_itself_has_its_own_states() -> None:
+    layout = uniform(**OWN, groups=(*STATES, FULL, *STATES))
+    assert engine_groups(layout.groups) == (0, 0, 1, 2, 2)
+    assert (layout.state_groups, layout.page_groups) == ((0, 1, 3, 4), (2,))
+    ranks = [layout.of_rank(rank) for rank in range(2)]
+    assert [each.groups for each in ranks] == [(STATE, FULL, STATE)] * 2
+    assert len({layout.fingerprint, *(each.fingerprint for each in ranks)}) == 3
+    alike = replace(layout, groups=(STATE, FULL))
+    assert alike.of_rank(0) == alike.of_rank(1)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from fdcache.manager import NO_BLOCK, CacheManager, LoadStatus, MatchStatus, Off
 from fdcache.metadata import CacheLevel, CacheSwapMetadata
 from fdcache.settings.cache import CacheSettings, EvictionPolicy, WritePolicy
 from tests.offload_engine import BLOCK, OffloadEngine, ids, prompt
-from tests.swaps import uniform_layout
+from tests.swaps import PATIENCE, uniform_layout
 
 LAYOUT = uniform_layout(
     block_size=BLOCK, num_layers=2, groups=(CacheGroup(BLOCK), CacheGroup(BLOCK, Reach.LAST, 2 * BLOCK))
@@ -202,10 +203,9 @@ def test_blocks_come_back_from_storage_after_a_restart(tmp_path: Path) -> None:
     assert second.restored == 6
     request = Request("second", prompt(1, 2, 3))
     second.manager.begin([request])
-    for _ in range(100):
-        match = second.manager.match(request, 0)
-        if match.status is MatchStatus.MATCHED:
-            break
+    deadline = time.monotonic() + PATIENCE
+    while (match := second.manager.match(request, 0)).status is not MatchStatus.MATCHED:
+        assert time.monotonic() < deadline, "the blocks are read"
         second.step()
         second.collect()
     assert (match.num_tokens, match.from_storage) == (3 * BLOCK, 3 * BLOCK)

@@ -75,12 +75,12 @@ class Stage:
     def send(self) -> Sequence[StorageTask]:
         return self.ledger.send_storage(self.tier.orders.take(), 0.0)
 
-    def end(self, tasks: Sequence[StorageTask]) -> None:
-        """Report reads that have brought their blocks."""
+    def end(self, tasks: Sequence[StorageTask], failed: Sequence[int] = ()) -> None:
+        """Report reads that have brought their blocks but for those at the positions ``failed``."""
         for task in tasks:
             result = TransferResult(
                 purpose=SwapPurpose.PREFETCH,
-                failed=np.empty(0, np.int32),
+                failed=np.array(failed, np.int32),
                 checksums=np.zeros(len(task.swap), np.uint64),
                 copied_bytes=0,
                 seconds=0.0,
@@ -130,6 +130,46 @@ def test_a_fetch_ends_when_other_requests_pin_all_the_room() -> None:
     assert stage.waits(first) is False
     stage.reads.advance()
     assert second.done and not stage.waits(second)
+
+
+def test_blocks_that_are_wanted_by_themselves_are_read_together() -> None:
+    paths = [path(number, 1) for number in range(3)]
+    stage = Stage(paths)
+    fetches = [stage.begin(each) for each in paths]
+    assert stage.ordered == [3]
+    stage.end(stage.send(), failed=[1])
+    assert not any(stage.waits(fetch) for fetch in fetches)
+    assert [fetch.pinned for fetch in fetches] == [1, 0, 1]
+    for fetch in fetches:
+        stage.reads.unpin(fetch)
+    assert stage.reads.is_idle
+
+
+def test_a_longer_path_shares_no_read_with_others_and_joins_theirs() -> None:
+    long = path(7)
+    stage = Stage([path(0, 1), long], host=64)
+    alone, first = stage.begin(path(0, 1)), stage.begin(long[:1])
+    whole = stage.begin(long)  # waits for its first block, which another request reads
+    assert stage.ordered == [2]
+    stage.end(stage.send())
+    assert not stage.waits(alone) and not stage.waits(first) and stage.waits(whole)
+    assert stage.ordered == [BLOCKS - 1]
+    stage.end(stage.send())
+    assert not stage.waits(whole) and whole.pinned == BLOCKS
+
+
+def test_a_shared_read_is_taken_back_once_nobody_needs_any_of_it() -> None:
+    paths = [path(number, 1) for number in range(2)]
+    stage = Stage(paths)
+    fetches = [stage.begin(each) for each in paths]
+    (task,) = stage.send()
+    stage.reads.cancel(fetches[0])
+    assert stage.reads.take_unneeded() == ()
+    stage.reads.cancel(fetches[1])
+    assert stage.reads.take_unneeded() == (task.plan_id,)
+    assert stage.reads.take_unneeded() == ()
+    stage.end([task])
+    assert stage.reads.is_idle
 
 
 @pytest.mark.parametrize("copied", [True, False])

@@ -65,6 +65,14 @@ def test_slots_are_disjoint_when_none_is_in_both(first: list[int], second: list[
     assert _core.are_disjoint_slots(*both) == set(first).isdisjoint(second)
 
 
+@given(
+    st.lists(st.integers(-5, 60) | st.sampled_from(HUGE), max_size=40), st.sampled_from([1, 3, 64, 2**31 - 1])
+)
+def test_extents_are_those_of_the_slots_that_exist(slots: list[int], size: int) -> None:
+    expected = sorted({slot // size for slot in slots if slot >= 0})
+    assert _core.extents_of(np.array(slots, np.int32), size) == expected
+
+
 @given(*3 * [st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=3)])
 def test_transfers_are_sound_together_when_backups_share_no_slot(
     evict: list[tuple[int, int]], load: list[tuple[int, int]], backup: list[tuple[int, int]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -394,8 +395,15 @@ def test_a_model_without_a_kv_cache_has_no_blocks() -> None:
 # --- what ranks hold alike --------------------------------------------------------------------------------
 
 
-def ranks(count: int, *, heads: object = 8, kind: type = FullAttentionSpec, **changed: Any) -> KVLayout:
-    """The layout of a model on ranks of one node, of layers that have one head a rank."""
+def ranks(
+    count: int,
+    *,
+    heads: object = 8,
+    kind: type = FullAttentionSpec,
+    beside: Sequence[type] = (),
+    **changed: Any,
+) -> KVLayout:
+    """The layout of a model on ranks of one node, of layers that have one head a rank; ``beside``: of others, too."""
     given = vllm_config(
         parallel_config__world_size=count,
         parallel_config__tensor_parallel_size=count,
@@ -406,9 +414,11 @@ def ranks(count: int, *, heads: object = 8, kind: type = FullAttentionSpec, **ch
     )
     for name, value in changed.items():
         setattr(given.parallel_config, name, value)
-    found = kv_config(kind)
+    found = kv_config(kind, *beside)
+    found = placed(found) if beside else found
     for group in found.kv_cache_groups:
         group.kv_cache_spec.num_kv_heads = 1
+        group.kv_cache_spec.mamba_cache_mode = "align"
     return config.layout_from_config(given, found)
 
 
@@ -416,6 +426,17 @@ def test_latents_are_kept_once_at_every_parallelism() -> None:
     made = [ranks(count, kind=MLAAttentionSpec) for count in (1, 2, 4, 8)]
     assert [layout.replicas for layout in made] == [1, 2, 4, 8]
     assert len({layout.fingerprint for layout in made}) == 1
+
+
+def test_states_beside_latents_are_those_of_each_rank() -> None:
+    made = ranks(2, kind=MLAAttentionSpec, beside=[MambaSpec])
+    state, whole = CacheGroup(16, Reach.STATE), CacheGroup(16)
+    assert made.groups == (whole, replace(state, rank=0), replace(state, rank=1))
+    assert (made.replicas, made.record_ranks, made.num_states) == (2, 1, 2)
+    assert "once for 2 ranks but for states; host memory" in config.kept_by(made, 10)
+    others = [ranks(count, kind=MLAAttentionSpec, beside=[MambaSpec]) for count in (1, 4)]
+    assert len({layout.fingerprint for layout in (made, *others)}) == 3  # their states differ
+    assert ranks(2, kind=FullAttentionSpec, beside=[MambaSpec]).replicas == 1
 
 
 def test_ranks_that_share_a_head_keep_it_once() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fdcache.integrations.vllm.layers import StepLayers
+import pytest
+
+from fdcache.integrations.vllm.layers import StepLayers, layers_of_planes
+from tests.vllm_configs import kv_config, placed, vllm_config
 
 _NAMES = [f"layer.{number}" for number in range(6)]
 _PLANES = {name: number for number, name in enumerate(_NAMES)}
@@ -39,3 +42,18 @@ def test_a_layer_that_is_never_told_holds_up_those_behind_it() -> None:
 def test_nothing_is_told_of_unknown_layers_or_without_planes() -> None:
     assert StepLayers(_PLANES, _ENDS).saved("draft.0") == []
     assert StepLayers({}, _ENDS).saved("layer.0") == []
+
+
+def test_each_layer_has_the_plane_that_it_writes() -> None:
+    config = vllm_config(parallel_config__use_ubatching=False)
+    for given in (kv_config(), placed(kv_config())):
+        assert layers_of_planes(config, given) == {f"0.{at}": at for at in range(4)}
+
+
+@pytest.mark.parametrize(
+    "changed", [{"use_ubatching": True}, {"speculative_config": "eagle"}], ids=["parts", "drafts"]
+)
+def test_layers_that_a_step_may_write_again_are_not_followed(changed: dict[str, object]) -> None:
+    config = vllm_config(parallel_config__use_ubatching="use_ubatching" in changed)
+    config.speculative_config = changed.get("speculative_config")
+    assert layers_of_planes(config, placed(kv_config())) == {}

@@ -21,7 +21,17 @@ _RUNNERS = {
     "0": [*(f"tests/unit/test_vllm_{name}.py" for name in ("events", "hooks", "load_order")), "tests/vllm"],
     "1": [
         f"tests/vllm/test_{name}.py"
-        for name in ("engine", "features", "hybrid", "hybrid_tiers", "pooling", "streams", "tiers", "windows")
+        for name in (
+            "engine",
+            "features",
+            "hybrid",
+            "hybrid_tiers",
+            "layers_ahead",
+            "pooling",
+            "streams",
+            "tiers",
+            "windows",
+        )
     ],
 }
 """vLLM's model runners by number less one, and the tests that are run with each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +17,8 @@ from fdcache.integrations.vllm.scheduler import SchedulerSide
 from fdcache.integrations.vllm.worker import WorkerSide
 from fdcache.manager import OffloadManager
 from fdcache.tiers.statistics import Counters
+from tests.service_help import TIMEOUT
 from tests.vllm.engine import generate, scheduler_of
-
-_MOST_STEPS = 5000
 
 
 def told(records: Sequence[logging.LogRecord], text: str) -> list[str]:
@@ -30,7 +30,8 @@ def told(records: Sequence[logging.LogRecord], text: str) -> list[str]:
 def settle(llm: Any) -> None:
     """Step until no request is left and no copy is in flight."""
     core = llm.llm_engine.engine_core.engine_core
-    for _ in range(_MOST_STEPS):
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
         scheduler = core.scheduler
         if not (scheduler.has_requests() or core.batch_queue or scheduler.connector.has_pending_push_work()):
             return
@@ -101,13 +102,14 @@ class Observed:
     def steps_until(self, condition: Callable[[], object]) -> dict[str, list[int]]:
         """Step until something is true; return the answers that ended meanwhile."""
         ended: dict[str, list[int]] = {}
-        for _ in range(_MOST_STEPS):
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline:
             if condition():
                 return ended
             for output in self.core.step():
                 if output.finished:
                     ended[output.request_id] = list(output.outputs[0].token_ids)
-        raise AssertionError(f"not within {_MOST_STEPS} steps")
+        raise AssertionError(f"not within {TIMEOUT:g} s of steps")
 
     def finish(self) -> dict[str, list[int]]:
         """Step until no request is left; return their answers."""

@@ -126,7 +126,8 @@ class Offloading:
 
     def match(self, keys: Sequence[Any], context: ReqContext) -> int:
         """Return how many leading chunks vLLM finds, after it has brought them to the host."""
-        for _ in range(1000):
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline:
             found = [self.manager.lookup(key, context) for key in keys]
             self.step()
             waits = {LookupResult.RETRY, LookupResult.HIT_PENDING}

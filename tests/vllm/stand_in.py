@@ -8,6 +8,7 @@ whose kernels this machine lacks, with the cache that vLLM makes for its layers.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -39,13 +41,17 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from fdcache.integrations.vllm.connector import FdcacheConnector
+from tests.service_help import TIMEOUT
 from tests.vllm.engine import connector_config, make_model
 
 _MASK = (1 << 63) - 1
 
 
 class StandIn:
-    """An engine whose layers keep what ``specs`` say. ``wrong`` counts the bytes read that are others' or stale."""
+    """An engine whose layers keep what ``specs`` say. ``wrong`` counts the bytes read that are others' or stale.
+
+    With several ranks each has states of its own; what layers keep of tokens is alike on all, as latents are.
+    """
 
     def __init__(
         self,
@@ -58,6 +64,7 @@ class StandIn:
         kv_layout: str = "LBNHC",
         role: str = "kv_both",
         drafts: int = 0,
+        ranks: int = 1,
         **settings: Any,
     ) -> None:
         """``drafts``: tokens that the last layer proposes in each step, as the layer of EAGLE or MTP does."""
@@ -75,6 +82,8 @@ class StandIn:
             enable_prefix_caching=True,
             num_gpu_blocks_override=num_blocks,
             async_scheduling=False,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="mp" if ranks > 1 else None,
             speculative_config=_speculative(model, drafts) if drafts else None,
             kv_transfer_config=connector_config(FDCACHE_VERIFY="all", **settings) | {"kv_role": role},
         ).create_engine_config()
@@ -87,10 +96,14 @@ class StandIn:
         for_scheduler = generate_scheduler_kv_cache_config([self.cache])
         size, self.hash_size = resolve_kv_cache_block_sizes(for_scheduler, self.config)
         self.config.cache_config.num_gpu_blocks = num_blocks
-        self.worker = FdcacheConnector(self.config, KVConnectorRole.WORKER, self.cache)
-        self.raw = torch.zeros(self.cache.kv_cache_tensors[0].size, dtype=torch.int8)
-        self.bytes = self.raw.numpy().view(np.uint8)
-        self.worker.register_kv_caches(self._views())
+        self.workers = [self._worker_of(rank) for rank in range(ranks)]
+        self.memories = [
+            torch.zeros(self.cache.kv_cache_tensors[0].size, dtype=torch.int8) for _ in self.workers
+        ]
+        self.rank = 0
+        """The rank that computes."""
+        for worker, raw in zip(self.workers, self.memories, strict=True):
+            worker.register_kv_caches(self._views(raw))
         self.scheduler = Scheduler(
             self.config,
             for_scheduler,
@@ -100,7 +113,10 @@ class StandIn:
             log_stats=True,
         )
         self.connector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
+        self.connector.set_xfer_handshake_metadata(
+            {rank: worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        )
+        self._outputs = KVOutputAggregator(ranks)
         self.tables: dict[str, list[list[int]]] = {}
         self.requests: dict[str, Request] = {}
         self.wrong = self.steps = self.preemptions = 0
@@ -112,8 +128,7 @@ class StandIn:
         self.accepted = self.rejected = 0
         """Drafts that were the right tokens, and that were not."""
         self._chosen = random.Random(7)
-        self._running: dict[str, int] = {}
-        """The place in the table of the block with the last state of each request that goes on."""
+        self._places_of_states: list[dict[str, int]] = [{} for _ in self.workers]
         self._broken = broken
         self._hasher = get_request_block_hasher(self.hash_size, sha256)
         self._places = {
@@ -126,7 +141,28 @@ class StandIn:
             for group in self.cache.kv_cache_groups
         ]
 
-    def _views(self) -> dict[str, Any]:
+    def _worker_of(self, rank: int) -> FdcacheConnector:
+        self.config.parallel_config.rank = rank
+        made = FdcacheConnector(self.config, KVConnectorRole.WORKER, self.cache)
+        self.config.parallel_config.rank = 0
+        return made
+
+    @property
+    def worker(self) -> FdcacheConnector:
+        """The connector in the rank that computes."""
+        return self.workers[self.rank]
+
+    @property
+    def bytes(self) -> Any:
+        """The device memory of the rank that computes."""
+        return self.memories[self.rank].numpy().view(np.uint8)
+
+    @property
+    def _running(self) -> dict[str, int]:
+        """The place in the table of the block with the last state of each request that goes on."""
+        return self._places_of_states[self.rank]
+
+    def _views(self, raw: torch.Tensor) -> dict[str, Any]:
         views: dict[str, Any] = {}
         layout = self.config.cache_config.get_resolved_kv_cache_layout()
         specs = {
@@ -143,13 +179,11 @@ class StandIn:
                         spec.state_content_size_bytes // 2,
                     )
                     views[name] = [
-                        torch.as_strided(
-                            self.raw, (self.cache.num_blocks, half), (tensor.block_stride, 1), at
-                        )
+                        torch.as_strided(raw, (self.cache.num_blocks, half), (tensor.block_stride, 1), at)
                         for at in (begin, begin + half)
                     ]
                 continue
-            made = create_kv_cache_views(self.raw, spec, self.cache.num_blocks, layout, tensor)
+            made = create_kv_cache_views(raw, spec, self.cache.num_blocks, layout, tensor)
             views |= dict(zip(tensor.layers, made, strict=True))
         return views
 
@@ -173,9 +207,10 @@ class StandIn:
         """Let the client of a request go."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def run(self, most_steps: int = 2000) -> None:
+    def run(self) -> None:
         """Step until every request has ended and nothing is copied."""
-        for _ in range(most_steps):
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline:
             self.step()
             if not self.scheduler.has_unfinished_requests() and not self.connector.has_pending_push_work():
                 return
@@ -187,6 +222,24 @@ class StandIn:
         output = self.scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids or ())
         self._follow(output)
+        made = self._outputs.aggregate([self._execute(output, rank) for rank in range(len(self.workers))])
+        self.rank = 0
+        if self._broken is not None:
+            self._broken(self, made.kv_connector_output)
+        ended = self.scheduler.update_from_output(output, made)
+        if self._drafts:
+            self.scheduler.update_draft_token_ids(
+                DraftTokenIds(made.req_ids, [self._propose(name) for name in made.req_ids])
+            )
+        for each in (each for outputs in ended.values() for each in outputs.outputs):
+            if each.finish_reason is not None:
+                self.parameters[each.request_id] = each.kv_transfer_params
+        for name, tokens in zip(made.req_ids, made.sampled_token_ids, strict=True):
+            self.answers.setdefault(name, []).extend(tokens)
+
+    def _execute(self, output: Any, rank: int) -> ModelRunnerOutput:
+        """Execute a step on one rank."""
+        self.rank = rank
         for block in output.new_block_ids_to_zero or ():
             self._fill(block, 0)
         for copy in output.kv_cache_block_copies or ():
@@ -212,32 +265,19 @@ class StandIn:
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
-        if self._broken is not None:
-            self._broken(self, made)
         names = list(output.num_scheduled_tokens)
-        ended = self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: at for at, name in enumerate(names)},
-                sampled_token_ids=sampled,
-                kv_connector_output=made,
-            ),
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=made,
         )
-        if self._drafts:
-            self.scheduler.update_draft_token_ids(
-                DraftTokenIds(names, [self._propose(name) for name in names])
-            )
-        for each in (each for outputs in ended.values() for each in outputs.outputs):
-            if each.finish_reason is not None:
-                self.parameters[each.request_id] = each.kv_transfer_params
-        for name, tokens in zip(names, sampled, strict=True):
-            self.answers.setdefault(name, []).extend(tokens)
 
     def _follow(self, output: Any) -> None:
         """Follow the block tables as vLLM's workers do."""
         for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
-            self._running.pop(name, None)
+            for places in self._places_of_states:
+                places.pop(name, None)
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = [list(ids) for ids in new.block_ids]
         cached = output.scheduled_cached_reqs
@@ -322,10 +362,10 @@ class StandIn:
         if start:
             place = self._running.get(name, (start - 1) // spec.block_size)
             before = self._state(layer, spec, table[place])
-            self.wrong += not (before == np.resize(_row(marks[start]), len(before))).all()
+            self.wrong += not (before == np.resize(self._row_of_state(marks[start]), len(before))).all()
         for number in range(drafts + 1):
             after = self._state(layer, spec, table[now + number])
-            after[:] = np.resize(_row(marks[len(marks) - 1 - drafts + number]), len(after))
+            after[:] = np.resize(self._row_of_state(marks[len(marks) - 1 - drafts + number]), len(after))
 
     def _keep_states(self, name: str, stop: int, drafts: int, right: int) -> None:
         """Keep the states at the end of a block that the right tokens of a step reach; see vLLM's ``mamba_utils``."""
@@ -350,6 +390,9 @@ class StandIn:
         begin = place + block * stride
         return self.bytes[begin : begin + spec.state_content_size_bytes]
 
+    def _row_of_state(self, mark: int) -> np.ndarray:
+        return _row(mark + self.rank & _MASK)
+
     def _fill(self, block: int, value: int) -> None:
         for group in self._layers:
             for layer, spec in group:
@@ -368,7 +411,8 @@ class StandIn:
         self.manager.check_integrity()
         stats = self.manager.get_stats()
         assert (stats.plans_in_flight, stats.live_requests) == (0, 0)
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
         self.scheduler.shutdown()
 
 

@@ -61,7 +61,7 @@ def latent(dim: int, dtype: torch.dtype, block: int = 16) -> MLAAttentionSpec:
 
 
 _PAGE = full(block=32).page_size_bytes
-_INDEXED = latent(72, F32, 32).page_size_bytes
+_LATENT = _INDEXED = latent(72, F32, 32).page_size_bytes
 
 FAMILIES: dict[str, tuple[list[KVCacheSpec], str, int]] = {
     "Llama": ([full()] * 3, "", 32),
@@ -79,6 +79,11 @@ FAMILIES: dict[str, tuple[list[KVCacheSpec], str, int]] = {
     "Llama 4": ([chunked()] * 3 + [full()], "chunk/16 chunk/16 chunk/16 all/16", 68),
     "Qwen3-Next": ([state(_PAGE)] * 3 + [full(block=32)], "state/32 state/32 state/32 all/32", 40),
     "Jamba": (([state(_PAGE)] * 7 + [full(block=32)]) * 2, " ".join(["state/32"] * 7 + ["all/32"]), 80),
+    "Kimi Linear": (
+        [state(_LATENT)] * 3 + [latent(72, F32, 32)],
+        "state/32 state/32 state/32 all/32",
+        40,
+    ),
     "GLM-5 Flash": (
         [state(_INDEXED)] * 2 + [latent(72, F32, 32), latent(144, torch.uint8, 32)],
         "state/32 state/32 all/32 all/64",

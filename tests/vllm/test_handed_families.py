@@ -39,11 +39,12 @@ class Pair:
         family: str,
         model: Path,
         broken: Callable[[StandIn, Any], None] | None = None,
+        ranks: int = 1,
         **of_prefill: Any,
     ) -> None:
         specs, _, room = FAMILIES[family]
         options: dict[str, Any] = {"FDCACHE_HOST_MEMORY": "64MiB", "FDCACHE_TRANSFER": "rdma"}
-        options |= {"num_blocks": 2 * room, "block_size": size_of(specs)}
+        options |= {"num_blocks": 2 * room, "block_size": size_of(specs), "ranks": ranks}
         self.prefill = StandIn(model, specs, role="kv_producer", **options | of_prefill)
         self.decode = StandIn(model, specs, role="kv_consumer", broken=broken, **options)
 
@@ -104,10 +105,15 @@ def prompts_of(seed: int) -> list[list[int]]:
     return [[chosen.randrange(3, 500) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize("family", _HANDED)
-def test_decode_goes_on_from_what_prefill_has_computed(family: str, model: Path) -> None:
-    """The prompt is computed once, but for its last token where a layer cannot go back by one."""
-    with running(Pair(family, model)) as pair:
+@pytest.mark.parametrize(
+    ("family", "ranks"), [*((family, 1) for family in _HANDED), ("Kimi Linear", 2), ("GLM-5 Flash", 2)]
+)
+def test_decode_goes_on_from_what_prefill_has_computed(family: str, ranks: int, model: Path) -> None:
+    """The prompt is computed once, but for its last token where a layer cannot go back by one.
+
+    With two ranks each has states of its own beside latents that both have alike.
+    """
+    with running(Pair(family, model, ranks=ranks)) as pair:
         for number, prompt in enumerate(prompts_of(1)):
             before, name = pair.fetched, f"r.{number}"
             parameters = pair.route(name, prompt)

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,20 @@ def pushed_out(offloading: Offloading, prompt: int) -> int:
     return offloading.load(keys_of(prompt, 8))
 
 
+def has_stored(service: LocalService, chunks: int) -> bool:
+    return bool(service.ask("storage")["blocks"] >= chunks)
+
+
 def test_chunks_that_left_the_services_memory_come_from_its_storage(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     storage = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path / "files")}
     settings = {"FDCACHE_HOST_MEMORY": "2MiB", "FDCACHE_STORAGE_SIZE": "16MiB", **storage}
     with local_service(tmp_path / "service", **settings) as service:
         first, second = joined(service), joined(service)
-        fill(first, range(100))  # three times as much as the memory of the service
+        for prompt in range(100):  # three times as much as the memory of the service
+            fill(first, [prompt])
+            # A disk that is slower than the engine loses chunks, which are counted: nothing waits for it.
+            until(partial(has_stored, service, 8 * (prompt + 1)), "the chunks are in storage")
         until(lambda: all(second.load(keys_of(prompt, 8)) == 8 for prompt in range(60)), "all are found")
         first.close()
         second.close()

@@ -13,6 +13,7 @@ pytest.importorskip(
     "vllm.v1.core.kv_cache_planning", reason="this vLLM keeps the layers of such models in one group"
 )
 
+from fdcache.integrations.vllm.scheduler import SchedulerSide
 from tests.vllm.engine import connector_config, generate, running_engine
 from tests.vllm.observed import Observed
 from tests.vllm.stand_in import StandIn
@@ -105,3 +106,28 @@ def test_sglang_38031_the_index_is_loaded_with_latents_and_states(
     assert engine.manager.get_stats().counters.host_hit_tokens > 500
     assert (engine.wrong > 0) == (broken is not None)
     engine.close()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_vllm_45704_a_copy_out_begins_once_the_step_has_written(
+    is_early: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies out of blocks that the step was still writing left what they held before. The control offers them so."""
+    if is_early:
+        learn = SchedulerSide._learn_blocks
+
+        def offering(side: SchedulerSide, output: Any) -> Any:
+            computed = learn(side, output)
+            side._offers.step(computed)
+            return computed
+
+        monkeypatch.setattr(SchedulerSide, "_learn_blocks", offering)
+    prompts = crowd()[:8]
+    with running_engine(model, enable_prefix_caching=False, **LOAD) as llm:
+        alone = generate(llm, prompts)
+    with running_engine(model, connector_config(FDCACHE_HOST_MEMORY="16MiB"), **LOAD) as llm:
+        engine = Observed(llm)
+        assert engine.answers(prompts) == alone
+        engine.forget_device()
+        assert (engine.answers(prompts) != alone) == is_early
+        assert engine.counters.host_hit_tokens > 8 * 90

@@ -84,6 +84,11 @@ class PageClient:
         return self._manager.get_stats()
 
     @property
+    def manager(self) -> OffloadManager:
+        """The manager of its tiers."""
+        return self._manager
+
+    @property
     def room(self) -> int:
         """Pages that can be stored now: 0 until a service has granted some."""
         return self._manager.store_room

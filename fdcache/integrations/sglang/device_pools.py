@@ -14,6 +14,9 @@ from fdcache.layout_planes import PlaneKind, PlaneSpec
 
 REMEDY = "serve this model without --enable-unified-cache-external-linker"
 
+_LEAST_SHARE = 1 / 8
+"""Least part of memory and disk that a pool gets, before all parts make one whole."""
+
 
 class Keys(StrEnum):
     """Which of a prompt's pages a pool has."""
@@ -178,3 +181,13 @@ def _unsupported(pool: Any, what: str) -> UnsupportedLayoutError:
     return UnsupportedLayoutError(
         f"FdcacheLinker: the device pool {type(pool).__name__} {what} is not carried; {REMEDY}"
     )
+
+
+def shares_of(sizes: Sequence[int]) -> list[float]:
+    """Return the part of memory and disk that each of several pools of these sizes gets.
+
+    SGLang gives states what is left of the device, so that the pool of the keys and values may be a tiny part of all.
+    """
+    total = sum(sizes)
+    parts = [max(size / total, _LEAST_SHARE) for size in sizes]
+    return [part / sum(parts) for part in parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +26,18 @@ from fdcache.integrations.sglang.config import (
     require_version,
     settings_of_pool,
 )
-from fdcache.integrations.sglang.device_pools import DevicePages, Keys, device_pages
+from fdcache.integrations.sglang.device_pools import DevicePages, Keys, device_pages, shares_of
 from fdcache.integrations.sglang.layer_waits import LayersOfBatch, LayerWaits
 from fdcache.integrations.sglang.metrics import metrics_of
 from fdcache.integrations.sglang.offloads import Offloads, PoolPart
 from fdcache.integrations.sglang.pool_tier import PoolTier
 from fdcache.integrations.sglang.slots import SlotReader
+from fdcache.integrations.sglang.token_events import TokenEvents
+from fdcache.integrations.sglang.turns import Turns
 from fdcache.integrations.sglang.weights import KnownWeights
 from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest
-from fdcache.metadata import HashArray
+from fdcache.metadata import HashArray, Int32Array
 from fdcache.settings import Settings
 from fdcache.settings.cache import Verify
 
@@ -55,9 +58,6 @@ _MOST_ENDS = 4
 
 _MOST_READ = 8
 """Most lengths for which windows and states are read from storage by one look-up, the longest ones."""
-
-_LEAST_SHARE = 1 / 8
-"""Least part of memory and disk that a pool gets, before all parts make one whole."""
 
 _SERVICE_WAIT = 5.0
 
@@ -105,7 +105,8 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         '{"linker": "FdcacheLinker", "linker_module_path": "fdcache.integrations.sglang.linker"}'
 
     Settings are those of the environment, or names of settings in ``linker_extra_config``. SGLang calls from one
-    thread. What can fail shows in ``lookup``: what it promises is pinned, and intact.
+    thread, that of its scheduler; stores go on in turns on another one. What can fail shows in ``lookup``: what it
+    promises is pinned, and intact.
 
     Raises ``ConfigurationError`` or ``UnsupportedLayoutError`` for another version of SGLang, for options and pools
     that would not be right, and for settings that are wrong, before the engine serves.
@@ -128,6 +129,8 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._rank = _rank_of(server_args, pages, extra_config or {})
         self._settings = load_settings(self._rank, int(params.page_size), LINKER)
         self._tiers: dict[str, PoolTier] = {}
+        self._turns = Turns(self._turn, pages[0].device)
+        self._events: TokenEvents | None = None
         try:
             for each, share in zip(pages, shares_of([each.nbytes for each in pages]), strict=True):
                 self._tiers[each.name] = self._tier_of(each, share)
@@ -152,8 +155,13 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloads = Offloads(self._tiers)
         self._next_batch = 0
         self._metrics = metrics_of(server_args, self._rank.model_name, self._rank.tp_rank, self._tiers)
+        if self._settings.cache.server is not None and getattr(server_args, "kv_events_config", None):
+            self._events = TokenEvents(int(params.page_size), self._turns.ask)
         self._timeout = self._settings.cache.plan_timeout
         self._is_alone = getattr(server_args, "tp_size", 1) == 1
+        self._lock = (
+            threading.RLock()
+        )  # of plans and reports: a plan that is taken is submitted before the next
 
     def _tier_of(self, pages: DevicePages, share: float) -> PoolTier:
         verifies_all = self._settings.transfer.verify is Verify.ALL
@@ -316,39 +324,47 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         planned = _Planned(asked, [])
         if self._weights.are_loaded and is_promised and kv.keys[0] == asked.first:
             by_name = {str(each.name): each for each in transfers}
-            wanted = [(self._kv, asked.request), *asked.others.get(pages, ())]
-            planned.is_whole = all(self._plan(planned, tier, request, by_name) for tier, request in wanted)
-            if planned.is_whole or not self._is_alone:
-                self._planned[rid] = planned
-                return True
-        planned.withdraw()
+            wanted = [
+                (
+                    tier,
+                    request,
+                    self._slots.read(by_name[tier.pages.name].device_indices, tier.pages.page_size),
+                )
+                for tier, request in ((self._kv, asked.request), *asked.others.get(pages, ()))
+            ]
+            with self._lock:
+                planned.is_whole = all(self._plan(planned, *each) for each in wanted)
+                if planned.is_whole or not self._is_alone:
+                    self._planned[rid] = planned
+                    return True
+                planned.withdraw()
         self._end(asked)
         return False
 
-    def _plan(
-        self, planned: _Planned, tier: PoolTier, request: KeyedRequest, by_name: Mapping[str, Any]
-    ) -> bool:
-        slots = self._slots.read(by_name[tier.pages.name].device_indices, tier.pages.page_size)
+    @staticmethod
+    def _plan(planned: _Planned, tier: PoolTier, request: KeyedRequest, slots: Int32Array) -> bool:
         planned.parts.append((tier, request))
         return tier.plan_load(request, slots)
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Withdraw a load that has not begun."""
-        planned = self._planned.pop(rid, None)
-        if planned is not None:
-            planned.withdraw()
-            self._end(planned.asked)
-        return planned is not None
+        with self._lock:
+            planned = self._planned.pop(rid, None)
+            if planned is not None:
+                planned.withdraw()
+                self._end(planned.asked)
+            return planned is not None
 
     def start_layer_wise_loading(self) -> int:
         """Begin the loads that are planned; return the index of their batch, -1 for none."""
         if not self._planned:
             return -1
-        batch, self._planned = list(self._planned.values()), {}
         now, stores = self._slots.current_stream(), self._slots.store_stream
-        layers = LayersOfBatch([], is_whole=all(each.is_whole for each in batch))
-        for name, tier in self._tiers.items():
-            layers.counters += [(counter, self._layers[name]) for counter in tier.submit(now, stores)]
+        with self._lock:
+            batch, self._planned = list(self._planned.values()), {}
+            layers = LayersOfBatch([], is_whole=all(each.is_whole for each in batch))
+            for name, tier in self._tiers.items():
+                layers.counters += [(counter, self._layers[name]) for counter in tier.submit(now, stores)]
         index, self._next_batch = self._next_batch, self._next_batch + 1
         self._batches[index], self.layer_done_counter.batches[index] = batch, layers
         return index
@@ -360,7 +376,8 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return True
         layers = self.layer_done_counter.batches.pop(counter_index)
         deadline = time.monotonic() + self._timeout
-        landed = [tier.outcome(request, deadline) for each in batch for tier, request in each.parts]
+        with self._lock:
+            landed = [tier.outcome(request, deadline) for each in batch for tier, request in each.parts]
         for each in batch:
             self._end(each.asked)
         return layers.is_whole and all(landed)
@@ -375,21 +392,35 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             tier = self._tiers[str(each.name)]
             if tier.stores and each.keys:
                 slots = self._slots.begin(each.device_indices, tier.pages.page_size)
-                parts.append(PoolPart(tier, keys_from_hex(each.keys), slots))
+                parts.append(PoolPart(tier, each.keys, slots))
         is_ready = self._slots.store_after(self.record_offload_ready)
         self._offloads.add(parts, is_ready, is_whole=is_current)
         return True
 
     def num_completed_offloads(self) -> int:
-        """Go on with copies, and return how many offloads have ended."""
-        reported = [tier.take_reports() for tier in self._tiers.values()]
-        if not any(reported) or self._offloads.are_many:  # one or the other, so that no call takes long
-            self._offloads.begin()
-        for tier in self._tiers.values():
-            tier.turn(self._slots.store_stream)
+        """Have copies go on, and return how many offloads have ended."""
+        if self._offloads.are_open or any(tier.is_due for tier in self._tiers.values()):
+            self._turns.ask()
+        return self._offloads.num_completed
+
+    def _turn(self) -> None:
+        """Go on with copies, without the lock now and then: the scheduler waits for none but a part of this."""
+        if self._events is not None:
+            self._events.describe(self._kv.manager)
+        with self._lock:
+            reported = [tier.take_reports() for tier in self._tiers.values()]
+        with self._lock:
+            self._offloads.take_added()
+            if not any(reported) or self._offloads.are_many:
+                self._offloads.begin()
+        with self._lock:
+            if not self._planned:  # loads are submitted by the scheduler, behind its stream
+                for tier in self._tiers.values():
+                    tier.turn(self._slots.store_stream)
+        with self._lock:
+            self._offloads.take_ends()
         if self._metrics is not None:
             self._metrics.tell()
-        return self._offloads.take_ends()
 
     def pop_completed_offload(self) -> bool:
         """Return True if the oldest offload that has ended is stored whole."""
@@ -399,6 +430,10 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def reset(self) -> None:
         """End what is in flight; what is stored stays, but that of former weights is not found any more."""
+        with self._lock:
+            self._reset()
+
+    def _reset(self) -> None:
         for rid in list(self._asked):
             self._forget(rid)
         for rid in list(self._planned):
@@ -426,19 +461,12 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._close_tiers()
 
     def _close_tiers(self) -> None:
+        if self._events is not None:
+            self._events.close()
+        self._turns.close()
         tiers, self._tiers = self._tiers, {}
         for tier in tiers.values():
             tier.close()
-
-
-def shares_of(sizes: Sequence[int]) -> list[float]:
-    """Return the part of memory and disk that each of several pools of these sizes gets.
-
-    SGLang gives states what is left of the device, so that the pool of the keys and values may be a tiny part of all.
-    """
-    total = sum(sizes)
-    parts = [max(size / total, _LEAST_SHARE) for size in sizes]
-    return [part / sum(parts) for part in parts]
 
 
 def _rank_of(server_args: Any, pages: Sequence[DevicePages], extra: Mapping[str, Any]) -> Rank:

@@ -6,31 +6,36 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fdcache._core import keys_from_hex
 from fdcache.integrations.sglang.pool_tier import PoolTier
 from fdcache.metadata import HashArray, Int32Array
 
 MOST_PAGES = 256
-"""Pages that one call begins to store: the scheduler's thread does nothing else meanwhile."""
+"""Pages that one turn begins to store: a plan of the scheduler waits no longer than for these."""
 
 MOST_BYTES = 512 << 20
-"""Bytes that one call begins to store: copies of more would go on beside the next token of a prompt just computed."""
+"""Bytes that one turn begins to store: copies of more would go on beside the next token of a prompt just computed."""
 
 _PARTS = 8
-"""Of more pages than 8 times as many, a call begins an 8th: steps may take long, and nodes stay locked meanwhile."""
+"""Of more pages than 8 times as many, a turn begins an 8th: steps may take long, and nodes stay locked meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPart:
-    """Pages of one pool; ``read`` waits for the slots that SGLang has told of."""
+    """Pages of one pool by SGLang's ``names`` of them; ``read`` waits for the slots that it has told of."""
 
     tier: PoolTier
-    keys: HashArray
+    names: list[str]
     read: Callable[[], Int32Array]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its pages."""
-        return len(self.keys) * self.tier.layout.payload_bytes
+        return len(self.names) * self.tier.layout.payload_bytes
+
+    def run(self) -> _Run:
+        """Return the pages with their keys and slots, once the slots are told."""
+        return _Run(self.tier, keys_from_hex(self.names), self.read())
 
 
 @dataclass(slots=True)
@@ -67,24 +72,45 @@ class _Offload:
 
 
 class Offloads:
-    """The offloads that have not been popped."""
+    """The offloads that have not been popped.
+
+    One thread calls ``add``, ``pop`` and ``num_completed``, which cost it next to nothing; another one the rest.
+    """
 
     def __init__(self, tiers: Mapping[str, PoolTier]) -> None:
         self._tiers = tiers
+        self._added: deque[_Offload] = deque()
         self._offloads: deque[_Offload] = deque()
         self._completed: deque[bool] = deque()
         self._pages_left = self._bytes_left = 0
 
     @property
+    def are_open(self) -> bool:
+        """True if some have not ended."""
+        return bool(self._added or self._offloads)
+
+    @property
     def are_many(self) -> bool:
-        """True if more pages wait than calls begin that have nothing else to do."""
+        """True if more pages wait than turns begin that have nothing else to do."""
         return self._pages_left > _PARTS * MOST_PAGES
+
+    @property
+    def num_completed(self) -> int:
+        """Number of offloads that have ended, in their order."""
+        return len(self._completed)
 
     def add(self, parts: Sequence[PoolPart], is_ready: Callable[[], bool], *, is_whole: bool) -> None:
         """Take one, which is begun once ``is_ready``; ``is_whole``: False if it is not to be stored."""
-        self._offloads.append(_Offload(parts, is_ready, is_whole))
-        self._pages_left += sum(len(each.keys) for each in parts)
-        self._bytes_left += sum(each.nbytes for each in parts)
+        self._added.append(_Offload(parts, is_ready, is_whole))
+
+    def take_added(self) -> None:
+        """Count what was added as waiting."""
+        while self._added:
+            offload = self._added[0]
+            self._offloads.append(offload)
+            self._added.popleft()  # now: until then it is open by this one
+            self._pages_left += sum(len(each.names) for each in offload.parts)
+            self._bytes_left += sum(each.nbytes for each in offload.parts)
 
     def begin(self) -> None:
         """Offer the next pages of those that are ready."""
@@ -94,7 +120,7 @@ class Offloads:
             if offload.runs is None:
                 if not offload.is_ready():
                     return
-                offload.runs = [_Run(each.tier, each.keys, each.read()) for each in offload.parts]
+                offload.runs = [each.run() for each in offload.parts]
             for run in offload.runs:
                 size = run.tier.layout.payload_bytes
                 count = min(pages, max(-(-nbytes // size), 0), len(run.keys) - run.offered)
@@ -113,16 +139,16 @@ class Offloads:
         self._pages_left -= count
         self._bytes_left -= count * run.tier.layout.payload_bytes
 
-    def take_ends(self) -> int:
-        """Count what has ended, and return how many offloads have, in their order."""
+    def take_ends(self) -> None:
+        """Count what has ended."""
         for name, tier in self._tiers.items():
             for end in tier.take_ends():
                 self._ended((name, end.number), is_whole=end.is_whole)
         while self._offloads and self._offloads[0].has_ended:
-            offload = self._offloads.popleft()
+            offload = self._offloads[0]
             offload.forget()
             self._completed.append(offload.is_whole)
-        return len(self._completed)
+            self._offloads.popleft()
 
     def _ended(self, offer: tuple[str, int], *, is_whole: bool) -> None:
         for offload in self._offloads:
@@ -144,6 +170,7 @@ class Offloads:
         """Forget all, once no copy is in flight."""
         for tier in self._tiers.values():
             tier.take_ends()
+        self._added.clear()
         self._offloads.clear()
         self._completed.clear()
         self._pages_left = self._bytes_left = 0

@@ -33,7 +33,9 @@ _POLL = 0.05
 
 
 class PoolTier:
-    """The pages of one pool, by keys of SGLang; for one thread, which waits for nothing but ``outcome`` and ``drain``.
+    """The pages of one pool, by keys of SGLang; no call waits but ``outcome`` and ``drain``.
+
+    Look-ups may run beside the other calls, of which one runs at a time.
 
     ``verifies_all``: compare every record with its checksum before it is promised, not only those recovered.
     ``stores``: False for a rank whose pages another rank stores.
@@ -187,9 +189,14 @@ class PoolTier:
             self._take(reports)
         return bool(reports)
 
+    @property
+    def is_due(self) -> bool:
+        """True if ``turn`` may have something to do although nothing was offered or has ended."""
+        return time.monotonic() - self._looked_at >= _LOOK_AGAIN
+
     def turn(self, stores_after: Any) -> None:
         """Submit what is to be copied, read or written next."""
-        is_due = time.monotonic() - self._looked_at >= _LOOK_AGAIN
+        is_due = self.is_due
         if is_due and self._in_flight:
             self._take([])  # plans may be overdue
         if is_due or self.manager.has_queued_copies:
@@ -199,8 +206,9 @@ class PoolTier:
         self._in_flight -= len(reports)
         outcomes = self.manager.apply(reports) if reports else []
         for outcome in (*outcomes, *self.manager.expire()):
-            if outcome.request_id in self._awaited:
-                self._outcomes[outcome.request_id] = outcome
+            self._outcomes[outcome.request_id] = outcome
+            if outcome.request_id not in self._awaited:  # asked for last: a look-up may end beside this
+                del self._outcomes[outcome.request_id]
 
     def drain(self, timeout: float) -> bool:
         """Wait until no copy is in flight; return False if one has not ended."""

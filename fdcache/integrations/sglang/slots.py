@@ -19,7 +19,7 @@ class SlotReader:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._device = device
+        self.device = device
         self.store_stream = torch.cuda.Stream(device) if self._on_gpu else None
 
     def read(self, indices: torch.Tensor, page_size: int) -> Int32Array:
@@ -35,7 +35,7 @@ class SlotReader:
 
     def current_stream(self) -> Any:
         """Return the stream of the scheduler, None on a CPU."""
-        return torch.cuda.current_stream(self._device) if self._on_gpu else None
+        return torch.cuda.current_stream(self.device) if self._on_gpu else None
 
     def store_after(self, record: Callable[[], list[Any]]) -> Callable[[], bool]:
         """Have stores wait for the events that ``record`` returns; the function tells if the first is over."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -27,6 +28,8 @@ from fdcache.integrations.sglang.config import (
 )
 from fdcache.integrations.sglang.metrics import Metrics, metrics_of
 from fdcache.integrations.sglang.pages import HostPages
+from fdcache.integrations.sglang.token_events import TokenEvents
+from fdcache.integrations.sglang.turns import Turns
 from fdcache.integrations.sglang.weights import KnownWeights
 from fdcache.metadata import HashArray
 
@@ -65,6 +68,8 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._pages: dict[str, HostPages] = {}
         self._moved = _Moved()
         self._metrics: Metrics | None = None
+        self._events: TokenEvents | None = None
+        self._turns: Turns | None = None
         self._has_warned = False
 
     # --- pools ----------------------------------------------------------------------------------------------
@@ -97,6 +102,14 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
             self._server_args, str(self._config.model_name), self._config.tp_rank, self._clients
         )
         self._wait_for_service()
+        if settings.cache.server is not None and self._server_args.kv_events_config:
+            self._turns = Turns(self._describe, torch.device("cpu"))
+            self._events = TokenEvents(int(pools[_KV].page_size), self._turns.ask)
+
+    def _describe(self) -> None:
+        """Tell the service the tokens of pages."""
+        if self._events is not None:
+            self._events.describe(self._clients[_KV].manager)
 
     def _wait_for_service(self) -> None:
         deadline = time.monotonic() + _SERVICE_WAIT
@@ -200,6 +213,10 @@ class FdcacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """End the clients. Idempotent."""
+        if self._events is not None:
+            self._events.close()
+        if self._turns is not None:
+            self._turns.close()
         for client in self._clients.values():
             client.close()
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fdcache.errors import ConfigurationError
-from fdcache.groups import CacheGroup, page_of, require_served
+from fdcache.groups import CacheGroup, groups_of_rank, groups_of_ranks, page_of, require_served
 from fdcache.integrations.vllm.pages import (
     group_of,
     heads_apart,
+    is_of_states,
     layer_specs,
     pages_of,
     plane_bytes,
@@ -103,23 +104,32 @@ def _unsupported(vllm_config: Any, transfer_config: Any) -> Iterator[tuple[str, 
 
 
 def layout_from_config(
-    vllm_config: Any, kv_cache_config: Any, packed_by: object = None, weights: str | None = None
+    vllm_config: Any,
+    kv_cache_config: Any,
+    packed_by: object = None,
+    weights: str | None = None,
+    states: tuple[int, ...] | None = (),
 ) -> KVLayout:
     """Return the layout of vLLM's pages: one plane of bytes for each layer of a rank, or for those that share memory.
 
     vLLM's groups take their blocks from one pool, and lie over each other in the same memory.
     Its revision names everything that decides the bytes of a page: the weights, the dtypes, the packing, the ranks.
     ``packed_by``: what else decides how vLLM packs a page: the GPUs' capability, and its variable. ``weights``: the
-    name of the weights (``FDCACHE_WEIGHTS``), by default what vLLM and their files tell of them.
+    name of the weights (``FDCACHE_WEIGHTS``), by default what vLLM and their files tell of them. ``states``: bytes of
+    the parts of a state, None if they are not known.
     Raises the errors of ``require_supported``.
     """
     groups = require_supported(vllm_config, kv_cache_config)
     page, replicas = page_of(groups), replicas_of(vllm_config, kv_cache_config)
-    heads = _heads_of_pages(vllm_config, kv_cache_config) if replicas == 1 else None
+    groups = groups_of_ranks(groups, replicas)
+    is_known = replicas == 1 and states is not None
+    heads = _heads_of_pages(vllm_config, kv_cache_config) if is_known else None
     return KVLayout.of_layers(
         [[_plane_of(nbytes, heads)] for nbytes in plane_bytes(kv_cache_config)],
         model=weights or model_of(vllm_config.model_config),
-        revision=revision_of(vllm_config, packed_by, weights, replicas, is_split=heads is not None),
+        revision=revision_of(
+            vllm_config, packed_by, weights, replicas, states=states or (), is_split=heads is not None
+        ),
         block_size=page,
         tp_size=int(vllm_config.parallel_config.world_size),
         groups=() if groups == (CacheGroup(page),) else groups,
@@ -140,16 +150,22 @@ def _heads_of_pages(vllm_config: Any, kv_cache_config: Any) -> int | None:
     return heads_apart(kv_cache_config, getattr(vllm_config.cache_config, "kv_cache_layout", None))
 
 
-def require_peer_ranks(layout: KVLayout, kv_cache_config: Any, peer_ranks: int | None) -> None:
-    """Raise ``ConfigurationError`` if blocks cannot be handed over between unequal numbers of ranks."""
+def require_peer_ranks(
+    layout: KVLayout, kv_cache_config: Any, peer_ranks: int | None, states: tuple[int, ...] | None = ()
+) -> None:
+    """Raise ``ConfigurationError`` if blocks cannot be handed over between unequal numbers of ranks.
+
+    ``states``: bytes of the parts of a state, None if they are not known.
+    """
     if peer_ranks in (None, layout.tp_size):
         return
-    if layout.state_groups:
-        raise ConfigurationError(
-            f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: the model has layers that keep states, which are handed over "
-            f"between equal numbers of ranks; give all engines {layout.tp_size}"
-        )
     are_apart = all(plane.kind is PlaneKind.PAIR for plane in layout.planes)
+    if layout.state_groups and not (states and are_apart):
+        missing = "no run of bytes for each head beside them" if states else "parts that are not known"
+        raise ConfigurationError(
+            f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: the model has layers that keep states, with {missing}; give "
+            f"all engines {layout.tp_size} ranks{', or set VLLM_KV_CACHE_LAYOUT to HND on all' if states else ''}"
+        )
     if not (are_apart or _is_latent(kv_cache_config)):
         raise ConfigurationError(
             f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: vLLM's pages do not hold the bytes of each head together; set "
@@ -160,8 +176,9 @@ def require_peer_ranks(layout: KVLayout, kv_cache_config: Any, peer_ranks: int |
 def replicas_of(vllm_config: Any, kv_cache_config: Any) -> int:
     """Return how many consecutive ranks of a node have the same bytes in every page.
 
-    All of them do with latents alone, and those that share a head where a model has fewer heads than ranks, as long as
-    all its layers have as many. Ranks on other nodes, or with an executor that may use some, count by themselves.
+    All of them do with latents, but for the states beside these; and those that share a head where a model has fewer
+    heads than ranks, as long as all its layers have as many. Ranks on other nodes, or with an executor that may use
+    some, count by themselves.
     """
     parallel = vllm_config.parallel_config
     ranks = int(parallel.tensor_parallel_size)
@@ -178,9 +195,10 @@ def replicas_of(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def _is_latent(kv_cache_config: Any) -> bool:
-    """Return True if all layers keep latents, which all ranks have alike."""
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()]
-    return all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
+    """Return True if all layers but those with states keep latents, which all ranks have alike."""
+    groups = [group for group in kv_cache_config.kv_cache_groups if not is_of_states(group)]
+    specs = [spec for group in groups for spec in layer_specs(group).values()]
+    return bool(specs) and all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
 
 
 def _heads_of_every_layer(vllm_config: Any) -> int | None:
@@ -195,13 +213,14 @@ def _heads_of_every_layer(vllm_config: Any) -> int | None:
 
 def kept_by(layout: KVLayout, host_blocks: int) -> str:
     """Return in words which groups of layers are kept, and how many tokens fit into ``host_blocks`` records of them."""
-    groups = layout.groups or (CacheGroup(layout.block_size),)
+    groups = groups_of_rank(layout.groups, 0) or (CacheGroup(layout.block_size),)
     counts = Counter(
         f"{group.reach}{f' {group.tokens}' if group.tokens else ''} in blocks of {group.block_size} tokens"
         for group in groups
     )
     kept = ", ".join(f"{count} x {what}" if count > 1 else what for what, count in counts.items())
     shared = f", once for {layout.replicas} ranks" if layout.replicas > 1 else ""
+    shared += " but for states" if shared and layout.num_states else ""
     if not host_blocks:
         return f"kept: {kept}{shared}, in the memory of a service"
     tokens = host_blocks // max(layout.page_records, layout.num_states, 1) * layout.block_size
@@ -223,13 +242,14 @@ def revision_of(
     weights: str | None = None,
     replicas: int = 1,
     *,
+    states: tuple[int, ...] = (),
     is_split: bool = False,
 ) -> str:
     """Return a digest of the weights and of what decides how vLLM computes and packs a page.
 
     ``weights`` names them in place of their revision and files. ``replicas``: ranks that hold the same bytes, which do
-    not depend on their number. ``is_split``: the layout says how the ranks share the heads. Rotary embeddings of the
-    kind "longrope" have other factors from a certain longest prompt on.
+    not depend on their number. ``is_split``: the layout says how the ranks share the heads; they share ``states`` by
+    these parts. Rotary embeddings of the kind "longrope" have other factors from a certain longest prompt on.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     load, speculative = vllm_config.load_config, vllm_config.speculative_config
@@ -251,6 +271,8 @@ def revision_of(
         "max_model_len": model.max_model_len if "longrope" in _rope_of(model.hf_text_config) else None,
         "draft": None if speculative is None else (speculative.method, _place_of(speculative.model)),
     }
+    if is_split and states:  # a part that several ranks have alike is larger in all than where one has it
+        parts["states"] = [part * parallel.tensor_parallel_size for part in states]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from fdcache.errors import ConfigurationError
+from fdcache.groups import engine_groups
 from fdcache.integrations.vllm.callers import configurations
 from fdcache.integrations.vllm.config import (
     kept_by,
@@ -44,6 +45,7 @@ from fdcache.integrations.vllm.settings import (
     settings_in_force,
     warn_of_settings_without_effect,
 )
+from fdcache.integrations.vllm.states import state_parts
 from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
 from fdcache.integrations.vllm.worker import WorkerSide
 from fdcache.manager import OffloadManager
@@ -86,7 +88,8 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         """Make the side of this process."""
         packed_by = (current_platform.get_device_capability(), envs.VLLM_KV_CACHE_LAYOUT)
         weights = given_settings(self._kv_transfer_config).deployment.weights
-        layout = layout_from_config(vllm_config, kv_cache_config, packed_by, weights)
+        states = state_parts(kv_cache_config, channels_first=_has_channels_first())
+        layout = layout_from_config(vllm_config, kv_cache_config, packed_by, weights, states)
         if layout.groups and not _REPORTS_REQUESTS:
             raise ConfigurationError(
                 "FdcacheConnector: all layers have a sliding window, and this version of vLLM cannot compute a request "
@@ -94,7 +97,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             )
         settings = load_settings(vllm_config, layout.block_size)
         if settings.peers.is_on:
-            require_peer_ranks(layout, kv_cache_config, settings.peers.peer_ranks)
+            require_peer_ranks(layout, kv_cache_config, settings.peers.peer_ranks, states)
         if role is KVConnectorRole.SCHEDULER:
             choose_failure_policy(self._kv_transfer_config, _top_of(self._kv_transfer_config))
             warn_of_settings_without_effect(settings)
@@ -105,7 +108,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
                 self._events = EventTranslator(
                     group_kinds(kv_cache_config),
                     is_shared=is_shared,
-                    marks=layout.record_groups,
+                    marks=[engine_groups(layout.groups)[at] for at in layout.record_groups],
                     num_records=layout.page_records,
                 )
                 settings = self._events.enable(settings)
@@ -128,9 +131,8 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
             )
             self._stats = StatsDelta(manager)
         else:
-            self._worker = WorkerSide(
-                settings, layout, vllm_config.parallel_config.rank, self._kv_transfer_config.engine_id
-            )
+            rank, engine_id = vllm_config.parallel_config.rank, self._kv_transfer_config.engine_id
+            self._worker = WorkerSide(settings, layout, rank, engine_id, states or ())
 
     # --- worker -------------------------------------------------------------------------------------------
 
@@ -381,6 +383,11 @@ def check_configurations() -> None:
 def _top_of(transfer_config: Any) -> Any:
     """Return the transfer configuration with the connector in which this one is, itself if there is none."""
     return (configurations().transfers or [transfer_config])[-1]
+
+
+def _has_channels_first() -> bool:
+    """Return True if vLLM keeps the channels of a convolution's inputs in rows of their own."""
+    return getattr(envs, "VLLM_SSM_CONV_STATE_LAYOUT", None) == "DS"
 
 
 def _log_where_vllm_logs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from fdcache.groups import engine_groups
 from fdcache.integrations.vllm.events import EventTranslator
 from fdcache.integrations.vllm.running import Computed, Running, ids_of
 from fdcache.integrations.vllm.tables import pages_of_offer
@@ -24,7 +25,8 @@ class StepOffers:
         self._events = events
         self._count = count
         self._block_size = manager.layout.block_size
-        self._states = manager.layout.state_groups
+        numbers = engine_groups(manager.layout.groups)
+        self._states = [numbers[group] for group in manager.layout.state_groups]
         self._lookahead = manager.settings.lookahead_tokens
         self._blocks_of_offer = pages_of_offer(manager.layout)
 

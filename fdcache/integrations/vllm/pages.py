@@ -17,6 +17,7 @@ _REACHES = {
     "MambaSpec": Reach.STATE,
 }
 _HEADS_APART = ("LBHNC", "BLHNC")
+_WORD = 8
 _ALIGNED = "align"
 """The mode of vLLM in which it keeps states at the ends of blocks."""
 
@@ -44,6 +45,11 @@ def words_for(group: Any) -> str:
     return (
         f"{kinds}: {len(group.layer_names)} layers{mode}, blocks of {group.kv_cache_spec.block_size} tokens"
     )
+
+
+def is_of_states(group: Any) -> bool:
+    """Return True for a group whose layers keep states."""
+    return all(_REACHES.get(type(spec).__name__) is Reach.STATE for spec in layer_specs(group).values())
 
 
 def group_of(group: Any) -> CacheGroup | None:
@@ -94,19 +100,29 @@ def pages_of(kv_cache_config: Any) -> list[Page] | None:
     return pages
 
 
+def is_state(spec: Any) -> bool:
+    """Return True for the specification of a layer that keeps a state."""
+    return _REACHES.get(type(spec).__name__) is Reach.STATE
+
+
 def heads_apart(kv_cache_config: Any, arrangement: object) -> int | None:
     """Return the KV heads of a rank if each page has one run of bytes for each, and all layers have as many.
 
-    ``arrangement``: the name of vLLM's order of layers, blocks, heads, tokens and contents.
+    States lie in the same pages. Where all layers keep them, words of eight bytes count as heads. ``arrangement``: the
+    name of vLLM's order of layers, blocks, heads, tokens and contents.
     """
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group).values()]
-    heads = {getattr(spec, "num_kv_heads", None) for spec in specs}
-    is_dense = all(getattr(spec, "real_page_size_bytes", 0) == spec.page_size_bytes for spec in specs)
+    kept = [spec for spec in specs if not is_state(spec)]
+    heads = {getattr(spec, "num_kv_heads", None) for spec in kept or specs}
+    is_dense = all(getattr(spec, "real_page_size_bytes", 0) == spec.page_size_bytes for spec in kept)
     is_latent = any(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
     pages = pages_of(kv_cache_config) or ()
     sizes = {int(spec.page_size_bytes) for spec in specs} | {page.nbytes for page in pages}
-    if str(arrangement) not in _HEADS_APART or not pages or not is_dense or is_latent or len(sizes) > 1:
+    is_apart = not kept or str(arrangement) in _HEADS_APART
+    if not (is_apart and pages and is_dense) or is_latent or len(sizes) > 1:
         return None
+    if not kept:
+        heads = {pages[0].nbytes // _WORD}
     count = heads.pop() if len(heads) == 1 else None
     return count if isinstance(count, int) and count and not sizes.pop() % count else None
 

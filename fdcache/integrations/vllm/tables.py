@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fdcache.groups import CacheGroup, Reach
+from fdcache.groups import CacheGroup, Reach, engine_groups, groups_of_rank
 from fdcache.layout import KVLayout
 from fdcache.manager import NO_BLOCK
 from fdcache.metadata import Int32Array
@@ -175,18 +175,20 @@ class TableShape:
     """Makes the tables of a layout.
 
     ``columns``: of each group that has blocks of every page its place among the groups, its blocks of a page, and what
-    it needs; ``states``: the places of the others, and the tokens of their blocks. ``page``: the tokens of a page.
+    it needs; ``states``: the places of the others, and the tokens of their blocks, once for each rank that has its own.
+    ``page``: the tokens of a page.
     """
 
     def __init__(self, layout: KVLayout) -> None:
         self.page = layout.block_size
-        self.groups = layout.groups
+        self.groups = groups_of_rank(layout.groups, 0)
         self.columns: list[tuple[int, int, CacheGroup]] = [
             (at, layout.block_size // group.block_size, group)
-            for at, group in enumerate(layout.groups)
+            for at, group in enumerate(self.groups)
             if not group.is_state
         ]
-        self.states = [(at, layout.groups[at].block_size) for at in layout.state_groups]
+        numbers = engine_groups(layout.groups)
+        self.states = [(numbers[at], layout.groups[at].block_size) for at in layout.state_groups]
 
     def table(self, blocks: BlockIds = ()) -> RequestTable:
         """Return a table of these blocks."""

@@ -37,17 +37,15 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import TIER_LABEL, JobResult, SecondaryTierManager, TransferJob
 
 from fdcache.errors import ConfigurationError
-from fdcache.integrations.vllm.keyed_service import KeyedService
-from fdcache.integrations.vllm.keyed_storage import EndedJob, KeyedStorage
+from fdcache.integrations.vllm.keyed_tiers import EndedJob, KeyedTiers
 from fdcache.integrations.vllm.settings import extra_settings
 from fdcache.integrations.weights import digest_of
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
-from fdcache.metadata import HashArray
-from fdcache.settings import Candidate, Settings, SettingsError, Source
-from fdcache.settings.cache import LoadOrRecompute, PrefetchPolicy, WritePolicy
+from fdcache.metadata import CacheLevel, HashArray
+from fdcache.settings import Settings, SettingsError
 from fdcache.settings.kinds import format_size
-from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED
+from fdcache.tiers.events import BlockRemoved, BlockStored
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +66,10 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
     """A secondary tier of vLLM's offloading: a slab file of ``FDCACHE_STORAGE_DIR``, or the service of the node.
 
     Further keys of the tier's configuration are fdcache's settings, which win over the environment:
-    ``FDCACHE_STORAGE_DIR``, ``FDCACHE_STORAGE_SIZE``, ``FDCACHE_STORAGE_FSYNC``, ``FDCACHE_STORAGE_TIMEOUT`` and
-    ``FDCACHE_WEIGHTS``, or ``FDCACHE_SERVER``, ``FDCACHE_PLAN_TIMEOUT`` and ``FDCACHE_WEIGHTS``. Raises
-    ``ConfigurationError`` for others and for wrong values, and ``StorageError`` when the file cannot be opened.
+    ``FDCACHE_STORAGE_DIR``, ``FDCACHE_STORAGE_SIZE``, ``FDCACHE_STORAGE_FSYNC``, ``FDCACHE_STORAGE_TIMEOUT``,
+    ``FDCACHE_HOST_MEMORY`` (between vLLM's memory and the file) and ``FDCACHE_WEIGHTS``, or ``FDCACHE_SERVER``,
+    ``FDCACHE_PLAN_TIMEOUT`` and ``FDCACHE_WEIGHTS``. Raises ``ConfigurationError`` for others and for wrong values, and
+    ``StorageError`` when the file cannot be opened.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -89,19 +88,13 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
         settings = _settings(options)
         layout = _layout(offloading_spec.config, self.block_size_bytes, settings.deployment.weights)
         rows = np.asarray(primary_kv_view).view(np.uint8)
-        self._storage: KeyedService | KeyedStorage
-        if settings.cache.server is not None:
-            self._storage = KeyedService(layout, _decided(settings, layout), rows)
-        else:
-            self._storage = KeyedStorage(layout, settings.storage_tier, rows)
-        self._keys: dict[int, tuple[OffloadKey, ...]] = {}
         self._tells = bool(offloading_spec.config.enable_kv_cache_events)
-        if self._tells:
-            self._storage.record_events(_MOST_EVENTS)
+        self._tiers = KeyedTiers(layout, settings, rows, events=_MOST_EVENTS if self._tells else 0)
+        self._keys: dict[int, tuple[OffloadKey, ...]] = {}
         self._named: dict[bytes, OffloadKey] = {}
         self._told = dict.fromkeys(_COUNTS, 0)
         self._told_blocks = -1
-        usage = self._storage.usage
+        usage = self._tiers.usage
         logger.info(
             "FdcacheTier: %d chunks found in %s, room for %d of %s",
             usage.ready,
@@ -112,15 +105,15 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT if the chunk is stored, else MISS."""
-        return LookupResult.HIT if self._storage.contains(_digest(key)) else LookupResult.MISS
+        return LookupResult.HIT if self._tiers.contains(_digest(key)) else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Begin to store chunks; those that are stored already cost nothing."""
-        self._submit(job_metadata, self._storage.store)
+        self._submit(job_metadata, self._tiers.store)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Begin to read chunks into vLLM's memory."""
-        self._submit(job_metadata, self._storage.load)
+        self._submit(job_metadata, self._tiers.load)
 
     def _submit(self, job: TransferJob, begin: Any) -> None:
         keys = self._keys[job.job_id] = tuple(job.keys)
@@ -131,7 +124,7 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that have ended, with the chunks of a load that arrived."""
-        return [self._result(ended) for ended in self._storage.take_ended()]
+        return [self._result(ended) for ended in self._tiers.take_ended()]
 
     def _result(self, ended: EndedJob) -> JobResult:
         keys = self._keys.pop(ended.number)
@@ -146,12 +139,12 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def has_pending_work(self) -> bool:
         """Return True while a job has not been told as finished."""
-        return not self._storage.is_idle
+        return not self._tiers.is_idle
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Count these chunks as used now, the first of a prompt as the last used."""
         for key in reversed(tuple(keys)):
-            self._storage.contains(_digest(key))
+            self._tiers.contains(_digest(key))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Return vLLM's default: new chunks are stored."""
@@ -159,11 +152,11 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def drain_jobs(self) -> None:
         """Wait until every job has ended, each by its deadline."""
-        self._storage.drain()
+        self._tiers.drain()
 
     def shutdown(self) -> None:
         """Close the file, or leave the service."""
-        self._storage.close()
+        self._tiers.close()
 
     # --- metrics --------------------------------------------------------------------------------------------
 
@@ -188,11 +181,11 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
         """Return what was counted since the last call."""
         stats = OffloadingConnectorStats()
         labels = (self.tier_type,)
-        for name, counted in ((name, getattr(self._storage.stats, name)) for name in _COUNTS):
+        for name, counted in ((name, getattr(self._tiers.stats, name)) for name in _COUNTS):
             if counted > self._told[name]:
                 stats.increase_counter(f"{_PREFIX}{name}", counted - self._told[name], labels)
                 self._told[name] = counted
-        usage = self._storage.usage
+        usage = self._tiers.usage
         if usage.ready != self._told_blocks:
             stats.set_gauge(_BLOCKS, usage.ready, labels)
             stats.set_gauge(_CAPACITY, usage.blocks, labels)
@@ -203,14 +196,15 @@ class FdcacheTier(SecondaryTierManager):  # type: ignore[misc]
         """Return which chunks were stored and removed since the last call; nothing unless vLLM's events are on."""
         if not self._tells:
             return ()
-        kinds, digests, _ = self._storage.take_events()
         told = []
-        for kind, digest in zip(kinds.tolist(), digests, strict=True):
-            key = self._named.get(digest.tobytes())
-            if key is not None and kind in (EVENT_STORED, EVENT_REMOVED):
-                told.append(self._event([key], is_removed=kind == EVENT_REMOVED))
-                if kind == EVENT_REMOVED:
-                    del self._named[digest.tobytes()]
+        for event in self._tiers.take_events():
+            if not isinstance(event, BlockStored | BlockRemoved) or event.tier is not CacheLevel.STORAGE:
+                continue
+            is_removed = isinstance(event, BlockRemoved)
+            if (key := self._named.get(event.block_hash)) is not None:
+                told.append(self._event([key], is_removed=is_removed))
+                if is_removed:
+                    del self._named[event.block_hash]
         return told
 
     def _event(self, keys: list[OffloadKey], *, is_removed: bool) -> OffloadingEvent:
@@ -242,24 +236,6 @@ def _settings(options: dict[str, object]) -> Settings:
             "belongs to the service; set it for `fdcache serve` and unset it here, or unset FDCACHE_SERVER"
         )
     return settings
-
-
-def _decided(settings: Settings, layout: KVLayout) -> Settings:
-    """Return the settings for a service, with what vLLM has decided."""
-    decided = {
-        "FDCACHE_RANKS": 1,
-        "FDCACHE_BLOCK_SIZE": layout.block_size,
-        "FDCACHE_WRITE_POLICY": WritePolicy.WRITE_THROUGH,
-        "FDCACHE_LOAD_OR_RECOMPUTE": LoadOrRecompute.ALWAYS,
-        "FDCACHE_PREFETCH_POLICY": PrefetchPolicy.WAIT_COMPLETE,
-        "FDCACHE_LOOKAHEAD_TOKENS": 0,
-    }
-    return settings.with_derived(
-        {
-            name: (Candidate(Source.DERIVED, name, "vLLM decides", value), value)
-            for name, value in decided.items()
-        }
-    )
 
 
 def _layout(config: Any, chunk_bytes: int, weights: str | None) -> KVLayout:

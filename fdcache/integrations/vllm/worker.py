@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from fdcache.block_owners import BlockOwners
 from fdcache.controller.cache_controller import CacheController
 from fdcache.controller.layers import LayerDoneCounter
 from fdcache.devices.base import Device
@@ -102,12 +103,21 @@ class WorkerSide:
     Loads run behind all work that the compute stream has, unless no step in flight uses their blocks, so that they
     cannot overwrite what a step still reads. Stores read what earlier steps computed. No call holds up a step for a
     copy, except on a CPU, which has no streams. ``engine_id``: that of all ranks, and of no other engine of the node.
+    ``states``: bytes of the parts of a state that ranks share.
     """
 
-    def __init__(self, settings: Settings, layout: KVLayout, rank: int, engine_id: str = "") -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: Settings,
+        layout: KVLayout,
+        rank: int,
+        engine_id: str = "",
+        states: Sequence[int] = (),
+    ) -> None:
+        self._settings, self._states = settings, states
         self._engine = hashlib.sha256(engine_id.encode()).hexdigest()[:32]
         self._layout = layout
+        self._owners = BlockOwners(layout)
         self.rank = rank
         self._controller: CacheController | None = None
         self._loads: dict[int, _Load] = {}
@@ -159,7 +169,9 @@ class WorkerSide:
             controller.initialize_host_cache(HostCache.of(self._settings.cache, self._layout, self._engine))
             scan = controller.open_storage()
             self._scan = None if scan is None else encode(scan)
-        self.address = controller.open_transfer(lookahead_tokens=self._settings.cache.lookahead_tokens)
+        self.address = controller.open_transfer(
+            lookahead_tokens=self._settings.cache.lookahead_tokens, state_parts=self._states
+        )
         self._layers = StepLayers(layers or {}, controller.announced_layers)
 
     def take_scan(self) -> bytes | None:
@@ -203,8 +215,9 @@ class WorkerSide:
         stream = self._current_stream() if self._on_gpu and step.plans else None
         for plan in step.plans:
             self._in_flight += len(plan.plan_ids)
-            for number, blocks in _loaded_by(plan):
+            for number, loaded in _loaded_by(plan):
                 if number in step.loads:
+                    blocks = self._owners.blocks(loaded)
                     self._loads[number] = _Load(list(step.loads[number]), blocks)
             try:
                 if step.is_late:
@@ -274,9 +287,8 @@ class WorkerSide:
 
     def _lose_copies(self, plan: TransferPlan, blocks: Sequence[int]) -> None:
         """Take a plan's copies out of these device blocks for failed."""
-        if not len(blocks) or not any(
-            np.isin(swap.src_block_ids, blocks).any() for swap in plan.swaps() if swap.to_host
-        ):
+        copied = (self._owners.blocks(swap.src_block_ids) for swap in plan.swaps() if swap.to_host)
+        if not len(blocks) or not any(np.isin(each, blocks).any() for each in copied):
             return
         _, before = self._overwritten.get(plan.plan_id, (plan, set()))
         self._overwritten[plan.plan_id] = plan, None if before is None else before | set(map(int, blocks))
@@ -377,10 +389,23 @@ class WorkerSide:
             return report
         plan, blocks = found
         results = tuple(
-            _with_lost(result, swap, blocks) if swap.to_host else result
+            self._with_lost(result, swap, blocks) if swap.to_host else result
             for swap, result in zip(plan.swaps(), report.results, strict=True)
         )
         return msgspec.structs.replace(report, results=results)
+
+    def _with_lost(
+        self, result: TransferResult, swap: CacheSwapMetadata, blocks: set[int] | None
+    ) -> TransferResult:
+        """Return the result of a copy to the host that failed for these device blocks, None for all."""
+        reason = "a step that does not wait for the copy may have overwritten the blocks"
+        if blocks is None:
+            return TransferResult.failure(swap, reason)
+        lost = np.flatnonzero(np.isin(self._owners.blocks(swap.src_block_ids), list(blocks)))
+        if not len(lost):
+            return result
+        failed = np.union1d(result.failed, lost).astype(np.int32)
+        return msgspec.structs.replace(result, failed=failed, error_message=result.error_message or reason)
 
     def take_bad_blocks(self) -> set[int]:
         """Return the device blocks whose load failed since the last call."""
@@ -406,18 +431,6 @@ class WorkerSide:
         """End the copies and free what this rank holds. Idempotent."""
         if self._controller is not None:
             self._controller.shutdown()
-
-
-def _with_lost(result: TransferResult, swap: CacheSwapMetadata, blocks: set[int] | None) -> TransferResult:
-    """Return the result of a copy to the host that failed for these device blocks, None for all."""
-    reason = "a step that does not wait for the copy may have overwritten the blocks"
-    if blocks is None:
-        return TransferResult.failure(swap, reason)
-    lost = np.flatnonzero(np.isin(swap.src_block_ids, list(blocks)))
-    if not len(lost):
-        return result
-    failed = np.union1d(result.failed, lost).astype(np.int32)
-    return msgspec.structs.replace(result, failed=failed, error_message=result.error_message or reason)
 
 
 def _loaded_by(plan: TransferPlan) -> Iterator[tuple[int, Int32Array]]:

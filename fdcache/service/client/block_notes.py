@@ -72,15 +72,21 @@ class BlockNotes:
         for position, first, parent, hashes, tokens in self._described.describe(requests):
             note = requests[position].note
             path = DescribedPath(hashes, tokens, parent, note.tenant, note.adapter)
-            if (
-                note.items
-                or len(hashes) > _HASH_BYTES * MOST_BLOCKS
-                or len(tokens) > _TOKEN_BYTES * MOST_TOKENS
-            ):
-                for part in _parts(session.block_size, first, path, note):
-                    self._sessions.outbox.note(session, part)
-            else:
-                self._sessions.outbox.note(session, path)
+            self._queue(session, first, path, note)
+
+    def describe_path(self, hashes: bytes, tokens: bytes, parent: bytes, note: PathNote) -> None:
+        """Describe blocks of a path, whether they were described before or not."""
+        if (session := self._sessions.session) is not None:
+            self._queue(session, 0, DescribedPath(hashes, tokens, parent, note.tenant, note.adapter), note)
+
+    def _queue(self, session: Session, first: int, path: DescribedPath, note: PathNote) -> None:
+        """Queue the blocks of a path from ``first`` on, in parts if they do not fit into a message."""
+        hashes, tokens = path.hashes, path.tokens
+        if note.items or len(hashes) > _HASH_BYTES * MOST_BLOCKS or len(tokens) > _TOKEN_BYTES * MOST_TOKENS:
+            for part in _parts(session.block_size, first, path, note):
+                self._sessions.outbox.note(session, part)
+        else:
+            self._sessions.outbox.note(session, path)
 
 
 def _parts(size: int, first: int, path: DescribedPath, note: PathNote) -> list[DescribedPath]:

@@ -62,6 +62,18 @@ class SharedHostArena:
         """Mapped slots."""
         return self.table.num_slots
 
+    @property
+    def state(self) -> tuple[str, int]:
+        """The session that is attached to, and a number that changes with the extents."""
+        return self._arena, self.epoch
+
+    def is_ready_for(self, plan: TransferPlan) -> bool:
+        """Return True if ``attach`` and ``prepare`` have nothing to do for a plan."""
+        if plan.arena != self._arena or self._attached is not None or self._geometry is None:
+            return False
+        known = self._known()
+        return all(known.issuperset(self._needed(slots)) for slots in _host_slots(plan))
+
     def attach(self, plan: TransferPlan) -> str | None:
         """Announce this process to the service of the plan's slots; return the reason if that fails, else None."""
         if not any(len(swap) for swap in plan.swaps()):
@@ -83,11 +95,7 @@ class SharedHostArena:
 
     def prepare(self, plan: TransferPlan) -> str | None:
         """Map the extents that the plan needs; return the reason if that fails, else None."""
-        slots = [
-            swap.src_block_ids if swap is plan.loads else swap.dst_block_ids
-            for swap in plan.swaps()
-            if len(swap)
-        ]
+        slots = _host_slots(plan)
         return self._prepare(np.concatenate(slots)) if slots else None
 
     def _prepare(self, slots: Int32Array) -> str | None:
@@ -140,7 +148,7 @@ class SharedHostArena:
         """
         geometry = self._geometry
         assert geometry is not None
-        needed = np.flatnonzero(np.bincount(slots // geometry.records_per_extent)).tolist()
+        needed = self._needed(slots)
         epoch, known = self.epoch, self._known()
         if needed[-1] < len(self.extents) and known.issuperset(needed):
             return
@@ -161,6 +169,13 @@ class SharedHostArena:
                 self.table = record_table(geometry, self.extents)
                 if self._ahead is not None:
                     self._ahead.look_again()
+
+    def _needed(self, slots: Int32Array) -> list[int]:
+        """Return the extents of slots, in their order."""
+        assert self._geometry is not None
+        return _core.extents_of(
+            np.ascontiguousarray(slots, np.int32).reshape(-1), self._geometry.records_per_extent
+        )
 
     def _known(self) -> set[int]:
         """Return the extents that are still the same memory: no file of their folder has got a name since a look."""
@@ -191,3 +206,10 @@ class SharedHostArena:
         for live in self._live.values():
             live.close()
         self._live.clear()
+
+
+def _host_slots(plan: TransferPlan) -> list[Int32Array]:
+    """Return the host slots of the plan's transfers."""
+    return [
+        swap.src_block_ids if swap is plan.loads else swap.dst_block_ids for swap in plan.swaps() if len(swap)
+    ]

@@ -113,6 +113,8 @@ class LayoutStorage:
         if self._tier is None or self._tier.host is not host:
             self._namespace = namespace
             self._tier = None
+            for queue in self.queues:
+                queue.lend_from(host)
             if host is not None:
                 self._tier = StorageTier(
                     self._cache,

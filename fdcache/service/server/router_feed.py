@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fdcache.groups import CacheGroup, Reach
+from fdcache.groups import CacheGroup, Reach, engine_groups, groups_of_rank
 from fdcache.hashing import tenant_key
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray
@@ -83,11 +83,12 @@ class RouterFeed:
     ) -> None:
         self._layout = layout
         self._has_storage = has_storage
-        self._marks = layout.record_groups
+        numbers = engine_groups(layout.groups)
+        self._marks = tuple(numbers[at] for at in layout.record_groups)
         self._told = {group: self._marks.index(group) for group in sorted(set(self._marks))}
         self._kinds = [
             (_KINDS[each.reach], each.tokens if each.reach is Reach.LAST else None)
-            for each in layout.groups or (CacheGroup(layout.block_size),)
+            for each in groups_of_rank(layout.groups, 0) or (CacheGroup(layout.block_size),)
         ]
         self._origins: dict[tuple[str | None, str | None], Origin] = {}
         self._tiers = {level: _Tier(level) for level in MEDIUM}

@@ -92,7 +92,7 @@ class Service:
         self.storage: ServiceStorage | None = None
         self.deletions = DeletionLog(arena.directory / f"{arena.prefix}-deletions")
         self.totals = ServiceTotals()
-        self.clients = Clients(runtime_dir, self.namespaces, self._reads_of, self.totals)
+        self.clients = Clients(runtime_dir, self.namespaces, self.reads_of, self.totals)
         self.started = time.time()
         self.paused = False
         self.draining = False
@@ -316,7 +316,8 @@ class Service:
         """Return the storage of a namespace; None without one, and until it is open."""
         return self.storage.of(namespace) if self.storage is not None else None
 
-    def _reads_of(self, namespace: Namespace) -> StorageReads | None:
+    def reads_of(self, namespace: Namespace) -> StorageReads | None:
+        """Return the reads from a namespace's storage; None without one, and until it is open."""
         storage = self.storage_of(namespace)
         return storage.reads if storage is not None else None
 

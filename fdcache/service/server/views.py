@@ -418,6 +418,8 @@ def check_integrity(service: Service, control: ControlCommands) -> list[str]:
         leases = control.leases(namespace) + sum(
             1 + len(client.runs) + len(client.stale_stock) + client.fetches.num_leases for client in clients
         )
+        if (reads := service.reads_of(namespace)) is not None:
+            leases += reads.pursued.num_leases
         if stats.writing < stocked:
             broken.append(f"namespace {namespace.id}: {stats.writing} slots are written, {stocked} granted")
         if stats.leases != leases:

@@ -59,7 +59,7 @@ class ObjectBackend(Protocol):
         """The bucket or folder, without secrets."""
 
     def read(self, name: str, offset: int, length: int) -> Buffer:
-        """Return bytes of an object; fewer where it ends before."""
+        """Return bytes of an object, fewer where it ends before; they hold until this thread reads again."""
 
     def create(self, name: str, content: NDArray[np.uint8]) -> None:
         """Store a new object as a whole, or nothing. Raises ``ObjectExistsError`` for a name that is taken."""

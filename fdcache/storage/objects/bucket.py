@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,13 @@ from fdcache.storage.objects.backend import (
     Stored,
     StoreFailedError,
 )
+from fdcache.storage.objects.files import read_file
 from fdcache.storage.objects.variables import ObjectSettings, is_bucket_url
 
 _MARK = ".used"
 """End of the name of an empty object whose time is when the object of the name before it was last used."""
 
+_FILE = "file://"
 _NOTHING = np.empty(0, np.uint8)
 _RETRIES = 2
 _CONNECT_SECONDS = 5.0
@@ -37,7 +40,6 @@ _CONFIG = {
     "s3": ("access_key_id", "secret_access_key", "session_token"),
     "az": ("account_name", "account_key", "sas_token"),
     "gs": (None, "service_account_key", None),
-    "file": (None, None, None),
 }
 """Names that obstore gives to key id, key and session token."""
 
@@ -91,14 +93,15 @@ class Bucket:
             if secret is not None
         ]
         self._url = require_bucket(settings)
+        self._folder = Path(self._url.removeprefix(_FILE)) if self._url.startswith(_FILE) else None
         self._can_create = True
         self._open_with = partial(self._open, settings, timeout)
         self._store = self._open_with({})
 
     def _open(self, settings: ObjectSettings, timeout: float, config: dict[str, Any]) -> Any:
+        if self._folder is not None:
+            return self._obstore.store.LocalStore(str(self._folder), mkdir=True)
         scheme = self._url.partition("://")[0]
-        if scheme == "file":
-            return self._obstore.store.LocalStore(self._url.removeprefix("file://"), mkdir=True)
         given = (settings.key_id, settings.key, settings.session_token)
         config = config | {
             name: secret.get_secret_value()
@@ -130,9 +133,11 @@ class Bucket:
         return self._url
 
     def read(self, name: str, offset: int, length: int) -> memoryview:
-        """Return bytes of an object."""
+        """Return bytes of an object. Files are read without obstore, which would take new memory for each."""
         try:
             with self._failures(name):
+                if self._folder is not None:
+                    return read_file(self._folder / name, offset, length)
                 return memoryview(self._obstore.get_range(self._store, name, start=offset, length=length))
         except _BeyondTheEndError:
             return memoryview(b"")

@@ -20,6 +20,7 @@ from fdcache.storage.objects.backend import (
     Stored,
     StoreFailedError,
 )
+from fdcache.storage.objects.files import read_file
 
 _DRAFT = ".draft"
 _ABANDONED_SECONDS = 3600.0
@@ -54,22 +55,11 @@ class SharedFolder:
         """Return bytes of a file; a file that was replaced meanwhile is opened once more."""
         with self._failures(name):
             try:
-                return self._read(name, offset, length)
+                return read_file(self._folder / name, offset, length)
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
-            return self._read(name, offset, length)
-
-    def _read(self, name: str, offset: int, length: int) -> memoryview:
-        descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            buffer = np.empty(length, np.uint8).data
-            done = 0
-            while done < length and (count := os.preadv(descriptor, [buffer[done:]], offset + done)):
-                done += count
-            return buffer[:done]
-        finally:
-            os.close(descriptor)
+            return read_file(self._folder / name, offset, length)
 
     def create(self, name: str, content: NDArray[np.uint8]) -> None:
         """Write a file and give it its name, unless that is taken."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache._core import CancelFlag, RecordTable, SlotHeader
+from fdcache._core import CancelFlag, RecordTable, SlotHeader, Tier
 from fdcache.metadata import SLOT_HEADER_BYTES, HashArray
 from fdcache.settings.variable import Group
 from fdcache.storage.connector import (
@@ -31,6 +32,7 @@ from fdcache.transfer.nodes.messages import (
     MOST_HASHES,
     MOST_READ,
     AskHeld,
+    EndLease,
     Held,
     ReadRecords,
     Records,
@@ -42,6 +44,11 @@ from fdcache.transfer.nodes.variables import NodesSettings
 
 _BESIDE_A_RECORD = 1 << 20
 """Bytes of a frame beyond a record: room for other answers, and for what encryption adds."""
+
+_LEASE_SECONDS = 10.0
+"""For which a node holds what is read, after each message about it. A reader that has died costs that."""
+
+_TELL_SECONDS = 0.1
 
 Mask = NDArray[np.bool_]
 Answers = dict[str, dict[int, Mask]]
@@ -55,8 +62,9 @@ def _settings(options: Group | None) -> NodesSettings:
 class NodesConnector:
     """One rank's view of the host tiers of all nodes. A node that does not answer has nothing.
 
-    Nothing is copied by a put, and nothing is kept for a reader: a block that leaves a host tier is gone, and a read of
-    it is a miss. What is read is compared with its checksum in any case. Raises ``StorageError`` for wrong settings.
+    Nothing is copied by a put. A block that leaves a host tier is gone; while it is read, its node holds it under a
+    lease, as far as there are slots for that. What is read is compared with its checksum in any case. Raises
+    ``StorageError`` for wrong settings.
     """
 
     name = "nodes"
@@ -78,6 +86,7 @@ class NodesConnector:
         self._links = NodeLinks(self._node.keys, self._node.breaker, frame)
         self._asked: tuple[str, ...] = ()
         self._traffic: dict[str, NodeStats] = {}
+        self._leases = count(1)
 
     @staticmethod
     def require(options: Group | None) -> None:
@@ -149,10 +158,11 @@ class NodesConnector:
         """Return the node that had each block when it was last asked for."""
         return self._node.whereabouts.seen(row.tobytes() for row in hashes)
 
-    def _ask(self, hashes: HashArray, deadline: float) -> tuple[Answers, str | None]:
+    def _ask(self, hashes: HashArray, deadline: float, lease: int = 0) -> tuple[Answers, str | None]:
         """Ask other nodes what they have; return the answers, and the failure of a node that was well before.
 
-        Each block is asked of the node that was named as its source, then of all if that lacks it.
+        Each block is asked of the node that was named as its source, then of all if that lacks it. With a ``lease``
+        they hold what they have.
         """
         others = self._node.members.known(max(deadline - time.monotonic(), 0.0))
         if others != self._asked:
@@ -164,22 +174,29 @@ class NodesConnector:
         wanted = np.arange(len(hashes))
         sources = self._node.whereabouts.sources([row.tobytes() for row in hashes])
         if named := {each: np.array(places) for each, places in sources.items() if each in others}:
-            silent |= self._put(hashes, named, answers, deadline)
+            silent |= self._put(hashes, named, answers, deadline, lease)
             wanted = np.flatnonzero(~self._is_found(answers, len(hashes)))
         if len(wanted):
-            silent |= self._put(hashes, dict.fromkeys(others, wanted), answers, deadline)
+            silent |= self._put(hashes, dict.fromkeys(others, wanted), answers, deadline, lease)
         new = sorted(silent - failed.keys())
         if not new:
             return answers, None
         return answers, self._node.failures.get(new[0], f"{new[0]}: no answer in time")
 
     def _put(
-        self, hashes: HashArray, asked: Mapping[str, NDArray[np.intp]], answers: Answers, deadline: float
+        self,
+        hashes: HashArray,
+        asked: Mapping[str, NDArray[np.intp]],
+        answers: Answers,
+        deadline: float,
+        lease: int,
     ) -> set[str]:
         """Ask nodes, each for some of these blocks; return those that have not answered."""
         nodes = list(asked)
+        layout, milliseconds, rank = self._layout.fingerprint, int(_LEASE_SECONDS * 1000), self._rank or 0
         questions = [
-            (each, AskHeld(self._layout.fingerprint, hashes[asked[each]].tobytes())) for each in nodes
+            (each, AskHeld(layout, hashes[asked[each]].tobytes(), lease, milliseconds, rank))
+            for each in nodes
         ]
         silent = set(nodes)
         for reply in self._links.exchange(questions, deadline):
@@ -225,8 +242,26 @@ class NodesConnector:
         return self._counted(read, writing=False)
 
     def _get_from_others(self, read: _BatchRead, deadline: float, cancel: CancelFlag | None) -> None:
-        batch, wanted = read.batch, read.wanted
-        answers, error = self._ask(batch.hashes[wanted], deadline)
+        lease, wanted = next(self._leases), read.wanted
+        answers, error = self._ask(read.batch.hashes[wanted], deadline, lease)
+        try:
+            self._read_from(answers, error, read, lease, deadline, cancel)
+        finally:
+            came = np.intersect1d(wanted, np.flatnonzero(read.outcomes == Outcome.OK))
+            end = EndLease(lease, read.batch.hashes[came].tobytes())
+            self._links.tell([(address, end) for address in answers], time.monotonic() + _TELL_SECONDS)
+
+    def _read_from(
+        self,
+        answers: Answers,
+        error: str | None,
+        read: _BatchRead,
+        lease: int,
+        deadline: float,
+        cancel: CancelFlag | None,
+    ) -> None:
+        """Read what nodes have answered that they have."""
+        wanted = read.wanted
         read.error = error
         holders: dict[int, list[str]] = {i: [] for i in wanted}
         for address, held in answers.items():
@@ -238,9 +273,11 @@ class NodesConnector:
             if cancel is not None and cancel.is_set:
                 read.outcomes[read.wanted] = Outcome.CANCELLED
                 return
-            self._read_round(read, holders, deadline)
+            self._read_round(read, holders, lease, deadline)
 
-    def _read_round(self, read: _BatchRead, holders: dict[int, list[str]], deadline: float) -> None:
+    def _read_round(
+        self, read: _BatchRead, holders: dict[int, list[str]], lease: int, deadline: float
+    ) -> None:
         """Read every block that is still wanted from one of its holders, which is none of them after that."""
         most = min(max(MOST_READ // self._layout.record_bytes, 1), MOST_HASHES)
         by_node: dict[str, list[int]] = defaultdict(list)
@@ -256,7 +293,8 @@ class NodesConnector:
             for first in range(0, len(blocks), most):
                 part = blocks[first : first + most]
                 hashes = read.batch.hashes[part].tobytes()
-                requests.append((address, ReadRecords(self._layout.fingerprint, self._rank or 0, hashes)))
+                request = ReadRecords(self._layout.fingerprint, self._rank or 0, hashes, lease)
+                requests.append((address, request))
                 parts.append(part)
                 read.outcomes[part] = Outcome.TIMEOUT
         for reply in self._links.exchange(requests, deadline):
@@ -332,6 +370,11 @@ class NodesConnector:
         elif self._own is not None and hashes is not None:
             self._own.drop(row.tobytes() for row in hashes)
 
+    def lend_from(self, host: Tier | None) -> None:
+        """Hold records in the slots of this tier while others read them; None: there is none any more."""
+        if self._own is not None:
+            self._own.lend_from(host)
+
     # --- state ----------------------------------------------------------------------------------------------
 
     def stats(self) -> StorageStats:
@@ -400,12 +443,17 @@ class _BatchRead:
                 self._is_corrupt(i)
                 continue
             self._check.stamp_writing(self.batch, i)
-            target[:] = np.frombuffer(record, np.uint8)
-            self.arrived(i, SlotHeader.from_bytes(data))
+            header = SlotHeader.from_bytes(data)
+            self._arrived(
+                i, header, self._check.deliver(self.batch, i, header, np.frombuffer(record, np.uint8))
+            )
 
     def arrived(self, i: int, header: SlotHeader) -> None:
         """Check a record whose bytes are in its host slot, and stamp that."""
-        if not self._check.is_intact(self.batch, i, header):
+        self._arrived(i, header, self._check.is_intact(self.batch, i, header))
+
+    def _arrived(self, i: int, header: SlotHeader, is_intact: bool) -> None:
+        if not is_intact:
             self._is_corrupt(i)
             return
         self._check.stamp_ready(self.batch, i, header.payload_checksum)

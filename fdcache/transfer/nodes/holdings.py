@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache._core import RecordTable, SlotHeader
-from fdcache.metadata import Int32Array
+from fdcache._core import RecordTable, SlotHeader, Tier
+from fdcache.metadata import HashArray, Int32Array
 from fdcache.storage.connector import RecordBatch
 from fdcache.storage.records import RecordCheck
 
 Place = tuple[RecordTable, int, int, int]
 """Table, slot and generation of a record, and the address of its header."""
 
+_MOST_HELD = 4
+"""Readers hold at most one in four slots of a host tier: it needs the others for itself."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Slots of a host tier that are held for a reader."""
+
+    host: Tier
+    slots: Int32Array
+
 
 class Holdings:
-    """Where the host tier has which block of one rank. Nothing is held for a reader.
+    """Where the host tier has which block of one rank.
+
+    A slot that is held for a reader is not used again until it is let go, whatever becomes of its block. That needs the
+    tier, in this process: without one nothing is held.
 
     A header tells whether its slot still has the block; it is looked at before and after the bytes are copied, and the
     reader compares them with the checksum. A slot has one block, so there are never more entries than slots.
     """
 
-    def __init__(self, check: RecordCheck) -> None:
+    def __init__(self, check: RecordCheck, *, is_last_rank: bool = True) -> None:
         self._check = check
+        self._is_last_rank = is_last_rank
+        self._host: Tier | None = None
+        self._held: set[Held] = set()
+        self._num_held = 0
         self._lock = threading.Lock()
         self._places: dict[bytes, Place] = {}
         self._in_slot: dict[int, bytes] = {}  # by the address of its header
@@ -64,6 +83,53 @@ class Holdings:
             target[:] = table.record(slot)
             after = self._header(block_hash)
         return header if after is not None and after.payload_checksum == header.payload_checksum else None
+
+    # --- readers ----------------------------------------------------------------------------------------------
+
+    def lend_from(self, host: Tier | None) -> None:
+        """Hold slots of this tier from now on; those of another one are let go."""
+        with self._lock:
+            if host is not self._host:
+                for held in list(self._held):
+                    self._end(held)
+                self._host = host
+
+    @property
+    def num_held(self) -> int:
+        """Number of slots that are held, once for each reader."""
+        return self._num_held
+
+    def hold(self, hashes: Sequence[bytes]) -> Held | None:
+        """Hold the slots of the blocks that are there, as many as readers may."""
+        with self._lock:
+            host = self._host
+            keys = [key for key in hashes if self._header(key) is not None]
+            if host is None or not keys:
+                return None
+            most = host.stats().slots // _MOST_HELD - self._num_held
+            held = Held(host, host.hold_ready(_array(keys), max(most, 0)).slots)
+            self._held.add(held)
+            self._num_held += len(held.slots)
+            return held
+
+    def let_go(self, held: Held, read: Sequence[bytes]) -> None:
+        """End a ``hold`` under which these blocks have been read: the tier evicts them first from now on.
+
+        Of several ranks the last one decides, as a block is of use with all its records. Idempotent.
+        """
+        with self._lock:
+            if held not in self._held:
+                return
+            self._end(held)
+            if read and self._is_last_rank:
+                held.host.retire(_array(read))
+
+    def _end(self, held: Held) -> None:
+        self._held.remove(held)
+        self._num_held -= len(held.slots)
+        held.host.unhold(held.slots)
+
+    # --- ends -------------------------------------------------------------------------------------------------
 
     def drop(self, hashes: Iterable[bytes]) -> list[bool]:
         """Serve these blocks no more; return for each whether it was there."""
@@ -105,3 +171,7 @@ class Holdings:
         place = self._places.pop(key, None)
         if place is not None:
             self._in_slot.pop(place[3], None)
+
+
+def _array(hashes: Sequence[bytes]) -> HashArray:
+    return np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32)

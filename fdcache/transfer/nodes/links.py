@@ -118,6 +118,14 @@ class NodeLinks:
             if may:
                 yield from self._exchange(requests, deadline)
 
+    def tell(self, messages: Iterable[tuple[str, Request]], deadline: float) -> None:
+        """Send messages that have no answer to nodes that are there. One that cannot be sent at once is dropped."""
+        with self._locked(deadline) as may:
+            for address, message in messages if may else ():
+                node = self._nodes.get(address)
+                if node is not None and node.socket is not None and node.breaker.reason is None:
+                    self._send(node, message)
+
     def _exchange(self, requests: Iterable[tuple[str, Request]], deadline: float) -> Iterator[Reply]:
         for node in self._nodes.values():
             self._take_late(node)
@@ -171,22 +179,22 @@ class NodeLinks:
         if lane.node.breaker.refuses() is None:
             lane.node.close()
             self._connect(lane.node)
-            self._send(lane, lane.waiting[0][1])
+            self._send(lane.node, lane.waiting[0][1])
 
     def _fill(self, lane: _Lane) -> None:
         while lane.waiting and len(lane.under_way) < _AT_ONCE:
             index, request = lane.waiting[0]
-            number = self._send(lane, request)
+            number = self._send(lane.node, request)
             if number is None:
                 return
             lane.waiting.popleft()
             lane.under_way[number] = index, time.monotonic()
 
-    def _send(self, lane: _Lane, request: Request) -> bytes | None:
-        assert lane.node.socket is not None
+    def _send(self, node: Node, request: Request) -> bytes | None:
+        assert node.socket is not None
         number = next(self._numbers).to_bytes(8, "little")
         try:
-            lane.node.socket.send_multipart([number, encode(request)], zmq.NOBLOCK)
+            node.socket.send_multipart([number, encode(request)], zmq.NOBLOCK)
         except zmq.Again:
             return None
         return number

@@ -20,10 +20,17 @@ Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class AskHeld(msgspec.Struct, tag="ask", frozen=True):
-    """Which of these blocks does the node have?"""
+    """Which of these blocks does the node have?
+
+    With a ``lease``, a number of the reader's own, the node holds those records of ``rank`` that it has for
+    ``lease_ms`` after this message and each ``ReadRecords`` under it, or until the ``EndLease``.
+    """
 
     layout: Fingerprint
     hashes: Hashes
+    lease: int = 0
+    lease_ms: Annotated[int, msgspec.Meta(ge=0)] = 0
+    rank: int = 0
 
 
 class ReadRecords(msgspec.Struct, tag="read", frozen=True):
@@ -31,6 +38,14 @@ class ReadRecords(msgspec.Struct, tag="read", frozen=True):
 
     layout: Fingerprint
     rank: int
+    hashes: Hashes
+    lease: int = 0
+
+
+class EndLease(msgspec.Struct, tag="end", frozen=True):
+    """Hold nothing any more for this lease; ``hashes`` have been read under it. There is no answer."""
+
+    lease: int
     hashes: Hashes
 
 
@@ -51,7 +66,7 @@ class Records(msgspec.Struct, tag="records", frozen=True):
     ]
 
 
-Request = AskHeld | ReadRecords
+Request = AskHeld | ReadRecords | EndLease
 Answer = Held | Records
 
 _REQUESTS = msgspec.msgpack.Decoder(Request)

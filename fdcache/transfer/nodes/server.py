@@ -13,12 +13,14 @@ import zmq
 from fdcache.errors import ProtocolError, StorageError
 from fdcache.transfer.access import Gatekeeper, LinkKeys
 from fdcache.transfer.nodes.holdings import Holdings
+from fdcache.transfer.nodes.leases import Leases
 from fdcache.transfer.nodes.messages import (
     MOST_READ,
     AskHeld,
+    EndLease,
     Held,
-    ReadRecords,
     Records,
+    Request,
     decode_request,
     encode,
     packed,
@@ -48,6 +50,7 @@ class NodeServer:
     ) -> None:
         self.address = address
         self.served_records = self.served_bytes = self.protocol_errors = 0
+        self.leases = Leases()
         self._kept = kept
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = Gatekeeper(self._context, keys)
@@ -80,8 +83,10 @@ class NodeServer:
         for each in (self._router, self._gate.socket, self._ours):
             poller.register(each, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            next_end = self.leases.expire()
+            ready = dict(poller.poll(None if next_end is None else int(next_end * 1000) + 1))
             if self._ours in ready:
+                self.leases.end_all()
                 return
             if self._gate.socket in ready:
                 self._gate.answer()
@@ -92,7 +97,7 @@ class NodeServer:
         """Answer one message. What cannot be read or answered is dropped by itself."""
         try:
             route, number, body = frames
-            answer = self._answer(decode_request(body))
+            answer = self._answer(route, decode_request(body))
         except (ProtocolError, ValueError) as error:
             self.protocol_errors += 1
             log.debug("a message of another node was dropped: %s", error)
@@ -101,18 +106,26 @@ class NodeServer:
             self.protocol_errors += 1
             log.exception("a question of another node could not be answered")
             return
+        if answer is None:
+            return
         try:
             self._router.send_multipart([route, number, *answer], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             log.debug("an answer was not sent: %s", error)
 
-    def _answer(self, request: AskHeld | ReadRecords) -> list[Any]:
+    def _answer(self, reader: bytes, request: Request) -> list[Any] | None:
         hashes = rows(request.hashes)
+        if isinstance(request, EndLease):
+            self.leases.end(reader, request.lease, hashes)
+            return None
         kept = self._kept()
+        found = kept.get((request.layout, request.rank))
         if isinstance(request, AskHeld):
+            if request.lease and found is not None:
+                self.leases.grant(reader, request.lease, request.lease_ms, found[0], hashes)
             ours = {rank: each for (layout, rank), (each, _) in kept.items() if layout == request.layout}
             return [encode(Held({rank: packed(each.has(hashes)) for rank, each in ours.items()}))]
-        found = kept.get((request.layout, request.rank))
+        self.leases.renew(reader, request.lease)
         if found is None:
             return [encode(Records([b""] * len(hashes)))]
         return self._read(*found, hashes)
