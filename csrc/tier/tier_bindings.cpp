@@ -306,7 +306,7 @@ void bind_tier(nb::module_ &module) {
             "slots"_a, "End a ``hold``.")
         .def(
             "retire", [](Tier &tier, const HashesIn &hashes) { tier.retire(digests_of(hashes)); }, "hashes"_a,
-            "Evict these blocks of one path, which others have used since, before all others, until they are "
+            "Evict these blocks of one path, which others have used since, before all others until they are "
             "used\n"
             "again: those that nothing here uses or continues, and what is above them alone.")
         .def(

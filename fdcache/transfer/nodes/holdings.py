@@ -22,7 +22,7 @@ _MOST_HELD = 4
 
 
 @dataclass(slots=True, eq=False)
-class HeldSlots:
+class LentSlots:
     """Slots of a host tier that are held for a reader."""
 
     host: Tier
@@ -43,7 +43,7 @@ class Holdings:
         self._check = check
         self._is_last_rank = is_last_rank
         self._host: Tier | None = None
-        self._held: set[HeldSlots] = set()
+        self._held: set[LentSlots] = set()
         self._num_held = 0
         self._lock = threading.Lock()
         self._places: dict[bytes, Place] = {}
@@ -99,7 +99,7 @@ class Holdings:
         """Number of slots that are held, once for each reader."""
         return self._num_held
 
-    def hold(self, hashes: Sequence[bytes]) -> HeldSlots | None:
+    def hold(self, hashes: Sequence[bytes]) -> LentSlots | None:
         """Hold the slots of the blocks that are there, as many as readers may."""
         with self._lock:
             host = self._host
@@ -107,12 +107,12 @@ class Holdings:
             if host is None or not keys:
                 return None
             most = host.stats().slots // _MOST_HELD - self._num_held
-            held = HeldSlots(host, host.hold_ready(_array(keys), max(most, 0)).slots)
+            held = LentSlots(host, host.hold_ready(_array(keys), max(most, 0)).slots)
             self._held.add(held)
             self._num_held += len(held.slots)
             return held
 
-    def let_go(self, held: HeldSlots, read: Sequence[bytes]) -> None:
+    def let_go(self, held: LentSlots, read: Sequence[bytes]) -> None:
         """End a ``hold`` under which these blocks have been read: the tier evicts them first from now on.
 
         Of several ranks the last one decides, as a block is of use with all its records. Idempotent.
@@ -124,7 +124,7 @@ class Holdings:
             if read and self._is_last_rank:
                 held.host.retire(_array(read))
 
-    def _end(self, held: HeldSlots) -> None:
+    def _end(self, held: LentSlots) -> None:
         self._held.remove(held)
         self._num_held -= len(held.slots)
         held.host.unhold(held.slots)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fdcache.transfer.nodes.holdings import HeldSlots, Holdings
+from fdcache.transfer.nodes.holdings import Holdings, LentSlots
 from fdcache.transfer.prefill import lease_seconds
 
 MOST_LEASES = 4096
@@ -17,7 +17,7 @@ MOST_LEASES = 4096
 class _Lease:
     seconds: float
     end: float
-    held: list[tuple[Holdings, HeldSlots]] = field(default_factory=list)
+    held: list[tuple[Holdings, LentSlots]] = field(default_factory=list)
 
 
 class Leases:
