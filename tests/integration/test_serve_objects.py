@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.test_serve_storage import chat, storage_of
 from tests.object_help import Bucket
-from tests.service_help import service_process
+from tests.service_help import ServiceProcess, service_process, until
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -23,6 +23,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     return {**common, **bucket.environment}
 
 
+def is_stored(service: ServiceProcess) -> bool:
+    storage = storage_of(service)
+    return not storage["queued_blocks"] and not storage["writing_blocks"]
+
+
 def test_a_second_service_finds_what_one_that_was_killed_had_stored(
     store: dict[str, str], tmp_path: Path
 ) -> None:
@@ -31,6 +36,7 @@ def test_a_second_service_finds_what_one_that_was_killed_had_stored(
         service_process(tmp_path / "b", **store) as second,
     ):
         chat(first, requests=40)
+        until(lambda: is_stored(first), "what it has is stored")
         first.kill()
         report = chat(second, requests=40)
         assert report.tally.hit_tokens["storage"] > 0
