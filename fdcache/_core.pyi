@@ -1054,7 +1054,7 @@ class Tier(HostIndex):
         ],
     ) -> None:
         """
-        Evict these blocks of one path, which others have used since, before all others, until they are used
+        Evict these blocks of one path, which others have used since, before all others until they are used
         again: those that nothing here uses or continues, and what is above them alone.
         """
 
