@@ -204,7 +204,8 @@ def _memory(settings: Settings) -> Finding:
 
 
 def _numa(settings: Settings) -> Finding:
-    found = ", ".join(map(str, numa_nodes())) or "unknown"
+    numbers = ", ".join(map(str, numa_nodes()))
+    found = f"number {numbers}" if numbers else "unknown"  # a node 0 alone would read as none
     return Finding("NUMA nodes", found, _first(check_numa(settings)))
 
 
