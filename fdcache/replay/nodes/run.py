@@ -20,7 +20,7 @@ from fdcache.settings.cache import PrefetchPolicy
 
 _STALL_SECONDS = 120.0
 _SHORTEST_FAULT, _LONGEST_FAULT = 0.2, 3.0
-_THINK_SECONDS = 0.5
+_THINK_SECONDS = 1.0
 """Seconds between a turn and the next one: the blocks of a turn are stored meanwhile, as they are for people."""
 
 
