@@ -1047,17 +1047,6 @@ class Tier(HostIndex):
     ) -> None:
         """End a ``hold``."""
 
-    def retire(
-        self,
-        hashes: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-    ) -> None:
-        """
-        Evict these blocks of one path, which others have used since, before all others until they are used
-        again: those that nothing here uses or continues, and what is above them alone.
-        """
-
     def find(
         self,
         hashes: Annotated[

@@ -108,7 +108,13 @@ class TwoNodes:
         self._others = [open_node(layout, rank, address=each) for each in addresses]
         listed = (address, *addresses) if directory is None else ()
         self._reader = open_node(layout, rank, listed=listed, directory=directory)
+        until(lambda: self._reader_finds(address), "the reading node finds the one that writes")
         self._host = KnownRecords(layout, blocks)
+
+    def _reader_finds(self, address: str) -> bool:
+        members = self._reader._node.members
+        members.renew()
+        return address in members.addresses
 
     def register(self, records: RecordTable) -> None:
         self._reader.register(records)

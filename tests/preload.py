@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,3 +20,16 @@ def build(name: str, folder: Path) -> Path:
     source = Path(__file__).parent / f"{name}.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
     return library
+
+
+def run(name: str, script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of Python with ``tests/<name>.c`` preloaded; it is given a new folder for its files."""
+    library = build(name, folder)
+    (files := folder / "files").mkdir()
+    return subprocess.run(
+        [sys.executable, "-c", script, str(files)],
+        env={**os.environ, **variables, "LD_PRELOAD": str(library)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -63,9 +63,6 @@ class EvictionOrder {
     virtual void add_path(Slot above, std::span<const Slot> path) = 0;
     virtual void remove_path(std::span<const Slot> path) = 0;
     virtual void set_busy(Slot slot, bool busy) = 0;
-    // An entry whose only child, if it has any, is retired goes before all that are not, until it is used
-    // again.
-    virtual void retire(Slot slot) = 0;
     // Removes the first `count` entries that are not busy and appends them to `taken`. The caller checks that
     // there are as many. Changes nothing if it throws std::bad_alloc.
     virtual void take(std::uint32_t count, std::vector<Slot> &taken) = 0;

@@ -16,7 +16,6 @@ void LeafOrder::add(Slot slot, Slot parent, bool busy) {
     Node &node = nodes_[slot];
     node.parent = parent;
     node.is_listed = true;
-    node.is_retired = false;
     node.is_busy = busy;
     ++node.stamp;
     if (parent != kNoSlot) ++nodes_[parent].children;
@@ -39,7 +38,6 @@ void LeafOrder::add_path(Slot above, std::span<const Slot> path) {
         node.parent = i ? path[i - 1] : above;
         node.children += i + 1 < path.size();
         node.is_listed = true;
-        node.is_retired = false;
         node.is_busy = false;
         ++node.stamp;
     }
@@ -66,11 +64,6 @@ void LeafOrder::set_busy(Slot slot, bool busy) {
     ++node.stamp;
     busy ? --idle_ : ++idle_;
     if (is_leaf(slot)) push(leaf_of(slot));
-}
-
-void LeafOrder::retire(Slot slot) {
-    nodes_[slot].is_retired = true;
-    rank_again(slot);
 }
 
 void LeafOrder::lose_child(Slot parent) {
@@ -129,7 +122,6 @@ void LeafOrder::take_path(Slot slot, std::uint32_t &count, std::vector<Slot> &ta
             next = 0;
             ranked = path_above(parent, std::span(above).first(std::min<std::size_t>(most, count + 1)));
             rank_path(std::span(above).first(ranked), ranks);
-            rank_retired(std::span(above).first(ranked), ranks);
             most = std::min(2 * most, kMostAtOnce);
         }
         const Leaf leaf{ranks[next++], parent, nodes_[parent].stamp};
@@ -344,7 +336,6 @@ void LeafOrder::rank_leaves(std::span<Leaf> leaves) const {
     for (const Leaf &leaf : leaves)
         if (is_current(leaf)) slots[count++] = leaf.slot;
     rank(std::span(slots).first(count), ranks);
-    rank_retired(std::span(slots).first(count), ranks);
     for (std::size_t i = leaves.size(); i-- > 0;)
         if (is_current(leaves[i])) leaves[i].rank = ranks[--count];
 }

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <vector>
 
@@ -22,7 +21,6 @@ class LeafOrder : public EvictionOrder {
     void add_path(Slot above, std::span<const Slot> path) override;
     void remove_path(std::span<const Slot> path) override;
     void set_busy(Slot slot, bool busy) override;
-    void retire(Slot slot) override;
     void take(std::uint32_t count, std::vector<Slot> &taken) override;
     Slot next() const override { return heap_.empty() ? kNoSlot : heap_.front().slot; }
     std::vector<Slot> first(std::uint32_t count) const override;
@@ -62,8 +60,7 @@ class LeafOrder : public EvictionOrder {
 
     struct Node {
         Slot parent = kNoSlot;
-        std::uint32_t children : 29 = 0;  // in the order
-        std::uint32_t is_retired : 1 = false;
+        std::uint32_t children : 30 = 0;  // in the order
         std::uint32_t is_listed : 1 = false;
         std::uint32_t is_busy : 1 = false;
         std::uint32_t stamp = 0;  // increases with each change of place
@@ -85,15 +82,9 @@ class LeafOrder : public EvictionOrder {
         return node.is_listed && !node.is_busy && !node.children;
     }
     void lose_child(Slot parent);
-    // Ranks entries that are retired below all others.
-    void rank_retired(std::span<const Slot> slots, std::span<double> ranks) const {
-        for (std::size_t i = 0; i < slots.size(); ++i)
-            if (nodes_[slots[i]].is_retired) ranks[i] = -std::numeric_limits<double>::infinity();
-    }
     double rank_of(Slot slot) const {
         double rank_now;
         rank({&slot, 1}, {&rank_now, 1});
-        rank_retired({&slot, 1}, {&rank_now, 1});
         return rank_now;
     }
     Leaf leaf_of(Slot slot) const { return {rank_of(slot), slot, nodes_[slot].stamp}; }

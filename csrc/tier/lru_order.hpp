@@ -21,7 +21,7 @@ struct LruLink {
 
     union {
         Neighbours beside;     // while listed
-        std::uint64_t ticket;  // while parked or waiting: the lowest goes first
+        std::uint64_t ticket;  // while parked or waiting: increases with each parking
     };
     Place place = Place::kOutside;
     bool busy = false;
@@ -33,8 +33,7 @@ using LruLinks = LargeVector<LruLink>;
 
 // A list of entries by the end of their last use. A busy entry that reaches the front is parked: it leaves
 // the list, at most once between two uses. Parked entries are colder than the whole list. Parked entries that
-// are not busy any more wait in a small heap, which is evicted before the list. An entry that is retired is
-// parked at once, before those that are not.
+// are not busy any more wait in a small heap, which is evicted before the list.
 class LruLine {
   public:
     void add(LruLinks &links, Slot slot, bool busy) {
@@ -91,21 +90,16 @@ class LruLine {
         --(link.busy ? busy_ : idle_);
         ++(busy ? busy_ : idle_);
         link.busy = busy;
-        if (!busy && link.place == LruLink::Place::kParked) wait(links, slot);
-    }
-
-    void retire(LruLinks &links, Slot slot) {
-        if (waiting_.size() > links.size()) forget_removed(links);
-        reserve_waiting();
-        LruLink &link = links[slot];
-        if (link.place == LruLink::Place::kListed) unlink(links, slot);
-        link.place = LruLink::Place::kParked;
-        link.ticket = next_retired_++;
-        if (!link.busy) wait(links, slot);
+        if (busy || link.place != LruLink::Place::kParked) return;
+        link.place = LruLink::Place::kWaiting;
+        waiting_.push_back({link.ticket, slot});
+        std::push_heap(waiting_.begin(), waiting_.end(), std::greater<>());
     }
 
     void take(LruLinks &links, std::uint32_t count, std::vector<Slot> &taken) {
-        reserve_waiting();
+        // Only busy entries are parked, and only while the heap is empty, so it never exceeds busy_.
+        if (waiting_.capacity() < busy_)
+            waiting_.reserve(std::max<std::size_t>(busy_, 2 * waiting_.capacity()));
         taken.reserve(taken.size() + count);
         idle_ -= count;
         while (count) {
@@ -156,7 +150,7 @@ class LruLine {
         std::make_heap(waiting_.begin(), waiting_.end(), std::greater<>());
     }
 
-    Slot next() const { return waiting_.empty() ? head_ : waiting_.front().slot; }
+    Slot next() const { return head_; }
     std::uint32_t size() const { return idle_; }
     std::size_t bytes() const { return waiting_.capacity() * sizeof(Waiting); }
 
@@ -172,19 +166,6 @@ class LruLine {
         Slot slot;
         auto operator<=>(const Waiting &) const = default;
     };
-
-    // For all that will wait before the next call: busy entries that are parked, and one more.
-    void reserve_waiting() {
-        const std::size_t most = waiting_.size() + busy_ + 1;
-        if (waiting_.capacity() < most) waiting_.reserve(std::max(most, 2 * waiting_.capacity()));
-    }
-
-    void wait(LruLinks &links, Slot slot) {
-        LruLink &link = links[slot];
-        link.place = LruLink::Place::kWaiting;
-        waiting_.push_back({link.ticket, slot});
-        std::push_heap(waiting_.begin(), waiting_.end(), std::greater<>());
-    }
 
     // True if the entry was not used since it was parked.
     static bool is_current(const LruLinks &links, const Waiting &each) {
@@ -234,8 +215,7 @@ class LruLine {
     }
 
     std::vector<Waiting> waiting_;
-    std::uint64_t next_retired_ = 0;
-    std::uint64_t next_ticket_ = std::uint64_t{1} << 63;
+    std::uint64_t next_ticket_ = 0;
     Slot head_ = kNoSlot;
     Slot tail_ = kNoSlot;
     std::uint32_t idle_ = 0;
@@ -250,7 +230,6 @@ class LruOrder final : public EvictionOrder {
     void add_path(Slot, std::span<const Slot> path) override { line_.add_path(links_, path); }
     void remove_path(std::span<const Slot> path) override { line_.remove_path(links_, path); }
     void set_busy(Slot slot, bool busy) override { line_.set_busy(links_, slot, busy); }
-    void retire(Slot slot) override { line_.retire(links_, slot); }
     void take(std::uint32_t count, std::vector<Slot> &taken) override { line_.take(links_, count, taken); }
     Slot next() const override { return line_.next(); }
     std::vector<Slot> first(std::uint32_t count) const override { return line_.first(links_, count); }

@@ -90,10 +90,6 @@ class Tenants {
         if (on_) order_of(slot).set_busy(links_, slot, busy);
     }
 
-    void retire(Slot slot) {
-        if (on_) order_of(slot).retire(links_, slot);
-    }
-
     // Number of a tenant's evictable entries, and the entries in order.
     std::uint32_t idle(Tenant tenant) const { return owners_[tenant].order.size(); }
     std::vector<Slot> first(Tenant tenant) const { return owners_[tenant].order.first(links_, idle(tenant)); }

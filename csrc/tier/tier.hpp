@@ -161,10 +161,6 @@ class Tier : public HostIndex, public DeviceIndex {
     // is known of the request.
     bool finish(LeaseId lease, const RequestEnd *end = nullptr);
 
-    // Others have these blocks of one path as well, and used them last: those that nothing here needs and
-    // nothing else continues, and what is above them alone, are evicted before all others until they are used
-    // again.
-    void retire(std::span<const Digest> hashes);
     // What a client says of the READY ones of these blocks of one path, in path order. Each block takes the
     // last hint about it.
     std::vector<HintTaken> hint(std::span<const Digest> hashes, std::span<const HintRange> hints);

@@ -305,11 +305,6 @@ void bind_tier(nb::module_ &module) {
             "unhold", [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.unhold(slots_of(slots)); },
             "slots"_a, "End a ``hold``.")
         .def(
-            "retire", [](Tier &tier, const HashesIn &hashes) { tier.retire(digests_of(hashes)); }, "hashes"_a,
-            "Evict these blocks of one path, which others have used since, before all others until they are "
-            "used\n"
-            "again: those that nothing here uses or continues, and what is above them alone.")
-        .def(
             "find", [](const Tier &tier, const HashesIn &hashes) { return tier.find(digests_of(hashes)); },
             "hashes"_a, "Return the blocks that are ready, in the order of ``hashes``.")
         .def(

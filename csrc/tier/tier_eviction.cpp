@@ -63,21 +63,6 @@ void Tier::evict_held_leaves(std::uint32_t enough, BlockList *evicted) {
     }
 }
 
-void Tier::retire(std::span<const Digest> hashes) {
-    std::lock_guard lock(mutex_);
-    if (learns_) order_->set_time(now_ms());
-    for (std::size_t i = hashes.size(); i-- > 0;) {
-        Slot slot = find_ready(hashes[i]);
-        if (slot == kNoSlot) continue;
-        std::uint32_t below = 0;  // children, all of them retired
-        for (; slot != kRoot && order_->holds(slot) && entries_[slot].children == below; below = 1) {
-            order_->retire(slot);
-            tenants_.retire(slot);
-            slot = entries_[slot].parent;
-        }
-    }
-}
-
 std::uint32_t Tier::missing(std::size_t count) const {
     return static_cast<std::uint32_t>(count > free_or_evictable() ? count - free_or_evictable() : 0);
 }

@@ -1,4 +1,4 @@
-"""Leases of reads between nodes: what a node holds while another one reads it, and what it evicts afterwards."""
+"""Leases of reads between nodes: what a node holds while another one reads it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _MOST_HELD = BLOCKS // 4
 class Lender:
     """A node whose records are in the slots of a tier."""
 
-    def __init__(self, made: Node, eviction: str = "lru") -> None:
+    def __init__(self, made: Node) -> None:
         self.node = made
-        self.pool = BlockPool(CacheLevel.HOST, BLOCKS, eviction)
+        self.pool = BlockPool(CacheLevel.HOST, BLOCKS)
         self._paths = 0
         made.connector.lend_from(self.pool)
 
@@ -142,19 +142,6 @@ def test_blocks_beyond_the_leases_are_misses_once_they_are_evicted(lender: Lende
     assert outcomes == [Outcome.OK] * _MOST_HELD + [Outcome.MISS] * (BLOCKS - _MOST_HELD)
 
 
-@pytest.mark.parametrize("eviction", ["lru", "learned"])
-def test_a_node_evicts_first_what_another_one_has_read(address: str, reader: Node, eviction: str) -> None:
-    with node(LAYOUT, address=address) as made:
-        lender = Lender(made, eviction)
-        older, read = path_of(8, "older"), path_of(8, "read")
-        lender.hold(older)
-        lender.hold(read)
-        assert reader.read(read).ok.all()
-        until(lender.is_at_rest, "the lease ends with the read")
-        lender.hold(path_of(BLOCKS - 8, "new"))
-        assert (lender.has(older), lender.has(read)) == (8, 0)
-
-
 def test_a_node_without_a_tier_in_its_process_lends_nothing_and_is_read(address: str, reader: Node) -> None:
     with node(LAYOUT, address=address) as made:
         path = path_of(4, "no tier")
@@ -220,11 +207,10 @@ def test_ends_of_unknown_leases_and_leases_of_unknown_blocks_end_nothing(
     lender.hold(path)
     address = lender.node.options["address"]
     links, other = reader.connector._links, path_of(2, "not there")
-    for request in (EndLease(7, path.tobytes()), EndLease(7, b"")):
-        assert reader.connector.exists(path, _TIMEOUT).length == 4
-        links.tell([(address, request)], time.monotonic() + _TIMEOUT)
+    assert reader.connector.exists(path, _TIMEOUT).length == 4
+    links.tell([(address, EndLease(7))], time.monotonic() + _TIMEOUT)
     reader.connector._ask(other, time.monotonic() + _TIMEOUT, lease=9)
-    links.tell([(address, EndLease(9, path.tobytes()))], time.monotonic() + _TIMEOUT)
+    links.tell([(address, EndLease(9))], time.monotonic() + _TIMEOUT)
     assert reader.read(path).ok.all()
     until(lender.is_at_rest, "nothing is held")
 
@@ -268,9 +254,9 @@ def test_further_questions_of_a_lease_add_to_it(alone: tuple[Leases, list[float]
     grant(leases, lender, 1, path[:2])
     grant(leases, lender, 1, path[2:])
     assert (len(leases), lender.pool.stats().holds) == (1, 4)
-    leases.end(b"another", 1, ())
-    leases.end(b"reader", 1, ())
-    leases.end(b"reader", 1, ())
+    leases.end(b"another", 1)
+    leases.end(b"reader", 1)
+    leases.end(b"reader", 1)
     assert (len(leases), lender.pool.stats().holds) == (0, 0)
 
 

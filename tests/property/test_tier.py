@@ -293,11 +293,6 @@ class TierHistory(RuleBasedStateMachine):
         held = self.tier.hold_ready(hashes(chain(*path)), most)
         assert held.slots.tolist() == self.oracle.hold_ready(chain(*path), most)
 
-    @rule(path=PATHS)
-    def retire(self, path: Path) -> None:
-        self.tier.retire(hashes(chain(*path)))
-        self.oracle.retire(chain(*path))
-
     @rule(what=st.sampled_from(["commit", "complete", "hold", "unhold"]), pick=PICK, chosen=ANY_SLOTS)
     def nonsense(self, what: str, pick: int, chosen: list[int]) -> None:
         match what:

@@ -36,10 +36,6 @@ class Block:
     unjoined: bool = False
 
 
-_RETIRED = -1_000_000
-"""Times of blocks that are retired are those from here on, before all others."""
-
-
 @dataclass
 class Lease:
     epoch: int
@@ -58,7 +54,7 @@ class TierOracle:
         self.epoch = 0
         self.evictions = 0
         self.used_until: dict[int, int] = {}
-        self.ticks = self.retirements = 0
+        self.ticks = 0
         self.seen_generations: set[tuple[int, int]] = set()
         self.events: list[Event] = []
         self.event_capacity = 0
@@ -388,19 +384,6 @@ class TierOracle:
         for slot in slots:
             self.used[slot].holds -= 1
             self._settle()
-
-    def retire(self, digests: Sequence[bytes]) -> None:
-        for digest in reversed(digests):
-            slot, below = self.find_ready(digest), 0
-            while (
-                slot is not None
-                and slot != ROOT
-                and self.is_unused(slot)
-                and len(self.children(slot)) == below
-            ):
-                self.retirements += 1
-                self.used_until[slot] = _RETIRED + self.retirements
-                slot, below = self.used[slot].parent, 1
 
     # --- the whole tier ---
 

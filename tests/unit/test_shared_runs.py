@@ -274,7 +274,7 @@ class TestHostPool:
             "capacity", "check_integrity", "coldest", "commit", "complete", "contains", "drop_orphans", "find",
             "find_and_pin", "finish", "free_among", "give_back", "hint", "hint_fates", "hold", "hold_ready",
             "hottest", "idle", "load_reuse", "match", "mirror", "node", "num_orphans", "open_lease", "quarantine",
-            "record_events", "release", "restore", "retire", "reuse", "room", "save_reuse", "set_above",
+            "record_events", "release", "restore", "reuse", "room", "save_reuse", "set_above",
             "set_below", "set_clock", "set_states", "set_tenant_limit", "starting_with", "stats", "take_event_bytes",
             "take_events", "tenant_entries", "unhold", "withhold",
         }  # fmt: skip

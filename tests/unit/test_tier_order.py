@@ -234,60 +234,6 @@ def test_listings_of_many_leaves_agree_after_a_while() -> None:
     assert_sound(tier)
 
 
-@pytest.mark.parametrize("eviction", ["lru", "learned"])
-class TestRetired:
-    def test_it_goes_first_from_its_end_until_it_is_used_again(self, eviction: str) -> None:
-        tier = _core.Tier(8, eviction)
-        first, second = store(tier, PATH), store(tier, OTHER)
-        tier.retire(hashes(OTHER))
-        assert eviction_order(tier) == [*second[::-1], *first[::-1]]
-        tier.retire(hashes(PATH))
-        ready_run(tier, OTHER)
-        assert eviction_order(tier) == [*first[::-1], *second[::-1]]
-        assert_sound(tier)
-
-    def test_what_is_above_it_alone_goes_with_it(self, eviction: str) -> None:
-        tier = _core.Tier(8, eviction)
-        first, second = store(tier, PATH), store(tier, OTHER)
-        tier.retire(hashes(OTHER[1:]))
-        assert eviction_order(tier) == [*second[::-1], *first[::-1]]
-        assert tier.reserve(tier.open_lease(), 4).evicted.slots.tolist() == second[::-1]
-
-    def test_what_others_continue_or_use_stays_in_its_place(self, eviction: str) -> None:
-        tier = _core.Tier(16, eviction)
-        first = store(tier, PATH)
-        branch = store(tier, chain(1, 2, 9)[2:], parent=PATH[1])
-        second = store(tier, OTHER)
-        tier.retire(hashes(PATH))
-        assert eviction_order(tier) == [first[3], first[2], *branch, first[1], first[0], *second[::-1]]
-        lease = tier.open_lease()
-        tier.match(lease, hashes(OTHER))
-        tier.retire(hashes([*OTHER, *chain(77)]))
-        tier.release(lease)
-        assert eviction_order(tier)[-2:] == second[::-1]
-        assert_sound(tier)
-
-    def test_one_that_a_copy_reads_goes_once_that_has_ended(self, eviction: str) -> None:
-        tier = _core.Tier(8, eviction)
-        first, second = store(tier, PATH), store(tier, OTHER)
-        held = tier.hold_ready(hashes(OTHER), 8).slots
-        tier.retire(hashes(OTHER))
-        assert eviction_order(tier) == first[::-1]
-        tier.unhold(held)
-        assert eviction_order(tier) == [*second[::-1], *first[::-1]]
-
-    def test_it_may_be_retired_and_used_again_for_ever(self, eviction: str) -> None:
-        tier = _core.Tier(8, eviction)
-        store(tier, PATH)
-        store(tier, OTHER)
-        most = tier.stats().memory_bytes + 4096
-        for _ in range(1000):
-            tier.retire(hashes(PATH))
-            ready_run(tier, PATH)
-        assert tier.stats().memory_bytes < most
-        assert_sound(tier)
-
-
 class TestBelow:
     """`learned`, above another tier."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import signal
 import subprocess
@@ -171,16 +170,7 @@ print("right")
 
 
 def test_a_disk_that_hangs_costs_the_deadline(tmp_path: Path) -> None:
-    library = preload.build("slow_disk", tmp_path)
-    environment = {**os.environ, "LD_PRELOAD": str(library), "SLOW_DISK_MS": "0"}
-    (tmp_path / "files").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", SLOW, str(tmp_path / "files")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = preload.run("slow_disk", SLOW, tmp_path, SLOW_DISK_MS="0")
     assert done.stdout.endswith("right\n"), done.stderr
 
 
@@ -242,15 +232,8 @@ print("right")
 
 
 def test_sectors_that_fail_cost_their_chunks_and_a_disk_that_fails_is_tried_again(tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    library = preload.build("failing_disk", tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", BAD_SECTORS, str(tmp_path / "files")],
-        env={**os.environ, "LD_PRELOAD": str(library), "FAILING_DISK": str(tmp_path / "sectors")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    sectors = str(tmp_path / "sectors")
+    done = preload.run("failing_disk", BAD_SECTORS, tmp_path, FAILING_DISK=sectors)
     assert done.stdout.endswith("right\n"), done.stderr
 
 

@@ -39,9 +39,8 @@ class Holdings:
     reader compares them with the checksum. A slot has one block, so there are never more entries than slots.
     """
 
-    def __init__(self, check: RecordCheck, *, is_last_rank: bool = True) -> None:
+    def __init__(self, check: RecordCheck) -> None:
         self._check = check
-        self._is_last_rank = is_last_rank
         self._host: Tier | None = None
         self._held: set[LentSlots] = set()
         self._num_held = 0
@@ -112,17 +111,11 @@ class Holdings:
             self._num_held += len(held.slots)
             return held
 
-    def let_go(self, held: LentSlots, read: Sequence[bytes]) -> None:
-        """End a ``hold`` under which these blocks have been read: the tier evicts them first from now on.
-
-        Of several ranks the last one decides, as a block is of use with all its records. Idempotent.
-        """
+    def let_go(self, held: LentSlots) -> None:
+        """End a ``hold``. Idempotent."""
         with self._lock:
-            if held not in self._held:
-                return
-            self._end(held)
-            if read and self._is_last_rank:
-                held.host.retire(_array(read))
+            if held in self._held:
+                self._end(held)
 
     def _end(self, held: LentSlots) -> None:
         self._held.remove(held)

@@ -51,21 +51,21 @@ class Leases:
         if lease is not None:
             lease.end = self._clock() + lease.seconds
 
-    def end(self, reader: bytes, number: int, read: Sequence[bytes]) -> None:
-        """Hold nothing any more for this lease, under which these blocks have been read."""
+    def end(self, reader: bytes, number: int) -> None:
+        """Hold nothing any more for this lease."""
         lease = self._leases.pop((reader, number), None)
         for holdings, held in lease.held if lease is not None else ():
-            holdings.let_go(held, read)
+            holdings.let_go(held)
 
     def expire(self) -> float | None:
         """End the leases whose time is over; return the seconds until the next one's is, None without any."""
         now = self._clock()
         for key in [key for key, lease in self._leases.items() if lease.end <= now]:
             self.expired += 1
-            self.end(*key, ())
+            self.end(*key)
         return min((lease.end - now for lease in self._leases.values()), default=None)
 
     def end_all(self) -> None:
         """End every lease."""
         for key in list(self._leases):
-            self.end(*key, ())
+            self.end(*key)

@@ -43,10 +43,9 @@ class ReadRecords(msgspec.Struct, tag="read", frozen=True):
 
 
 class EndLease(msgspec.Struct, tag="end", frozen=True):
-    """Hold nothing any more for this lease; ``hashes`` have been read under it. There is no answer."""
+    """Hold nothing any more for this lease. There is no answer."""
 
     lease: int
-    hashes: Hashes
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):

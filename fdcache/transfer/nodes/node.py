@@ -97,15 +97,11 @@ class ThisNode:
         key = layout.fingerprint, rank
         with self._lock:
             kept, count = self._kept.get(key) or (
-                (self._holdings(layout, rank), layout.record_bytes),
+                (Holdings(RecordCheck(layout, verify=True)), layout.record_bytes),
                 0,
             )
             self._kept[key] = kept, count + 1
         return kept[0]
-
-    @staticmethod
-    def _holdings(layout: KVLayout, rank: int) -> Holdings:
-        return Holdings(RecordCheck(layout, verify=True), is_last_rank=rank == layout.record_ranks - 1)
 
     def part(self, layout: KVLayout, rank: int) -> None:
         """Serve the holdings of a rank no more, once its last connector has parted."""

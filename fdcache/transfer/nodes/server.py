@@ -114,10 +114,10 @@ class NodeServer:
             log.debug("an answer was not sent: %s", error)
 
     def _answer(self, reader: bytes, request: Request) -> list[Any] | None:
-        hashes = rows(request.hashes)
         if isinstance(request, EndLease):
-            self.leases.end(reader, request.lease, hashes)
+            self.leases.end(reader, request.lease)
             return None
+        hashes = rows(request.hashes)
         kept = self._kept()
         found = kept.get((request.layout, request.rank))
         if isinstance(request, AskHeld):
