@@ -13,9 +13,8 @@ from fdcache.groups import is_spaced, state_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
-from fdcache.manager.loads import device_ids_of
+from fdcache.manager.loads import Tracked, device_ids_of
 from fdcache.manager.offloaded import OffloadedRequests
-from fdcache.manager.tracked import Tracked
 from fdcache.metadata import Int32Array
 from fdcache.plans.ledger import ROOT
 from fdcache.settings.cache import StatePositions
