@@ -101,9 +101,6 @@ class DeviceReads:
         self._executions = executions
         self._events: dict[int, list[Event]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._events)
-
     def add(self, plan_id: int, done: Event) -> None:
         """Add a copy, which ends with this event."""
         self._events.setdefault(plan_id, []).append(done)
@@ -148,6 +145,8 @@ class TransferQueue:
         self._backups = Lane(device, self._groups, background=True)
         self._reads = DeviceReads(executions)
         self._nothing = LaunchedLayers([None] * self._groups.num_layers)
+        self.has_copies = False
+        """True if copies were enqueued here that may be in flight, or were not retired."""
 
     def launch(
         self,
@@ -212,13 +211,9 @@ class TransferQueue:
         """True if loads of earlier plans wait, behind which a new one has to queue."""
         return not self._loads.is_empty
 
-    @property
-    def keeps_reads(self) -> bool:
-        """True if copies out of the device that were enqueued here were not retired yet."""
-        return bool(self._reads)
-
-    def retire(self) -> None:
-        """Release the memory of finished copies."""
+    def retire(self, *, is_last: bool) -> None:
+        """Release the memory of finished copies; ``is_last``: no others are in flight."""
+        self.has_copies = not is_last
         for each in (self._evictions.stream, self._loads, self._backups.stream):
             each.retire()
         self._reads.forget_ended()
@@ -240,6 +235,7 @@ class TransferQueue:
 
         A transfer that cannot be enqueued fails by itself: others may be in flight, so nothing is raised.
         """
+        self.has_copies = self.has_copies or bool(transfers)
         parts = [transfers.get(swap.purpose) or Transfer.failed(swap, None) for swap in plan.swaps()]
         after: tuple[Event, ...] = () if computed is None else (computed,)
         reads = self._reads.pending(plan.after)
