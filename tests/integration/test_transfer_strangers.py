@@ -189,6 +189,21 @@ def test_peers_beyond_the_limit_are_refused_by_name(
         assert len(prefill.transfers.peers) == 3
 
 
+def test_peers_that_describe_themselves_at_length_are_refused_by_name(prefill: Instance) -> None:
+    """What is kept of peers has a limit in bytes as well: a description may be as long as a message."""
+    mine = identity_of(prefill)
+    for index in range(5):
+        with outsider(prefill.address) as peer:
+            answer = peer.greet(mine, live=None, memory=b"x" * (15 << 20))
+            if index < 4:
+                assert isinstance(answer, LinkWelcome)
+            else:
+                assert isinstance(answer, LinkRefused)
+                assert (answer.field, answer.theirs) == ("peers", "one more of 15 MiB")
+    assert len(prefill.transfers.peers) == 4
+    hand_over(prefill, "d")
+
+
 def test_a_silent_peer_of_which_nothing_is_known_is_forgotten_and_may_come_back(
     prefill: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
