@@ -29,6 +29,9 @@ STEPS = ("cold", "device hit", "after flush", "after eviction")
 GAPS = ("beside", "quiet")
 MORE = ("later turns p50 p99", "token p50 p99 / quiet")
 
+_LAST = 10.0
+"""Seconds that an engine has to end by itself."""
+
 
 class Worker:
     """An engine's process, whose lines are read by a thread."""
@@ -79,14 +82,14 @@ class Worker:
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
 
-    def end(self) -> None:
-        """Wait for its end, or kill it and its children; further calls do nothing."""
+    def end(self, patience: float = 0) -> None:
+        """Wait so many seconds for its end, then kill it and its children; further calls do nothing."""
         if self._log.closed:
             return
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
-            self._process.wait(5)
+            self._process.wait(patience)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -107,7 +110,7 @@ def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 with options.out.open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")
                 print(line(results[-1]), flush=True)
-                worker.end()  # it may not have: then it goes on, beside the next
+                worker.end(0 if "failed" in results[-1] else _LAST)  # else it went on beside the next
         finally:
             for worker in workers:
                 worker.end()
@@ -177,6 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.server and set(options.engines) & set(SERVED):
         parser.error("--server is missing: the address that `fdcache serve` prints")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end, too
     print(f"{machine()}; shape {options.shape}, prompts of {SHAPES[options.shape].prompt} tokens")
     print(f"{'TTFT, ms':16} " + " ".join(f"{step:>24}" for step in (*STEPS, *MORE)))
     with tempfile.TemporaryDirectory() as folder:
