@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.kinds import is_port
 
 _ANY_HOST = ("*", "0.0.0.0", "[::]")
+_HOST = re.compile(r"[A-Za-z0-9\[:][A-Za-z0-9.\-:%_\[\]]*")
+"""What ZeroMQ can connect to; it refuses other hosts, or reads them as more than a host."""
 _FORMS = "write ipc:///directory/name or tcp://host:port"
 
 
@@ -46,7 +49,7 @@ def require_peer_address(address: str) -> None:
     """Raise ``TransferError`` for an address that no rank of a peer can have."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    is_host = host.isascii() and host.isprintable() and host not in ("", *_ANY_HOST)
+    is_host = _HOST.fullmatch(host) is not None and host not in _ANY_HOST
     is_socket = scheme == "ipc" and rest.startswith("/") and rest.isprintable()
     is_port_of_host = scheme == "tcp" and is_host and is_port(port) and 0 < int(port) < 65536
     if not (is_socket or is_port_of_host):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -18,8 +19,9 @@ from fdcache.layout import KVLayout
 from fdcache.storage.connector import Outcome
 from fdcache.testing.storage import KnownRecords, conformance_layout, path_of
 from fdcache.transfer.access import LinkKeys
+from fdcache.transfer.nodes.members import Members, RedisDirectory
 from fdcache.transfer.nodes.messages import AskHeld, encode
-from tests.nodes_help import KEY, Node, free_address, node, open_node
+from tests.nodes_help import KEY, Node, RedisServer, free_address, node, open_node
 from tests.service_help import until
 
 LAYOUT = conformance_layout()
@@ -343,6 +345,10 @@ def test_a_record_of_two_ranks_counts_once_both_are_somewhere() -> None:
         ({"key": "short", "listed": ("tcp://a:1",)}, "FDCACHE_NODES_KEY"),
         ({"key": None, "listed": ("tcp://a:1",)}, "FDCACHE_NODES_KEY"),
         ({"listed": ("ipc:///tmp/x",)}, "tcp://host:port"),
+        ({"listed": ("tcp://a b:7400",)}, "tcp://host:port"),
+        ({"listed": ("tcp://a/b:7400",)}, "tcp://host:port"),
+        ({"listed": ("tcp://-:7400",)}, "tcp://host:port"),
+        ({"listed": ("tcp://own;a:7400",)}, "tcp://host:port"),
         ({"address": "tcp://*:7400"}, "FDCACHE_NODES_ADDRESS"),
         ({"address": "ipc:///tmp/x"}, "tcp://host:port"),
     ],
@@ -350,6 +356,57 @@ def test_a_record_of_two_ranks_counts_once_both_are_somewhere() -> None:
 def test_wrong_settings_are_named(options: dict[str, object], named: str) -> None:
     with pytest.raises(StorageError, match=named):
         open_node(LAYOUT, **options)  # type: ignore[arg-type]
+
+
+def test_what_is_no_address_in_a_directory_is_left_out(redis_server: RedisServer) -> None:
+    path, address = path_of(4, "garbage"), free_address()
+    garbage = [
+        b"",
+        b"\xff\xfe",
+        b"tcp://a b:7400",
+        b"tcp://a/b:7400",
+        b"tcp://-:1",
+        b"tcp://*:1",
+        b"x" * 100_000,
+    ]
+    RedisDirectory(redis_server.url)._redis.zadd(RedisDirectory.key, dict.fromkeys(garbage, float("inf")))
+    with (
+        node(LAYOUT, address=address, directory=redis_server.url) as first,
+        node(LAYOUT, directory=redis_server.url) as mine,
+    ):
+        first.hold(path)
+        members = mine.connector._node.members
+        until(lambda: members.addresses == (address,), "the other node is found, and nothing else")
+        assert mine.connector.exists(path, _TIMEOUT).length == 4
+
+
+@pytest.mark.parametrize(
+    "answer", [b"+OK\r\n", b":5\r\n", b"*0\r\n", b"$-1\r\n", b"*1\r\n$1\r\nx\r\n", b"%1\r\n+a\r\n+b\r\n"]
+)
+def test_a_directory_that_is_no_redis_is_asked_again(answer: bytes) -> None:
+    pytest.importorskip("redis", reason="needs the client of Redis: pip install '.[nodes]'")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"redis://127.0.0.1:{server.getsockname()[1]}/0"
+        threading.Thread(target=_answer_all, args=(server, answer), daemon=True).start()
+        members = Members((), RedisDirectory(url), lambda: ("tcp://a:1",))
+        try:
+            until(lambda: members.error is not None, "the directory is said to fail")
+            assert members._thread is not None
+            assert members._thread.is_alive()
+        finally:
+            members.close()
+
+
+def _answer_all(server: socket.socket, answer: bytes) -> None:
+    """Give every client the same answers to whatever it says, until the server is closed."""
+    while True:
+        try:
+            client, _ = server.accept()
+        except OSError:
+            return
+        with client, suppress(OSError):
+            while client.recv(1 << 16):
+                client.sendall(answer * 8)
 
 
 def test_an_address_in_use_is_named() -> None:

@@ -16,6 +16,8 @@ _BEAT_SECONDS = 2.0
 _ABSENT_AFTER = 10.0
 """Seconds after which a node that has not entered itself again is no more in a directory."""
 _MOST_MEMBERS = 256
+_NO_ANSWERS = (AttributeError, LookupError, TypeError, ValueError)
+"""What the client of Redis and its callers raise for answers of another server."""
 
 
 class Directory(Protocol):
@@ -58,9 +60,13 @@ class RedisDirectory:
                 batch.zremrangebyscore(self.key, "-inf", f"({now}")
                 batch.zrange(self.key, 0, _MOST_MEMBERS - 1)
                 found = batch.execute()[-1]
+            return [each.decode(errors="replace") for each in found]
         except self._errors as error:
             raise StorageError(f"the directory of nodes: {type(error).__name__}: {error}") from error
-        return [each.decode(errors="replace") for each in found]
+        except _NO_ANSWERS as error:
+            raise StorageError(
+                "the directory of nodes: no Redis answers there; correct FDCACHE_NODES_DIRECTORY"
+            ) from error
 
     def leave(self, addresses: Iterable[str]) -> None:
         """Remove the own addresses."""
